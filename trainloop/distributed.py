@@ -1,0 +1,605 @@
+"""Ranks and what they exchange; every function is right in one process too, with no process group.
+
+*Who is who*: :class:`Rank`, :func:`get_rank`, :func:`get_world_size`, :func:`is_global_zero`, :func:`rank_zero_only`.
+*Exchanges*: :func:`all_gather`, :func:`all_reduce`, :func:`broadcast_object`, :func:`gather_object`,
+:func:`exchange_ints`, :func:`barrier`. These are collective: every rank calls them, in the same order.
+
+Objects and CPU tensors go through Gloo, so that no exchange of a few bytes waits for a GPU. Where the default
+process group can't take CPU tensors (``init_process_group('nccl')``), one Gloo group is made beside it, at the
+first exchange, and kept for as long as that default group lives. Tensors on a GPU go through the default group's
+own backend for that device where it has one, by way of the CPU where it hasn't.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import pickle
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainloop.errors import ConfigurationError, UnpicklableError
+
+__all__ = [
+    "Rank",
+    "all_gather",
+    "all_reduce",
+    "barrier",
+    "broadcast_object",
+    "exchange_ints",
+    "gather_object",
+    "get_rank",
+    "get_world_size",
+    "is_global_zero",
+    "rank_zero_only",
+]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# --------------------------------------------------------------------------------------------------------------------
+# Who is who
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False)
+class Rank:
+    """One process's place among all that train together."""
+
+    rank: int = 0
+    """Global rank, 0 to ``world_size - 1``."""
+
+    world_size: int = 1
+    """Processes over all nodes."""
+
+    local_rank: int = 0
+    """Rank among this node's processes, 0 to ``local_world_size - 1``."""
+
+    local_world_size: int = 1
+    """Processes on this node."""
+
+    node_rank: int = 0
+    """Rank of this node, 0 to ``num_nodes - 1``."""
+
+    num_nodes: int = 1
+    """Nodes that train together."""
+
+    def __repr__(self) -> str:
+        return (
+            f"Rank(rank={self.rank}({self.world_size}), local_rank={self.local_rank}({self.local_world_size}), "
+            f"node={self.node_rank}({self.num_nodes}))"
+        )
+
+
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def get_rank() -> int:
+    """Global rank of this process.
+
+    Returns
+    -------
+    int
+        The process group's where there is one. Before it is up, ``RANK``, ``LOCAL_RANK`` or ``SLURM_PROCID``, the
+        first of these environment variables that holds a number; 0 where none does.
+    """
+    if _has_group():
+        return dist.get_rank()
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
+        text = os.environ.get(name, "").strip()
+        if text.isascii() and text.isdigit():
+            return int(text)
+    return 0
+
+
+def get_world_size() -> int:
+    """Number of processes that the exchanges of this module reach.
+
+    Returns
+    -------
+    int
+        The process group's size, and 1 where there is none, whatever the environment says: a shell inside a Slurm
+        allocation has ``SLURM_NTASKS=8`` and is one process all the same.
+    """
+    return dist.get_world_size() if _has_group() else 1
+
+
+def is_global_zero() -> bool:
+    """Whether this process has global rank 0: true in exactly one process of all nodes."""
+    return get_rank() == 0
+
+
+def rank_zero_only(f: Callable[P, T]) -> Callable[P, T | None]:
+    """Let a function run on global rank 0 only; elsewhere a call does nothing and returns ``None``.
+
+    Parameters
+    ----------
+    f : callable
+        Must not contain an exchange: the other ranks don't take part in it.
+
+    Returns
+    -------
+    callable
+        The rank is read at each call (see :func:`get_rank`), so decorating at import time, before ranks exist, is
+        fine.
+
+    Examples
+    --------
+    >>> @rank_zero_only
+    ... def save(path: str) -> str:
+    ...     return f"saved {path}"
+    >>> save("weights.pt")  # in one process
+    'saved weights.pt'
+    """
+
+    @functools.wraps(f)
+    def on_rank_zero(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        return f(*args, **kwargs) if is_global_zero() else None
+
+    return on_rank_zero
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Bytes, objects, ints: over the CPU
+# --------------------------------------------------------------------------------------------------------------------
+
+# Held weakly by the default group: destroy_process_group() and a new start make a new one.
+_gloo_beside: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _backend_of(device_type: str) -> str | None:
+    """Name of the default group's backend for tensors on such a device, None if it has none."""
+    # 'cpu:gloo,cuda:nccl'
+    config = dist.get_backend_config(None)
+    return dict(entry.split(":", 1) for entry in config.split(",")).get(device_type)
+
+
+def _cpu_group() -> dist.ProcessGroup | None:
+    """Group for CPU tensors over all ranks (None is the default group); the first call may be collective."""
+    if _backend_of("cpu") is not None:
+        return None
+    default = dist.group.WORLD
+    group = _gloo_beside.get(default)
+    if group is None:
+        group = _gloo_beside[default] = dist.new_group(backend="gloo")
+    return group
+
+
+# Objects up to this many bytes need one exchange instead of two: it covers the ints of a training step and the
+# description of most nested values. A latency matter only, so any figure is right.
+_FIRST_BYTES = 1024
+
+
+def _gather_bytes(data: bytes) -> list[bytes]:
+    """Bytes of every rank, on every rank. Returns once all ranks have called it, hence also a barrier."""
+    world_size, group = dist.get_world_size(), _cpu_group()
+    first = np.zeros(8 + _FIRST_BYTES, dtype=np.uint8)
+    first[:8] = np.frombuffer(len(data).to_bytes(8, "little"), dtype=np.uint8)
+    first[8 : 8 + len(data)] = np.frombuffer(data[:_FIRST_BYTES], dtype=np.uint8)
+    firsts = torch.empty(world_size, first.size, dtype=torch.uint8)
+    dist.all_gather(list(firsts), torch.from_numpy(first), group=group)
+    sizes = [int.from_bytes(bytes(row[:8].tolist()), "little") for row in firsts]
+    gathered = [row[8 : 8 + size].numpy().tobytes() for row, size in zip(firsts, sizes, strict=True)]
+    rest_size = max(sizes) - _FIRST_BYTES
+    if rest_size > 0:  # the same on every rank
+        rest = torch.zeros(rest_size, dtype=torch.uint8)
+        tail = np.frombuffer(data[_FIRST_BYTES:], dtype=np.uint8)
+        rest.numpy()[: tail.size] = tail
+        rests = torch.empty(world_size, rest_size, dtype=torch.uint8)
+        dist.all_gather(list(rests), rest, group=group)
+        gathered = [
+            head + row[: max(size - _FIRST_BYTES, 0)].numpy().tobytes()
+            for head, row, size in zip(gathered, rests, sizes, strict=True)
+        ]
+    return gathered
+
+
+def _pickled(obj: object) -> bytes:
+    """The object's pickle after a 0, or after a 1 the reason why there is none; never raises.
+
+    A rank that raised here would leave the others waiting in the exchange, so the reason travels instead.
+    """
+    try:
+        return b"\0" + pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as e:
+        return b"\1" + f"{type(obj).__name__}: {type(e).__name__}: {e}".encode()
+
+
+def _unpickled(data: bytes, rank: int, function: str) -> Any:
+    if data[:1] == b"\1":
+        raise UnpicklableError(
+            f"{function}: the object of rank {rank} can't be pickled ({data[1:].decode()}). "
+            "Exchange plain data (numbers, strings, tensors, dicts of these) instead."
+        )
+    return pickle.loads(data[1:])
+
+
+def gather_object(obj: T) -> list[T]:
+    """Every rank's object, on every rank.
+
+    Collective: every rank calls it.
+
+    Parameters
+    ----------
+    obj : object
+        Anything that pickles; ranks' objects may differ in type and size.
+
+    Returns
+    -------
+    list
+        Entry r is rank r's object. This rank's own entry is ``obj`` itself, the others are copies.
+
+    Raises
+    ------
+    UnpicklableError
+        On every rank, where the object of any rank does not pickle.
+
+    Notes
+    -----
+    One exchange for objects whose pickles are up to 1 KiB, else two. Every rank holds the pickles of all ranks at
+    once, padded to the longest.
+    """
+    if not _has_group():
+        return [obj]
+    gathered = _gather_bytes(_pickled(obj))
+    objects = [_unpickled(data, rank, "gather_object") for rank, data in enumerate(gathered)]
+    objects[dist.get_rank()] = obj
+    return objects
+
+
+def broadcast_object(obj: T, src: int = 0) -> T:
+    """The object of one rank, on every rank.
+
+    Collective: every rank calls it.
+
+    Parameters
+    ----------
+    obj : object
+        What rank ``src`` sends; ignored on the others. Anything that pickles.
+    src : int
+        Global rank of the sender.
+
+    Returns
+    -------
+    object
+        ``obj`` itself on rank ``src``, a copy elsewhere.
+
+    Raises
+    ------
+    ConfigurationError
+        On every rank, where there is no rank ``src``.
+    UnpicklableError
+        On every rank, where the object does not pickle.
+    """
+    world_size = get_world_size()
+    if not 0 <= src < world_size:
+        raise ConfigurationError(f"broadcast_object: src={src!r}: must be a rank, 0 to {world_size - 1}.")
+    if not _has_group():
+        return obj
+    group, sends = _cpu_group(), dist.get_rank() == src
+    data = _pickled(obj) if sends else b""
+    size = torch.tensor([len(data)])
+    dist.broadcast(size, src, group=group)
+    buffer = torch.empty(int(size), dtype=torch.uint8)
+    if sends:
+        buffer.numpy()[:] = np.frombuffer(data, dtype=np.uint8)
+    dist.broadcast(buffer, src, group=group)
+    received = _unpickled(data if sends else buffer.numpy().tobytes(), src, "broadcast_object")
+    return obj if sends else received
+
+
+def exchange_ints(values: Sequence[int]) -> list[list[int]]:
+    """Every rank's integers, on every rank: the cheapest exchange there is.
+
+    Collective: every rank calls it.
+
+    Parameters
+    ----------
+    values : sequence of int
+        At most 64 bits each. Ranks may give different numbers of them.
+
+    Returns
+    -------
+    list of list of int
+        Entry r holds what rank r gave.
+
+    Notes
+    -----
+    One exchange over Gloo for up to 128 integers, else two.
+    """
+    if not _has_group():
+        return [[int(value) for value in values]]
+    data = np.asarray(values, dtype=np.int64).tobytes()
+    return [np.frombuffer(gathered, dtype=np.int64).tolist() for gathered in _gather_bytes(data)]
+
+
+def barrier() -> None:
+    """Wait until every rank has called this.
+
+    Collective: every rank calls it. Processes wait for each other, GPUs don't: work queued on them may still run.
+    """
+    if _has_group():
+        _gather_bytes(b"")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Nested tensors and numbers
+# --------------------------------------------------------------------------------------------------------------------
+
+_Reduce = Literal["mean", "sum", "min", "max"]
+_OPS = {"mean": "SUM", "sum": "SUM", "min": "MIN", "max": "MAX"}
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """One tensor of a nested value, as the other ranks need to know it."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+
+    def __str__(self) -> str:
+        return f"value{self.path}: {str(self.dtype).removeprefix('torch.')} of shape {self.shape}"
+
+
+def _map_leaves(value: Any, leaf: Callable[[Any, str], Any], path: str = "") -> Any:
+    """``value`` with ``leaf(item, path)`` in place of every item that is no container; None stays."""
+    if value is None:
+        return None
+    if isinstance(value, dict):
+        mapped = copy.copy(value)  # keeps defaultdict's factory and the like
+        for key, item in value.items():
+            mapped[key] = _map_leaves(item, leaf, f"{path}[{key!r}]")
+        return mapped
+    if isinstance(value, (list, tuple)):
+        items = [_map_leaves(item, leaf, f"{path}[{i}]") for i, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return leaf(value, path)
+
+
+def _as_tensor(value: Any, path: str) -> Tensor:
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided:
+            raise TypeError(f"value{path} is a tensor of layout {value.layout}; give a dense one (.to_dense())")
+        return value.detach().resolve_conj().resolve_neg()
+    if isinstance(value, float):  # float64 holds a Python float whole; the default dtype would round it
+        return torch.tensor(value, dtype=torch.float64)
+    if isinstance(value, (bool, int)):
+        return torch.tensor(value)
+    if isinstance(value, complex):
+        return torch.tensor(value, dtype=torch.complex128)
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+        return torch.as_tensor(np.asarray(value))
+    raise TypeError(
+        f"value{path} is of type {type(value).__name__}, not a tensor or a number; "
+        "other objects are exchanged by gather_object"
+    )
+
+
+def _leaves(value: Any) -> list[tuple[str, Tensor]]:
+    found: list[tuple[str, Tensor]] = []
+    _map_leaves(value, lambda item, path: found.append((path, _as_tensor(item, path))))
+    return found
+
+
+def _rebuilt(value: Any, tensors: Iterator[Any]) -> Any:
+    """``value`` with the given items in place of its leaves, which come in the order of :func:`_leaves`."""
+    return _map_leaves(value, lambda _item, _path: next(tensors))
+
+
+def _agreed(call: str, tensors: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, bool]]:
+    """For each path, in one order on all ranks: the common dtype, and whether its device's own backend takes it.
+
+    Raises, on every rank, where ranks called different functions or hold values of different structure or shape: the
+    collectives below would hang or mix up memory.
+    """
+    own: tuple[str, list[_Leaf]] = (
+        call,
+        [_Leaf(path, tuple(t.shape), t.dtype, t.device.type) for path, t in sorted(tensors.items())],
+    )
+    everyone = _everyone(own, call)
+    calls = [theirs[0] for theirs in everyone]
+    if len(set(calls)) > 1:
+        listed = ", ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(calls))
+        raise ValueError(f"ranks are in different exchanges ({listed}). Every rank must make the same calls in order.")
+    forms = [[(leaf.path, leaf.shape) for leaf in leaves] for _, leaves in everyone]
+    if any(form != forms[0] for form in forms):
+        # Of values that are alike but for some leaves, show these only.
+        common = set.intersection(*(set(form) for form in forms))
+        odd = [[str(leaf) for leaf in leaves if (leaf.path, leaf.shape) not in common] for _, leaves in everyone]
+        listed = "; ".join(f"rank {rank}: {', '.join(leaves) or 'nothing'}" for rank, leaves in enumerate(odd))
+        raise ValueError(
+            f"{call}: the ranks' values differ in structure or shape ({listed}). Every rank must give the same; "
+            "pad or cut the tensors to one shape first, or use gather_object, which takes unequal ones."
+        )
+    agreed: dict[str, tuple[torch.dtype, bool]] = {}
+    for same_leaf in zip(*(leaves for _, leaves in everyone), strict=True):
+        dtype = functools.reduce(torch.promote_types, (leaf.dtype for leaf in same_leaf))
+        device_types = {leaf.device_type for leaf in same_leaf}
+        device_type = device_types.pop() if len(device_types) == 1 else "cpu"
+        direct = device_type != "cpu" and _backend_of(device_type) not in (None, "gloo")
+        agreed[same_leaf[0].path] = (dtype, direct)
+    return agreed
+
+
+def _everyone(own: tuple[str, list[_Leaf]] | str, call: str) -> list[tuple[str, list[_Leaf]]]:
+    """What each rank is about to exchange; a rank whose value can't be exchanged gives the reason (str) instead."""
+    everyone = gather_object(own)
+    for rank, theirs in enumerate(everyone):
+        if isinstance(theirs, str):
+            raise TypeError(f"{call}: on rank {rank} {theirs}.")
+    return everyone  # type: ignore[return-value]  # no str is left
+
+
+def _own_leaves(value: Any, call: str) -> list[tuple[str, Tensor]]:
+    try:
+        return _leaves(value)
+    except TypeError as e:
+        _everyone(str(e), call)  # raises, here and on the other ranks
+        raise  # pragma: no cover
+
+
+def all_gather(value: Any) -> Any:
+    """Values of all ranks, along a new leading axis of world size, on every rank.
+
+    Collective: every rank calls it.
+
+    Parameters
+    ----------
+    value : tensor, number, or nested dict, list, tuple, namedtuple of these
+        Tensors of any dtype on any device, numpy arrays and scalars, Python numbers. ``None`` stays as it is. Every
+        rank must give the same structure and shapes; where dtypes differ, the values are promoted.
+
+    Returns
+    -------
+    same structure
+        Each tensor of shape ``(*s)`` becomes one of shape ``(world_size, *s)``, entry r from rank r, on the device of
+        this rank's own; numbers and arrays become CPU tensors, float64 for a Python float. In one process the axis
+        has length 1. The result is a copy, and no gradient flows through it.
+
+    Raises
+    ------
+    ValueError
+        On every rank, where ranks give different structures or shapes; the message names those of each rank.
+    TypeError
+        On every rank, where some rank gives something that is no tensor or number.
+
+    Notes
+    -----
+    One small exchange of the shapes, then one of all tensors together (one for each kind of device).
+
+    Examples
+    --------
+    >>> all_gather({"loss": torch.tensor(0.5), "seen": 7})  # in one process
+    {'loss': tensor([0.5000]), 'seen': tensor([7])}
+    """
+    leaves = _own_leaves(value, "all_gather")
+    if not _has_group():
+        return _rebuilt(value, iter([t.clone().unsqueeze(0) for _, t in leaves]))
+    tensors = dict(leaves)
+    world_size = dist.get_world_size()
+    gathered: dict[str, Tensor] = {}
+    for direct, batch in _by_route(_agreed("all_gather", tensors)).items():
+        # As bytes: one exchange for all dtypes, those too that backends don't know (bool, bfloat16, complex, float8).
+        flat = [_routed(tensors[path], direct).to(dtype).reshape(-1).view(torch.uint8) for path, dtype in batch]
+        own = torch.cat(flat)
+        rows = torch.empty(world_size, own.numel(), dtype=torch.uint8, device=own.device)
+        dist.all_gather(list(rows), own, group=None if direct else _cpu_group())
+        begin = 0
+        for (path, dtype), part in zip(batch, flat, strict=True):
+            end = begin + part.numel()
+            # The clone is aligned for any dtype, which a slice of bytes need not be.
+            mine = rows[:, begin:end].clone(memory_format=torch.contiguous_format).view(dtype)
+            gathered[path] = mine.reshape(world_size, *tensors[path].shape).to(tensors[path].device)
+            begin = end
+    return _rebuilt(value, iter([gathered[path] for path, _ in leaves]))
+
+
+def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
+    """Values of all ranks reduced to one, on every rank; the input is left as it is.
+
+    Collective: every rank calls it.
+
+    Parameters
+    ----------
+    value : tensor, number, or nested dict, list, tuple, namedtuple of these
+        As for :func:`all_gather`.
+    reduce : 'mean', 'sum', 'min' or 'max'
+        Each rank counts once in the mean; weigh by samples by reducing sums and counts.
+
+    Returns
+    -------
+    same structure
+        Tensors of the same shapes and devices, arrays as CPU tensors, and Python numbers for Python numbers. Dtypes
+        are kept (promoted where ranks' differ), but for the mean of integers and bools, which is a float of torch's
+        default dtype, and the sum of bools, which is an integer. No gradient flows through it. The same bits on every
+        rank.
+
+    Raises
+    ------
+    ConfigurationError
+        If ``reduce`` is none of the four names.
+    ValueError, TypeError
+        As for :func:`all_gather`; also for the 'min' and 'max' of complex numbers.
+
+    Notes
+    -----
+    One small exchange of the shapes, then one of all tensors of a dtype together. 16-bit floats are summed in float32.
+
+    Examples
+    --------
+    >>> all_reduce([torch.tensor([1, 2]), 3], "mean")  # in one process
+    [tensor([1., 2.]), 3.0]
+    """
+    if reduce not in _OPS:
+        raise ConfigurationError(f"reduce={reduce!r}: must be 'mean', 'sum', 'min' or 'max'.")
+    call = f"all_reduce('{reduce}')"
+    leaves = _own_leaves(value, call)
+    tensors = dict(leaves)
+    if _has_group():
+        agreed = _agreed(call, tensors)
+    else:
+        agreed = {path: (t.dtype, False) for path, t in leaves}
+    for path, (dtype, _) in agreed.items():
+        if dtype.is_complex and reduce in ("min", "max"):
+            raise TypeError(f"{call}: value{path} is complex, and complex numbers have no order.")
+    reduced: dict[str, Tensor] = {}
+    batches: dict[tuple[bool, torch.dtype], list[str]] = {}
+    for path, (dtype, direct) in agreed.items():
+        batches.setdefault((direct, _accumulation_dtype(dtype, reduce)), []).append(path)
+    for (direct, accumulated_as), paths in batches.items():
+        flat = torch.cat([_routed(tensors[path], direct).to(accumulated_as).reshape(-1) for path in paths])
+        if _has_group():
+            dist.all_reduce(flat, getattr(dist.ReduceOp, _OPS[reduce]), group=None if direct else _cpu_group())
+        if reduce == "mean":
+            flat /= get_world_size()
+        for path, part in zip(paths, flat.split([tensors[path].numel() for path in paths]), strict=True):
+            reduced[path] = part.reshape(tensors[path].shape)
+    paths_in_order = iter([path for path, _ in leaves])
+
+    def like(item: Any, _path: str) -> Any:
+        path = next(paths_in_order)
+        result, dtype = reduced[path], _result_dtype(agreed[path][0], reduce)
+        if isinstance(item, (bool, int, float, complex)):
+            # Read in the dtype it was summed in: the default dtype would round it.
+            return bool(result) if dtype == torch.bool else result.item()
+        return result.to(tensors[path].device, dtype, copy=True)
+
+    return _map_leaves(value, like)
+
+
+def _accumulation_dtype(dtype: torch.dtype, reduce: str) -> torch.dtype:
+    if dtype.is_complex:
+        return torch.complex128 if dtype == torch.complex128 else torch.complex64
+    if dtype.is_floating_point:
+        return torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.float64 if reduce == "mean" else torch.int64
+
+
+def _result_dtype(dtype: torch.dtype, reduce: str) -> torch.dtype:
+    if dtype.is_complex or dtype.is_floating_point:
+        return dtype
+    if reduce == "mean":
+        return torch.get_default_dtype()
+    return torch.int64 if dtype == torch.bool and reduce == "sum" else dtype
+
+
+def _by_route(agreed: dict[str, tuple[torch.dtype, bool]]) -> dict[bool, list[tuple[str, torch.dtype]]]:
+    batches: dict[bool, list[tuple[str, torch.dtype]]] = {}
+    for path, (dtype, direct) in agreed.items():
+        batches.setdefault(direct, []).append((path, dtype))
+    return batches
+
+
+def _routed(tensor: Tensor, direct: bool) -> Tensor:
+    return tensor if direct else tensor.cpu()
