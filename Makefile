@@ -1,0 +1,64 @@
+# make demo    install, train a digits CNN with two DDP ranks, show what came out
+# make test    install, run the tests
+# make check   what CI runs: tests, lint, types, documentation
+# make docs    build docs/_build/html
+# make bench   run the benchmarks, write benchmarks/RESULTS.rst
+# make clean   remove what these made
+#
+# Every target starts from nothing but Python; a second run installs nothing. Another interpreter: make PYTHON=python3.12 test
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+ARGS   ?=
+
+# One stamp for each set of requirements, inside the environment that it describes.
+define install
+$(VENV)/$(1).stamp: setup.cfg setup.py pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing trainloop[$(1)] into $(VENV) ..."
+	@$(PIP) -e ".[$(1)]"
+	@touch $$@
+endef
+
+.PHONY: help demo test test-all lint types docs check bench clean
+help:
+	@sed -n '1,/^PYTHON/{/^# make/s/^# //p}' Makefile
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "trainloop needs Python 3.10 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(eval $(call install,examples))
+$(eval $(call install,test))
+$(eval $(call install,lint))
+$(eval $(call install,docs))
+$(eval $(call install,bench))
+
+demo: $(VENV)/examples.stamp
+	$(BIN)/python examples/ddp_training.py $(ARGS)
+
+test: $(VENV)/test.stamp
+	$(BIN)/python -m pytest $(ARGS)
+
+test-all: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -m "" $(ARGS)
+
+lint: $(VENV)/lint.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/lint.stamp $(VENV)/examples.stamp
+	$(BIN)/mypy
+
+docs: $(VENV)/docs.stamp
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+check:
+	bash .ci/run
+
+bench: $(VENV)/examples.stamp
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean:
+	rm -rf $(VENV) build *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,218 @@
+"""What all tests share: a tiny model, data of an odd length, and a check that a test leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+# A rank, a loader's worker and a test's own subprocess each take a thread a core otherwise, and two cores then
+# run a hundred threads. Set before the first test, so that children inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
+
+ODD_LENGTH = 101  # divisible by no batch size and no number of ranks that the tests use
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        no_gpu = pytest.mark.skip(reason="no CUDA device on this machine")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(no_gpu)
+
+
+# -- a tiny model and its data -----------------------------------------------------------------------------------------
+
+
+def make_data(length: int = ODD_LENGTH, *, features: int = 8, classes: int = 3, seed: int = 0) -> TensorDataset:
+    """``length`` rows of ``features`` float32 and a label that a linear model can learn."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(length, features, generator=generator)
+    w = torch.randn(features, classes, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, (x @ w).argmax(1))
+
+
+@pytest.fixture
+def data() -> TensorDataset:
+    return make_data()
+
+
+@pytest.fixture
+def loader(data: TensorDataset) -> DataLoader[tuple[Tensor, ...]]:
+    return DataLoader(data, batch_size=16)
+
+
+@pytest.fixture
+def module() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder that is also the current one, for what writes ``runs/`` or ``checkpoints/`` by default."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# -- nothing left behind -----------------------------------------------------------------------------------------------
+
+_GRACE_S = 5.0  # for what is ending just when the test returns:
+_ENDS_BY_ITSELF = ("threads", "children", "shared memory", "file descriptors")
+# Set by libraries when they are first imported or used, for the life of the process.
+_ENVIRONMENT_OF_LIBRARIES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "JUPYTER_", "MPLBACKEND", "TENSORBOARD_")
+_THREADS_OF_LIBRARIES = ("IPythonHistorySavingThread", "tqdm_monitor", "ThreadPoolExecutor-AsyncCompile", "pydevd")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+def _environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith(_ENVIRONMENT_OF_LIBRARIES)}
+
+
+def _threads() -> set[str]:
+    return {
+        f"{thread.name} ({thread.ident})"
+        for thread in threading.enumerate()
+        if thread.is_alive()
+        and not thread.name.startswith(_THREADS_OF_LIBRARIES)
+        and type(thread).__name__ not in ("TMonitor", "_DummyThread")
+    }
+
+
+def _children() -> set[str]:
+    # multiprocessing's resource tracker and fork server live as long as this process, on purpose.
+    keep = {getattr(resource_tracker._resource_tracker, "_pid", None)}
+    if "multiprocessing.forkserver" in sys.modules:
+        keep.add(getattr(sys.modules["multiprocessing.forkserver"]._forkserver, "_forkserver_pid", None))
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        try:
+            if child.pid not in keep and not _is_resource_tracker(child):
+                found.add(f"pid {child.pid}: {child.status()} {' '.join(child.cmdline())[:200]}")
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def _is_resource_tracker(child: psutil.Process) -> bool:
+    return "resource_tracker" in " ".join(child.cmdline())  # joblib brings one of its own
+
+
+def _shared_memory() -> set[str]:
+    """Names in /dev/shm of this user; those that carry another process's number are its own affair."""
+    own = os.getuid()
+    found = set()
+    try:
+        for entry in os.scandir("/dev/shm"):
+            if entry.stat(follow_symlinks=False).st_uid == own and _made_by_this_process(entry.name):
+                found.add(entry.name)
+    except FileNotFoundError:
+        pass
+    return found
+
+
+def _made_by_this_process(name: str) -> bool:
+    """torch_<pid>_... tells its maker; another name is judged by the time of the test alone."""
+    parts = name.split("_")
+    return not (parts[0] == "torch" and len(parts) > 1 and parts[1].isdigit()) or int(parts[1]) == os.getpid()
+
+
+def _descriptors() -> dict[int, str]:
+    tracker = getattr(resource_tracker._resource_tracker, "_fd", None)
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:  # the listing's own
+            continue
+        if int(name) != tracker and not target.startswith(("/dev/null", "/dev/urandom", "/dev/nvidia", "/proc/")):
+            found[int(name)] = target
+    return found
+
+
+def _state() -> dict[str, Any]:
+    return {
+        "environment": _environment(),
+        "threads": _threads(),
+        "children": _children(),
+        "shared memory": _shared_memory(),
+        "file descriptors": _descriptors(),
+        "current folder": os.getcwd(),
+        "process group": torch.distributed.is_available() and torch.distributed.is_initialized(),
+        "torch threads": torch.get_num_threads(),
+        "affinity": os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None,
+        "signal handlers": [signal.getsignal(s) for s in _SIGNALS],
+        "default dtype": torch.get_default_dtype(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "start method": multiprocessing.get_start_method(allow_none=True),
+    }
+
+
+def left_behind(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """What ``after`` has that ``before`` had not, a line for each, empty where they agree."""
+    lines = []
+    for what, then in before.items():
+        now = after[what]
+        if what in ("threads", "children", "shared memory"):
+            lines += [f"{what}: {new}" for new in sorted(now - then)]
+        elif what == "file descriptors":
+            lines += [f"{what}: {fd} -> {target}" for fd, target in sorted(now.items()) if then.get(fd) != target]
+        elif what == "environment":
+            for name in sorted(then.keys() | now.keys()):
+                if then.get(name) != now.get(name):
+                    lines.append(f"{what}: {name} was {then.get(name)!r}, is {now.get(name)!r}")
+        elif what == "start method":
+            if then is not None and now != then:
+                lines.append(f"{what}: was {then!r}, is {now!r}")
+        elif now != then:
+            lines.append(f"{what}: was {then!r}, is {now!r}")
+    return lines
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compare the process with what it was before the test.
+
+    A test that can't help leaving something (a library's first use starts a thread, say) names it: :func:`may_leave`.
+    """
+    before = _state()
+    allowed: list[str] = []
+    request.node._may_leave = allowed
+    yield
+    deadline = time.monotonic() + _GRACE_S
+    while True:
+        lines = [line for line in left_behind(before, _state()) if not any(word in line for word in allowed)]
+        if not any(line.startswith(_ENDS_BY_ITSELF) for line in lines) or time.monotonic() > deadline:
+            break
+        gc.collect()  # tensors in shared memory, loaders and writers close what they hold when they are collected
+        time.sleep(0.05)
+    if lines:
+        if before["torch threads"] != torch.get_num_threads():
+            torch.set_num_threads(before["torch threads"])  # so that one test's fault is not all others'
+        pytest.fail("left behind by this test:\n  " + "\n  ".join(lines), pytrace=False)
+
+
+@pytest.fixture
+def may_leave(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """``may_leave('tensorboard')``: lines that hold this word are no fault of this test."""
+
+    def allow(*words: str) -> None:
+        request.node._may_leave.extend(words)
+
+    return allow

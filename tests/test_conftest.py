@@ -1,0 +1,100 @@
+"""The check that nothing is left behind sees what it is there to see."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from multiprocessing import shared_memory
+from pathlib import Path
+
+import conftest
+import pytest
+import torch
+
+
+def _leave_environment() -> Callable[[], object]:
+    os.environ["TRAINLOOP_LEFT"] = "1"
+    return lambda: os.environ.pop("TRAINLOOP_LEFT")
+
+
+def _leave_thread() -> Callable[[], object]:
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, name="left-thread")
+    thread.start()
+    return lambda: (stop.set(), thread.join())
+
+
+def _leave_child() -> Callable[[], object]:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    return lambda: child.communicate(b"\n")
+
+
+def _leave_descriptor() -> Callable[[], object]:
+    read, write = os.pipe()
+    return lambda: (os.close(read), os.close(write))
+
+
+def _leave_shared_memory() -> Callable[[], object]:
+    block = shared_memory.SharedMemory(create=True, size=16)
+    return lambda: (block.close(), block.unlink())
+
+
+def _leave_threads_setting() -> Callable[[], object]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    return lambda: torch.set_num_threads(before)
+
+
+def _leave_folder() -> Callable[[], object]:
+    before = os.getcwd()
+    os.chdir("/")
+    return lambda: os.chdir(before)
+
+
+@pytest.mark.parametrize(
+    "leave, word",
+    [
+        (_leave_environment, "environment: TRAINLOOP_LEFT was None, is '1'"),
+        (_leave_thread, "threads: left-thread"),
+        (_leave_child, "children: pid"),
+        (_leave_descriptor, "file descriptors: "),
+        (_leave_shared_memory, "shared memory: psm_"),
+        (_leave_threads_setting, "torch threads: was"),
+        (_leave_folder, "current folder: was"),
+    ],
+)
+def test_sees_what_a_test_leaves(leave: Callable[[], Callable[[], object]], word: str) -> None:
+    before = conftest._state()
+    mend = leave()
+    try:
+        lines = conftest.left_behind(before, conftest._state())
+    finally:
+        mend()
+    assert any(line.startswith(word) for line in lines), lines
+    assert conftest.left_behind(before, conftest._state()) == []
+
+
+def test_a_test_that_leaves_something_fails(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(Path(conftest.__file__).read_text())
+    (tmp_path / "test_it.py").write_text(
+        textwrap.dedent(
+            """
+            import os
+
+            def test_leaves():
+                os.environ["TRAINLOOP_LEFT"] = "1"
+
+            def test_is_allowed(may_leave):
+                os.environ["TRAINLOOP_LEFT"] = "2"
+                may_leave("TRAINLOOP_LEFT")
+            """
+        )
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", tmp_path]
+    done = subprocess.run([*command, tmp_path], capture_output=True, text=True, timeout=60)
+    assert "TRAINLOOP_LEFT was None, is '1'" in done.stdout
+    assert "2 passed, 1 error" in done.stdout, done.stdout  # the check fails at the test's end, as an error
