@@ -1,0 +1,219 @@
+"""What a callback is, in which order callbacks run, and which of their hooks are worth calling."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from trainloop.callbacks.messages import MessageService
+from trainloop.errors import ConfigurationError
+
+__all__ = ["AbstractCallback", "HookTable"]
+
+Hook = Callable[..., Any]
+
+
+class AbstractCallback:
+    """Base of all callbacks: override the hooks you need, the others cost nothing.
+
+    In ``ddp`` each rank holds its own copy, made from the one passed to ``fit``; at the end the caller's
+    callback takes over the state of rank 0's copy.
+
+    Parameters
+    ----------
+    callback_name : str, optional
+        Name shown in messages and under which state is kept in checkpoints. Default: the class name.
+    execution_order : int
+        Callbacks run from the lowest to the highest; equal ones in the order they were passed.
+    device_idx_execution : int, optional
+        Global rank the callback is restricted to. Default: it runs on every rank. A restricted callback must not
+        call anything that all ranks have to call together, such as ``predict_on_test_set``.
+
+    Attributes
+    ----------
+    train_loop_obj : TrainLoop
+        The loop, from registration on.
+    message_service : MessageService
+        Where callbacks of one loop leave messages for each other.
+
+    Examples
+    --------
+    >>> class StopAt(AbstractCallback):
+    ...     def __init__(self, loss):
+    ...         super().__init__("stop at a loss")
+    ...         self.loss = loss
+    ...     def on_epoch_end(self):
+    ...         if self.train_loop_obj.history["loss"][-1] < self.loss:
+    ...             self.train_loop_obj.early_stop = True
+    """
+
+    # The order in which they happen; the loop and HookTable read it.
+    HOOKS = (
+        "on_train_loop_registration",
+        "on_multiprocess_start",
+        "on_train_begin",
+        "on_epoch_begin",
+        "on_batch_begin",
+        "on_after_gradient_update",
+        "on_after_optimizer_step",
+        "on_batch_end",
+        "on_after_batch_prediction",
+        "on_log",
+        "on_epoch_end",
+        "on_train_end",
+        "on_exception",
+    )
+
+    train_loop_obj: Any = None
+    message_service: Any = None
+    execution_order: int = 0
+    device_idx_execution: int | None = None
+
+    def __init__(
+        self, callback_name: str | None = None, execution_order: int = 0, device_idx_execution: int | None = None
+    ) -> None:
+        self.callback_name = callback_name or type(self).__name__
+        self.execution_order = execution_order
+        self.device_idx_execution = device_idx_execution
+
+    def register_train_loop_object(self, train_loop_obj: Any) -> AbstractCallback:
+        """Take the loop this callback works for, then call :meth:`on_train_loop_registration`."""
+        self.train_loop_obj = train_loop_obj
+        self.message_service = getattr(train_loop_obj, "message_service", None)
+        self.on_train_loop_registration()
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold for this callback: plain types and tensors. Default: nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave. Called after :meth:`on_train_begin`."""
+
+    def on_train_loop_registration(self) -> None:
+        """In the caller's process, before anything starts: check arguments here."""
+
+    def on_multiprocess_start(self) -> None:
+        """In ``ddp``, on each rank, before its loaders are split: the place to make data in the rank itself."""
+
+    def on_train_begin(self) -> None:
+        """On each rank, with model and loaders in place."""
+
+    def on_epoch_begin(self) -> None:
+        """Before an epoch's first batch."""
+
+    def on_batch_begin(self) -> None:
+        """Before each (micro-)batch."""
+
+    def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
+        """Gradients of a step are complete, over micro-batches and ranks, and unscaled; the optimizer has not stepped."""
+
+    def on_after_optimizer_step(self) -> None:
+        """The optimizer (each of them) has stepped. ``train_loop_obj.step_skipped`` tells whether AMP skipped it."""
+
+    def on_batch_end(self) -> None:
+        """After each (micro-)batch."""
+
+    def on_after_batch_prediction(
+        self, y_pred_batch: Any, y_test_batch: Any, metadata_batch: Any, dataset_info: dict[str, Any]
+    ) -> None:
+        """After each batch of ``predict_on_*``, with what ``get_predictions`` returned, on the rank that made it."""
+
+    def on_log(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
+        """On rank 0, when logs are flushed: ``(global_step, {name: value})`` for each step, averaged over ranks."""
+
+    def on_epoch_end(self) -> None:
+        """After an epoch, with its values in ``train_loop_obj.history``, ``val_loss`` among them."""
+
+    def on_train_end(self) -> None:
+        """Training has ended as planned or early, but not by an exception."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Training is ending by this exception, which goes on afterwards."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(execution_order={self.execution_order})"
+
+
+class HookTable:
+    """The overridden hooks of some callbacks, by name, each a tuple in execution order.
+
+    Found once before the first step: a hook nobody overrides is an empty tuple, which costs a loop over nothing.
+
+    Parameters
+    ----------
+    callbacks : iterable of AbstractCallback
+    rank : int
+        Rank of this process: callbacks restricted to another rank are left out.
+    """
+
+    def __init__(self, callbacks: Iterable[AbstractCallback], rank: int = 0) -> None:
+        here = [cb for cb in callbacks if cb.device_idx_execution in (None, rank)]
+        here.sort(key=lambda cb: cb.execution_order)  # stable: equal ones stay in the order they were passed
+        for name in AbstractCallback.HOOKS:
+            hooks = tuple(_hook(cb, name) for cb in here if _overrides(cb, name))
+            setattr(self, name, hooks)
+
+    def __getattr__(self, name: str) -> tuple[Hook, ...]:
+        # Only for type checkers and typing errors: every real hook is set in __init__.
+        raise AttributeError(f"no hook {name!r}; hooks are {', '.join(AbstractCallback.HOOKS)}")
+
+
+def check_callbacks(callbacks: Any, name: str = "callbacks") -> list[AbstractCallback]:
+    """The callbacks as a list; ``None`` and a single one are accepted.
+
+    Raises
+    ------
+    ConfigurationError
+        If something in it is no callback, or stands in it twice.
+    """
+    if callbacks is None:
+        return []
+    if isinstance(callbacks, AbstractCallback):
+        callbacks = [callbacks]
+    if isinstance(callbacks, (str, bytes, dict)) or not isinstance(callbacks, Iterable):
+        raise ConfigurationError(f"{name}={callbacks!r}: must be a list of callbacks or None.")
+    found = list(callbacks)
+    for i, callback in enumerate(found):
+        if not isinstance(callback, AbstractCallback):
+            hint = " It is a class: call it." if isinstance(callback, type) else ""
+            raise ConfigurationError(f"{name}[{i}]={callback!r} is no AbstractCallback.{hint}")
+        if any(callback is other for other in found[:i]):
+            raise ConfigurationError(f"{name}[{i}]={callback!r} is passed twice. Remove one.")
+    return found
+
+
+def _overrides(callback: AbstractCallback, name: str) -> bool:
+    # An attribute set on the instance counts too: cb.on_epoch_end = function.
+    return name in callback.__dict__ or getattr(type(callback), name) is not getattr(AbstractCallback, name)
+
+
+def _hook(callback: AbstractCallback, name: str) -> Hook:
+    method: Hook = getattr(callback, name)
+    offered = _OFFERED[name]
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature
+        return method
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return method
+    taken = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    needed = sum(
+        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        for p in parameters
+    )
+    if needed > offered:
+        raise ConfigurationError(
+            f"{type(callback).__name__}.{name} needs {needed} arguments, but the loop gives {offered}. "
+            f"Its signature is {name}{inspect.signature(getattr(AbstractCallback, name))}."
+        )
+    return method if taken >= offered else partial(_call_with_fewer, method, taken)
+
+
+def _call_with_fewer(method: Hook, taken: int, *arguments: Any) -> Any:
+    return method(*arguments[:taken])
+
+
+_OFFERED = {name: len(inspect.signature(getattr(AbstractCallback, name)).parameters) - 1 for name in AbstractCallback.HOOKS}

@@ -1,0 +1,69 @@
+"""Messages that callbacks of one loop leave for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from trainloop.errors import ConfigurationError
+
+__all__ = ["KEEP_FOREVER", "OVERWRITE", "UNTIL_END_OF_EPOCH", "UNTIL_READ", "MessageService"]
+
+KEEP_FOREVER = "keep_forever"
+UNTIL_END_OF_EPOCH = "until_end_of_epoch"
+UNTIL_READ = "until_read"
+OVERWRITE = "overwrite"
+_SETTINGS = (KEEP_FOREVER, UNTIL_END_OF_EPOCH, UNTIL_READ, OVERWRITE)
+
+
+class MessageService:
+    """A board of messages by key, one for each loop (in ``ddp`` one for each rank).
+
+    Examples
+    --------
+    >>> board = MessageService()
+    >>> board.write_message("best epoch", 3, UNTIL_READ)
+    >>> board.read_messages("best epoch"), board.read_messages("best epoch")
+    ([3], [])
+    """
+
+    def __init__(self) -> None:
+        self._messages: dict[str, list[tuple[Any, frozenset[str]]]] = {}
+
+    def write_message(self, key: str, value: Any, settings: str | Sequence[str] = KEEP_FOREVER) -> None:
+        """Leave ``value`` under ``key``.
+
+        Parameters
+        ----------
+        key : str
+        value : object
+        settings : str or sequence of str
+            How long it stays: ``'keep_forever'``, ``'until_end_of_epoch'``, ``'until_read'``; ``'overwrite'`` removes
+            what was there under the key before.
+        """
+        chosen = frozenset([settings] if isinstance(settings, str) else settings)
+        unknown = sorted(chosen - set(_SETTINGS))
+        if unknown or not chosen:
+            raise ConfigurationError(f"settings={settings!r}: must be among {', '.join(map(repr, _SETTINGS))}.")
+        if OVERWRITE in chosen:
+            self._messages.pop(key, None)
+        self._messages.setdefault(key, []).append((value, chosen))
+
+    def read_messages(self, key: str) -> list[Any]:
+        """Values under ``key``, oldest first; empty where there is none."""
+        messages = self._messages.get(key, [])
+        kept = [message for message in messages if UNTIL_READ not in message[1]]
+        if kept:
+            self._messages[key] = kept
+        else:
+            self._messages.pop(key, None)
+        return [value for value, _ in messages]
+
+    def end_of_epoch_trigger(self) -> None:
+        """Remove what was to stay until the epoch's end; the loop calls it."""
+        for key in list(self._messages):
+            kept = [message for message in self._messages[key] if UNTIL_END_OF_EPOCH not in message[1]]
+            if kept:
+                self._messages[key] = kept
+            else:
+                del self._messages[key]

@@ -1,0 +1,205 @@
+"""What a user writes: a model that knows its loss and its predictions."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainloop.errors import ConfigurationError
+
+__all__ = ["ModelWrap", "TTBasicModel", "TTModel"]
+
+
+class TTModel(nn.Module, ABC):
+    """An ``nn.Module`` that also says how a batch becomes a loss and predictions.
+
+    Write ``forward``, :meth:`get_loss` and :meth:`get_predictions`. The same class trains in every mode; batches may be
+    moved to ``device`` by hand or not, they are there already.
+
+    Examples
+    --------
+    >>> class Net(TTModel):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.fc = nn.Linear(64, 10)
+    ...     def forward(self, x):
+    ...         return self.fc(x)
+    ...     def get_loss(self, batch_data, criterion, device):
+    ...         x, y = batch_data
+    ...         return criterion(self(x.to(device)), y.to(device))
+    ...     def get_predictions(self, batch_data, device):
+    ...         x, y = batch_data
+    ...         return self(x.to(device)).argmax(1), y, {}
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Old code lists here what its wrapper should pass on. Every attribute is passed on: nothing reads it.
+        self.transfer_model_attributes: list[str] = []
+
+    @abstractmethod
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        """Loss of one batch.
+
+        Parameters
+        ----------
+        batch_data
+            What the loader yields.
+        criterion
+            What was passed to the loop.
+        device : torch.device
+            Where the model is.
+
+        Returns
+        -------
+        Tensor, tuple of (Tensor, weight), or MultiLoss
+            A 0-d loss that is a mean over the batch's samples; or with the number of units (tokens, say) it is a mean
+            over, by which micro-batches and ranks are then weighed.
+        """
+
+    def get_loss_eval(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        """Loss in evaluation; as :meth:`get_loss` unless overridden."""
+        return self.get_loss(batch_data, criterion, device)
+
+    @abstractmethod
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        """Predictions of one batch: ``(y_pred, y_true, metadata)``, a row each sample.
+
+        Rows may be tensors, arrays, lists of anything, or nested dicts and tuples of these; ``metadata`` is a dict.
+        """
+
+    def log(
+        self,
+        name: str,
+        value: Tensor | float,
+        *,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce: str = "mean",
+        sync_dist: bool = True,
+        batch_size: int | None = None,
+        prog_bar: bool = False,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Record a metric, from any method of the model; outside a running loop it does nothing.
+
+        The value stays on its device until logs are flushed: a call costs about a microsecond and never waits.
+
+        Parameters
+        ----------
+        name : str
+            Name in ``history`` and TensorBoard. In validation and test it is prefixed by ``val_`` and ``test_``.
+        value : 0-d Tensor or number
+        on_step, on_epoch : bool, optional
+            Keep each step's value; keep the epoch's. Default: both in training, the epoch's in evaluation.
+        reduce : {'mean', 'sum', 'min', 'max'}
+            How values become one, over micro-batches, steps and ranks. A mean is weighed by ``batch_size``.
+        sync_dist : bool
+            Over all ranks; else each rank keeps its own.
+        batch_size : int, optional
+            Weight of the value. Default: the number of samples in the batch.
+        prog_bar : bool
+            Show it in the progress bar.
+        rank_zero_only : bool
+            Keep rank 0's values, with no exchange. Such a metric can't be monitored.
+
+        Raises
+        ------
+        ConfigurationError
+            If the value is no scalar, or the name was logged with other options before.
+        """
+        sink = self.__dict__.get("_log_sink")
+        if sink is not None:
+            if batch_size is None:
+                batch_size = self.__dict__.get("_log_batch_size")
+            sink(name, value, on_step, on_epoch, reduce, sync_dist, batch_size, prog_bar, rank_zero_only)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's parameters (or else buffers) are now; the CPU where it has none."""
+        for module in self.modules():
+            # Replicas of nn.DataParallel keep their parameters under another name.
+            for tensors in (module._parameters, module.__dict__.get("_former_parameters", {}), module._buffers):
+                for tensor in tensors.values():
+                    if tensor is not None:
+                        return tensor.device
+        return torch.device("cpu")
+
+    def all_gather(self, value: Any) -> Any:
+        """``value`` of every rank: nested tensors and numbers, with a new leading axis of world size.
+
+        Collective: every rank calls it, with equal shapes. In one process the axis has length 1.
+        """
+        from trainloop.distributed import all_gather
+
+        return all_gather(value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The listener belongs to the running loop, not to a copy of the model.
+        return {key: value for key, value in self.__dict__.items() if key not in ("_log_sink", "_log_batch_size")}
+
+
+class TTBasicModel(TTModel, ABC):
+    """A model for batches shaped ``(*inputs, target)``: write ``forward(*inputs)`` only."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        """``criterion(self(*inputs), target)``."""
+        *inputs, target = batch_data
+        return criterion(self(*(_to(x, device) for x in inputs)), _to(target, device))
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        """The model's outputs as they are, the targets, and no metadata."""
+        *inputs, target = batch_data
+        return self(*(_to(x, device) for x in inputs)), target, {}
+
+
+class ModelWrap(TTModel):
+    """Train a plain ``nn.Module`` with a separate definition of how batches are fed to it.
+
+    Parameters
+    ----------
+    module : nn.Module
+        Any module; found as ``.model`` afterwards.
+    feed : object
+        Has ``get_loss(model, batch_data, criterion, device)``, ``get_predictions(model, batch_data, device)`` and, if
+        wanted, ``get_loss_eval``; for instance a
+        :class:`trainloop.data.batch_model_feed_defs.AbstractModelFeedDefinition`.
+    """
+
+    def __init__(self, module: nn.Module, feed: Any) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise ConfigurationError(f"module={module!r}: must be an nn.Module.")
+        missing = [name for name in ("get_loss", "get_predictions") if not callable(getattr(feed, name, None))]
+        if missing:
+            raise ConfigurationError(f"feed={feed!r} has no {' and no '.join(missing)}: define them, see ModelWrap.")
+        self.model = module
+        self.batch_model_feed_def = feed
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's output."""
+        return self.model(*args, **kwargs)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        """The feed's loss."""
+        return self.batch_model_feed_def.get_loss(self.model, batch_data, criterion, device)
+
+    def get_loss_eval(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        """The feed's loss in evaluation, its ``get_loss`` where it has no other."""
+        feed = self.batch_model_feed_def
+        return getattr(feed, "get_loss_eval", feed.get_loss)(self.model, batch_data, criterion, device)
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        """The feed's predictions."""
+        return self.batch_model_feed_def.get_predictions(self.model, batch_data, device)
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_to(item, device) for item in value)
+    if isinstance(value, dict):
+        return {key: _to(item, device) for key, item in value.items()}
+    return value.to(device) if hasattr(value, "to") else value

@@ -1,0 +1,195 @@
+"""Several losses, several optimizers, in one training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainloop.errors import ConfigurationError
+
+__all__ = ["MultiLoss", "MultiOptimizer"]
+
+
+class MultiLoss(Mapping[str, Tensor]):
+    """Named losses of one batch, each meant for one optimizer of a :class:`MultiOptimizer`.
+
+    A loss reaches only the parameters of its own optimizer: a generator's loss leaves no gradient in the discriminator
+    it passes through. With a single optimizer the losses are added up.
+
+    Parameters
+    ----------
+    loss_dict : mapping of str to 0-d Tensor
+    loss_optimizer_map : mapping of str to int, optional
+        Index of each loss's optimizer; several losses may share one. Default: the i-th loss belongs to the i-th optimizer.
+    retain_graph_until_last : bool
+        Keep the autograd graph for the losses that follow, which mostly share parts of it.
+
+    Examples
+    --------
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> losses = MultiLoss({"a": w.sum(), "b": 3 * w.sum()})
+    >>> losses.item()
+    {'a': 2.0, 'b': 6.0}
+    """
+
+    def __init__(
+        self,
+        loss_dict: Mapping[str, Tensor],
+        loss_optimizer_map: Mapping[str, int] | None = None,
+        retain_graph_until_last: bool = True,
+    ) -> None:
+        if not isinstance(loss_dict, Mapping) or not loss_dict:
+            raise ConfigurationError(f"loss_dict={loss_dict!r}: must be a dict with at least one named loss.")
+        if loss_optimizer_map is None:
+            loss_optimizer_map = {name: i for i, name in enumerate(loss_dict)}
+        if set(loss_optimizer_map) != set(loss_dict):
+            raise ConfigurationError(
+                f"loss_optimizer_map names {sorted(loss_optimizer_map)}, the losses are {sorted(loss_dict)}: "
+                "give each loss the index of its optimizer."
+            )
+        self.loss_dict = dict(loss_dict)
+        self.loss_optimizer_map = dict(loss_optimizer_map)
+        self.retain_graph_until_last = retain_graph_until_last
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.loss_dict[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.loss_dict)
+
+    def __len__(self) -> int:
+        return len(self.loss_dict)
+
+    def map(self, function: Callable[[Tensor], Any]) -> MultiLoss:
+        """The same losses, each after ``function``."""
+        mapped = {name: function(loss) for name, loss in self.loss_dict.items()}
+        return MultiLoss(mapped, self.loss_optimizer_map, self.retain_graph_until_last)
+
+    def __truediv__(self, divisor: Any) -> MultiLoss:
+        return self.map(lambda loss: loss / divisor)
+
+    def __mul__(self, factor: Any) -> MultiLoss:
+        return self.map(lambda loss: loss * factor)
+
+    __rmul__ = __mul__
+
+    def detach(self) -> MultiLoss:
+        """The values, without their graphs."""
+        return self.map(Tensor.detach)
+
+    def item(self) -> dict[str, float]:
+        """The values as Python floats; waits for the device."""
+        return {name: loss.item() for name, loss in self.loss_dict.items()}
+
+    def total(self) -> Tensor:
+        """Sum of all losses."""
+        return torch.stack([loss.float() if not loss.is_floating_point() else loss for loss in self.values()]).sum()
+
+    def for_optimizer(self, optimizer_idx: int) -> Tensor | None:
+        """Sum of the losses of one optimizer, ``None`` if it has none."""
+        own = [loss for name, loss in self.loss_dict.items() if self.loss_optimizer_map[name] == optimizer_idx]
+        return sum(own[1:], own[0]) if own else None
+
+    def backward(self, optimizer_idx: int | None = None, inputs: Sequence[Tensor] | None = None) -> None:
+        """Gradients of one optimizer's losses, or of the sum of all.
+
+        Parameters
+        ----------
+        optimizer_idx : int, optional
+            Whose losses. Default: all, added up.
+        inputs : sequence of Tensor, optional
+            Only these get gradients. Default: every leaf of the graph.
+        """
+        loss = self.total() if optimizer_idx is None else self.for_optimizer(optimizer_idx)
+        if loss is None:
+            return
+        last = optimizer_idx is None or optimizer_idx == max(self.loss_optimizer_map.values())
+        loss.backward(
+            retain_graph=self.retain_graph_until_last and not last, inputs=None if inputs is None else list(inputs)
+        )
+
+    def __repr__(self) -> str:
+        return f"MultiLoss({', '.join(f'{name} -> optimizer {self.loss_optimizer_map[name]}' for name in self)})"
+
+
+class MultiOptimizer:
+    """Several optimizers that step together, each with the losses a :class:`MultiLoss` gives it.
+
+    Parameters
+    ----------
+    optimizer_list : sequence of torch.optim.Optimizer
+        Over disjoint sets of parameters.
+    """
+
+    def __init__(self, optimizer_list: Sequence[Optimizer]) -> None:
+        optimizers = list(optimizer_list) if isinstance(optimizer_list, (list, tuple)) else []
+        if not optimizers or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
+            raise ConfigurationError(f"optimizer_list={optimizer_list!r}: must be a list of torch optimizers.")
+        seen: dict[int, int] = {}
+        for i, optimizer in enumerate(optimizers):
+            for parameter in parameters_of(optimizer):
+                if seen.setdefault(id(parameter), i) != i:
+                    raise ConfigurationError(
+                        f"optimizers {seen[id(parameter)]} and {i} share a parameter of shape {tuple(parameter.shape)}: "
+                        "give each parameter to one optimizer."
+                    )
+        self.optimizer_list = optimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Parameter groups of all optimizers, one after the other."""
+        return [group for optimizer in self.optimizer_list for group in optimizer.param_groups]
+
+    def step(self, optimizer_idx: int | None = None) -> None:
+        """Step one optimizer, or all."""
+        for optimizer in self._chosen(optimizer_idx):
+            optimizer.step()
+
+    def zero_grad(self, optimizer_idx: int | None = None, set_to_none: bool = True) -> None:
+        """Drop the gradients of one optimizer's parameters, or of all."""
+        for optimizer in self._chosen(optimizer_idx):
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """One state dict an optimizer."""
+        return [optimizer.state_dict() for optimizer in self.optimizer_list]
+
+    def load_state_dict(self, state_dict_list: Sequence[dict[str, Any]]) -> None:
+        """Load what :meth:`state_dict` gave."""
+        if len(state_dict_list) != len(self.optimizer_list):
+            raise ConfigurationError(
+                f"{len(state_dict_list)} state dicts for {len(self.optimizer_list)} optimizers: they must be as many."
+            )
+        for optimizer, state in zip(self.optimizer_list, state_dict_list, strict=True):
+            optimizer.load_state_dict(state)
+
+    def _chosen(self, optimizer_idx: int | None) -> list[Optimizer]:
+        return self.optimizer_list if optimizer_idx is None else [self.optimizer_list[optimizer_idx]]
+
+    def __len__(self) -> int:
+        return len(self.optimizer_list)
+
+    def __iter__(self) -> Iterator[Optimizer]:
+        return iter(self.optimizer_list)
+
+    def __getitem__(self, optimizer_idx: int) -> Optimizer:
+        return self.optimizer_list[optimizer_idx]
+
+    def __repr__(self) -> str:
+        return f"MultiOptimizer({self.optimizer_list!r})"
+
+
+def optimizers_of(optimizer: Optimizer | MultiOptimizer | None) -> list[Optimizer]:
+    """The torch optimizers in it, as a list."""
+    if optimizer is None:
+        return []
+    return list(optimizer) if isinstance(optimizer, MultiOptimizer) else [optimizer]
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """All parameters an optimizer steps."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
