@@ -1,0 +1,40 @@
+"""Distributed data parallel: one process for each GPU, or two on the CPU. This is what ``make demo`` runs.
+
+    python examples/ddp_training.py --epochs 10
+
+Beside ``single_training.py``: ``gpu_mode``, ``devices``, and a checkpoint after each epoch.
+"""
+
+from pathlib import Path
+
+import torch
+from digits import DigitsCNN, arguments, loaders, report
+from torch import nn, optim
+
+from trainloop import TrainLoop
+from trainloop.callbacks import ModelCheckpoint, TensorBoard
+
+if __name__ == "__main__":  # each rank is a new Python process that imports this file
+    args = arguments(__doc__, epochs=12)
+    torch.manual_seed(0)
+    model = DigitsCNN()
+    train_loader, validation_loader, test_loader = loaders(batch_size=16)  # a rank's; with two ranks a step takes 32
+
+    tl = TrainLoop(
+        model,
+        train_loader,
+        validation_loader,
+        test_loader,
+        optim.Adam(model.parameters(), lr=1e-3),
+        nn.CrossEntropyLoss(),
+        gpu_mode="ddp",
+        devices=torch.cuda.device_count() or 2,
+        seed=0,
+    )
+    checkpoint = ModelCheckpoint("checkpoints/ddp", monitor="val_loss", keep=1)
+    model = tl.fit(num_epochs=args.epochs, callbacks=[TensorBoard("runs/ddp"), checkpoint])
+
+    print(tl.history)
+    report(tl)
+    print(f"TensorBoard logs: {Path('runs/ddp').resolve()}   (tensorboard --logdir runs)")
+    print(f"checkpoints:      {Path('checkpoints/ddp').resolve()}")
