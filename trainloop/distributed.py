@@ -499,7 +499,7 @@ def all_gather(value: Any) -> Any:
         for (path, dtype), part in zip(batch, flat, strict=True):
             end = begin + part.numel()
             # The clone is aligned for any dtype, which a slice of bytes need not be.
-            mine = rows[:, begin:end].clone(memory_format=torch.contiguous_format).view(dtype)
+            mine = rows[:, begin:end].clone(memory_format=torch.contiguous_format).flatten().view(dtype)
             gathered[path] = mine.reshape(world_size, *tensors[path].shape).to(tensors[path].device)
             begin = end
     return _rebuilt(value, iter([gathered[path] for path, _ in leaves]))
