@@ -24,7 +24,7 @@ class MultiLoss(Mapping[str, Tensor]):
     ----------
     loss_dict : mapping of str to 0-d Tensor
     loss_optimizer_map : mapping of str to int, optional
-        Index of each loss's optimizer; several losses may share one. Default: the i-th loss belongs to the i-th optimizer.
+        Index of each loss's optimizer; several losses may share one. Default: the i-th loss has the i-th optimizer.
     retain_graph_until_last : bool
         Keep the autograd graph for the losses that follow, which mostly share parts of it.
 
@@ -134,7 +134,8 @@ class MultiOptimizer:
             for parameter in parameters_of(optimizer):
                 if seen.setdefault(id(parameter), i) != i:
                     raise ConfigurationError(
-                        f"optimizers {seen[id(parameter)]} and {i} share a parameter of shape {tuple(parameter.shape)}: "
+                        f"optimizers {seen[id(parameter)]} and {i} share a parameter of shape "
+                        f"{tuple(parameter.shape)}: "
                         "give each parameter to one optimizer."
                     )
         self.optimizer_list = optimizers

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from trainloop.callbacks.messages import MessageService
 from trainloop.errors import ConfigurationError
 
 __all__ = ["AbstractCallback", "HookTable"]
@@ -35,7 +34,7 @@ class AbstractCallback:
     ----------
     train_loop_obj : TrainLoop
         The loop, from registration on.
-    message_service : MessageService
+    message_service : trainloop.callbacks.messages.MessageService
         Where callbacks of one loop leave messages for each other.
 
     Examples
@@ -108,7 +107,7 @@ class AbstractCallback:
         """Before each (micro-)batch."""
 
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
-        """Gradients of a step are complete, over micro-batches and ranks, and unscaled; the optimizer has not stepped."""
+        """Gradients of a step are complete (micro-batches, ranks, unscaled); the optimizer has not stepped."""
 
     def on_after_optimizer_step(self) -> None:
         """The optimizer (each of them) has stepped. ``train_loop_obj.step_skipped`` tells whether AMP skipped it."""
@@ -216,4 +215,7 @@ def _call_with_fewer(method: Hook, taken: int, *arguments: Any) -> Any:
     return method(*arguments[:taken])
 
 
-_OFFERED = {name: len(inspect.signature(getattr(AbstractCallback, name)).parameters) - 1 for name in AbstractCallback.HOOKS}
+# Arguments the loop gives to each hook.
+_OFFERED = {
+    name: len(inspect.signature(getattr(AbstractCallback, name)).parameters) - 1 for name in AbstractCallback.HOOKS
+}

@@ -1,0 +1,163 @@
+"""What a training recorded: a list of values for each metric, one for each epoch, and step by step."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from trainloop.errors import ConfigurationError
+
+__all__ = ["History"]
+
+
+class History(Mapping[str, list[float]]):
+    """Read-only mapping from a metric's name to its per-epoch values.
+
+    Examples
+    --------
+    >>> history = History()
+    >>> history._append("loss", 0.5, epoch=0)
+    >>> history["loss"], history.steps("loss")
+    ([0.5], [])
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[float]] = {}
+        self._epochs: dict[str, list[int]] = {}
+        # Steps are kept as machine numbers: 16 bytes each, and no objects for the garbage collector to walk.
+        self._step_indices: dict[str, array[int]] = {}
+        self._step_values: dict[str, array[float]] = {}
+
+    def __getitem__(self, name: str) -> list[float]:
+        return list(self._values[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def steps(self, name: str) -> list[float]:
+        """Step-level values of a metric, in order; empty where it has none."""
+        return list(self._step_values.get(name, ()))
+
+    def step_indices(self, name: str) -> list[int]:
+        """The optimizer steps, counted from 1, to which :meth:`steps` belongs."""
+        return list(self._step_indices.get(name, ()))
+
+    @property
+    def step_names(self) -> list[str]:
+        """Metrics that have step-level values."""
+        return list(self._step_values)
+
+    def to_dict(self) -> dict[str, list[float]]:
+        """A copy as plain lists, for JSON or pandas."""
+        return {name: list(values) for name, values in self._values.items()}
+
+    def plot(self, path: str | None = None) -> Any:
+        """Plot every metric over epochs; training and validation values of one metric share a panel.
+
+        Parameters
+        ----------
+        path : str, optional
+            File to write, its ending gives the format.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+
+        Raises
+        ------
+        ConfigurationError
+            If there is nothing to plot, or matplotlib is missing.
+        """
+        if not self._values:
+            raise ConfigurationError("history is empty: nothing to plot. Call fit first.")
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ConfigurationError("history.plot needs matplotlib: pip install 'trainloop[plot]'.") from error
+        panels: dict[str, list[str]] = {}
+        for name in self._values:
+            panels.setdefault(name.removeprefix("val_").removeprefix("test_"), []).append(name)
+        figure = Figure(figsize=(5 * len(panels), 3.5), layout="constrained")
+        for axes, (title, names) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+            for name in names:
+                epochs = [epoch + 1 for epoch in self._epochs[name]]
+                axes.plot(epochs, self._values[name], marker="o", markersize=3, label=name)
+            axes.set(title=title, xlabel="epoch")
+            axes.legend(frameon=False)
+            axes.grid(alpha=0.3)
+        if path is not None:
+            figure.savefig(path, dpi=150)
+        return figure
+
+    def rows(self) -> list[dict[str, float]]:
+        """One dict an epoch, ``epoch`` counted from 1 among its keys; metrics an epoch has no value for are left out."""
+        rows: dict[int, dict[str, float]] = {}
+        for name, values in self._values.items():
+            for epoch, value in zip(self._epochs[name], values, strict=True):
+                rows.setdefault(epoch, {"epoch": epoch + 1})[name] = value
+        return [rows[epoch] for epoch in sorted(rows)]
+
+    def __repr__(self) -> str:
+        return format_table(self.rows()) if self._values else "History(empty)"
+
+    def _repr_html_(self) -> str:
+        names = ["epoch", *self._values]
+        head = "".join(f"<th>{name}</th>" for name in names)
+        body = "".join("<tr>" + "".join(f"<td>{_cell(row, n)}</td>" for n in names) + "</tr>" for row in self.rows())
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    # -- written by the loop only ------------------------------------------------------------------------------------
+
+    def _append(self, name: str, value: float, epoch: int, *, replace: bool = False) -> None:
+        """Add an epoch's value; with ``replace`` a second value in one epoch takes the place of the first."""
+        values, epochs = self._values.setdefault(name, []), self._epochs.setdefault(name, [])
+        if replace and epochs and epochs[-1] == epoch:
+            values[-1] = value
+        else:
+            values.append(value)
+            epochs.append(epoch)
+
+    def _extend_steps(self, name: str, steps: Sequence[int], values: Sequence[float]) -> None:
+        self._step_indices.setdefault(name, array("q")).extend(steps)
+        self._step_values.setdefault(name, array("d")).extend(values)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as plain types and tensors."""
+        return {
+            "values": self.to_dict(),
+            "epochs": {name: list(epochs) for name, epochs in self._epochs.items()},
+            "step_indices": {name: _tensor(a, torch.int64) for name, a in self._step_indices.items()},
+            "step_values": {name: _tensor(a, torch.float64) for name, a in self._step_values.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Become what :meth:`state_dict` described."""
+        self._values = {name: list(values) for name, values in state["values"].items()}
+        self._epochs = {name: list(epochs) for name, epochs in state["epochs"].items()}
+        self._step_indices = {name: array("q", t.tolist()) for name, t in state["step_indices"].items()}
+        self._step_values = {name: array("d", t.tolist()) for name, t in state["step_values"].items()}
+
+
+def format_table(rows: Sequence[Mapping[str, float]]) -> str:
+    """Rows as an aligned text table, in the columns' order of appearance."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [names, *([_cell(row, name) for name in names] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+
+
+def _cell(row: Mapping[str, float], name: str) -> str:
+    if name not in row:
+        return ""
+    value = row[name]
+    return str(value) if isinstance(value, int) else f"{value:.5g}"
+
+
+def _tensor(values: array[Any], dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype) if len(values) else torch.empty(0, dtype=dtype)
