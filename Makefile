@@ -9,7 +9,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 ARGS   ?=
 
 # One stamp for each set of requirements, inside the environment that it describes.

@@ -8,9 +8,9 @@ Beside ``single_training.py``: ``gpu_mode``, ``devices``, and a checkpoint after
 from pathlib import Path
 
 import torch
-from digits import DigitsCNN, arguments, loaders, report
 from torch import nn, optim
 
+from digits import DigitsCNN, arguments, loaders, report
 from trainloop import TrainLoop
 from trainloop.callbacks import ModelCheckpoint, TensorBoard
 

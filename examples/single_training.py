@@ -4,9 +4,9 @@ python examples/single_training.py --epochs 10
 """
 
 import torch
-from digits import DigitsCNN, arguments, loaders, report
 from torch import nn, optim
 
+from digits import DigitsCNN, arguments, loaders, report
 from trainloop import TrainLoop
 from trainloop.callbacks import TensorBoard
 

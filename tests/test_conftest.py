@@ -11,9 +11,10 @@ from collections.abc import Callable
 from multiprocessing import shared_memory
 from pathlib import Path
 
-import conftest
 import pytest
 import torch
+
+import conftest
 
 
 def _leave_environment() -> Callable[[], object]:

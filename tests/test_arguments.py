@@ -1,0 +1,180 @@
+"""Arguments that can't work: each is an error that says what was given and what to do, before any process starts."""
+
+from __future__ import annotations
+
+import multiprocessing.process
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.utils.data import DataLoader
+
+from conftest import make_data
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel
+from trainloop.errors import ConfigurationError, DeviceError
+
+
+class Net(TTBasicModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x)
+
+
+def make(**changed: Any) -> TrainLoop:
+    """A loop that works, with these arguments changed."""
+    model = changed.pop("model", None) or Net()
+    arguments: dict[str, Any] = {
+        "train_loader": DataLoader(make_data(), batch_size=16),
+        "optimizer": optim.SGD(model.parameters(), lr=0.1) if isinstance(model, nn.Module) else None,
+        "criterion": nn.CrossEntropyLoss(),
+        "progress_bar": False,
+        "accelerator": "cpu",
+        **changed,
+    }
+    return TrainLoop(model, arguments.pop("train_loader"), **arguments)
+
+
+def fit(changed: dict[str, Any] | None = None, **arguments: Any) -> Any:
+    return make(**(changed or {})).fit(**{"num_epochs": 1, **arguments})
+
+
+def other_optimizer() -> optim.Optimizer:
+    return optim.SGD(Net().parameters(), lr=0.1)
+
+
+# What is called, and the words that its message must hold: the argument, the value given, the way out.
+CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    # the loop
+    "model is no TTModel": (lambda: make(model=nn.Linear(2, 2)), ["Linear", "ModelWrap"]),
+    "model is a class": (lambda: make(model=Net), ["Net"]),
+    "model is text": (lambda: make(model="net"), ["'net'"]),
+    "train_loader is a dataset": (
+        lambda: make(train_loader=make_data()),
+        ["train_loader", "TensorDataset", "DataLoader"],
+    ),
+    "train_loader is a list": (lambda: make(train_loader=[1, 2]), ["train_loader", "list", "DataLoader"]),
+    "validation_loader is a number": (lambda: make(validation_loader=3), ["validation_loader", "3"]),
+    "test_loader is text": (lambda: make(test_loader="test"), ["test_loader", "'test'"]),
+    "optimizer is a class": (lambda: make(optimizer=optim.SGD), ["optimizer", "SGD"]),
+    "optimizer is text": (lambda: make(optimizer="sgd"), ["optimizer", "'sgd'"]),
+    "optimizer of another model": (lambda: fit({"optimizer": other_optimizer()}), ["optimizer", "parameters"]),
+    "gpu_mode in capitals": (lambda: make(gpu_mode="DDP"), ["gpu_mode='DDP'", "'single', 'dp' or 'ddp'"]),
+    "gpu_mode is None": (lambda: make(gpu_mode=None), ["gpu_mode=None"]),
+    "gpu_mode not offered": (lambda: make(gpu_mode="fsdp"), ["fsdp"]),
+    "gpu_mode of old": (lambda: make(gpu_mode="ddp2"), ["ddp2", "'ddp'"]),
+    "accelerator unknown": (lambda: make(accelerator="tpu"), ["tpu", "cpu"]),
+    "accelerator is a number": (lambda: make(accelerator=1), ["accelerator", "1"]),
+    "devices=0": (lambda: make(gpu_mode="ddp", devices=0), ["0"]),
+    "devices negative": (lambda: make(gpu_mode="ddp", devices=-2), ["-2"]),
+    "devices is a bool": (lambda: make(gpu_mode="ddp", devices=True), ["True"]),
+    "devices is a float": (lambda: make(gpu_mode="ddp", devices=2.0), ["2.0"]),
+    "devices is text that is no number": (lambda: make(gpu_mode="ddp", devices="two"), ["two"]),
+    "devices a list on the CPU": (lambda: make(gpu_mode="ddp", devices=[0, 1]), ["[0, 1]"]),
+    "several devices in single": (lambda: make(gpu_mode="single", devices=2), ["devices=2", "ddp"]),
+    "use_amp unknown": (lambda: make(use_amp="fp8"), ["use_amp", "fp8", "bf16"]),
+    "use_amp is a number": (lambda: make(use_amp=16), ["use_amp", "16"]),
+    "use_amp with an unknown option": (lambda: make(use_amp={"init_scales": 2.0}), ["use_amp", "init_scales"]),
+    "end_auto_eval negative": (lambda: make(end_auto_eval=-1), ["end_auto_eval", "-1"]),
+    "end_auto_eval is text": (lambda: make(end_auto_eval="yes"), ["end_auto_eval", "'yes'"]),
+    "gradient_clip_norm zero": (lambda: make(gradient_clip_norm=0), ["gradient_clip_norm", "0"]),
+    "gradient_clip_norm negative": (lambda: make(gradient_clip_norm=-1.0), ["gradient_clip_norm", "-1.0"]),
+    "gradient_clip_norm is text": (lambda: make(gradient_clip_norm="1"), ["gradient_clip_norm", "'1'"]),
+    "seed is text": (lambda: make(seed="0"), ["seed", "'0'"]),
+    "seed is a float": (lambda: make(seed=1.5), ["seed", "1.5"]),
+    "seed is a bool": (lambda: make(seed=True), ["seed", "True"]),
+    "timeout zero": (lambda: make(timeout=0), ["timeout", "0"]),
+    "timeout is text": (lambda: make(timeout="30m"), ["timeout", "'30m'"]),
+    "resources is a number": (lambda: make(resources=4), ["resources", "4", "ResourceQuota"]),
+    # fit
+    "neither epochs nor iterations": (lambda: fit(num_epochs=0), ["num_epochs", "num_iterations"]),
+    "both epochs and iterations": (lambda: fit(num_iterations=5), ["num_epochs", "num_iterations"]),
+    "num_epochs negative": (lambda: fit(num_epochs=-1), ["num_epochs", "-1"]),
+    "num_epochs is a float": (lambda: fit(num_epochs=2.5), ["num_epochs", "2.5"]),
+    "num_epochs is a bool": (lambda: fit(num_epochs=True), ["num_epochs", "True"]),
+    "num_iterations is text": (lambda: fit(num_epochs=0, num_iterations="9"), ["num_iterations", "'9'"]),
+    "grad_accumulation zero": (lambda: fit(grad_accumulation=0), ["grad_accumulation", "0"]),
+    "grad_accumulation is a float": (lambda: fit(grad_accumulation=2.0), ["grad_accumulation", "2.0"]),
+    "callbacks is one callback": (lambda: fit(callbacks=AbstractCallback("one")), ["callbacks", "list"]),
+    "callbacks holds a class": (lambda: fit(callbacks=[AbstractCallback]), ["callbacks", "AbstractCallback"]),
+    "callbacks holds text": (lambda: fit(callbacks=["early stopping"]), ["callbacks", "early stopping"]),
+    "fit without train_loader": (lambda: fit({"train_loader": None}), ["train_loader"]),
+    "fit without optimizer": (lambda: fit({"optimizer": None}), ["optimizer"]),
+    "num_nodes zero": (lambda: fit({"gpu_mode": "ddp", "devices": 2}, num_nodes=0), ["num_nodes", "0"]),
+    "num_nodes is text": (lambda: fit({"gpu_mode": "ddp", "devices": 2}, num_nodes="2"), ["num_nodes", "'2'"]),
+    "num_nodes is a bool": (lambda: fit({"gpu_mode": "ddp", "devices": 2}, num_nodes=True), ["num_nodes", "True"]),
+    "node_rank too large": (
+        lambda: fit({"gpu_mode": "ddp", "devices": 2}, num_nodes=2, node_rank=2),
+        ["node_rank", "2", "num_nodes"],
+    ),
+    "node_rank negative": (
+        lambda: fit({"gpu_mode": "ddp", "devices": 2}, num_nodes=2, node_rank=-1),
+        ["node_rank", "-1"],
+    ),
+    "several nodes in single": (lambda: fit(num_nodes=2), ["num_nodes", "ddp"]),
+    "several nodes in dp": (lambda: fit({"gpu_mode": "dp", "devices": 2}, num_nodes=2), ["num_nodes", "ddp"]),
+    "several nodes and no meeting point": (
+        lambda: fit({"gpu_mode": "ddp", "devices": 2}, num_nodes=2, node_rank=1),
+        ["MASTER_ADDR", "init_method"],
+    ),
+    "num_gpus negative": (lambda: fit({"gpu_mode": "ddp"}, num_gpus=-3), ["num_gpus", "-3"]),
+    "num_gpus is text": (lambda: fit({"gpu_mode": "ddp"}, num_gpus="two"), ["num_gpus", "two"]),
+    "ddp_model_args no mapping": (
+        lambda: fit({"gpu_mode": "ddp", "devices": 2}, ddp_model_args=["find_unused_parameters"]),
+        ["ddp_model_args", "list"],
+    ),
+    "ddp_model_args unknown": (
+        lambda: fit({"gpu_mode": "ddp", "devices": 2}, ddp_model_args={"find_unused": True}),
+        ["ddp_model_args", "find_unused"],
+    ),
+    "dp_model_args unknown": (
+        lambda: fit({"gpu_mode": "dp", "devices": 2}, dp_model_args={"dimension": 1}),
+        ["dp_model_args", "dimension"],
+    ),
+    "backend unknown": (lambda: fit({"gpu_mode": "ddp", "devices": 2}, backend="glue"), ["backend", "glue"]),
+    "resume_from a path that isn't there": (lambda: fit(resume_from="/nowhere/at/all"), ["/nowhere/at/all"]),
+    "resume_from last without a ModelCheckpoint": (lambda: fit(resume_from="last"), ["resume_from", "ModelCheckpoint"]),
+    "in_process_data_load no callbacks": (lambda: fit(in_process_data_load="x"), ["in_process_data_load"]),
+    # prediction and evaluation
+    "predict without the loader": (lambda: make().predict_on_test_set(), ["test_loader"]),
+    "evaluate without the loader": (lambda: make().evaluate_loss_on_validation_set(), ["validation_loader"]),
+    "evaluate without a criterion's loader": (lambda: make().evaluate_model_loss(3), ["3"]),
+}
+
+
+@pytest.fixture
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*args: Any, **kwargs: Any) -> None:
+        pytest.fail("a process was started before the arguments were checked")
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", started)
+    monkeypatch.setattr(subprocess.Popen, "__init__", started)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_wrong_arguments_are_configuration_errors(case: str, no_process: None) -> None:
+    call, words = CASES[case]
+    with pytest.raises(ConfigurationError) as caught:
+        call()
+    message = str(caught.value)
+    missing = [word for word in words if word not in message]
+    assert not missing, f"{missing} not in: {message}"
+    assert len(message) > 30, message  # long enough to say what to do
+
+
+@pytest.mark.parametrize("devices", [0, -2, True, 2.0, "two", [0, 1]])
+def test_wrong_devices_are_device_errors(devices: Any, no_process: None) -> None:
+    with pytest.raises(DeviceError):
+        make(gpu_mode="ddp", devices=devices)
+
+
+def test_the_loop_that_the_cases_change_works() -> None:
+    loop = make()
+    assert loop.fit(num_epochs=1) is loop.model

@@ -1,0 +1,170 @@
+"""The house's rules: imports point down, public names are the documented ones, importing is cheap."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trainloop
+
+PACKAGE = Path(trainloop.__file__).parent
+
+# Lower layers first; a module may import those of lower rows and of its own part (a package's own files).
+LAYERS = [
+    ["errors"],
+    ["sharding"],
+    ["devices", "resources"],
+    ["stopping"],
+    ["distributed"],
+    ["transfer", "launch"],
+    ["rng", "data"],
+    ["metrics", "history"],
+    ["model", "optim"],
+    ["sync_batchnorm"],
+    ["parallel"],
+    ["callbacks", "schedulers"],
+    ["storage"],
+    ["checkpoint", "result_package"],
+    ["train_loop"],
+    ["preflight", "tuning"],
+]
+# A path up that is taken only when it is called, and why.
+ALLOWED_UP: dict[tuple[str, str], str] = {
+    ("train_loop", "preflight"): "TrainLoop.preflight() is a front door; preflight imports the loop",
+    (
+        "callbacks",
+        "checkpoint",
+    ): "ModelCheckpoint writes with it; checkpoint takes and gives dicts, and imports no callback",
+    ("callbacks", "result_package"): "predictions are scored with it",
+}
+
+PUBLIC = """TrainLoop TrainLoopCheckpoint TrainLoopEndSave TrainLoopCheckpointEndSave TTModel TTBasicModel ModelWrap
+    MultiLoss MultiOptimizer AbstractCallback TTDataParallel TTDistributedDataParallel""".split()
+SUBMODULES = "parallel callbacks schedulers train_loop model distributed devices resources errors".split()
+
+
+def module_files() -> dict[str, list[Path]]:
+    """Files of each part of the package: a module, or a subpackage with all it holds."""
+    parts: dict[str, list[Path]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        relative = path.relative_to(PACKAGE)
+        if relative != Path("__init__.py"):
+            parts.setdefault(relative.parts[0].removesuffix(".py"), []).append(path)
+    return parts
+
+
+def imported_parts(path: Path) -> set[tuple[str, int]]:
+    """Parts of trainloop that a file imports, anywhere in it, with the line."""
+    found = set()
+    package = ("trainloop", *path.relative_to(PACKAGE).parent.parts)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, [base, node.module]))
+            names = [f"{module}.{alias.name}" for alias in node.names] if module == "trainloop" else [module]
+        else:
+            continue
+        for name in names:
+            head, _, rest = name.partition(".")
+            if head == "trainloop":
+                found.add((rest.partition(".")[0] or "__init__", node.lineno))
+    return found
+
+
+def level_of(part: str) -> int:
+    return next(level for level, parts in enumerate(LAYERS) if part in parts)
+
+
+def test_every_part_has_a_layer() -> None:
+    placed = {part for parts in LAYERS for part in parts}
+    assert set(module_files()) <= placed, f"give these a row in LAYERS: {sorted(set(module_files()) - placed)}"
+
+
+@pytest.mark.parametrize("part", sorted(module_files()))
+def test_imports_point_down(part: str) -> None:
+    wrong = []
+    for path in module_files()[part]:
+        for other, line in sorted(imported_parts(path)):
+            where = f"{path.relative_to(PACKAGE.parent)}:{line} imports {other}"
+            if other not in module_files():
+                wrong.append(f"{where}, which is a public name; import it from its own module")
+            elif other != part and level_of(other) > level_of(part) and (part, other) not in ALLOWED_UP:
+                wrong.append(f"{where}, which stands above it")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_pure_parts_know_no_torch() -> None:
+    for name in ("errors", "sharding"):
+        modules = {
+            alias.name.partition(".")[0]
+            for path in module_files()[name]
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        }
+        assert "torch" not in modules, name
+
+
+def test_public_names_are_the_documented_ones() -> None:
+    assert sorted(trainloop.__all__) == sorted([*PUBLIC, "__version__"])
+    for name in PUBLIC:
+        assert getattr(trainloop, name).__name__ == name
+    assert set(PUBLIC) <= set(dir(trainloop))
+
+
+@pytest.mark.parametrize("name", SUBMODULES)
+def test_submodules_import_and_say_what_is_public(name: str) -> None:
+    __import__(f"trainloop.{name}")
+    module = sys.modules[f"trainloop.{name}"]
+    assert module.__doc__, name
+    missing = [public for public in module.__all__ if not hasattr(module, public)]
+    assert not missing, missing
+
+
+def test_star_import_of_train_loop_gives_the_loops() -> None:
+    names: dict[str, object] = {}
+    exec("from trainloop.train_loop import *", names)
+    assert {"TrainLoop", "TrainLoopCheckpoint", "TrainLoopEndSave", "TrainLoopCheckpointEndSave"} <= set(names)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="TrainLop"):
+        trainloop.TrainLop  # noqa: B018
+
+
+IMPORT_TIME = """
+import sys, time
+import torch
+before = set(sys.modules)
+start = time.process_time()
+import trainloop
+trainloop.TrainLoop, trainloop.TTModel
+print((time.process_time() - start) * 1000)
+print(" ".join(sorted(set(sys.modules) - before)))
+"""
+
+HEAVY = ("tensorboard", "matplotlib", "ray", "optuna", "cloudpickle", "psutil", "sklearn", "pandas", "torchmetrics")
+
+
+def test_import_is_cheap() -> None:
+    """At most 60 ms above ``import torch``, of this process's own time, so that a busy machine changes nothing."""
+    runs = []
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", IMPORT_TIME], capture_output=True, text=True, timeout=110, check=True
+        )
+        milliseconds, modules = done.stdout.split("\n")[:2]
+        runs.append(float(milliseconds))
+    heavy = [
+        module
+        for module in modules.split()
+        if module.partition(".")[0] in HEAVY or module.startswith("multiprocessing.managers")
+    ]
+    assert not heavy, heavy
+    assert min(runs) < 60, runs

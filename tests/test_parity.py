@@ -1,0 +1,346 @@
+"""The loop against hand-written PyTorch (reference.py), value by value."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, TensorDataset
+
+import reference
+from conftest import make_data
+from trainloop import AbstractCallback, TrainLoop, TTModel
+from trainloop.callbacks import LRScheduler, TensorBoard
+
+CRITERION = nn.CrossEntropyLoss()
+
+
+class Net(TTModel):
+    """A small classifier with dropout, so that a stray draw from the RNG shows."""
+
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        x, y = batch_data
+        return criterion(self(x.to(device)), y.to(device))
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        x, y = batch_data
+        return self(x.to(device)).argmax(1), y, {}
+
+
+class Winding(TTModel):
+    """``get_loss`` calls a submodule directly, and ``forward`` twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 16)
+        self.head = nn.Linear(16, 3)
+        self.side = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(x)))
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        x, y = (t.to(device) for t in batch_data)
+        direct = self.side(torch.relu(self.body(x)))
+        return criterion(self(x), y) + 0.5 * criterion(self(0.5 * x), y) + 0.1 * criterion(direct, y)
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        x, y = batch_data
+        return self(x.to(device)).argmax(1), y, {}
+
+
+def loss_of(model: Any, batch: Any) -> Tensor:
+    return model.get_loss(batch, CRITERION, torch.device("cpu"))
+
+
+def sgd(model: nn.Module) -> optim.Optimizer:
+    return optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def adam(model: nn.Module) -> optim.Optimizer:
+    return optim.Adam(model.parameters(), lr=0.01)
+
+
+def make_pair(
+    make_optimizer: Callable[[nn.Module], optim.Optimizer], model_type: Callable[[], nn.Module] = Net
+) -> tuple[nn.Module, optim.Optimizer, nn.Module, optim.Optimizer]:
+    """The same model and optimizer twice, for the loop and for the reference."""
+    torch.manual_seed(3)
+    ours = model_type()
+    theirs = copy.deepcopy(ours)
+    return ours, make_optimizer(ours), theirs, make_optimizer(theirs)
+
+
+def loop(model: Any, loader: Any, optimizer: Any, **arguments: Any) -> TrainLoop:
+    return TrainLoop(
+        model, loader, optimizer=optimizer, criterion=CRITERION, accelerator="cpu", progress_bar=False, **arguments
+    )
+
+
+# -- single ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adam])
+@pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
+@pytest.mark.parametrize("drop_last", [False, True], ids=["short last batch", "drop_last"])
+def test_single_is_bit_identical(make_optimizer: Any, shuffle: bool, drop_last: bool) -> None:
+    ours, our_optimizer, theirs, their_optimizer = make_pair(make_optimizer)
+    loader = DataLoader(make_data(), batch_size=16, shuffle=shuffle, drop_last=drop_last)
+
+    torch.manual_seed(7)
+    losses = reference.train(theirs, loader, their_optimizer, loss_of, num_epochs=3)
+    after_reference = torch.get_rng_state()
+    torch.manual_seed(7)
+    tl = loop(ours, loader, our_optimizer)
+    trained = tl.fit(num_epochs=3)
+
+    assert trained is ours
+    assert reference.identical(ours, theirs)
+    assert torch.equal(torch.get_rng_state(), after_reference)  # so that what the user does next is the same, too
+    assert tl.history["loss"] == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adam])
+@pytest.mark.parametrize(
+    "length, accumulation, steps_an_epoch",
+    [(96, 3, 2), (96, 4, 2), (101, 7, 1), (101, 3, 3), (96, 1, 6), (96, 50, 1)],
+    ids=["even", "short last step", "unequal batches in a step", "short batch alone", "one", "more than there are"],
+)
+def test_accumulation_is_bit_identical(
+    make_optimizer: Any, length: int, accumulation: int, steps_an_epoch: int
+) -> None:
+    ours, our_optimizer, theirs, their_optimizer = make_pair(make_optimizer)
+    loader = DataLoader(make_data(length), batch_size=16, shuffle=True)
+
+    torch.manual_seed(7)
+    steps = reference.train_accumulated(theirs, loader, their_optimizer, loss_of, 2, accumulation)
+    torch.manual_seed(7)
+    tl = loop(ours, loader, our_optimizer)
+    tl.fit(num_epochs=2, grad_accumulation=accumulation)
+
+    assert steps == 2 * steps_an_epoch == tl.global_step
+    assert reference.identical(ours, theirs)
+
+
+def test_accumulation_equals_one_large_batch() -> None:
+    ours, our_optimizer, theirs, their_optimizer = make_pair(sgd, lambda: Net(dropout=0.0).double())
+    data = TensorDataset(*(t.double() if t.is_floating_point() else t for t in make_data().tensors))
+    reference.train(theirs, DataLoader(data, batch_size=48), their_optimizer, loss_of, num_epochs=5)
+    loop(ours, DataLoader(data, batch_size=16), our_optimizer).fit(num_epochs=5, grad_accumulation=3)
+    assert reference.largest_difference(ours, theirs) < 1e-12
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_clipping_is_bit_identical(accumulation: int) -> None:
+    ours, our_optimizer, theirs, their_optimizer = make_pair(sgd)
+    unclipped = copy.deepcopy(theirs)
+    loader = DataLoader(make_data(), batch_size=16, shuffle=True)
+
+    torch.manual_seed(7)
+    reference.train_accumulated(theirs, loader, their_optimizer, loss_of, 2, accumulation, max_norm=0.1)
+    torch.manual_seed(7)
+    reference.train_accumulated(unclipped, loader, sgd(unclipped), loss_of, 2, accumulation)
+    torch.manual_seed(7)
+    loop(ours, loader, our_optimizer, gradient_clip_norm=0.1).fit(num_epochs=2, grad_accumulation=accumulation)
+
+    assert reference.identical(ours, theirs)
+    assert not reference.identical(theirs, unclipped)  # the norm was low enough to clip
+
+
+@pytest.mark.parametrize("every", ["step", "epoch"])
+@pytest.mark.parametrize(
+    "make_scheduler",
+    [
+        lambda o: lr_scheduler.StepLR(o, step_size=2, gamma=0.5),
+        lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=40),
+    ],
+    ids=["StepLR", "OneCycleLR"],
+)
+def test_schedulers_are_bit_identical(make_scheduler: Any, every: str) -> None:
+    ours, our_optimizer, theirs, their_optimizer = make_pair(sgd)
+    loader = DataLoader(make_data(), batch_size=16, shuffle=True)
+    rates: list[float] = []
+
+    class Rates(AbstractCallback):
+        def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
+            rates.append(our_optimizer.param_groups[0]["lr"])
+
+    torch.manual_seed(7)
+    expected = reference.train_scheduled(
+        theirs, loader, their_optimizer, loss_of, 3, make_scheduler(their_optimizer), every
+    )
+    torch.manual_seed(7)
+    scheduler = LRScheduler(make_scheduler(our_optimizer), interval=every)
+    loop(ours, loader, our_optimizer).fit(num_epochs=3, callbacks=[Rates("rates"), scheduler])
+
+    assert rates == expected
+    assert len(set(rates)) > 1
+    assert reference.identical(ours, theirs)
+
+
+def test_num_iterations_stops_in_the_middle_of_an_epoch() -> None:
+    ours, our_optimizer, theirs, their_optimizer = make_pair(sgd)
+    loader = DataLoader(make_data(), batch_size=16, shuffle=True)  # 7 batches an epoch
+
+    torch.manual_seed(7)
+    done = 0
+    while done < 10:
+        for batch in loader:
+            loss_of(theirs, batch).backward()
+            their_optimizer.step()
+            their_optimizer.zero_grad()
+            done += 1
+            if done == 10:
+                break
+    torch.manual_seed(7)
+    tl = loop(ours, loader, our_optimizer)
+    tl.fit(num_iterations=10)
+
+    assert tl.global_step == 10
+    assert reference.identical(ours, theirs)
+
+
+def test_a_second_fit_goes_on() -> None:
+    ours, our_optimizer, theirs, their_optimizer = make_pair(adam)
+    loader = DataLoader(make_data(), batch_size=16, shuffle=True)
+
+    torch.manual_seed(7)
+    reference.train(theirs, loader, their_optimizer, loss_of, num_epochs=5)
+    torch.manual_seed(7)
+    tl = loop(ours, loader, our_optimizer)
+    assert tl.fit(num_epochs=2) is ours
+    assert (tl.epoch, tl.global_step, len(tl.history["loss"])) == (2, 14, 2)
+    assert tl.fit(num_epochs=3) is ours
+
+    assert (tl.epoch, tl.global_step, len(tl.history["loss"])) == (5, 35, 5)
+    assert reference.identical(ours, theirs)  # Adam's moments and step count went on, too
+
+
+# -- dp ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", [lambda: Net(dropout=0.0), Winding], ids=["plain", "winding"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_dp_on_two_replicas_equals_single(model_type: Any, accumulation: int) -> None:
+    ours, our_optimizer, theirs, their_optimizer = make_pair(sgd, model_type)
+    loader = DataLoader(make_data(), batch_size=15)  # splits into 8 and 7
+    loop(theirs, loader, their_optimizer, gpu_mode="single").fit(num_epochs=3, grad_accumulation=accumulation)
+    tl = loop(ours, loader, our_optimizer, gpu_mode="dp", devices=2)
+    assert tl.fit(num_epochs=3, grad_accumulation=accumulation) is ours
+    assert reference.largest_difference(ours, theirs) < 1e-6
+
+
+# -- ddp ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ddp_equals_one_process_with_the_same_global_batches(world_size: int) -> None:
+    batch_size, num_epochs = 4, 4 if world_size == 2 else 6
+    data = make_data()  # 101: the last global batch is short, and doesn't divide
+    ours, our_optimizer, theirs, their_optimizer = make_pair(sgd, Winding)
+    before = our_optimizer.state_dict()["param_groups"]
+
+    losses = reference.train(
+        theirs, DataLoader(data, batch_size=batch_size * world_size), their_optimizer, loss_of, num_epochs
+    )
+    tl = loop(ours, DataLoader(data, batch_size=batch_size), our_optimizer, gpu_mode="ddp", devices=world_size)
+    trained = tl.fit(num_epochs=num_epochs)
+
+    assert trained is ours
+    assert tl.global_step >= 50
+    assert reference.largest_difference(ours, theirs) < 1e-6
+    assert tl.history["loss"] == pytest.approx(losses, abs=1e-6)
+    # The caller's optimizer holds the state after training: the very object, with the very parameters.
+    assert tl.optimizer is our_optimizer
+    assert our_optimizer.state_dict()["param_groups"] == before
+    for mine, other in zip(ours.parameters(), theirs.parameters()):
+        assert torch.allclose(
+            our_optimizer.state[mine]["momentum_buffer"], their_optimizer.state[other]["momentum_buffer"], atol=1e-6
+        )
+
+
+def test_ddp_goes_on_in_a_second_fit_and_accumulates() -> None:
+    data = make_data()
+    ours, our_optimizer, theirs, their_optimizer = make_pair(adam, Winding)
+    big = DataLoader(data, batch_size=8)
+    reference.train_accumulated(theirs, big, their_optimizer, loss_of, num_epochs=4, accumulation=3)
+
+    tl = loop(ours, DataLoader(data, batch_size=4), our_optimizer, gpu_mode="ddp", devices=2)
+    assert tl.fit(num_epochs=2, grad_accumulation=3) is ours
+    halfway = (tl.epoch, tl.global_step, len(tl.history["loss"]))
+    assert tl.fit(num_epochs=2, grad_accumulation=3) is ours
+
+    assert halfway == (2, 10, 2)
+    assert (tl.epoch, tl.global_step, len(tl.history["loss"])) == (4, 20, 4)
+    assert reference.largest_difference(ours, theirs) < 1e-5  # Adam divides small differences by small numbers
+
+
+def test_all_modes_see_the_same_batches_with_a_seed() -> None:
+    """Shuffled, the same global batch: 16 in one process, 8 on each of two ranks."""
+    data, trained = make_data(), []
+    for mode, devices, batch_size in [("single", "auto", 16), ("dp", 2, 16), ("ddp", 2, 8)]:
+        torch.manual_seed(3)
+        model = Winding()
+        loader = DataLoader(data, batch_size=batch_size, shuffle=True)
+        torch.manual_seed(len(trained))  # whatever the caller's RNG is
+        trained.append(loop(model, loader, sgd(model), gpu_mode=mode, devices=devices, seed=11).fit(num_epochs=2))
+    assert reference.largest_difference(trained[0], trained[1]) < 1e-6
+    assert reference.largest_difference(trained[0], trained[2]) < 1e-6
+
+
+# -- TensorBoard -------------------------------------------------------------------------------------------------------
+
+
+class Logging(Net):
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        loss = super().get_loss(batch_data, criterion, device)
+        self.log("mine", loss.detach(), on_step=True, on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize("mode, devices", [("single", "auto"), ("ddp", 2)])
+def test_tensorboard_holds_each_scalar_once_a_step(mode: str, devices: Any, folder: Path, may_leave: Any) -> None:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    torch.manual_seed(3)
+    model = Logging()
+    loader = DataLoader(make_data(), batch_size=8)
+    tl = loop(
+        model,
+        loader,
+        sgd(model),
+        validation_loader=DataLoader(make_data(31, seed=5), batch_size=8),
+        gpu_mode=mode,
+        devices=devices,
+    )
+    tl.fit(num_epochs=2, callbacks=[TensorBoard(str(folder / "logs"), log_every_n_steps=1)])
+
+    files = [path for path in (folder / "logs").rglob("*") if path.is_file()]
+    assert len(files) == 1  # rank 0 alone wrote
+    seen = [
+        (value.tag, event.step)
+        for event in EventFileLoader(str(files[0])).Load()
+        if event.HasField("summary")
+        for value in event.summary.value
+        if value.metadata.plugin_data.plugin_name == "scalars"
+        or value.HasField("simple_value")
+        or value.tensor.ByteSize()
+    ]
+    assert len(seen) == len(set(seen)), sorted(pair for pair in seen if seen.count(pair) > 1)
+    tags = {tag for tag, _ in seen}
+    assert any("val_loss" in tag for tag in tags), tags
+    mine = sorted(step for tag, step in seen if "mine" in tag)
+    assert len(set(mine)) == tl.global_step  # a value a step
