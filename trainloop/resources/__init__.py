@@ -1,0 +1,13 @@
+"""Resources: what a machine has, what a run may use of it, and the rules in force while it runs.
+
+``available`` reads the machine, ``ResourceQuota`` names a share of it, ``plan`` and ``place`` divide it over trials and
+folds (both pure), ``gpu_or_cpu`` trains where a GPU build may be missing. ``TrainLoop(resources=quota)`` enforces.
+"""
+
+from __future__ import annotations
+
+from trainloop.resources.machine import available
+from trainloop.resources.plan import Plan, hold, place, plan
+from trainloop.resources.quota import ResourceQuota, Resources
+
+__all__ = ["Plan", "ResourceQuota", "Resources", "available", "hold", "place", "plan"]

@@ -1,0 +1,225 @@
+"""What this machine lets the process use: affinity, cgroups, Slurm, memory, visible GPUs. Reads, decides nothing.
+
+A container shows the host's CPUs to ``os.cpu_count``, and a job step those of the node, so each limit that can be read
+is, and the least counts. A cgroup's limit binds its descendants: every ancestor is read, not the root alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+
+from trainloop.resources.quota import Limit, Resources
+
+__all__ = ["available"]
+
+_CPU_VARIABLES = ("SLURM_CPUS_PER_TASK", "LOKY_MAX_CPU_COUNT", "TRAINLOOP_NUM_CPUS")
+
+
+def available(
+    *,
+    root: str | os.PathLike[str] = "/",
+    cpu_count: int | None = None,
+    affinity: Collection[int] | int | None = None,
+    environ: Mapping[str, str] | None = None,
+    memory: int | None = None,
+    num_gpus: int | None = None,
+) -> Resources:
+    """What this process may use. Creates no CUDA context.
+
+    Parameters
+    ----------
+    root : path
+        Stands in for ``/``: ``proc/self/cgroup`` and ``sys/fs/cgroup`` are read below it.
+    cpu_count : int, optional
+        Stands in for the machine's CPUs; without ``affinity``, the process may then use all of them.
+    affinity : collection of int, or int, optional
+        Stands in for the CPUs of the affinity mask, or their number.
+    environ : mapping, optional
+        Stands in for ``os.environ``.
+    memory : int, optional
+        Stands in for the machine's memory, in bytes.
+    num_gpus : int, optional
+        Stands in for the visible GPUs.
+
+    Returns
+    -------
+    Resources
+        The least of all limits, never below 1 CPU; ``print`` it to see which one decided.
+
+    Notes
+    -----
+    ``SLURM_CPUS_PER_TASK``, ``LOKY_MAX_CPU_COUNT`` and ``TRAINLOOP_NUM_CPUS`` can lower the count, never raise it.
+    """
+    environ = os.environ if environ is None else environ
+    groups = _Cgroups(Path(root))
+
+    cpus: list[Limit] = []
+    if cpu_count is not None:
+        cpus.append(Limit(cpu_count, "the machine (cpu_count)"))
+    elif affinity is None:
+        cpus.append(Limit(os.cpu_count() or 1, "the machine (os.cpu_count)"))
+        if hasattr(os, "sched_getaffinity"):
+            cpus.append(Limit(len(os.sched_getaffinity(0)), "the affinity mask"))
+    if affinity is not None:
+        allowed = affinity if isinstance(affinity, int) else len(set(affinity))
+        cpus.append(Limit(allowed, "the affinity mask (affinity)"))
+    cpus.extend(groups.cpu_limits())
+    for name in _CPU_VARIABLES:
+        value = _positive(environ.get(name))
+        if value is not None:
+            cpus.append(Limit(value, f"{name}={value}"))
+
+    sizes = [Limit(_physical_memory(), "the machine") if memory is None else Limit(memory, "the machine (memory)")]
+    sizes.extend(groups.memory_limits())
+    mebibytes = _positive(environ.get("SLURM_MEM_PER_NODE"))
+    if mebibytes is not None:
+        sizes.append(Limit(mebibytes * 2**20, f"SLURM_MEM_PER_NODE={mebibytes}"))
+
+    gpus = Limit(_visible_gpus(), _gpu_source(environ)) if num_gpus is None else Limit(num_gpus, "num_gpus")
+    return Resources(
+        num_cpus=max(1, min(limit.value for limit in cpus)),
+        num_gpus=gpus.value,
+        memory=min(limit.value for limit in sizes),
+        cpu_limits=tuple(cpus),
+        gpu_limits=(gpus,),
+        memory_limits=tuple(sizes),
+    )
+
+
+def _positive(text: str | None) -> int | None:
+    """The positive int that ``text`` is; None for all else, which is as if it were not set."""
+    if text is None or re.fullmatch(r"[0-9]{1,18}", text.strip()) is None:
+        return None
+    return int(text) or None
+
+
+def _physical_memory() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().total)
+
+
+def _visible_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _gpu_source(environ: Mapping[str, str]) -> str:
+    mask = environ.get("CUDA_VISIBLE_DEVICES")
+    return "the machine (torch.cuda.device_count)" if mask is None else f"CUDA_VISIBLE_DEVICES={mask}"
+
+
+class _Cgroups:
+    """Limits of the process's own group and all its ancestors, of both versions."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        # Controllers of version 1 by name, and '' for version 2: the path of the process's group.
+        self._groups: dict[str, PurePosixPath] = {}
+        # Where it can't be read, the mounts themselves are all there is to go by.
+        listing = _read(root / "proc/self/cgroup") or "0::/\n1:cpu,cpuset,memory:/"
+        for line in listing.splitlines():
+            _, _, rest = line.partition(":")
+            controllers, _, path = rest.partition(":")
+            for controller in controllers.split(","):
+                self._groups[controller] = PurePosixPath(path or "/")
+        self._mounts = dict(self._read_mounts())
+
+    def cpu_limits(self) -> Iterator[Limit]:
+        for folder in self._folders(""):
+            yield from _limit(folder / "cpu.max", _cpus_of_quota)
+            yield from _limit(folder / "cpuset.cpus.effective", _cpus_of_set)
+        for folder in self._folders("cpu"):
+            # Version 1 splits over two files what version 2 writes in one.
+            period = _read(folder / "cpu.cfs_period_us") or ""
+            yield from _limit(folder / "cpu.cfs_quota_us", _cpus_of_quota, after=f" {period}")
+        for folder in self._folders("cpuset"):
+            yield from _limit(folder / "cpuset.cpus", _cpus_of_set)
+
+    def memory_limits(self) -> Iterator[Limit]:
+        for folder in self._folders(""):
+            yield from _limit(folder / "memory.max", _positive)
+        for folder in self._folders("memory"):
+            yield from _limit(folder / "memory.limit_in_bytes", _bytes_of_v1)
+
+    def _folders(self, controller: str) -> Iterator[Path]:
+        """The group's folder, its parent's, and so on to the mount; of '' in version 2."""
+        if controller not in self._groups:
+            return
+        group = self._groups[controller]
+        for mount, top in self._mounts.get(controller, self._usual_mounts(controller)):
+            # In a container the path may be the host's; `top` says which of its groups is mounted here.
+            inside = group.relative_to(top) if group.is_relative_to(top) else PurePosixPath()
+            if ".." in inside.parts:  # The process stands outside its cgroup namespace: only the mount can be read.
+                inside = PurePosixPath()
+            folder = mount / inside
+            while folder != mount:
+                yield folder
+                folder = folder.parent
+            yield mount
+
+    def _read_mounts(self) -> Iterator[tuple[str, list[tuple[Path, PurePosixPath]]]]:
+        found: dict[str, list[tuple[Path, PurePosixPath]]] = {}
+        for line in (_read(self._root / "proc/self/mountinfo") or "").splitlines():
+            # 36 35 98:0 /root /mount/point rw - cgroup2 cgroup rw,cpu
+            before, _, after = line.partition(" - ")
+            fields, system = before.split(), after.split()
+            if len(fields) < 5 or len(system) < 3 or system[0] not in ("cgroup", "cgroup2"):
+                continue
+            mount = self._root / fields[4].lstrip("/")
+            for controller in [""] if system[0] == "cgroup2" else system[2].split(","):
+                found.setdefault(controller, []).append((mount, PurePosixPath(fields[3])))
+        yield from found.items()
+
+    def _usual_mounts(self, controller: str) -> list[tuple[Path, PurePosixPath]]:
+        base, top = self._root / "sys/fs/cgroup", PurePosixPath("/")
+        if not controller:
+            return [(base, top), (base / "unified", top)]
+        return [(base / name, top) for name in (controller, "cpu,cpuacct") if name.split(",")[0] == controller]
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return None
+
+
+def _limit(path: Path, parse: Callable[[str], int | None], after: str = "") -> Iterator[Limit]:
+    """The file's limit; nothing where it is absent, unlimited or malformed."""
+    text = _read(path)
+    if text is None:
+        return
+    text += after
+    value = parse(text)
+    if value is not None:
+        yield Limit(value, f"{path} ({' '.join(text.split())})")
+
+
+def _cpus_of_quota(text: str) -> int | None:
+    """CPUs of ``quota period`` in microseconds, rounded up: half a CPU is still one to run on."""
+    match = re.fullmatch(r"\s*([0-9]{1,18})\s+([0-9]{1,18})\s*", text)
+    if match is None or int(match[1]) == 0 or int(match[2]) == 0:
+        return None
+    return -(-int(match[1]) // int(match[2]))
+
+
+def _cpus_of_set(text: str) -> int | None:
+    """CPUs in a list such as ``0-3,8``; an empty one means the parent's."""
+    if re.fullmatch(r"\s*[0-9]{1,6}(-[0-9]{1,6})?(,[0-9]{1,6}(-[0-9]{1,6})?)*\s*", text) is None:
+        return None
+    cpus: set[int] = set()
+    for span in text.strip().split(","):
+        first, _, last = span.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return len(cpus) or None
+
+
+def _bytes_of_v1(text: str) -> int | None:
+    value = _positive(text)
+    # Version 1 writes 'no limit' as the largest multiple of a page.
+    return None if value is None or value >= 2**62 else value

@@ -1,0 +1,466 @@
+"""Nested quotas: how many trials and folds run at once, what each gets, and on which device it stands.
+
+Pure arithmetic. The levels are run > trial (one bagged model, or one model) > fold (one model). In AutoGluon's words
+``total`` is ``num_cpus``/``num_gpus`` of ``fit``, ``per_bag`` is ``ag_args_ensemble: {ag_args_fit: ...}`` and
+``per_model`` is ``ag_args_fit``.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from numbers import Integral
+from typing import NamedTuple
+
+from trainloop.errors import ResourceError
+from trainloop.resources.quota import ResourceQuota, Resources, as_number, exact, format_bytes
+
+__all__ = ["Plan", "hold", "place", "plan"]
+
+_UNBOUNDED = 10**9
+_SEARCH_STEPS = 200_000
+
+
+class _Share(NamedTuple):
+    """A quota in exact figures; None where it is not given."""
+
+    cpus: int | None
+    gpus: Fraction | None
+    memory: int | None
+
+
+class _Whole(NamedTuple):
+    """A quota in exact figures; only the memory may be unbounded."""
+
+    cpus: int
+    gpus: Fraction
+    memory: int | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What runs at once, and under which quotas. At every level: used <= granted <= total."""
+
+    total: ResourceQuota
+    """What the run holds."""
+    num_trials: int
+    """Trials in all."""
+    num_folds: int
+    """Folds of each trial in all; 1 without bagging."""
+    trials_in_parallel: int
+    """Trials at once."""
+    folds_in_parallel: int
+    """Folds of one trial at once."""
+    per_bag: ResourceQuota
+    """Share of one trial, reserved whether its folds use it or not."""
+    per_model: ResourceQuota
+    """Share of one fold, or of the trial's one model."""
+    placement: tuple[tuple[int, ...], ...]
+    """For each model that runs at once its devices, counted within the run's own (:func:`place`)."""
+
+    @property
+    def models_in_parallel(self) -> int:
+        """Models at once, of all trials."""
+        return self.trials_in_parallel * self.folds_in_parallel
+
+    @property
+    def cpus_granted(self) -> int:
+        """CPUs reserved for the trials that run at once."""
+        return self.trials_in_parallel * int(self.per_bag.num_cpus)
+
+    @property
+    def gpus_granted(self) -> float:
+        """GPUs reserved for the trials that run at once."""
+        return as_number(self.trials_in_parallel * exact(self.per_bag.num_gpus))
+
+    @property
+    def cpus_used(self) -> int:
+        """CPUs of the models that run at once."""
+        return self.models_in_parallel * int(self.per_model.num_cpus)
+
+    @property
+    def gpus_used(self) -> float:
+        """GPUs of the models that run at once."""
+        return as_number(self.models_in_parallel * exact(self.per_model.num_gpus))
+
+    @property
+    def waves(self) -> int:
+        """Models that run one after the other where all take equally long."""
+        return -(-self.num_trials // self.trials_in_parallel) * -(-self.num_folds // self.folds_in_parallel)
+
+    def __str__(self) -> str:
+        def row(name: str, at_once: int, of: int, quota: ResourceQuota) -> str:
+            memory = quota.memory if isinstance(quota.memory, str) else format_bytes(quota.memory)
+            return f"{name:<7} {at_once:>7} {of:>5} {quota.num_cpus:>6} {quota.num_gpus:>8.4g}  {memory}"
+
+        return "\n".join(
+            (
+                "        at once    of   CPUs     GPUs  memory",
+                row("run", 1, 1, self.total),
+                row("trial", self.trials_in_parallel, self.num_trials, self.per_bag),
+                row("model", self.models_in_parallel, self.num_trials * self.num_folds, self.per_model),
+                f"granted {self.cpus_granted} CPUs, {self.gpus_granted:.4g} GPUs; "
+                f"used {self.cpus_used} CPUs, {self.gpus_used:.4g} GPUs; waves: {self.waves}",
+            )
+        )
+
+
+def plan(
+    total: ResourceQuota | Resources,
+    *,
+    num_trials: int = 1,
+    num_bag_folds: int = 1,
+    per_bag: ResourceQuota | None = None,
+    per_model: ResourceQuota | None = None,
+    parallel_folds: bool = True,
+) -> Plan:
+    """How a run's resources divide over its trials and their folds.
+
+    Parameters
+    ----------
+    total : ResourceQuota or Resources
+        What the run holds, in figures: CPUs and GPUs can't be ``'auto'`` here (``resources.available()`` has them).
+    num_trials : int
+        Trials in all, 1 or more.
+    num_bag_folds : int
+        Folds of each trial; 0 and 1 mean one model without bagging, and ``per_bag`` is then ignored with a warning.
+    per_bag, per_model : ResourceQuota, optional
+        Share of one trial, and of one model. What they leave ``'auto'`` is derived.
+    parallel_folds : bool
+        False runs the folds of a trial one after the other.
+
+    Raises
+    ------
+    ResourceError
+        If a figure exceeds the nearest given one above it, or is none.
+
+    Examples
+    --------
+    >>> total, bag, model = ResourceQuota(32, 4), ResourceQuota(10, 2), ResourceQuota(4, 0.5)
+    >>> p = plan(total, num_trials=2, num_bag_folds=2, per_bag=bag, per_model=model)
+    >>> p.trials_in_parallel, p.folds_in_parallel, p.cpus_used, p.gpus_used
+    (2, 2, 16, 2)
+    """
+    num_trials = _count("num_trials", num_trials, least=1)
+    num_bag_folds = _count("num_bag_folds", num_bag_folds, least=0)
+    bagging = num_bag_folds > 1
+    if per_bag is not None and not bagging:
+        warnings.warn(
+            f"per_bag is ignored: num_bag_folds={num_bag_folds} trains one model a trial. Use per_model for its quota.",
+            stacklevel=2,
+        )
+        per_bag = None
+    wanted = num_bag_folds if bagging and parallel_folds else 1
+    whole = _whole(total)
+    bag = _share("per_bag", per_bag)
+    model = _share("per_model", per_model)
+    _check_nesting(whole, bag, model)
+    if isinstance(total, Resources) and bag.memory is None and model.memory is None:
+        whole = whole._replace(memory=None)  # That a machine has an end is no wish to divide its memory.
+
+    trials = _trials_at_once(num_trials, wanted, whole, bag, model)
+    while True:
+        bag_share = _bag_share(trials, wanted, whole, bag, model)
+        folds = _fitting(wanted, bag_share, model)
+        model_share = _model_share(trials, folds, whole, bag_share, model)
+        # A bag of 1.6 GPUs holds two models of 0.6, and 5 GPUs three such bags, but no six such models.
+        if trials * folds <= hold(whole.gpus, model_share.gpus):
+            break
+        trials -= 1
+    on_devices = place([model_share.gpus] * (trials * folds), math.ceil(whole.gpus))
+    return Plan(
+        total=_quota(whole),
+        num_trials=num_trials,
+        num_folds=max(num_bag_folds, 1),
+        trials_in_parallel=trials,
+        folds_in_parallel=folds,
+        per_bag=_quota(bag_share),
+        per_model=_quota(model_share),
+        placement=tuple(tuple(devices) for devices in on_devices),
+    )
+
+
+def hold(total_gpus: Fraction, gpus: Fraction) -> int:
+    """How many requests of ``gpus`` GPUs ``total_gpus`` hold, where a share never straddles devices.
+
+    Examples
+    --------
+    >>> hold(Fraction(2), Fraction(6, 10))
+    2
+    """
+    if not gpus:
+        return _UNBOUNDED
+    if gpus >= 1 or total_gpus < 1:
+        return total_gpus // gpus
+    devices, rest = divmod(total_gpus, 1)
+    return devices * (1 // gpus) + rest // gpus
+
+
+# -- the rules, in their order ---------------------------------------------------------------------------------------
+
+
+def _count(name: str, value: object, least: int) -> int:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise ResourceError(f"{name}={value!r}: must be an int of {least} or more.")
+    return int(value)
+
+
+def _share(level: str, quota: ResourceQuota | None) -> _Share:
+    if quota is None:
+        return _Share(None, None, None)
+    if not isinstance(quota, ResourceQuota):
+        raise ResourceError(
+            f"{level}={quota!r}: must be a ResourceQuota, e.g. {level}=ResourceQuota(num_cpus=2, num_gpus=0.5)."
+        )
+    gpus = None if quota.num_gpus == "auto" else exact(quota.num_gpus)
+    if level == "per_model" and gpus is not None and gpus > 1 and gpus.denominator != 1:
+        raise ResourceError(
+            f"per_model num_gpus={quota.num_gpus!r}: one model takes a fraction up to 1 of one GPU, or whole GPUs. "
+            f"Use {math.floor(gpus)} or {math.ceil(gpus)}."
+        )
+    return _Share(
+        None if quota.num_cpus == "auto" else int(quota.num_cpus),
+        gpus,
+        None if quota.memory == "auto" else int(quota.memory),
+    )
+
+
+def _whole(total: ResourceQuota | Resources) -> _Whole:
+    if isinstance(total, Resources):
+        return _Whole(total.num_cpus, Fraction(total.num_gpus), total.memory)
+    share = _share("total", total)
+    if share.cpus is None or share.gpus is None:
+        raise ResourceError(
+            f"total={total!r}: a plan needs figures for CPUs and GPUs. "
+            "Give both, or total=trainloop.resources.available() for all this machine has."
+        )
+    return _Whole(share.cpus, share.gpus, share.memory)
+
+
+def _check_nesting(total: _Whole, bag: _Share, model: _Share) -> None:
+    """Every given figure is within the nearest given one above."""
+    for what, index in (("num_cpus", 0), ("num_gpus", 1), ("memory", 2)):
+        above, parent = total[index], "total"
+        for level, share in (("per_bag", bag), ("per_model", model)):
+            figure = share[index]
+            if figure is None:
+                continue
+            if above is not None and figure > above:
+                none = " (no GPU granted)" if what == "num_gpus" and not above else ""
+                raise ResourceError(
+                    f"{level} {what}={_text(figure)} is more than {what}={_text(above)} of its parent, {parent}{none}. "
+                    f"Lower it to {_text(above)} at most, or raise {parent}."
+                )
+            above, parent = figure, level
+
+
+def _text(figure: int | Fraction) -> str:
+    return f"{as_number(Fraction(figure)):.12g}"
+
+
+def _fitting(wanted: int, parent: _Whole | _Share, model: _Share) -> int:
+    """Models that fit at once, up to ``wanted``; what a model leaves open binds nothing, but one CPU it takes."""
+    folds = wanted
+    if parent.cpus is not None:
+        folds = min(folds, parent.cpus // (model.cpus or 1))
+    if parent.gpus is not None and model.gpus is not None:
+        folds = min(folds, hold(parent.gpus, model.gpus))
+    if parent.memory is not None and model.memory is not None:
+        folds = min(folds, parent.memory // model.memory)
+    assert folds >= 1, "nesting was checked"
+    return folds
+
+
+def _trials_at_once(num_trials: int, wanted: int, total: _Whole, bag: _Share, model: _Share) -> int:
+    """As many bags as fit; a bag not given is as many models as fit, so that folds come first, then trials."""
+    parent = _Whole(
+        total.cpus if bag.cpus is None else bag.cpus,
+        total.gpus if bag.gpus is None else bag.gpus,
+        total.memory if bag.memory is None else bag.memory,
+    )
+    folds = _fitting(wanted, parent, model)
+    cpus = folds * (model.cpus or 1) if bag.cpus is None else bag.cpus
+    trials = min(num_trials, total.cpus // cpus)
+    gpus = folds * (model.gpus or Fraction(0)) if bag.gpus is None else bag.gpus
+    trials = min(trials, hold(total.gpus, gpus))
+    memory = folds * (model.memory or 0) if bag.memory is None else bag.memory
+    if total.memory is not None and memory:
+        trials = min(trials, total.memory // memory)
+    assert trials >= 1, "nesting was checked"
+    return trials
+
+
+def _bag_share(trials: int, wanted: int, total: _Whole, bag: _Share, model: _Share) -> _Whole:
+    """What is not given is what the folds want, and never more than an equal part of the total."""
+    cpus, gpus, memory = bag
+    if cpus is None:
+        cpus = total.cpus // trials
+        cpus = cpus if model.cpus is None else min(cpus, model.cpus * wanted)
+    if gpus is None:
+        gpus = total.gpus / trials
+        gpus = gpus if model.gpus is None else min(gpus, model.gpus * wanted)
+    if memory is None and total.memory is not None:
+        memory = total.memory // trials
+        memory = memory if model.memory is None else min(memory, model.memory * wanted)
+    return _Whole(cpus, gpus, memory)
+
+
+def _model_share(trials: int, folds: int, total: _Whole, bag: _Whole, model: _Share) -> _Whole:
+    cpus = bag.cpus // folds if model.cpus is None else model.cpus
+    memory = model.memory
+    if memory is None and bag.memory is not None:
+        memory = bag.memory // folds
+    gpus = model.gpus
+    if gpus is None:
+        # Equal within the bag; the bags' parts may straddle devices (2 GPUs over 3 trials), the models' must not.
+        gpus = min(_equal_part(bag.gpus, folds), _equal_part(total.gpus, trials * folds))
+    return _Whole(cpus, gpus, memory)
+
+
+def _equal_part(gpus: Fraction, models: int) -> Fraction:
+    if gpus < 1:
+        return gpus / models
+    if models <= gpus:
+        return Fraction(gpus // models)
+    return Fraction(1, math.ceil(models / gpus))
+
+
+def _quota(share: _Whole) -> ResourceQuota:
+    return ResourceQuota(share.cpus, as_number(share.gpus), "auto" if share.memory is None else share.memory)
+
+
+# -- placement -------------------------------------------------------------------------------------------------------
+
+
+def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
+    """Devices of each request: a fraction stands on one device, a whole n on n of its own, no device is over 1.
+
+    Parameters
+    ----------
+    fractions : sequence of number
+        GPUs of each request: 0, a fraction up to 1, or a whole number.
+    num_gpus : int
+        Devices.
+
+    Returns
+    -------
+    list of list of int
+        In the order of the input; an empty list for a request of 0. Fewest devices first, then the lowest indices; the
+        same input gives the same answer.
+
+    Raises
+    ------
+    ResourceError
+        If there is no such assignment, or a request is no number of GPUs.
+
+    Notes
+    -----
+    Bin packing. An assignment that exists is found for up to 16 requests, and for any number of equal ones; beyond,
+    the search ends after a bounded number of steps.
+
+    Examples
+    --------
+    >>> place([0.4, 0.4, 0.3, 0.3, 0.3, 0.3], 2)
+    [[0], [1], [0], [0], [1], [1]]
+    """
+    num_gpus = _count("num_gpus", num_gpus, least=0)
+    requests = [exact(fraction) for fraction in fractions]
+    for request, fraction in zip(requests, fractions):
+        if request > 1 and request.denominator != 1:
+            raise ResourceError(f"{fraction!r} GPUs for one model: must be a fraction up to 1, or a whole number.")
+    # Integers from here on: a device is `full`, a request a whole number of its parts.
+    full = math.lcm(*(request.denominator for request in requests)) if requests else 1
+    sizes = [int(request * full) for request in requests]
+    owned = sum(size for size in sizes if size >= full) // full
+    parts = [size for size in sizes if 0 < size < full]
+    least = owned + -(-sum(parts) // full)
+    for num_devices in range(least, num_gpus + 1):
+        if _packs([0] * (num_devices - owned), parts, full):
+            return _lowest(sizes, num_devices, full)
+    raise ResourceError(
+        f"{len(requests)} requests of {', '.join(_text(request) for request in requests[:20])} GPUs do not fit "
+        f"{num_gpus} device{'s' * (num_gpus != 1)}, since a share never straddles devices. "
+        "Ask for smaller shares, or run fewer at once."
+    )
+
+
+def _lowest(sizes: list[int], num_devices: int, full: int) -> list[list[int]]:
+    """The assignment on ``num_devices`` that is lowest in the order of the input; one exists."""
+    loads = [0] * num_devices
+    placed: list[list[int]] = []
+    for position, size in enumerate(sizes):
+        if size == 0:
+            placed.append([])
+            continue
+        if size >= full:
+            devices = [device for device, load in enumerate(loads) if load == 0][: size // full]
+            for device in devices:
+                loads[device] = full
+            placed.append(devices)
+            continue
+        later = sizes[position + 1 :]
+        owned = sum(other for other in later if other >= full) // full
+        parts = [other for other in later if 0 < other < full]
+        for device in range(num_devices):
+            if loads[device] + size > full:
+                continue
+            loads[device] += size
+            empty = loads.count(0)
+            open_loads = [load for load in loads if load] + [0] * (empty - owned)
+            if empty >= owned and _packs(open_loads, parts, full):
+                placed.append([device])
+                break
+            loads[device] -= size
+        else:
+            raise AssertionError("an assignment exists")
+    return placed
+
+
+def _packs(loads: Sequence[int], parts: Sequence[int], full: int) -> bool:
+    """Whether ``parts`` fit the room that ``loads`` leave."""
+    parts = sorted(parts, reverse=True)
+    room = sorted(full - load for load in loads)
+    if parts and parts[0] == parts[-1]:  # Trials and folds ask for equal shares, and may be many.
+        return sum(r // parts[0] for r in room) >= len(parts)
+    if _best_fit(list(room), parts):
+        return True
+    left = [0]
+    for part in reversed(parts):
+        left.append(left[-1] + part)
+    left.reverse()  # left[i]: the sum of parts[i:]
+    failed: set[tuple[int, tuple[int, ...]]] = set()
+    steps = math.inf if len(parts) <= 16 else _SEARCH_STEPS
+
+    def search(i: int, room: tuple[int, ...]) -> bool:
+        nonlocal steps
+        if i == len(parts):
+            return True
+        steps -= 1
+        # Room smaller than the smallest part is lost.
+        if steps < 0 or sum(r for r in room if r >= parts[-1]) < left[i] or (i, room) in failed:
+            return False
+        tried = -1
+        for j, r in enumerate(room):
+            if r >= parts[i] and r != tried:  # Devices with equal room are one case.
+                tried = r
+                if search(i + 1, tuple(sorted((*room[:j], r - parts[i], *room[j + 1 :])))):
+                    return True
+                if r == parts[i]:  # Nothing fills a gap better than what fits exactly.
+                    break
+        failed.add((i, room))
+        return False
+
+    return search(0, tuple(room))
+
+
+def _best_fit(room: list[int], parts: Sequence[int]) -> bool:
+    """Best fit, the largest first: finds most packings at once."""
+    for part in parts:
+        tightest = min((r for r in room if r >= part), default=None)
+        if tightest is None:
+            return False
+        room[room.index(tightest)] -= part
+    return True

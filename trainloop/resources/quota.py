@@ -1,0 +1,185 @@
+"""What a machine has and what a run may use of it, as values: no reading, no enforcing.
+
+GPUs are counted exactly. A binary fraction is not trusted: ``1 // 0.1`` is 9, but ten models of 0.1 do fit one GPU.
+:func:`exact` gives the fraction that a float means, and all arithmetic of this package is on those.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from fractions import Fraction
+from numbers import Integral, Rational, Real
+from typing import Literal, NamedTuple
+
+from trainloop.errors import ResourceError
+
+__all__ = ["Limit", "ResourceQuota", "Resources", "as_number", "exact", "format_bytes", "parse_memory"]
+
+Auto = Literal["auto"]
+
+_UNITS = {"b": 1}
+for _power, _letter in enumerate("kmgtp", start=1):
+    _UNITS[f"{_letter}b"] = 1000**_power
+    _UNITS[f"{_letter}ib"] = 1024**_power
+
+
+class Limit(NamedTuple):
+    """One figure that bounds a resource, and where it was read."""
+
+    value: int
+    """CPUs, GPUs or bytes."""
+    source: str
+    """The file, variable or call that says so."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What this process may use of the machine; ``print`` it to see which limit decided."""
+
+    num_cpus: int
+    """CPUs, at least 1."""
+    num_gpus: int
+    """Visible GPUs."""
+    memory: int
+    """Bytes of main memory."""
+    cpu_limits: tuple[Limit, ...] = field(default=(), compare=False, repr=False)
+    """All that bound the CPUs; the least decides."""
+    gpu_limits: tuple[Limit, ...] = field(default=(), compare=False, repr=False)
+    """What bounds the GPUs."""
+    memory_limits: tuple[Limit, ...] = field(default=(), compare=False, repr=False)
+    """All that bound the memory; the least decides."""
+
+    def __str__(self) -> str:
+        lines = []
+        for name, value, limits in (
+            ("CPUs", str(self.num_cpus), self.cpu_limits),
+            ("GPUs", str(self.num_gpus), self.gpu_limits),
+            ("memory", format_bytes(self.memory), self.memory_limits),
+        ):
+            decided = min(limits, key=lambda limit: limit.value, default=None)
+            lines.append(f"{name:<7} {value:>10}" + (f"  decided by {decided.source}" if decided else ""))
+            for limit in limits:
+                if limit is not decided:
+                    shown = format_bytes(limit.value) if name == "memory" else str(limit.value)
+                    lines.append(f"{'':<7} {shown:>10}  {limit.source}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class ResourceQuota:
+    """What a run, a bag of models or one model may use. Immutable and comparable.
+
+    Parameters
+    ----------
+    num_cpus : int or 'auto'
+        CPUs, 1 or more; all processes of the run together, ``DataLoader`` workers too.
+    num_gpus : number or 'auto'
+        GPUs, 0 or more. For one model a fraction up to 1 (of one device, never across two) or a whole number.
+    memory : int, str or 'auto'
+        Bytes, or text such as ``'512MiB'`` and ``'1.5GB'``; kept as bytes.
+
+    Raises
+    ------
+    ResourceError
+        For any other figure.
+    """
+
+    num_cpus: int | Auto = "auto"
+    num_gpus: float | Auto = "auto"
+    memory: int | str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.num_cpus != "auto":
+            object.__setattr__(self, "num_cpus", _checked_cpus(self.num_cpus))
+        if self.num_gpus != "auto":
+            exact(self.num_gpus)
+        if self.memory != "auto":
+            object.__setattr__(self, "memory", parse_memory(self.memory))
+
+
+def _checked_cpus(value: object) -> int:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise ResourceError(f"num_cpus={value!r}: must be an int of 1 or more, or 'auto' for all there are.")
+    return int(value)
+
+
+def exact(num_gpus: object) -> Fraction:
+    """The number of GPUs that a float means, exactly.
+
+    Parameters
+    ----------
+    num_gpus : number
+        Finite, 0 or more.
+
+    Returns
+    -------
+    Fraction
+        ``0.1`` and ``1 - 0.9`` are 1/10, ``1 / 3`` is 1/3, also in single precision; ``0.334`` is 334/1000.
+
+    Raises
+    ------
+    ResourceError
+        If it is negative, not finite, or no number.
+    """
+    if isinstance(num_gpus, Real) and not isinstance(num_gpus, bool):
+        if isinstance(num_gpus, Rational):
+            meant = Fraction(int(num_gpus.numerator), int(num_gpus.denominator))
+            if meant >= 0:
+                return meant
+        elif math.isfinite(num_gpus) and num_gpus >= 0:
+            value = float(num_gpus)
+            simple = Fraction(value).limit_denominator(1024)
+            # Fractions of such denominators lie 1e-6 apart, and a single-precision float 3e-8 off what it means.
+            if abs(simple - Fraction(value)) <= Fraction(1, 10**7) and (simple or not value):
+                return simple
+            return Fraction(repr(value))  # The decimal that was written.
+    raise ResourceError(
+        f"num_gpus={num_gpus!r}: must be a finite number of 0 or more: 0.5 is half of one GPU, 2 are two; "
+        "or 'auto' for all visible."
+    )
+
+
+def as_number(fraction: Fraction) -> float:
+    """An int where it is whole, else the nearest float: what a user reads; ``exact`` of it is the fraction again."""
+    return int(fraction) if fraction.denominator == 1 else float(fraction)
+
+
+def parse_memory(memory: object) -> int:
+    """Bytes that ``memory`` means.
+
+    Parameters
+    ----------
+    memory : number or str
+        Bytes, or a number with a unit: ``B``, ``kB`` to ``PB`` (powers of 1000), ``KiB`` to ``PiB`` (of 1024), in any
+        case.
+
+    Raises
+    ------
+    ResourceError
+        If it is less than a byte, not finite, no number, or has no known unit.
+    """
+    size: Fraction | None = None
+    if isinstance(memory, str):
+        match = re.fullmatch(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([a-z]+)", memory.strip().lower())
+        if match and match[2] in _UNITS:
+            size = Fraction(match[1]) * _UNITS[match[2]]
+    elif isinstance(memory, Real) and not isinstance(memory, bool) and math.isfinite(memory):
+        size = Fraction(float(memory)) if not isinstance(memory, Integral) else Fraction(int(memory))
+    if size is None or size < 1:
+        raise ResourceError(
+            f"memory={memory!r}: must be bytes (an int of 1 or more), or text with a unit such as '512MiB' or '1.5GB', "
+            "or 'auto' for no limit."
+        )
+    return int(size)
+
+
+def format_bytes(size: int) -> str:
+    """``size`` as text, in the largest binary unit that keeps it at 1 or more."""
+    value, unit = float(size), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.4g} {unit}"
