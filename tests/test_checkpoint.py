@@ -1,0 +1,644 @@
+"""The file: written whole or not at all, verified, unable to run code."""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import pickle
+import random
+import signal
+import struct
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+import zlib
+from collections import OrderedDict, defaultdict, deque, namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from trainloop import checkpoint
+from trainloop.checkpoint import CheckpointInfo
+from trainloop.errors import CheckpointError, ConfigurationError
+from trainloop.plain import HostCopy, plain
+from trainloop.storage import folder
+
+ROOT = Path(__file__).parent.parent
+
+
+def make_state(number: float = 0.0) -> dict[str, Any]:
+    return {
+        "model": OrderedDict(w=torch.full((50, 40), number), b=torch.arange(3)),
+        "optimizer": {"state": {0: {"exp_avg": torch.full((50, 40), -number), "step": torch.tensor(number)}}},
+        "history": {"loss": [0.5, 0.25], "nan": [float("nan")]},
+        "rng": {"python": (3, (1, 2, 3), None), "torch": torch.arange(20, dtype=torch.uint8)},
+        "place": {"epoch": int(number), "batch": 3},
+    }
+
+
+def write_some(where: Path, count: int = 3) -> list[Path]:
+    """``count`` checkpoints, oldest first; the number of each is in its state."""
+    paths = []
+    for i in range(1, count + 1):
+        info = CheckpointInfo(epoch=i, step=10 * i, run="r", stamp=i)
+        path = where / checkpoint.checkpoint_name(info)
+        checkpoint.save(path, make_state(i), info)
+        checkpoint.mark_newest(folder(where), path.name)
+        paths.append(path)
+    return paths
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return type(a) is type(b) and list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and (a == b or a != a)
+
+
+class RunsWhenUnpickled:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, witness: Path) -> None:
+        self.witness = str(witness)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, (f"open({self.witness!r}, 'w').close()",)
+
+
+# -- a checkpoint is what was saved ------------------------------------------------------------------------------------
+
+
+def test_load_gives_what_was_saved(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "er" / "a.pt"
+    checkpoint.save(path, make_state(2.0), CheckpointInfo(epoch=3, step=70, run="r", stamp=5, value=0.5, reason="end"))
+    assert same(checkpoint.load(path), plain(make_state(2.0)))
+    info = checkpoint.read_info(path)
+    assert info == CheckpointInfo(epoch=3, step=70, run="r", stamp=5, value=0.5, reason="end")
+    assert os.listdir(path.parent) == ["a.pt"]
+
+
+def test_a_file_opens_with_plain_torch_and_as_a_zip(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    checkpoint.save(path, make_state(1.0))
+    assert same(torch.load(path, weights_only=True), plain(make_state(1.0)))
+    mapped = torch.load(path, weights_only=True, mmap=True)
+    assert torch.equal(mapped["model"]["w"], make_state(1.0)["model"]["w"])
+    del mapped
+    import zipfile
+
+    assert zipfile.ZipFile(path).testzip() is None
+
+
+def test_permissions_are_those_of_any_other_file(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "a.pt", {})
+    (tmp_path / "other").touch()
+    assert (tmp_path / "a.pt").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_state_dict_versions_survive(tmp_path: Path) -> None:
+    weights = nn.BatchNorm1d(3).state_dict()
+    checkpoint.save(tmp_path / "a.pt", {"model": weights})
+    assert checkpoint.load(tmp_path / "a.pt")["model"]._metadata == weights._metadata  # type: ignore[attr-defined]
+
+
+def test_a_later_version_may_tell_more_of_a_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    checkpoint.save(path, {"a": 1}, CheckpointInfo(step=4))
+    data = path.read_bytes()
+    length, crc, info_length = struct.unpack("<QII", data[-28:-12])
+    described = json.dumps({**json.loads(data[length : length + info_length]), "weather": "fine"}).encode()
+    head = struct.pack("<QII", length, crc, len(described))
+    path.write_bytes(data[:length] + described + head + struct.pack("<I", zlib.crc32(described + head)) + data[-8:])
+    assert checkpoint.read_info(path).step == 4
+    assert checkpoint.load(path) == {"a": 1}
+
+
+def test_names_sort_as_training_went() -> None:
+    infos = [CheckpointInfo(epoch=e, step=s) for e, s in [(0, 7), (0, 70), (1, 105), (2, 1000), (10, 20000)]]
+    names = [checkpoint.checkpoint_name(info) for info in infos]
+    assert names == sorted(names)
+    assert names[0] == "checkpoint-epoch=0000-step=00000007.pt"
+    assert checkpoint.checkpoint_name(infos[0], version=2) == "checkpoint-epoch=0000-step=00000007_2.pt"
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def load_newest_with_warnings(where: Path) -> tuple[float, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = checkpoint.load_newest(where)
+    assert found is not None
+    return found[1]["place"]["epoch"], [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("tenths", range(10))
+def test_cut_off_at_each_tenth_the_one_before_is_used(tmp_path: Path, tenths: int) -> None:
+    paths = write_some(tmp_path)
+    os.truncate(paths[-1], paths[-1].stat().st_size * tenths // 10)
+    with pytest.raises(CheckpointError, match=r"step=00000030.pt is no whole checkpoint: .*Use another one"):
+        checkpoint.load(paths[-1])
+    epoch, messages = load_newest_with_warnings(tmp_path)
+    assert epoch == 2
+    assert len(messages) == 1
+    assert "step=00000030.pt" in messages[0]
+    assert f"Used instead: {paths[1]}" in messages[0]
+
+
+def test_any_flipped_byte_is_found(tmp_path: Path) -> None:
+    paths = write_some(tmp_path)
+    data = paths[-1].read_bytes()
+    rng = random.Random(0)
+    end = range(len(data) - 200, len(data))  # info and end mark, each byte
+    for at in [*rng.sample(range(len(data)), 150), *end]:
+        changed = bytearray(data)
+        changed[at] ^= rng.choice([1, 0x80, 0xFF])
+        paths[-1].write_bytes(changed)
+        with pytest.raises(CheckpointError, match=r"is damaged: its checksum is|is no whole checkpoint"):
+            checkpoint.load(paths[-1])
+    epoch, messages = load_newest_with_warnings(tmp_path)
+    assert (epoch, len(messages)) == (2, 1)
+
+
+def test_the_newest_missing_is_noticed(tmp_path: Path) -> None:
+    paths = write_some(tmp_path)
+    paths[-1].unlink()
+    epoch, messages = load_newest_with_warnings(tmp_path)
+    assert epoch == 2
+    assert len(messages) == 1
+    assert "step=00000030.pt, the newest checkpoint written, is missing" in messages[0]
+
+
+def test_several_damaged_ones_give_one_warning(tmp_path: Path) -> None:
+    paths = write_some(tmp_path, 4)
+    os.truncate(paths[3], 0)
+    data = bytearray(paths[2].read_bytes())
+    data[1000] ^= 1
+    paths[2].write_bytes(data)
+    epoch, messages = load_newest_with_warnings(tmp_path)
+    assert (epoch, len(messages)) == (2, 1)
+    assert "it has 0 bytes" in messages[0]
+    assert "checksum" in messages[0]
+
+
+def test_an_old_damaged_one_is_nobodys_concern(tmp_path: Path) -> None:
+    paths = write_some(tmp_path)
+    os.truncate(paths[0], 100)
+    assert load_newest_with_warnings(tmp_path) == (3, [])
+
+
+def test_whole_ones_give_no_warning(tmp_path: Path) -> None:
+    write_some(tmp_path)
+    assert load_newest_with_warnings(tmp_path) == (3, [])
+
+
+def test_all_damaged_is_an_error_and_not_a_fresh_start(tmp_path: Path) -> None:
+    for path in write_some(tmp_path, 2):
+        os.truncate(path, 50)
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be loaded. To start afresh, move them away"):
+        checkpoint.load_newest(tmp_path)
+
+
+def test_an_empty_or_missing_folder_has_no_newest(tmp_path: Path) -> None:
+    assert checkpoint.load_newest(tmp_path) is None
+    assert checkpoint.load_newest(tmp_path / "none") is None
+
+
+def test_all_deleted_is_a_fresh_start_with_a_warning(tmp_path: Path) -> None:
+    for path in write_some(tmp_path, 2):
+        path.unlink()
+    with pytest.warns(RuntimeWarning, match=r"is missing.\nThere is no other: training starts afresh"):
+        assert checkpoint.load_newest(tmp_path) is None
+
+
+def test_other_files_are_not_taken_for_checkpoints(tmp_path: Path) -> None:
+    write_some(tmp_path, 1)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "checkpoint-of-mine.pt").write_bytes(b"x")
+    (tmp_path / ".checkpoint-epoch=0009-step=00000009.pt.r.0123abcd.tmp").write_bytes(b"x")
+    (tmp_path / "checkpoint-epoch=0007-step=00000007.pt").mkdir()
+    assert [c.info.step for c in checkpoint.checkpoints(tmp_path) if c.info] == [10]
+
+
+def test_the_newest_is_the_one_written_last_whatever_its_step(tmp_path: Path) -> None:
+    """As where a second run starts afresh in the folder of a longer one."""
+    write_some(tmp_path)
+    info = CheckpointInfo(epoch=0, step=5, run="second", stamp=4)
+    checkpoint.save(tmp_path / checkpoint.checkpoint_name(info), make_state(9), info)
+    assert load_newest_with_warnings(tmp_path) == (9, [])
+
+
+def test_load_takes_a_folder_for_its_newest(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"is a folder with no checkpoint in it. Give a checkpoint's path"):
+        checkpoint.load(tmp_path)
+    write_some(tmp_path)
+    assert checkpoint.load(tmp_path)["place"]["epoch"] == 3
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"none.pt: no such file. Give a checkpoint's path, or resume_from='last'"
+    ):
+        checkpoint.load(tmp_path / "none.pt")
+
+
+def test_what_is_no_dict_is_told(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "a.pt", [1, 2])  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=r"a.pt holds a list, not a dict. Use a checkpoint that trainloop wrote"):
+        checkpoint.load(tmp_path / "a.pt")
+
+
+def test_the_mark_of_the_newest_is_older_than_the_checkpoint(tmp_path: Path) -> None:
+    """So that `ls -t | head -1` finds a checkpoint."""
+    paths = write_some(tmp_path)
+    assert max((p for p in tmp_path.iterdir()), key=lambda p: p.stat().st_mtime_ns) == paths[-1]
+
+
+# -- code --------------------------------------------------------------------------------------------------------------
+
+
+def with_end_mark(path: Path, body: bytes) -> None:
+    described = b"{}"
+    head = struct.pack("<QII", len(body), zlib.crc32(body), len(described))
+    end = head + struct.pack("<I8s", zlib.crc32(described + head), b"TRLOOP\x00\x01")
+    path.write_bytes(body + described + end)
+
+
+@pytest.mark.parametrize("form", ["pickle", "torch.save", "torch.save legacy"])
+@pytest.mark.parametrize("marked", [False, True], ids=["bare", "with a right end mark"])
+def test_code_is_refused_and_does_not_run(tmp_path: Path, form: str, marked: bool) -> None:
+    path, witness = tmp_path / "checkpoint-epoch=0009-step=00000090.pt", tmp_path / "witness"
+    evil = {"model": {"w": torch.zeros(2)}, "x": RunsWhenUnpickled(witness)}
+    if form == "pickle":
+        path.write_bytes(pickle.dumps(evil))
+    else:
+        torch.save(evil, path, _use_new_zipfile_serialization=form == "torch.save")
+    if marked:
+        with_end_mark(path, path.read_bytes())
+    expected = "has no end mark"
+    if marked:
+        expected = (
+            r"names code \(classes or functions\).*nothing of it was run" if form == "torch.save" else "is a pickle of"
+        )
+    with pytest.raises(CheckpointError, match=expected):
+        checkpoint.load(path)
+    assert not witness.exists()
+    # Among others in a folder it is passed over like a damaged one.
+    write_some(tmp_path)
+    assert load_newest_with_warnings(tmp_path)[0] == 3
+    assert not witness.exists()
+    # The witness works: the same bytes do run where code is allowed.
+    if form == "torch.save":
+        torch.load(path, weights_only=False)
+        assert witness.exists()
+
+
+def test_what_cannot_be_read_without_code_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"state\['callbacks'\]\['x'\]\[1\] is a .*RunsWhenUnpickled, which can't"
+    ):
+        checkpoint.save(tmp_path / "a.pt", {"callbacks": {"x": [1, RunsWhenUnpickled(tmp_path)]}})
+    assert os.listdir(tmp_path) == []
+
+
+# -- plain -------------------------------------------------------------------------------------------------------------
+
+Point = namedtuple("Point", "x y")
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+class Colour(str, enum.Enum):
+    RED = "red"
+
+
+@pytest.mark.parametrize(
+    "value, expected",
+    [
+        (np.float64(0.1), 0.1),
+        (np.int32(4), 4),
+        (np.bool_(True), True),
+        (np.str_("a"), "a"),
+        (Level.HIGH, 3),
+        (Colour.RED, "red"),
+        (Point(1, np.float32(0.5)), (1, 0.5)),
+        (deque([1, 2]), [1, 2]),
+        (defaultdict(list, a=[1]), {"a": [1]}),
+        (frozenset([1, 2]), {1, 2}),
+        ({np.int64(3): 1}, {3: 1}),
+        (torch.float16, torch.float16),
+        (torch.Size([2]), torch.Size([2])),
+        (np.array([1, 2], dtype=np.uint32), torch.tensor([1, 2], dtype=torch.uint32)),
+        (np.array(2.0), torch.tensor(2.0, dtype=torch.float64)),
+        (np.arange(6).reshape(2, 3).T, torch.arange(6).reshape(2, 3).T),
+        (np.array([1.5], dtype=">f4"), torch.tensor([1.5])),
+        (nn.Parameter(torch.ones(2)), torch.ones(2)),
+        (torch.ones(2, requires_grad=True) * 2, torch.full((2,), 2.0)),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_plain_types_come_back_from_disk(tmp_path: Path, value: Any, expected: Any) -> None:
+    checkpoint.save(tmp_path / "a.pt", {"value": value})
+    loaded = checkpoint.load(tmp_path / "a.pt")["value"]
+    assert same(loaded, expected)
+    assert not getattr(loaded, "requires_grad", False)
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        (
+            {"f": [print]},
+            r"state\['f'\]\[0\] is a builtins.builtin_function_or_method, which can't stand in a checkpoint",
+        ),
+        ({"f": np.array([object()])}, r"state\['f'\] is a numpy.ndarray of object"),
+        ({"f": np.datetime64("2020-01-01")}, r"state\['f'\] is a datetime.date"),
+        ({(1, print): 2}, r"the key \(1, <built-in function print>\) of state\[1\] is a builtins"),
+        ({"f": torch.empty(2, device="meta")}, r"state\['f'\] is a torch.Tensor of torch.float32"),
+        ({"f": np.longdouble(2)}, r"state\['f'\] is a numpy.longdouble of float128"),
+        ({"f": Path("x")}, r"state\['f'\] is a pathlib.PosixPath.*Let state_dict\(\) give its content"),
+    ],
+)
+def test_what_is_not_plain_is_named_by_its_path(value: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        plain(value)
+
+
+def test_a_view_does_not_bring_its_whole_storage(tmp_path: Path) -> None:
+    table = torch.randn(100_000, 4)
+    checkpoint.save(tmp_path / "a.pt", {"row": table[7], "again": table[7]})
+    assert (tmp_path / "a.pt").stat().st_size < 10_000
+    assert torch.equal(checkpoint.load(tmp_path / "a.pt")["row"], table[7])
+
+
+def test_tied_weights_are_written_once(tmp_path: Path) -> None:
+    weight = torch.randn(300, 300)
+    for state in ({"a": weight, "b": weight.detach()}, HostCopy().copy({"a": weight, "b": weight.detach()})):
+        checkpoint.save(tmp_path / "a.pt", state)
+        assert (tmp_path / "a.pt").stat().st_size < 1.5 * weight.nbytes
+        loaded = checkpoint.load(tmp_path / "a.pt")
+        assert torch.equal(loaded["a"], weight)
+        assert torch.equal(loaded["b"], weight)
+
+
+def test_a_host_copy_is_a_copy_in_the_same_memory_each_time() -> None:
+    source = {
+        "w": torch.randn(50, 60),
+        "image": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "half": torch.randn(7).to(torch.bfloat16),
+        "flag": torch.tensor(True),
+        "empty": torch.empty(0, 3),
+        "sparse": torch.eye(3).to_sparse(),
+        "n": [1, "a"],
+    }
+    expected = plain(source, tensor=torch.clone)
+    keeper = HostCopy()
+    copied = keeper.copy(source)
+    where = copied["w"].data_ptr()
+    assert copied["image"].is_contiguous(memory_format=torch.channels_last)
+    source["w"].zero_()
+    source["sparse"].mul_(0)
+    assert torch.equal(copied["w"], expected["w"])
+    assert torch.equal(copied["sparse"].to_dense(), torch.eye(3))
+    assert all(same(copied[k], expected[k]) for k in ("image", "half", "flag", "empty", "n"))
+    again = keeper.copy(source)
+    assert again["w"].data_ptr() == where
+    assert not again["w"].any()
+    assert keeper.copy({"w": torch.ones(500, 60), "v": torch.ones(2)})["v"].tolist() == [1, 1]  # larger than before
+
+
+# -- a full disk, a kill ---------------------------------------------------------------------------------------------
+
+
+FULL_DISK = """
+import errno, os, sys, torch
+from trainloop import checkpoint
+where = sys.argv[1]
+small = {"w": torch.zeros(1000)}
+checkpoint.save(where + "/checkpoint-epoch=0000-step=00000001.pt", small)
+for size in (3_000_000, 900_000, 2_000_000):  # in the zip's first record, and in a later one
+    try:
+        checkpoint.save(where + "/checkpoint-epoch=0000-step=00000002.pt", {"v": small["w"], "w": torch.zeros(size)})
+        print("written", size)
+    except OSError as error:
+        assert error.errno == errno.ENOSPC, error
+        print("full", size, os.listdir(where))
+checkpoint.load(where + "/checkpoint-epoch=0000-step=00000001.pt")
+checkpoint.save(where + "/checkpoint-epoch=0000-step=00000003.pt", small)
+print("then", sorted(os.listdir(where)))
+"""
+
+
+def in_small_tmpfs(code: str, where: Path, megabytes: int) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` with a tmpfs of that size at ``where``: a mount that only this process sees, and that ends with it."""
+    probe = subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", str(where)], capture_output=True)
+    if probe.returncode:
+        pytest.skip("needs root and unshare to mount a small tmpfs")
+    script = f'mount -t tmpfs -o size={megabytes}m tmpfs "$1" && exec "$2" -c "$3" "$1"'
+    command = ["unshare", "-m", "sh", "-c", script, "sh", str(where), sys.executable, textwrap.dedent(code)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
+
+
+def test_a_full_disk_leaves_the_earlier_whole_and_nothing_else(tmp_path: Path) -> None:
+    done = in_small_tmpfs(FULL_DISK, tmp_path, megabytes=3)
+    assert done.returncode == 0, done.stderr
+    first = "checkpoint-epoch=0000-step=00000001.pt"
+    assert done.stdout.splitlines() == [
+        f"full 3000000 ['{first}']",
+        f"full 900000 ['{first}']",
+        f"full 2000000 ['{first}']",
+        f"then ['{first}', 'checkpoint-epoch=0000-step=00000003.pt']",
+    ]
+    assert "unexpected pos" not in done.stderr
+
+
+WRITER = """
+import os, sys, torch
+from trainloop import checkpoint
+from trainloop.checkpoint import CheckpointInfo
+from trainloop.storage import folder
+where, first = sys.argv[1], int(sys.argv[2])
+state = {"w": torch.zeros(250_000), "v": torch.zeros(1000), "n": 0}
+os.write(1, b"ready\\n")
+for i in range(first, first + 10_000):
+    state["w"].fill_(i); state["v"].fill_(i); state["n"] = i
+    info = CheckpointInfo(step=i, stamp=i, run="r")
+    name = checkpoint.checkpoint_name(info)
+    checkpoint.save(os.path.join(where, name), state, info)
+    checkpoint.mark_newest(folder(where), name)
+    old = checkpoint.checkpoint_name(CheckpointInfo(step=i - 2))
+    folder(where).remove(old)
+"""
+
+
+def test_a_kill_during_the_write_always_leaves_a_whole_one(tmp_path: Path) -> None:
+    """50 kills, spread over the 1 to 3 ms that a write of 1 MB takes; each writer goes on where the last one was."""
+    rng = random.Random(0)
+    first, before, leftovers = 1, 0, 0
+    # One start of Python and torch for all: the writer forks before each round, and the fork is killed.
+    code = (
+        "import os, signal, sys\n"
+        f"code = compile({WRITER!r}, 'writer', 'exec')\n"
+        "import torch, trainloop.checkpoint\n"
+        "torch.set_num_threads(1)\n"
+        "for line in sys.stdin:\n"
+        "    pid = os.fork()\n"
+        "    if not pid:\n"
+        "        sys.argv[2] = line.strip()\n"
+        "        exec(code, {})\n"
+        "        os._exit(0)\n"
+        "    os.write(1, b'%d\\n' % pid)\n"
+        "    os.waitpid(pid, 0)\n"
+        "    os.write(1, b'gone\\n')\n"
+    )
+    starter = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path), "0"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        text=True,
+    )
+    assert starter.stdin is not None
+    assert starter.stdout is not None
+    try:
+        for round_ in range(50):
+            print(first, file=starter.stdin, flush=True)
+            said = [starter.stdout.readline().strip() for _ in range(2)]
+            pid = int(next(line for line in said if line != "ready"))
+            if round_ == 0:
+                while not checkpoint.checkpoints(tmp_path):  # there has to be a first one
+                    time.sleep(0.001)
+            time.sleep(rng.uniform(0, 0.03))
+            os.kill(pid, signal.SIGKILL)
+            assert starter.stdout.readline() == "gone\n"
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                found = checkpoint.load_newest(tmp_path)
+            assert found is not None
+            state = found[1]
+            assert state["w"].eq(state["n"]).all()
+            assert state["v"].eq(state["n"]).all()
+            assert state["n"] >= before, "an older one than before the kill"
+            before = state["n"]
+            first = before + 1
+            leftovers += len(list(tmp_path.glob(".*.tmp")))
+            folder(tmp_path).remove_unfinished("someone else")
+            folder(tmp_path).remove_unfinished("r")
+            assert not list(tmp_path.glob(".*.tmp"))
+    finally:
+        starter.stdin.close()
+        starter.wait(20)
+        starter.stdout.close()
+    assert leftovers >= 10, "the kills did not hit the writes"
+
+
+def test_unfinished_files_of_others_stay(tmp_path: Path) -> None:
+    names = [".checkpoint-epoch=0-step=1.pt.run-a.0123abcd.tmp", ".x.pt.run-b.0123abcd.tmp", "mine.run-a.0123abcd.tmp"]
+    for name in names:
+        (tmp_path / name).touch()
+    folder(tmp_path).remove_unfinished("run-a")
+    assert sorted(os.listdir(tmp_path)) == sorted(names[1:])
+    folder(tmp_path / "none").remove_unfinished("run-a")
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("location", ["", None, 3])
+def test_what_is_no_folder_is_told(location: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"is no folder: give a path or a URL such as 's3://bucket/run'"):
+        folder(location)
+
+
+def test_a_url_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(
+        ConfigurationError, match=r"'s3://b/run' is a URL, which needs fsspec: pip install trainloop\[cloud\]"
+    ):
+        folder("s3://b/run")
+
+
+def test_a_url_without_its_file_system_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fsspec")
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ConfigurationError, match=r"'gs://b/run' needs a package .*pip install trainloop\[cloud\]"):
+        folder("gs://b/run")
+
+
+def test_an_unknown_url_is_told() -> None:
+    pytest.importorskip("fsspec")
+    with pytest.raises(ConfigurationError, match=r"'nope://x': fsspec can't open this URL"):
+        folder("nope://x")
+
+
+def test_file_urls_and_home_are_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert folder("~/run").location == str(tmp_path / "run")
+    assert folder(f"file://{tmp_path}/run").location == str(tmp_path / "run")
+    assert (folder(tmp_path) / "a").location == str(tmp_path / "a")
+
+
+def test_memory_urls_hold_checkpoints() -> None:
+    fsspec = pytest.importorskip("fsspec")
+    where = folder("memory://test-checkpoint/run")
+    assert checkpoint.load_newest(where) is None
+    try:
+        for i in (1, 2):
+            info = CheckpointInfo(step=i, stamp=i)
+            checkpoint.save(where.path(checkpoint.checkpoint_name(info)), make_state(i), info)
+            checkpoint.mark_newest(where, checkpoint.checkpoint_name(info))
+        found = checkpoint.load_newest("memory://test-checkpoint/run/")
+        assert found is not None
+        assert found[1]["place"]["epoch"] == 2
+        # A write that fails leaves what was there.
+        newest = checkpoint.checkpoint_name(info)
+
+        def fails(file: Any) -> None:
+            file.write(b"half")
+            raise OSError("the line broke")
+
+        with pytest.raises(OSError, match="the line broke"):
+            where.write(newest, fails)
+        assert len(where.names()) == 3
+        assert checkpoint.load(where.path(newest))["place"]["epoch"] == 2
+        where.remove(newest)
+        where.remove(newest)
+        with pytest.warns(RuntimeWarning, match="the newest checkpoint written, is missing"):
+            found = checkpoint.load_newest(where)
+        assert found is not None
+        assert found[1]["place"]["epoch"] == 1
+    finally:
+        fsspec.filesystem("memory").rm("/test-checkpoint", recursive=True)
+
+
+# -- safetensors -------------------------------------------------------------------------------------------------------
+
+
+def test_weights_in_safetensors(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    weight = torch.randn(3, 4)
+    path = tmp_path / "w.safetensors"
+    checkpoint.save_weights(path, {"a": weight, "tied": weight, "t": weight.T})
+    loaded = checkpoint.load_weights(path)
+    assert all(torch.equal(loaded[k], v) for k, v in {"a": weight, "tied": weight, "t": weight.T}.items())
+
+
+def test_safetensors_without_its_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(
+        ConfigurationError, match=r"safetensors format needs a package: pip install trainloop\[safetensors\]"
+    ):
+        checkpoint.save_weights(tmp_path / "w.safetensors", {})

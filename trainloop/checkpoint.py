@@ -1,0 +1,414 @@
+"""What a checkpoint holds on disk: written whole, verified when read, unable to run code.
+
+A checkpoint is one file::
+
+    body      what torch.save writes (a zip): nested dicts, lists and tuples of tensors, numbers and strings
+    info      JSON: where in training it was made, by which run, in which order (CheckpointInfo)
+    end mark  lengths and checksums of body and info, a checksum of itself, 8 bytes that name the format
+
+The end mark comes last, so that a file cut off anywhere has none. Since a zip is read from its own end, which may
+be followed by other bytes, ``torch.load(path, weights_only=True)`` opens the file where trainloop is not installed.
+
+The checksum is CRC-32: it finds damage, which is what happens to files (3.3 GB/s where SHA-256 with the CPU's help
+makes 1.4 and BLAKE2b 0.7; it is computed while writing). It is no defence against an attacker; that is
+``weights_only=True``, under which a file that names any code is refused before that code is imported.
+
+This module knows no loop: it takes and gives dicts.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import struct
+import warnings
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pickle import UnpicklingError
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch import Tensor
+
+from trainloop.errors import CheckpointError, ConfigurationError
+from trainloop.plain import plain
+from trainloop.storage import Folder, folder, split_file
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointInfo",
+    "checkpoint_name",
+    "checkpoints",
+    "load",
+    "load_newest",
+    "load_weights",
+    "mark_newest",
+    "read_info",
+    "save",
+    "save_weights",
+]
+
+_SUFFIX = ".pt"
+_NAME = re.compile(r"checkpoint-epoch=\d+-step=\d+(_\d+)?\.pt")
+# A file that names the newest checkpoint, so that its loss is noticed. Never needed to read one.
+_NEWEST = ".newest"
+_END = struct.Struct("<QIII8s")  # body's length and CRC-32, info's length, CRC-32 of info and of these three, magic
+_MAGIC = b"TRLOOP\x00\x01"
+_ZIP = b"PK\x03\x04"
+_CHUNK = 4 << 20
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What is known of a checkpoint without reading its body."""
+
+    epoch: int = 0
+    """0-based index of the epoch it was made in."""
+
+    step: int = 0
+    """Optimizer steps done."""
+
+    run: str = ""
+    """Who wrote it: kept by a run over all its resumptions, and by no other run."""
+
+    stamp: int = 0
+    """Nanoseconds since 1970, moved on where needed to be later than every older checkpoint in the same folder."""
+
+    value: float | None = None
+    """Of the monitored metric; None where it was not judged."""
+
+    reason: str = ""
+    """What made it: ``'epoch'``, ``'steps'``, ``'time'``, ``'improved'``, ``'end'`` or a signal's name."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint file in a folder, as its name and its end tell it; its body has not been read."""
+
+    path: str
+    """Path or URL."""
+
+    name: str
+    """Name in the folder."""
+
+    info: CheckpointInfo | None
+    """None where the end mark is missing or damaged: no checkpoint to load."""
+
+    problem: str = ""
+    """Why ``info`` is None."""
+
+
+def checkpoint_name(info: CheckpointInfo, version: int = 1) -> str:
+    """``checkpoint-epoch=0003-step=00000120.pt``: names sort as training went; ``version`` tells equal ones apart."""
+    again = f"_{version}" if version > 1 else ""
+    return f"checkpoint-epoch={info.epoch:04d}-step={info.step:08d}{again}{_SUFFIX}"
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def save(path: str | os.PathLike[str], state: Mapping[str, Any], info: CheckpointInfo | None = None) -> None:
+    """Write a checkpoint: under a temporary name, to the disk, then renamed, so that it is whole or is not there.
+
+    Parameters
+    ----------
+    path : str or path
+        File or fsspec URL to make or to replace. Its folder is made where it is missing.
+    state : mapping
+        Nested containers of tensors (on any device), numbers and strings: see :func:`plain`.
+    info : CheckpointInfo, optional
+        Kept in the file's end.
+
+    Raises
+    ------
+    CheckpointError
+        If ``state`` holds something that could not be read back without running code; nothing is written.
+    OSError
+        If it can't be written, for want of space for instance. A file that was there before is whole, and nothing
+        else is left.
+
+    Notes
+    -----
+    CPU tensors are not copied: nobody may change them meanwhile.
+    """
+    info = info or CheckpointInfo()
+    body = plain(state, tensor=lambda t: t.cpu())
+    where, name = split_file(path)
+    where.write(name, lambda file: _write(file, body, info), writer=info.run)
+
+
+def _write(file: BinaryIO, body: Any, info: CheckpointInfo) -> None:
+    out = _Checksummed(file)
+    torch.save(body, cast(BinaryIO, out))  # write() and flush() are all it uses
+    if out.error is not None:
+        raise out.error
+    described = json.dumps(asdict(info)).encode("utf-8")
+    head = struct.pack("<QII", out.length, out.crc, len(described))
+    file.write(described)
+    file.write(_END.pack(out.length, out.crc, len(described), zlib.crc32(described + head), _MAGIC))
+
+
+class _Checksummed:
+    """The file that ``torch.save`` writes to: counts, sums, and keeps an error for later.
+
+    Torch's zip writer answers an exception in ``write`` with its own ("unexpected pos"), after it has tried to
+    write the zip's end as well; so it is told that all went well, and the error is raised afterwards.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.length = 0
+        self.crc = 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        if self.error is None:
+            try:
+                # By chunks, so that what was summed is still in the CPU's cache when it is copied to the system.
+                # Both let go of the interpreter's lock: a training loop in another thread goes on.
+                for start in range(0, len(view), _CHUNK):
+                    chunk = view[start : start + _CHUNK]
+                    self.crc = zlib.crc32(chunk, self.crc)
+                    self._file.write(chunk)
+            except OSError as error:
+                self.error = error
+        self.length += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        pass
+
+
+def mark_newest(where: Folder, name: str) -> None:
+    """Note that ``name`` is the folder's newest checkpoint, so that :func:`load_newest` notices if it gets lost."""
+    try:
+        # Not durable: all that can be lost by it is a warning.
+        where.write_text(_NEWEST, name + "\n", durable=False)
+        if "://" not in where.location:
+            # Older than the checkpoint: a folder's latest file (`ls -t`) is to be a checkpoint.
+            when = os.stat(where.path(name)).st_mtime_ns - 1
+            os.utime(where.path(_NEWEST), ns=(when, when))
+    except OSError:
+        where.remove(_NEWEST)  # better none than one that names another
+
+
+def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor]) -> None:
+    """Write a model's ``state_dict()`` in the safetensors format, whole or not at all. Extra ``safetensors``.
+
+    Parameters
+    ----------
+    path : str or path
+        File or fsspec URL, usually ``*.safetensors``.
+    weights : mapping from str to Tensor
+        On any device. Tied weights are written once for each of their names, so that a strict load finds them all.
+    """
+    data = _safetensors(path).save({name: t.detach().cpu().clone().contiguous() for name, t in weights.items()})
+    where, name = split_file(path)
+    where.write(name, lambda file: file.write(data))
+
+
+def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Weights that :func:`save_weights` wrote, on the CPU, for ``model.load_state_dict``. Extra ``safetensors``."""
+    where, name = split_file(path)
+    with where.open(name) as file:
+        weights: dict[str, Tensor] = _safetensors(path).load(file.read())
+    return weights
+
+
+def _safetensors(path: str | os.PathLike[str]) -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{os.fspath(path)!r}: the safetensors format needs a package: pip install trainloop[safetensors]."
+        ) from error
+    return safetensors.torch
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The state in a checkpoint, on the CPU, after its checksum was verified.
+
+    Parameters
+    ----------
+    path : str or path
+        File or fsspec URL; a folder stands for the newest whole checkpoint in it.
+
+    Raises
+    ------
+    CheckpointError
+        If there is no such file, it is cut off or damaged, or it holds code, which then is not run.
+    """
+    text = os.fspath(path)
+    if "://" not in text and os.path.isdir(os.path.expanduser(text)):
+        newest = load_newest(text)
+        if newest is None:
+            raise CheckpointError(f"{text} is a folder with no checkpoint in it. Give a checkpoint's path.")
+        return newest[1]
+    where, name = split_file(text)
+    shown = where.path(name)
+    try:
+        with where.open(name) as file:
+            # A remote file is fetched once: torch.load seeks about in it, and each jump would be a request.
+            local = io.BytesIO(file.read()) if "://" in shown else file
+            _verify(local, shown)
+            local.seek(0)
+            if local.read(len(_ZIP)) != _ZIP:
+                raise CheckpointError(
+                    f"{shown} is a pickle of an older form than trainloop writes: refused, and nothing of it was run."
+                )
+            local.seek(0)
+            state = torch.load(local, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{shown}: no such file. Give a checkpoint's path, or resume_from='last'.") from error
+    except UnpicklingError as error:
+        reason = str(error).strip().splitlines()
+        named = next((line.strip() for line in reason if "GLOBAL" in line or "Unsupported" in line), "")
+        raise CheckpointError(
+            f"{shown} names code (classes or functions), which a checkpoint of trainloop never does: refused, and "
+            f"nothing of it was run. {named} If you trust whoever made it, read it with "
+            "torch.load(path, weights_only=False) and load the weights yourself."
+        ) from error
+    except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
+        raise CheckpointError(
+            f"{shown} can't be read: {type(error).__name__}: {error}. Use another checkpoint."
+        ) from error
+    if not isinstance(state, dict):
+        raise CheckpointError(
+            f"{shown} holds a {type(state).__name__}, not a dict. Use a checkpoint that trainloop wrote."
+        )
+    return state
+
+
+def read_info(path: str | os.PathLike[str]) -> CheckpointInfo:
+    """What the end of a checkpoint tells. The body's length is compared, its content is not read.
+
+    Raises
+    ------
+    CheckpointError
+        If the file is cut off, its end is damaged, or it is no checkpoint.
+    FileNotFoundError
+        If there is none.
+    """
+    where, name = split_file(path)
+    with where.open(name) as file:
+        return _read_end(file, where.path(name))[0]
+
+
+def _read_end(file: BinaryIO, shown: str) -> tuple[CheckpointInfo, int, int]:
+    """Info, and the body's length and checksum."""
+    size = file.seek(0, os.SEEK_END)
+    problem = f"{shown} is no whole checkpoint"
+    if size < _END.size:
+        raise CheckpointError(f"{problem}: it has {size} bytes. Use another one.")
+    file.seek(size - _END.size)
+    mark = file.read(_END.size)
+    length, body_crc, info_length, end_crc, magic = _END.unpack(mark)
+    if magic != _MAGIC:
+        raise CheckpointError(f"{problem}: it has no end mark: it is cut off, or not trainloop's. Use another one.")
+    if length + info_length + _END.size != size:
+        raise CheckpointError(
+            f"{problem}: it has {size} bytes, by its end mark it should have {length + info_length + _END.size}. "
+            "Use another one."
+        )
+    file.seek(length)
+    described = file.read(info_length)
+    if zlib.crc32(described + mark[: struct.calcsize("<QII")]) != end_crc:
+        raise CheckpointError(f"{problem}: the checksum of its end is wrong. Use another one.")
+    known = CheckpointInfo.__dataclass_fields__
+    fields = {key: value for key, value in json.loads(described).items() if key in known}  # a later version has more
+    return CheckpointInfo(**fields), length, body_crc
+
+
+def _verify(file: BinaryIO, shown: str) -> None:
+    _, length, expected = _read_end(file, shown)
+    file.seek(0)
+    crc, left = 0, length
+    while left:
+        chunk = file.read(min(_CHUNK, left))
+        if not chunk:
+            raise CheckpointError(f"{shown} is no whole checkpoint: it ended while it was read. Use another one.")
+        crc = zlib.crc32(chunk, crc)
+        left -= len(chunk)
+    if crc != expected:
+        raise CheckpointError(
+            f"{shown} is damaged: its checksum is {crc:08x}, it was written with {expected:08x}. Use another one."
+        )
+
+
+def checkpoints(location: str | os.PathLike[str] | Folder) -> list[Checkpoint]:
+    """Checkpoints of a folder, oldest first; those whose end is damaged come first, by name.
+
+    Reads the last bytes of each. What is half-written has another name and is not listed.
+    """
+    where = location if isinstance(location, Folder) else folder(location)
+    found = []
+    for name in where.names():
+        if not _NAME.fullmatch(name):
+            continue
+        path = where.path(name)
+        try:
+            with where.open(name) as file:
+                found.append(Checkpoint(path, name, _read_end(file, path)[0]))
+        except FileNotFoundError:  # deleted since it was listed
+            continue
+        except (CheckpointError, OSError) as error:
+            found.append(Checkpoint(path, name, None, str(error)))
+    return sorted(found, key=lambda c: (c.info.stamp if c.info else -1, c.name))
+
+
+def load_newest(location: str | os.PathLike[str] | Folder) -> tuple[str, dict[str, Any]] | None:
+    """Path and state of the newest whole checkpoint in a folder; None where there is none yet.
+
+    Newer ones that are damaged or missing are passed over, with one warning for them all.
+
+    Raises
+    ------
+    CheckpointError
+        If there are checkpoints and none of them can be loaded: to start afresh then would be to lose them.
+    """
+    where = location if isinstance(location, Folder) else folder(location)
+    listed = checkpoints(where)
+    problems = []
+    for candidate in reversed(listed):
+        if candidate.info is None:
+            continue
+        try:
+            state = load(candidate.path)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        newer = [c.problem for c in listed if c.info is None and c.name > candidate.name]
+        missing = _missing_newest(where, [c.name for c in listed])
+        _warn_of(newer + problems + missing, f"Used instead: {candidate.path}")
+        return candidate.path, state
+    problems += [c.problem for c in listed if c.info is None]
+    if problems:
+        raise CheckpointError(
+            f"no checkpoint in {where.location} can be loaded. To start afresh, move them away:\n" + "\n".join(problems)
+        )
+    _warn_of(_missing_newest(where, []), "There is no other: training starts afresh.")
+    return None
+
+
+def _missing_newest(where: Folder, present: list[str]) -> list[str]:
+    try:
+        name = where.read_text(_NEWEST).strip()
+    except (OSError, UnicodeDecodeError):
+        return []
+    if name in present or not _NAME.fullmatch(name):
+        return []
+    return [f"{where.path(name)}, the newest checkpoint written, is missing."]
+
+
+def _warn_of(problems: list[str], instead: str) -> None:
+    if problems:
+        warnings.warn("\n".join([*problems, instead]), RuntimeWarning, stacklevel=4)

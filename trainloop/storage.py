@@ -1,0 +1,271 @@
+"""Folders of files that are written whole or not at all, on a disk or behind an fsspec URL.
+
+::
+
+    folder("checkpoints")        a folder on a disk: temporary name, fsync, rename, fsync of the folder
+    folder("s3://bucket/run")    what fsspec knows (extra ``cloud``): visible once the upload is complete
+
+Whoever reads sees a file complete or does not see it, wherever the writer was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+from uuid import uuid4
+
+from trainloop.errors import ConfigurationError
+
+__all__ = ["Folder", "folder", "split_file"]
+
+_TEMPORARY = ".tmp"
+# Stores where a file opened with autocommit=False appears at its commit(): nothing has to be copied to be renamed.
+_COMMITTING = ("s3", "s3a", "gs", "gcs")
+
+
+def folder(location: str | os.PathLike[str]) -> Folder:
+    """The folder at a path or URL. It need not exist: the first write makes it.
+
+    Parameters
+    ----------
+    location : str or path
+        A path (``~`` is expanded; relative to the folder that is current now), a ``file://`` URL, or any URL of an
+        fsspec file system, such as ``s3://bucket/run``, ``gs://bucket/run`` or ``memory://run``.
+
+    Raises
+    ------
+    ConfigurationError
+        If ``location`` is neither, or the file system of a URL is not installed.
+    """
+    if not isinstance(location, (str, os.PathLike)) or not os.fspath(location):
+        raise ConfigurationError(f"{location!r} is no folder: give a path or a URL such as 's3://bucket/run'.")
+    text = os.fspath(location)
+    if "://" not in text:
+        return _LocalFolder(os.path.abspath(os.path.expanduser(text)))
+    if text.startswith("file://"):
+        return _LocalFolder(os.path.abspath(text[len("file://") :]))
+    return _RemoteFolder(text.rstrip("/"))
+
+
+def split_file(path: str | os.PathLike[str]) -> tuple[Folder, str]:
+    """The folder a file is in, and the file's name there."""
+    text = os.fspath(path).rstrip("/")
+    if "://" in text:
+        parent, _, name = text.rpartition("/")
+        return folder(parent), name
+    text = os.path.abspath(os.path.expanduser(text))
+    return folder(os.path.dirname(text)), os.path.basename(text)
+
+
+class Folder(ABC):
+    """A folder; holds no open file or connection, so that it can be pickled."""
+
+    location: str
+    """The path or URL, as it is shown to the user."""
+
+    def __init__(self, location: str) -> None:
+        self.location = location
+
+    def __repr__(self) -> str:
+        return f"folder({self.location!r})"
+
+    def __truediv__(self, name: str) -> Folder:
+        """A folder inside this one."""
+        return folder(self.path(name))
+
+    def path(self, name: str) -> str:
+        """Path or URL of the file ``name``."""
+        return f"{self.location.rstrip('/')}/{name}"
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Complete files in it, sorted; not what is being written. Empty where there is no such folder."""
+
+    @abstractmethod
+    def open(self, name: str) -> BinaryIO:
+        """The file ``name``, open for reading; seekable. Raises FileNotFoundError."""
+
+    @abstractmethod
+    def write(self, name: str, write: Callable[[BinaryIO], object], *, writer: str = "", durable: bool = True) -> None:
+        """Make or replace the file ``name``: ``write`` is called with a file and fills it.
+
+        Where it raises, or the disk is full, nothing is left and a file that was there before is whole.
+
+        Parameters
+        ----------
+        name : str
+        write : callable
+        writer : str
+            Who writes, for :meth:`remove_unfinished`.
+        durable : bool
+            Wait until it would survive a loss of power.
+        """
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Delete the file ``name``; no error where it is gone already."""
+
+    @abstractmethod
+    def remove_unfinished(self, writer: str) -> None:
+        """Delete what a killed ``writer`` left half-written here; nobody else's."""
+
+    def read_text(self, name: str) -> str:
+        """The file ``name`` as UTF-8 text."""
+        with self.open(name) as file:
+            return file.read().decode("utf-8")
+
+    def write_text(self, name: str, text: str, *, durable: bool = True) -> None:
+        """Make or replace the file ``name`` with this text, as :meth:`write` does."""
+        self.write(name, lambda file: file.write(text.encode("utf-8")), durable=durable)
+
+
+class _LocalFolder(Folder):
+    def names(self) -> list[str]:
+        try:
+            with os.scandir(self.location) as entries:
+                return sorted(e.name for e in entries if not e.name.endswith(_TEMPORARY) and e.is_file())
+        except FileNotFoundError:
+            return []
+
+    def open(self, name: str) -> BinaryIO:
+        return open(self.path(name), "rb")
+
+    def write(self, name: str, write: Callable[[BinaryIO], object], *, writer: str = "", durable: bool = True) -> None:
+        self._make(Path(self.location))
+        temporary = self.path(_temporary_name(name, writer))
+        try:
+            # open() and not tempfile: the file gets the permissions that the user's umask gives all others.
+            with open(temporary, "xb", buffering=1 << 20) as file:
+                write(file)
+                file.flush()
+                if durable:
+                    os.fsync(file.fileno())  # before the rename: else a loss of power leaves the name with no content
+            os.replace(temporary, self.path(name))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        if durable:
+            _sync_directory(self.location)
+
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path(name))
+
+    def remove_unfinished(self, writer: str) -> None:
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.location) as entries:
+            for entry in entries:
+                if _is_temporary_of(writer, entry.name):
+                    self.remove(entry.name)
+
+    def _make(self, path: Path) -> None:
+        """Make the folder and those above it; each new name is synced in the folder that holds it."""
+        missing = []
+        while not path.exists():
+            missing.append(path)
+            path = path.parent
+        for new in reversed(missing):
+            new.mkdir(exist_ok=True)
+            _sync_directory(str(new.parent))
+
+
+def _sync_directory(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    try:
+        # Some network file systems can't sync a folder; they keep names by other means.
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _RemoteFolder(Folder):
+    def __init__(self, location: str) -> None:
+        super().__init__(location)
+        self._connect()  # so that a missing package is found when arguments are checked
+
+    def _connect(self) -> tuple[Any, str]:
+        """The file system, which fsspec keeps and shares by its own cache, and this folder's path in it."""
+        try:
+            import fsspec
+        except ImportError as error:
+            raise ConfigurationError(
+                f"{self.location!r} is a URL, which needs fsspec: pip install trainloop[cloud], or give a local path."
+            ) from error
+        try:
+            system, path = fsspec.core.url_to_fs(self.location)
+        except ImportError as error:
+            raise ConfigurationError(
+                f"{self.location!r} needs a package that is not installed ({error}): pip install trainloop[cloud], "
+                "or give a local path."
+            ) from error
+        except ValueError as error:
+            raise ConfigurationError(f"{self.location!r}: fsspec can't open this URL ({error}).") from error
+        return system, path.rstrip("/")
+
+    def names(self) -> list[str]:
+        system, path = self._connect()
+        # A listing kept from before would not show what another process has written or deleted since.
+        system.invalidate_cache(path)
+        try:
+            entries = system.ls(path, detail=True)
+        except FileNotFoundError:
+            return []
+        names = [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "file"]
+        return sorted(name for name in names if not name.endswith(_TEMPORARY))
+
+    def open(self, name: str) -> BinaryIO:
+        system, path = self._connect()
+        return cast(BinaryIO, system.open(f"{path}/{name}", "rb"))
+
+    def write(self, name: str, write: Callable[[BinaryIO], object], *, writer: str = "", durable: bool = True) -> None:
+        system, path = self._connect()
+        commits = any(protocol in _COMMITTING for protocol in _as_tuple(system.protocol))
+        if not commits:
+            system.makedirs(path, exist_ok=True)  # s3fs would make a bucket, for a misspelt one too
+        target, temporary = f"{path}/{name}", f"{path}/{_temporary_name(name, writer)}"
+        file = system.open(target, "wb", autocommit=False) if commits else system.open(temporary, "wb")
+        try:
+            write(file)
+            file.close()
+            if commits:
+                file.commit()
+            else:
+                system.mv(temporary, target)
+        except BaseException:
+            # Whatever fails here, the first error is the one to tell.
+            with contextlib.suppress(Exception):
+                file.close()
+            with contextlib.suppress(Exception):
+                file.discard() if commits else system.rm_file(temporary)
+            raise
+
+    def remove(self, name: str) -> None:
+        system, path = self._connect()
+        with contextlib.suppress(FileNotFoundError):
+            system.rm_file(f"{path}/{name}")
+
+    def remove_unfinished(self, writer: str) -> None:
+        system, path = self._connect()
+        with contextlib.suppress(FileNotFoundError):
+            for entry in system.ls(path, detail=False):
+                name = entry.rstrip("/").rpartition("/")[2]
+                if _is_temporary_of(writer, name):
+                    self.remove(name)
+
+
+def _temporary_name(name: str, writer: str) -> str:
+    return f".{name}.{writer or 'write'}.{uuid4().hex[:8]}{_TEMPORARY}"
+
+
+def _is_temporary_of(writer: str, name: str) -> bool:
+    parts = name.split(".")  # '', the name's own parts, writer, 8 digits, 'tmp'
+    return len(parts) >= 5 and not parts[0] and parts[-3] == writer and name.endswith(_TEMPORARY)
+
+
+def _as_tuple(protocol: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (protocol,) if isinstance(protocol, str) else tuple(protocol)
