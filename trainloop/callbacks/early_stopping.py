@@ -1,0 +1,234 @@
+"""Callbacks that end training early: no improvement, a threshold not reached, time used up."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.monitor import Mode, Monitor
+from trainloop.errors import ConfigurationError
+
+__all__ = ["EarlyStopping", "ThresholdEarlyStopping", "TimeLimit"]
+
+
+class EarlyStopping(AbstractCallback):
+    """Stop once a metric has not improved for ``patience`` epochs in a row.
+
+    Decided at an epoch's end, by the same values on all ranks. Epochs in which the metric is not evaluated don't
+    count; a NaN is no improvement.
+
+    Parameters
+    ----------
+    monitor : str
+        Name in ``history``.
+    min_delta : float
+        Improvement that counts, in the metric's own unit: it has to be more than this.
+    patience : int
+        Evaluations in a row without improvement after which training ends; 0 ends it at the first, as 1 does.
+        (AIToolbox went on for one more where ``patience`` was above 0.)
+    mode : {'auto', 'min', 'max'}
+        Whether lower or higher is better; ``'auto'``: lower for names with ``loss`` or ``error`` in them.
+
+    Attributes
+    ----------
+    best : float or None
+        Best value so far.
+    best_epoch : int
+        Index of the epoch it was reached in.
+    stopped_epoch : int or None
+        Index of the epoch after which this callback ended training.
+
+    Raises
+    ------
+    ConfigurationError
+        If the metric can't come (at ``fit``), or has not come by the first epoch's end.
+
+    Examples
+    --------
+    >>> tl.fit(num_epochs=100, callbacks=[EarlyStopping("val_loss", patience=3)])
+    """
+
+    def __init__(
+        self, monitor: str = "val_loss", min_delta: float = 0.0, patience: int = 0, mode: Mode = "auto"
+    ) -> None:
+        # After what computes metrics at an epoch's end.
+        super().__init__("EarlyStopping", execution_order=99)
+        self._metric = Monitor(monitor, mode, owner="EarlyStopping")
+        self.monitor = monitor
+        self.min_delta = _at_least_zero("EarlyStopping", "min_delta", min_delta)
+        self.patience = _at_least_zero("EarlyStopping", "patience", patience)
+        self.best: float | None = None
+        self.best_epoch = 0
+        self.epochs_without_improvement = 0
+        self.stopped_epoch: int | None = None
+
+    def on_train_loop_registration(self) -> None:
+        self._metric.check(self.train_loop_obj)
+
+    def on_epoch_end(self) -> None:
+        loop = self.train_loop_obj
+        value = self._metric.new_value(loop)
+        if value is None:
+            return
+        if self._metric.improves(value, self.best, self.min_delta):
+            self.best, self.best_epoch = value, loop.epoch
+            self.epochs_without_improvement = 0
+            return
+        self.epochs_without_improvement += 1
+        if self.epochs_without_improvement >= self.patience:
+            self.stopped_epoch = loop.epoch
+            loop.early_stop = True
+            if loop.is_main_process():
+                best = "no finite value" if self.best is None else f"{self.best:.6g} in epoch {self.best_epoch}"
+                print(f"Early stopping after epoch {loop.epoch}: {self.monitor} = {value:.6g}, best was {best}.")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "best": self.best,
+            "best_epoch": self.best_epoch,
+            "epochs_without_improvement": self.epochs_without_improvement,
+            "metric": self._metric.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best = state["best"]
+        self.best_epoch = state["best_epoch"]
+        self.epochs_without_improvement = state["epochs_without_improvement"]
+        self._metric.load_state_dict(state["metric"])
+
+
+class ThresholdEarlyStopping(AbstractCallback):
+    """Stop unless a metric reaches a threshold: give up early on runs that will not do.
+
+    Parameters
+    ----------
+    monitor : str
+        Name in ``history``.
+    threshold : float
+        Value that has to be reached: the metric must not be worse.
+    patience : int
+        Evaluations in a row below the threshold that are allowed; one more ends training.
+    mode : {'auto', 'min', 'max'}
+        As in :class:`EarlyStopping`.
+
+    Examples
+    --------
+    >>> tl.fit(num_epochs=100, callbacks=[ThresholdEarlyStopping("val_accuracy", threshold=0.5, patience=4)])
+    """
+
+    def __init__(self, monitor: str, threshold: float, patience: int = 0, mode: Mode = "auto") -> None:
+        super().__init__("ThresholdEarlyStopping", execution_order=99)
+        self._metric = Monitor(monitor, mode, owner="ThresholdEarlyStopping")
+        self.monitor = monitor
+        self.threshold = threshold
+        self.patience = _at_least_zero("ThresholdEarlyStopping", "patience", patience)
+        self.epochs_below = 0
+
+    def on_train_loop_registration(self) -> None:
+        self._metric.check(self.train_loop_obj)
+
+    def on_epoch_end(self) -> None:
+        loop = self.train_loop_obj
+        value = self._metric.new_value(loop)
+        if value is None:
+            return
+        if value == self.threshold or self._metric.improves(value, self.threshold):
+            self.epochs_below = 0
+            return
+        self.epochs_below += 1
+        if self.epochs_below > self.patience:
+            loop.early_stop = True
+            if loop.is_main_process():
+                print(
+                    f"Early stopping after epoch {loop.epoch}: {self.monitor} = {value:.6g} "
+                    f"has not reached {self.threshold:.6g}."
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epochs_below": self.epochs_below, "metric": self._metric.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epochs_below = state["epochs_below"]
+        self._metric.load_state_dict(state["metric"])
+
+
+class TimeLimit(AbstractCallback):
+    """Stop after a given time, at the end of the step that is running then.
+
+    Each rank has its own clock; the first past the limit ends training, on all ranks at the same step. The time of
+    resumed runs adds up; that of a second ``fit`` starts anew.
+
+    Parameters
+    ----------
+    seconds : float or datetime.timedelta
+        Time from the start of training. The parts add up.
+    minutes, hours, days : float
+        More of it.
+
+    Attributes
+    ----------
+    elapsed_s : float
+        Seconds of training so far.
+
+    Raises
+    ------
+    ConfigurationError
+        If the limit is not above zero.
+
+    Examples
+    --------
+    >>> tl.fit(num_epochs=1000, callbacks=[TimeLimit(hours=11.5)])
+    """
+
+    def __init__(
+        self, seconds: float | timedelta = 0.0, *, minutes: float = 0.0, hours: float = 0.0, days: float = 0.0
+    ) -> None:
+        super().__init__("TimeLimit")
+        first = seconds.total_seconds() if isinstance(seconds, timedelta) else seconds
+        self.limit_s = first + timedelta(minutes=minutes, hours=hours, days=days).total_seconds()
+        if not self.limit_s > 0:
+            raise ConfigurationError(
+                f"TimeLimit: the limit is {self.limit_s} seconds. Give it a time above zero, as in TimeLimit(hours=2)."
+            )
+        self._elapsed_before_s = 0.0
+        self._started: float | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        running = 0.0 if self._started is None else time.monotonic() - self._started
+        return self._elapsed_before_s + running
+
+    def on_train_begin(self) -> None:
+        self._elapsed_before_s = 0.0
+        self._started = time.monotonic()
+
+    def on_batch_end(self) -> None:
+        loop = self.train_loop_obj
+        if self.elapsed_s >= self.limit_s and not loop.early_stop:
+            loop.early_stop = True
+            if loop.is_main_process():
+                print(f"Time limit of {timedelta(seconds=self.limit_s)} reached at step {loop.global_step}.")
+
+    def on_train_end(self) -> None:
+        self._stop_clock()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._stop_clock()
+
+    def _stop_clock(self) -> None:
+        # A monotonic clock's reading means nothing in another process.
+        self._elapsed_before_s, self._started = self.elapsed_s, None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"elapsed_s": self.elapsed_s}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._elapsed_before_s = state["elapsed_s"]
+
+
+def _at_least_zero(owner: str, name: str, value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        raise ConfigurationError(f"{owner}: {name}={value!r}: must be a number, 0 or more.")
+    return value

@@ -1,0 +1,176 @@
+"""An exponential moving average of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from trainloop.callbacks.base import AbstractCallback
+from trainloop.errors import CheckpointError, ConfigurationError
+
+__all__ = ["ExponentialMovingAverage"]
+
+
+class ExponentialMovingAverage(AbstractCallback):
+    """Average the weights over steps; the trained model ends with the average.
+
+    After each optimizer step (none that AMP skipped) ``average = decay * average + (1 - decay) * weights``, by
+    ``torch.optim.swa_utils``. Every rank averages for itself, from equal weights. Buffers, such as BatchNorm's running
+    statistics, are not averaged: the model's own are used.
+
+    Parameters
+    ----------
+    decay : float
+        Share of the old average, in [0, 1]; 0.999 looks back over about a thousand steps.
+    every_n_steps : int
+        Optimizer steps between two updates.
+    start_step : int
+        Optimizer steps before the average begins; up to there it is the weights themselves.
+    evaluate : bool
+        Evaluate the average on the validation set after each epoch, as ``ema_val_loss`` in ``history``.
+    apply_on_train_end : bool
+        Leave the averaged weights in the model when training ends. A second ``fit`` goes on from the weights that were
+        trained, unless the model was changed in between.
+
+    Raises
+    ------
+    ConfigurationError
+        For arguments out of range; at ``fit`` if ``evaluate`` is asked for and there is no validation loader.
+
+    Examples
+    --------
+    >>> ema = ExponentialMovingAverage(decay=0.99, evaluate=True)
+    >>> tl.fit(num_epochs=10, callbacks=[ema, EarlyStopping("ema_val_loss", patience=3)])
+
+    With the average in the model for a while, during training:
+
+    >>> with ema.applied():
+    ...     y_pred, y_true, _ = tl.predict_on_validation_set()
+    """
+
+    def __init__(
+        self,
+        decay: float = 0.999,
+        every_n_steps: int = 1,
+        start_step: int = 0,
+        evaluate: bool = False,
+        apply_on_train_end: bool = True,
+    ) -> None:
+        # Before whatever looks at the weights or at metrics.
+        super().__init__("ExponentialMovingAverage", execution_order=-50)
+        if not 0.0 <= decay <= 1.0:
+            raise ConfigurationError(f"ExponentialMovingAverage: decay={decay}: must be between 0 and 1.")
+        if every_n_steps < 1 or start_step < 0:
+            raise ConfigurationError(
+                f"ExponentialMovingAverage: every_n_steps={every_n_steps}, start_step={start_step}: "
+                "must be at least 1 and 0."
+            )
+        self.decay = decay
+        self.every_n_steps = every_n_steps
+        self.start_step = start_step
+        self.evaluate = evaluate
+        self.apply_on_train_end = apply_on_train_end
+        self.average: dict[str, Tensor] = {}
+        self.updates = 0
+        self._trained: dict[str, Tensor] | None = None  # the weights that the average took the place of at the end
+        self._pairs: tuple[list[Tensor], list[Tensor]] = ([], [])
+
+    def on_train_loop_registration(self) -> None:
+        if self.evaluate and self.train_loop_obj.validation_loader is None:
+            raise ConfigurationError(
+                "ExponentialMovingAverage(evaluate=True): the loop has no validation_loader. Pass one to TrainLoop."
+            )
+
+    def on_train_begin(self) -> None:
+        weights = self._weights()
+        if self._trained is not None:
+            # A second fit. If the model still holds the average, training goes on where it was.
+            if all(torch.equal(weights[name].cpu(), value.cpu()) for name, value in self.average.items()):
+                _copy(weights, self._trained)
+            self._trained = None
+        if not self.average:
+            self.average = {name: weight.clone() for name, weight in weights.items()}
+        self._pair(weights)
+
+    def _weights(self) -> dict[str, Tensor]:
+        # Tied parameters come once; integer ones can't be averaged.
+        named = self.train_loop_obj.model.named_parameters()
+        return {name: parameter.detach() for name, parameter in named if parameter.is_floating_point()}
+
+    def _pair(self, weights: dict[str, Tensor]) -> None:
+        self.average = {name: self.average[name].to(weight.device) for name, weight in weights.items()}
+        self._pairs = (list(self.average.values()), list(weights.values()))
+
+    def on_after_optimizer_step(self) -> None:
+        loop = self.train_loop_obj
+        if loop.step_skipped or loop.global_step % self.every_n_steps:
+            return
+        averages, weights = self._pairs
+        decay = self.decay if loop.global_step > self.start_step else 0.0
+        with torch.no_grad():
+            get_ema_multi_avg_fn(decay)(averages, weights, self.updates)
+        self.updates += 1
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The average in the model, for the length of a ``with`` block; in ``ddp`` on every rank."""
+        weights = self._weights()
+        trained = {name: weight.clone() for name, weight in weights.items()}
+        _copy(weights, self.average)
+        try:
+            yield
+        finally:
+            _copy(weights, trained)
+
+    def on_epoch_end(self) -> None:
+        if self.evaluate:
+            loop = self.train_loop_obj
+            with self.applied():
+                loss = loop.evaluate_loss_on_validation_set()
+            for name, value in loss.items() if isinstance(loss, dict) else [("", loss)]:
+                loop.insert_metric_result_into_history(f"ema_val_loss{name and '_' + name}", value)
+
+    def on_train_end(self) -> None:
+        if self.apply_on_train_end:
+            weights = self._weights()
+            self._trained = {name: weight.clone() for name, weight in weights.items()}
+            _copy(weights, self.average)
+        self._pairs = ([], [])
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._pairs = ([], [])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # By way of the CPU: the caller's process, where this may go, need not have the device.
+        trained = None if self._trained is None else _to_cpu(self._trained)
+        return {**self.__dict__, "average": _to_cpu(self.average), "_trained": trained, "_pairs": ([], [])}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": dict(self.average), "updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        weights = self._weights()
+        if set(state["average"]) != set(weights):
+            missing = sorted(set(weights) ^ set(state["average"]))
+            raise CheckpointError(
+                f"the moving average in the checkpoint is of another model: it differs in {', '.join(missing[:5])}. "
+                "Resume with the model it was made with."
+            )
+        self.average = {name: value.clone() for name, value in state["average"].items()}
+        self.updates = state["updates"]
+        self._pair(weights)
+
+
+def _to_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def _copy(targets: dict[str, Tensor], sources: dict[str, Tensor]) -> None:
+    for name, target in targets.items():
+        target.copy_(sources[name])

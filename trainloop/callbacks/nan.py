@@ -1,0 +1,199 @@
+"""Ends training when values stop being numbers, and says where it began."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.monitor import Monitor
+from trainloop.errors import ConfigurationError
+from trainloop.optim import MultiOptimizer, parameters_of
+
+__all__ = ["NonFinite", "TerminateOnNaN"]
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """Where :class:`TerminateOnNaN` found the first NaN or infinity."""
+
+    epoch: int
+    """Index of the epoch."""
+    step: int
+    """The optimizer step, counted from 1 as in logs."""
+    what: str
+    """What was not finite, in words."""
+    parameters: tuple[str, ...] = ()
+    """Names of the parameters whose gradients were not finite in that step, in the model's order."""
+
+    def __str__(self) -> str:
+        return f"{self.what} in step {self.step} (epoch {self.epoch})"
+
+
+class TerminateOnNaN(AbstractCallback):
+    """Stop training when the loss, a gradient or a metric becomes NaN or infinite, naming step and parameter.
+
+    The loss of each micro-batch and the largest gradient of each parameter are kept on their device and looked at
+    every few steps, so that a GPU never has to be waited for in between; the first bad step is named all the same.
+    Gradients that AMP found infinite are no concern: it skipped that step and lowered its scale.
+
+    Parameters
+    ----------
+    monitor : str
+        Metric in ``history`` that is looked at as well, after each epoch.
+    check_every_n_steps : int, optional
+        Steps between two looks. Default: 1 on the CPU, 50 on other devices.
+    gradients : bool
+        Look at gradients: without it no parameter can be named. It costs one pass over them a step.
+
+    Attributes
+    ----------
+    found : NonFinite or None
+        What ended training.
+
+    Examples
+    --------
+    >>> guard = TerminateOnNaN()
+    >>> tl.fit(num_epochs=10, callbacks=[guard])
+    Training ends: the gradient of 'encoder.0.weight' is not finite in step 1234 (epoch 2).
+    >>> guard.found.parameters
+    ('encoder.0.weight',)
+    """
+
+    def __init__(self, monitor: str = "loss", check_every_n_steps: int | None = None, gradients: bool = True) -> None:
+        super().__init__("TerminateOnNaN", execution_order=98)
+        if check_every_n_steps is not None and check_every_n_steps < 1:
+            raise ConfigurationError(
+                f"TerminateOnNaN: check_every_n_steps={check_every_n_steps}: must be 1 or more, or None."
+            )
+        self.monitor = monitor
+        self.check_every_n_steps = check_every_n_steps
+        self.gradients = gradients
+        self.found: NonFinite | None = None
+        self._metric = Monitor(monitor, owner="TerminateOnNaN")
+        self._every = 1
+        self._parameters: dict[int, list[tuple[str, Tensor]]] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._values: list[Tensor] = []
+        self._sources: list[tuple[int, str | None]] = []  # step, parameter; None is the loss
+        self._gradients_from = 0  # where the running step's gradients begin in the two lists
+        self._steps = 0
+        self._step_done = False
+
+    def on_train_loop_registration(self) -> None:
+        self._metric.check(self.train_loop_obj)
+
+    def on_train_begin(self) -> None:
+        loop = self.train_loop_obj
+        self.found = None
+        self._parameters = {}
+        self._forget()
+        self._every = self.check_every_n_steps or (1 if loop.device.type == "cpu" else 50)
+
+    def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
+        if not self.gradients:
+            return
+        loop = self.train_loop_obj
+        if optimizer_idx == 0:
+            self._gradients_from = len(self._values)
+        names, gradients = [], []
+        if optimizer_idx not in self._parameters:
+            self._parameters[optimizer_idx] = _named_parameters(loop.model, loop.optimizer, optimizer_idx)
+        for name, parameter in self._parameters[optimizer_idx]:
+            gradient = parameter.grad
+            if gradient is not None and gradient.numel():
+                names.append(name)
+                gradients.append(gradient._values() if gradient.is_sparse else gradient)
+        if gradients:
+            # The largest absolute value, unlike the sum of squares, overflows for no finite gradient.
+            self._values += torch._foreach_norm(gradients, math.inf)
+            self._sources += [(loop.global_step + 1, name) for name in names]
+
+    def on_after_optimizer_step(self) -> None:
+        if self.train_loop_obj.step_skipped:
+            del self._values[self._gradients_from :], self._sources[self._gradients_from :]
+        self._gradients_from = len(self._values)
+        self._steps += 1
+        self._step_done = True
+
+    def on_batch_end(self) -> None:
+        loop = self.train_loop_obj
+        # The step this batch belongs to; global_step counts it already if the batch completed it.
+        step = loop.global_step + (not self._step_done)
+        for loss in _losses(loop.last_loss):
+            self._values.append(loss)
+            self._sources.append((step, None))
+        if self._step_done:
+            self._step_done = False
+            if self._steps >= self._every:
+                self._look()
+
+    def on_epoch_end(self) -> None:
+        self._look()
+        value = self._metric.new_value(self.train_loop_obj)
+        if value is not None and not math.isfinite(value) and self.found is None:
+            loop = self.train_loop_obj
+            self._stop(NonFinite(loop.epoch, loop.global_step, f"{self.monitor} is {value}"))
+
+    def _look(self) -> None:
+        values, sources = self._values, self._sources
+        self._forget()
+        if not values or self.found is not None:
+            return
+        device = values[0].device
+        # The only wait for the device, once in `check_every_n_steps`.
+        finite = torch.stack([value.to(device, torch.float32) for value in values]).isfinite().tolist()
+        bad = [source for source, ok in zip(sources, finite, strict=True) if not ok]
+        if not bad:
+            return
+        step = min(step for step, _ in bad)
+        loss = (step, None) in bad
+        parameters = tuple(dict.fromkeys(name for at, name in bad if at == step and name is not None))
+        if parameters:
+            more = f" and of {len(parameters) - 1} more" if len(parameters) > 1 else ""
+            what = f"the gradient of {parameters[0]!r}{more} is not finite"
+            what = f"the loss is not finite; {what}" if loss else what
+        else:
+            what = "the loss is not finite"
+        self._stop(NonFinite(self.train_loop_obj.epoch, step, what, parameters))
+
+    def _stop(self, found: NonFinite) -> None:
+        loop = self.train_loop_obj
+        self.found = found
+        loop.early_stop = True
+        # Gradients are the same on all ranks, a loss is this rank's own: then nobody else can tell.
+        if loop.is_main_process() or not found.parameters:
+            where = "" if loop.world_size == 1 or found.parameters else f" on rank {loop.rank}"
+            print(f"Training ends: {found}{where}.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state.update(_values=[], _sources=[], _gradients_from=0, _parameters={})
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"metric": self._metric.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._metric.load_state_dict(state["metric"])
+
+
+def _named_parameters(model: nn.Module, optimizer: Any, optimizer_idx: int) -> list[tuple[str, Tensor]]:
+    """The model's parameters, of several optimizers those of the given one."""
+    named = list(model.named_parameters())
+    if not isinstance(optimizer, MultiOptimizer):
+        return named
+    own = {id(parameter) for parameter in parameters_of(optimizer[optimizer_idx])}
+    return [(name, parameter) for name, parameter in named if id(parameter) in own]
+
+
+def _losses(loss: Any) -> list[Tensor]:
+    if loss is None:
+        return []
+    return [loss] if isinstance(loss, Tensor) else list(loss.values())

@@ -1,0 +1,440 @@
+"""Learning rate schedules: thin bridges from a loop to ``torch.optim.lr_scheduler``.
+
+A scheduler steps once an optimizer step, or once an epoch, in every mode, however many ranks, replicas or
+micro-batches make up the step; and never for a step that AMP skipped.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from torch.optim import Optimizer, lr_scheduler
+
+from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.monitor import Monitor
+from trainloop.errors import ConfigurationError
+from trainloop.optim import MultiOptimizer, optimizers_of
+
+__all__ = [
+    "AbstractScheduler",
+    "GeneralLRScheduler",
+    "GeneralLRSchedulerCallback",
+    "LRScheduler",
+    "LambdaLRScheduler",
+    "LearningRateMonitor",
+    "MultiStepLRScheduler",
+    "ReduceLROnPlateauMetricScheduler",
+    "ReduceLROnPlateauScheduler",
+    "StepLRScheduler",
+]
+
+
+class AbstractScheduler:
+    """Marks callbacks that hold a learning rate scheduler, in ``self.scheduler``, and keeps its state."""
+
+    scheduler: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scheduler's own state."""
+        return {} if self.scheduler is None else dict(self.scheduler.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take it back; the optimizer's learning rates are the optimizer's state, not this."""
+        if self.scheduler is not None and state_dict:
+            self.scheduler.load_state_dict(state_dict)
+
+
+class LRScheduler(AbstractScheduler, AbstractCallback):
+    """Any scheduler of ``torch.optim.lr_scheduler``, stepped once an optimizer step or once an epoch.
+
+    Parameters
+    ----------
+    scheduler : class, callable or scheduler
+        A scheduler class, with its arguments in ``kwargs``; a function that takes the optimizer and returns a scheduler;
+        or a scheduler made over the loop's optimizer.
+    interval : {'step', 'epoch'}, optional
+        When to step. Default: ``'epoch'``, as most examples of torch do. Step by step for ``OneCycleLR`` and warm-up.
+    monitor : str, optional
+        Metric that ``ReduceLROnPlateau`` goes by. Default: ``'val_loss'``.
+    optimizer_idx : int or Optimizer, optional
+        Which optimizer of a :class:`trainloop.MultiOptimizer`; needed there unless ``scheduler`` is made already.
+    frequency : int
+        Every so many steps or epochs.
+    **kwargs
+        Arguments of the scheduler class.
+
+    Attributes
+    ----------
+    scheduler : torch.optim.lr_scheduler.LRScheduler
+        The scheduler, from registration on.
+
+    Raises
+    ------
+    ConfigurationError
+        At construction: unknown ``interval``, ``frequency`` below 1, a plateau scheduler by steps. At ``fit``: no
+        optimizer, an index that does not exist or is missing, a scheduler made over another optimizer, no metric.
+
+    Notes
+    -----
+    A second ``fit`` goes on with the schedule. State is part of checkpoints.
+
+    Examples
+    --------
+    >>> from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau
+    >>> LRScheduler(CosineAnnealingLR, T_max=10)
+    >>> LRScheduler(OneCycleLR, interval="step", max_lr=0.1, total_steps=1000)
+    >>> LRScheduler(ReduceLROnPlateau, monitor="val_loss", patience=2)
+    >>> LRScheduler(CosineAnnealingLR(optimizer, T_max=10))
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        interval: Literal["step", "epoch"] = "epoch",
+        monitor: str | None = None,
+        optimizer_idx: int | Optimizer | None = None,
+        frequency: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        # After what computes metrics at an epoch's end, before what writes checkpoints.
+        AbstractCallback.__init__(self, "LRScheduler", execution_order=90)
+        if interval not in ("step", "epoch"):
+            raise ConfigurationError(f"LRScheduler: interval={interval!r}: must be 'step' or 'epoch'.")
+        if isinstance(frequency, bool) or not isinstance(frequency, int) or frequency < 1:
+            raise ConfigurationError(f"LRScheduler: frequency={frequency!r}: must be a whole number, 1 or more.")
+        made = _is_scheduler(scheduler)
+        if not made and not callable(scheduler):
+            raise ConfigurationError(
+                f"LRScheduler: scheduler={scheduler!r}: must be a class of torch.optim.lr_scheduler, a function of the "
+                "optimizer, or a scheduler."
+            )
+        if made and kwargs:
+            raise ConfigurationError(
+                f"LRScheduler: the scheduler is made already, {sorted(kwargs)} can't be given to it. "
+                f"Pass the class: LRScheduler({type(scheduler).__name__}, ...)."
+            )
+        self.scheduler = scheduler if made else None
+        self.factory: Callable[..., Any] | None = None if made else scheduler
+        self.factory_kwargs = kwargs
+        self.interval = interval
+        self.monitor = monitor
+        self.optimizer_idx = optimizer_idx
+        self.frequency = frequency
+        self._count = 0
+        self._metric: Monitor | None = None
+        if _is_plateau(scheduler):
+            self._check_plateau()
+
+    def on_train_loop_registration(self) -> None:
+        loop = self.train_loop_obj
+        optimizer = self._optimizer()
+        if self.scheduler is None:
+            assert self.factory is not None
+            self.scheduler = self.factory(optimizer, **self.factory_kwargs)
+        elif self.scheduler.optimizer is not optimizer:
+            if self.factory is None:
+                raise ConfigurationError(
+                    f"LRScheduler: the {type(self.scheduler).__name__} was made over another optimizer than the "
+                    "loop's. Make it over that one, or pass its class and arguments."
+                )
+            self.scheduler = self.factory(optimizer, **self.factory_kwargs)  # registered with another loop
+        if _is_plateau(self.scheduler):
+            self._check_plateau()
+            self._metric = self._metric or Monitor(self.monitor or "val_loss", owner="LRScheduler")
+            self._metric.check(loop)
+
+    def _check_plateau(self) -> None:
+        if self.interval == "step":
+            raise ConfigurationError(
+                "LRScheduler: ReduceLROnPlateau goes by a metric, and metrics are known once an epoch: "
+                "interval must be 'epoch'."
+            )
+
+    def _optimizer(self) -> Optimizer:
+        optimizers = optimizers_of(self.train_loop_obj.optimizer)
+        index = self.optimizer_idx
+        if not optimizers:
+            raise ConfigurationError("LRScheduler: the loop has no optimizer. Pass one to TrainLoop.")
+        if isinstance(index, Optimizer) or (index is None and self.scheduler is not None and self.factory is None):
+            # Passed itself, or known by the scheduler that is made over it.
+            given = index if isinstance(index, Optimizer) else self.scheduler.optimizer
+            for optimizer in optimizers:
+                if optimizer is given:
+                    return optimizer
+            raise ConfigurationError(
+                f"LRScheduler: its {type(given).__name__} is none of the loop's optimizers. "
+                "Make it over the optimizer that is passed to TrainLoop, or pass its class and arguments."
+            )
+        if index is None:
+            if len(optimizers) > 1:
+                raise ConfigurationError(
+                    f"LRScheduler: the loop has {len(optimizers)} optimizers. Say which: optimizer_idx=0 to "
+                    f"{len(optimizers) - 1}, and pass a scheduler for each that needs one."
+                )
+            return optimizers[0]
+        if not 0 <= index < len(optimizers):
+            raise ConfigurationError(
+                f"LRScheduler: optimizer_idx={index}: the loop has {len(optimizers)} (0 to {len(optimizers) - 1})."
+            )
+        return optimizers[index]
+
+    def on_train_begin(self) -> None:
+        _mark_step(self.scheduler.optimizer)
+
+    def on_after_optimizer_step(self) -> None:
+        if self.interval == "step" and not self.train_loop_obj.step_skipped:
+            self._step()
+
+    def on_epoch_end(self) -> None:
+        if self.interval != "epoch":
+            return
+        if self._metric is None:
+            self._step()
+            return
+        value = self._metric.new_value(self.train_loop_obj)
+        if value is not None:
+            self._step(value)
+
+    def _step(self, *metric: float) -> None:
+        self._count += 1
+        if self._count % self.frequency == 0:
+            self.scheduler.step(*metric)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "scheduler": AbstractScheduler.state_dict(self),
+            "count": self._count,
+            "metric": None if self._metric is None else self._metric.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        AbstractScheduler.load_state_dict(self, state_dict["scheduler"])
+        self._count = state_dict["count"]
+        if self._metric is not None and state_dict["metric"] is not None:
+            self._metric.load_state_dict(state_dict["metric"])
+
+
+class GeneralLRSchedulerCallback(LRScheduler):
+    """A scheduler class of torch, stepped once an epoch; AIToolbox's name for :class:`LRScheduler`.
+
+    Parameters
+    ----------
+    scheduler_class : class
+        Of ``torch.optim.lr_scheduler``.
+    optimizer_idx : int or Optimizer, optional
+        Which optimizer of a :class:`trainloop.MultiOptimizer`.
+    **kwargs
+        Arguments of the scheduler class, and of :class:`LRScheduler`.
+    """
+
+    def __init__(self, scheduler_class: Any, optimizer_idx: int | Optimizer | None = None, **kwargs: Any) -> None:
+        super().__init__(scheduler_class, optimizer_idx=optimizer_idx, **kwargs)
+
+
+GeneralLRScheduler = GeneralLRSchedulerCallback
+
+
+class LambdaLRScheduler(GeneralLRSchedulerCallback):
+    """Learning rates are the initial ones times a function of the number of epochs, or of steps.
+
+    Parameters
+    ----------
+    lr_lambda : callable or list of callables
+        Takes the number of epochs or steps done, returns the factor; a list has one for each parameter group.
+    execute_epoch_end, execute_batch_end : bool
+        Step once an epoch, or once an optimizer step: one of the two.
+    **kwargs
+        More for ``LambdaLR``, and ``optimizer_idx``.
+
+    Examples
+    --------
+    >>> LambdaLRScheduler(lambda epoch: 0.9**epoch)
+    """
+
+    def __init__(
+        self,
+        lr_lambda: Callable[[int], float] | Sequence[Callable[[int], float]],
+        execute_epoch_end: bool = True,
+        execute_batch_end: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if bool(execute_epoch_end) == bool(execute_batch_end):
+            raise ConfigurationError(
+                f"{type(self).__name__}: execute_epoch_end={execute_epoch_end}, execute_batch_end={execute_batch_end}: "
+                "exactly one must be True."
+            )
+        interval = "step" if execute_batch_end else "epoch"
+        super().__init__(lr_scheduler.LambdaLR, interval=interval, lr_lambda=lr_lambda, **kwargs)
+
+
+class StepLRScheduler(GeneralLRSchedulerCallback):
+    """Learning rates are multiplied by ``gamma`` every ``step_size`` epochs.
+
+    Parameters
+    ----------
+    step_size : int
+        Epochs.
+    **kwargs
+        More for ``StepLR``, such as ``gamma``, and ``optimizer_idx``.
+
+    Examples
+    --------
+    >>> StepLRScheduler(step_size=10, gamma=0.5)
+    """
+
+    def __init__(self, step_size: int, **kwargs: Any) -> None:
+        super().__init__(lr_scheduler.StepLR, step_size=step_size, **kwargs)
+
+
+class MultiStepLRScheduler(GeneralLRSchedulerCallback):
+    """Learning rates are multiplied by ``gamma`` at given epochs.
+
+    Parameters
+    ----------
+    milestones_list : list of int
+        Epochs, increasing.
+    **kwargs
+        More for ``MultiStepLR``, such as ``gamma``, and ``optimizer_idx``.
+    """
+
+    def __init__(self, milestones_list: Sequence[int], **kwargs: Any) -> None:
+        super().__init__(lr_scheduler.MultiStepLR, milestones=list(milestones_list), **kwargs)
+
+
+class ReduceLROnPlateauMetricScheduler(GeneralLRSchedulerCallback):
+    """Lower learning rates once a metric of the history stops improving.
+
+    Parameters
+    ----------
+    metric_name : str
+        Name in ``history``.
+    **kwargs
+        More for ``ReduceLROnPlateau`` (``mode='max'`` for metrics that should rise), and ``optimizer_idx``.
+
+    Examples
+    --------
+    >>> ReduceLROnPlateauMetricScheduler("val_accuracy", mode="max", patience=2)
+    """
+
+    def __init__(self, metric_name: str, **kwargs: Any) -> None:
+        super().__init__(lr_scheduler.ReduceLROnPlateau, monitor=metric_name, **kwargs)
+        self.metric_name = metric_name
+
+
+class ReduceLROnPlateauScheduler(GeneralLRSchedulerCallback):
+    """Lower learning rates once the validation loss stops improving.
+
+    The loop's own ``val_loss`` is used; in epochs that don't have it, it is evaluated here.
+
+    Parameters
+    ----------
+    main_multi_loss : str, optional
+        Name of the loss to go by where the model returns a :class:`trainloop.MultiLoss`. Default: the mean of all.
+    **kwargs
+        More for ``ReduceLROnPlateau``, and ``optimizer_idx``.
+    """
+
+    def __init__(self, main_multi_loss: str | None = None, **kwargs: Any) -> None:
+        super().__init__(lr_scheduler.ReduceLROnPlateau, monitor="val_loss", **kwargs)
+        self.main_multi_loss = main_multi_loss
+
+    def on_epoch_end(self) -> None:
+        loop = self.train_loop_obj
+        assert self._metric is not None, "on_train_loop_registration comes first"
+        known = loop.history.get("val_loss") and self.main_multi_loss is None
+        value: Any = self._metric.new_value(loop) if known else None
+        if value is None:
+            value = loop.evaluate_loss_on_validation_set()
+        if isinstance(value, dict):
+            if self.main_multi_loss is None:
+                value = sum(value.values()) / len(value)
+            elif self.main_multi_loss in value:
+                value = value[self.main_multi_loss]
+            else:
+                raise ConfigurationError(
+                    f"ReduceLROnPlateauScheduler: main_multi_loss={self.main_multi_loss!r}: the model's losses are "
+                    f"{', '.join(map(repr, value))}."
+                )
+        self._step(float(value))
+
+
+class LearningRateMonitor(AbstractCallback):
+    """Log the learning rate each step is made with: in the history, in TensorBoard, wherever logs go.
+
+    The name is ``lr``; with several parameter groups ``lr/group0`` and so on (or ``lr/<name>`` where the group has a
+    ``'name'``), with several optimizers ``lr/optimizer0`` or ``lr/optimizer0/group0``.
+
+    Parameters
+    ----------
+    every_n_steps : int
+        Steps between two records, from the first step on.
+
+    Examples
+    --------
+    >>> tl.fit(num_epochs=2, callbacks=[LRScheduler(StepLR, step_size=1), LearningRateMonitor()])
+    >>> tl.history["lr"]
+    [0.1, 0.01]
+    """
+
+    def __init__(self, every_n_steps: int = 1) -> None:
+        super().__init__("LearningRateMonitor")
+        if every_n_steps < 1:
+            raise ConfigurationError(f"LearningRateMonitor: every_n_steps={every_n_steps}: must be 1 or more.")
+        self.every_n_steps = every_n_steps
+        self._names: list[str] = []
+
+    def on_train_begin(self) -> None:
+        self._names = learning_rate_names(self.train_loop_obj.optimizer)
+
+    def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
+        loop = self.train_loop_obj
+        # Before the optimizer steps, and so before a scheduler does. Of several optimizers' calls the first will do.
+        if optimizer_idx == 0 and loop.global_step % self.every_n_steps == 0:
+            for name, group in zip(self._names, loop.optimizer.param_groups, strict=True):
+                # The same on all ranks: nothing to average.
+                loop.model.log(name, group["lr"], on_step=True, on_epoch=True, sync_dist=False, batch_size=1)
+
+
+def learning_rate_names(optimizer: Optimizer | MultiOptimizer) -> list[str]:
+    """A name for each parameter group's learning rate, in the order of ``optimizer.param_groups``."""
+    optimizers = optimizers_of(optimizer)
+    names = []
+    for i, one in enumerate(optimizers):
+        prefix = f"lr/optimizer{i}" if len(optimizers) > 1 else "lr"
+        if len(one.param_groups) == 1:
+            names.append(prefix)
+        else:
+            names += [f"{prefix}/{group.get('name', f'group{j}')}" for j, group in enumerate(one.param_groups)]
+    return names
+
+
+def _is_scheduler(scheduler: Any) -> bool:
+    # Duck typing: not all schedulers of the world derive from torch's base.
+    return not isinstance(scheduler, type) and hasattr(scheduler, "optimizer") and hasattr(scheduler, "step")
+
+
+def _is_plateau(scheduler: Any) -> bool:
+    plateau = lr_scheduler.ReduceLROnPlateau
+    return issubclass(scheduler, plateau) if isinstance(scheduler, type) else isinstance(scheduler, plateau)
+
+
+def _mark_step(optimizer: Optimizer) -> None:
+    """Tell torch's schedulers that the optimizer's ``step`` is watched.
+
+    They mark it when they are made, in order to warn about calls in the wrong order. The mark does not survive the way
+    to another process, and there its absence would warn. Here the order of calls is the loop's, and right.
+    """
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # read by torch's schedulers
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        return
+    step, reference = type(optimizer).step, weakref.ref(optimizer)
+
+    @functools.wraps(step)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        return step(reference(), *args, **kwargs)  # type: ignore[arg-type]  # alive, since it is being called
+
+    marked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = marked  # type: ignore[method-assign]

@@ -1,0 +1,160 @@
+"""Schedules that begin with a linear warm-up, from 0 to the optimizer's learning rate, step by step.
+
+The factors are those of Hugging Face Transformers' ``get_*_schedule_with_warmup``. All count optimizer steps.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+from trainloop.callbacks.train_schedule import LambdaLRScheduler
+from trainloop.errors import ConfigurationError
+
+__all__ = [
+    "ConstantWithWarmupScheduler",
+    "CosineWithWarmupScheduler",
+    "HardRestartsCosineWithWarmupScheduler",
+    "LinearWithWarmupScheduler",
+]
+
+
+class _WarmupScheduler(LambdaLRScheduler):
+    def __init__(self, factor: Any, num_warmup_steps: int, last_epoch: int, **kwargs: Any) -> None:
+        if not num_warmup_steps >= 0:
+            raise ConfigurationError(f"{type(self).__name__}: num_warmup_steps={num_warmup_steps}: must be 0 or more.")
+        lr_lambda = partial(_warmed_up, factor, num_warmup_steps)
+        super().__init__(lr_lambda, execute_epoch_end=False, execute_batch_end=True, last_epoch=last_epoch, **kwargs)
+
+
+class ConstantWithWarmupScheduler(_WarmupScheduler):
+    """Linear warm-up, then the optimizer's learning rate as it is.
+
+    Parameters
+    ----------
+    num_warmup_steps : int
+        Optimizer steps from 0 to the full rate.
+    last_epoch : int
+        Steps done already, -1 for none; for ``LambdaLR``.
+    **kwargs
+        ``optimizer_idx`` and the like, see :class:`~trainloop.callbacks.train_schedule.LRScheduler`.
+
+    Examples
+    --------
+    >>> ConstantWithWarmupScheduler(num_warmup_steps=100)
+    """
+
+    def __init__(self, num_warmup_steps: int, last_epoch: int = -1, **kwargs: Any) -> None:
+        super().__init__(_constant, num_warmup_steps, last_epoch, **kwargs)
+
+
+class LinearWithWarmupScheduler(_WarmupScheduler):
+    """Linear warm-up, then down to 0 on a straight line.
+
+    Parameters
+    ----------
+    num_warmup_steps : int
+        Optimizer steps from 0 to the full rate.
+    num_training_steps : int
+        Optimizer steps in all; the rate is 0 from there on.
+    last_epoch, **kwargs
+        As in :class:`ConstantWithWarmupScheduler`.
+
+    Examples
+    --------
+    >>> LinearWithWarmupScheduler(num_warmup_steps=100, num_training_steps=10 * len(train_loader))
+    """
+
+    def __init__(self, num_warmup_steps: int, num_training_steps: int, last_epoch: int = -1, **kwargs: Any) -> None:
+        super().__init__(_of_progress(_linear, num_warmup_steps, num_training_steps), num_warmup_steps, last_epoch, **kwargs)
+
+
+class CosineWithWarmupScheduler(_WarmupScheduler):
+    """Linear warm-up, then along a cosine.
+
+    Parameters
+    ----------
+    num_warmup_steps : int
+        Optimizer steps from 0 to the full rate.
+    num_training_steps : int
+        Optimizer steps in all.
+    num_cycles : float
+        Waves of the cosine after the warm-up; 0.5 goes down to 0 once.
+    last_epoch, **kwargs
+        As in :class:`ConstantWithWarmupScheduler`.
+    """
+
+    def __init__(
+        self,
+        num_warmup_steps: int,
+        num_training_steps: int,
+        num_cycles: float = 0.5,
+        last_epoch: int = -1,
+        **kwargs: Any,
+    ) -> None:
+        factor = _of_progress(partial(_cosine, num_cycles), num_warmup_steps, num_training_steps)
+        super().__init__(factor, num_warmup_steps, last_epoch, **kwargs)
+
+
+class HardRestartsCosineWithWarmupScheduler(_WarmupScheduler):
+    """Linear warm-up, then down along a cosine several times, each from the full rate.
+
+    Parameters
+    ----------
+    num_warmup_steps : int
+        Optimizer steps from 0 to the full rate.
+    num_training_steps : int
+        Optimizer steps in all.
+    num_cycles : float
+        How often it goes down.
+    last_epoch, **kwargs
+        As in :class:`ConstantWithWarmupScheduler`.
+    """
+
+    def __init__(
+        self,
+        num_warmup_steps: int,
+        num_training_steps: int,
+        num_cycles: float = 0.5,
+        last_epoch: int = -1,
+        **kwargs: Any,
+    ) -> None:
+        factor = _of_progress(partial(_restarting_cosine, num_cycles), num_warmup_steps, num_training_steps)
+        super().__init__(factor, num_warmup_steps, last_epoch, **kwargs)
+
+
+# Factors are module-level functions under functools.partial, not closures: they can be pickled, and a resumed run goes
+# by the arguments it is given, where attributes of callable objects would be taken from the checkpoint by LambdaLR.
+
+
+def _warmed_up(factor: Any, num_warmup_steps: int, step: int) -> float:
+    return step / max(1, num_warmup_steps) if step < num_warmup_steps else factor(step)
+
+
+def _constant(step: int) -> float:
+    return 1.0
+
+
+def _of_progress(curve: Any, num_warmup_steps: int, num_training_steps: int) -> Any:
+    if num_training_steps < num_warmup_steps:
+        raise ConfigurationError(
+            f"num_training_steps={num_training_steps}: must not be less than num_warmup_steps={num_warmup_steps}."
+        )
+    return partial(_along, curve, num_warmup_steps, max(1, num_training_steps - num_warmup_steps))
+
+
+def _along(curve: Any, begin: int, length: int, step: int) -> float:
+    return max(0.0, curve((step - begin) / length))
+
+
+def _linear(progress: float) -> float:
+    return 1.0 - progress
+
+
+def _cosine(num_cycles: float, progress: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress))
+
+
+def _restarting_cosine(num_cycles: float, progress: float) -> float:
+    return 0.0 if progress >= 1.0 else 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * progress) % 1.0)))
