@@ -1,0 +1,197 @@
+"""Writes errors.rst by making each mistake and noting what is said: python docs/make_errors.py
+
+Each mistake is a small script, run as a user would run it, in a process of its own. What differs from machine to machine
+(paths, addresses, line numbers of this library) is left out of the page, so that a test can compare it with a new run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+BEGIN = """\
+import torch
+from torch import nn, optim
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainloop import TrainLoop, TTModel
+from trainloop.distributed import get_rank
+
+class Net(TTModel):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.fc(x)
+
+    def get_loss(self, batch_data, criterion, device):
+        x, y = batch_data
+        return criterion(self(x), y)
+
+    def get_predictions(self, batch_data, device):
+        x, y = batch_data
+        return self(x).argmax(1), y, {}
+
+data = TensorDataset(torch.randn(8, 4), torch.zeros(8, dtype=torch.long))
+model, loader, criterion = Net(), DataLoader(data, batch_size=4), nn.CrossEntropyLoss()
+optimizer = optim.SGD(model.parameters(), lr=0.1)
+ddp = dict(gpu_mode="ddp", accelerator="cpu", devices=2, progress_bar=False)
+"""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    title: str
+    code: str
+    """What is shown and run; it follows BEGIN."""
+    guarded: bool = True
+    """Whether the code stands under ``if __name__ == '__main__':``."""
+    definitions: str = ""
+    """Shown, and run before ``code`` and outside of the guard."""
+
+
+MISTAKES = [
+    Mistake("A mode in capitals", 'TrainLoop(model, loader, optimizer=optimizer, criterion=criterion, gpu_mode="DDP")'),
+    Mistake(
+        "A mode that is not offered",
+        'TrainLoop(model, loader, optimizer=optimizer, criterion=criterion, gpu_mode="fsdp")',
+    ),
+    Mistake("A plain module", "TrainLoop(nn.Linear(4, 2), loader, optimizer=optimizer, criterion=criterion)"),
+    Mistake("A dataset where a loader belongs", "TrainLoop(model, data, optimizer=optimizer, criterion=criterion)"),
+    Mistake(
+        "Neither epochs nor iterations",
+        'TrainLoop(model, loader, optimizer=optimizer, criterion=criterion, accelerator="cpu").fit()',
+    ),
+    Mistake(
+        "A callback outside of a list",
+        "from trainloop.callbacks import TerminateOnNaN\n\n"
+        'TrainLoop(model, loader, optimizer=optimizer, criterion=criterion, accelerator="cpu").fit(num_epochs=1, callbacks=TerminateOnNaN())',
+    ),
+    Mistake(
+        "A device that isn't there", "from trainloop.devices import parse_devices\n\nparse_devices([0, 4], count=4)"
+    ),
+    Mistake("No device at all", "from trainloop.devices import parse_devices\n\nparse_devices(0, count=4)"),
+    Mistake(
+        "More than one may use",
+        "from trainloop.resources import ResourceQuota, plan\n\n"
+        "plan(ResourceQuota(num_cpus=8, num_gpus=1), num_trials=2, num_bag_folds=2, per_bag=ResourceQuota(num_cpus=10, num_gpus=1))",
+    ),
+    Mistake(
+        "An open file in a dataset",
+        "TrainLoop(model, DataLoader(FromFile()), optimizer=optimizer, criterion=criterion, **ddp).fit(num_epochs=1)",
+        definitions="class FromFile(TensorDataset):\n    def __init__(self):\n        super().__init__(*data.tensors)\n"
+        "        self.file = open(__file__)",
+    ),
+    Mistake(
+        "The guard forgotten",
+        "TrainLoop(model, loader, optimizer=optimizer, criterion=criterion, **ddp).fit(num_epochs=1)",
+        guarded=False,
+    ),
+    Mistake(
+        "A rank that raises",
+        "model = Fails()\noptimizer = optim.SGD(model.parameters(), lr=0.1)\n"
+        "TrainLoop(model, loader, optimizer=optimizer, criterion=criterion, **ddp).fit(num_epochs=1)",
+        definitions="class Fails(Net):\n    def get_loss(self, batch_data, criterion, device):\n        if get_rank() == 1:\n"
+        '            raise ValueError("rank 1 has had enough")\n        return super().get_loss(batch_data, criterion, device)',
+    ),
+    Mistake(
+        "A rank that is killed",
+        "model = Dies()\noptimizer = optim.SGD(model.parameters(), lr=0.1)\n"
+        "TrainLoop(model, loader, optimizer=optimizer, criterion=criterion, **ddp).fit(num_epochs=1)",
+        definitions="import os, signal\n\nclass Dies(Net):\n    def get_loss(self, batch_data, criterion, device):\n"
+        "        if get_rank() == 1:\n            os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        return super().get_loss(batch_data, criterion, device)",
+    ),
+    Mistake(
+        "A parameter without a gradient",
+        "model = Spare()\noptimizer = optim.SGD(model.parameters(), lr=0.1)\n"
+        "TrainLoop(model, loader, optimizer=optimizer, criterion=criterion, **ddp).fit(num_epochs=1)",
+        definitions="class Spare(Net):\n    def __init__(self):\n        super().__init__()\n        self.spare = nn.Linear(4, 4)",
+    ),
+    Mistake(
+        "A loss that is no number",
+        'from trainloop.callbacks import TerminateOnNaN\n\nmodel.fc.weight.data[0, 0] = float("nan")\n'
+        'TrainLoop(model, loader, optimizer=optimizer, criterion=criterion, accelerator="cpu", progress_bar=False).fit(num_epochs=1, callbacks=[TerminateOnNaN()])',
+    ),
+    Mistake(
+        "Nothing to go on from",
+        'TrainLoop(model, loader, optimizer=optimizer, criterion=criterion, accelerator="cpu").fit(num_epochs=1, resume_from="checkpoints/none")',
+    ),
+]
+
+
+def output_of(mistake: Mistake) -> str:
+    """What the script prints before it ends, without what differs from run to run."""
+    action = mistake.code
+    if mistake.guarded:
+        action = "if __name__ == '__main__':\n" + textwrap.indent(action, "    ")
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "train.py"
+        script.write_text(f"{BEGIN}\n{mistake.definitions}\n\n{action}\n")
+        done = subprocess.run(
+            [sys.executable, script.name],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"},
+        )
+        return last_error(done.stderr).replace(folder, "/home/you").strip()
+
+
+def last_error(stderr: str) -> str:
+    """The message of the last traceback, or all of it where there is none."""
+    lines = stderr.rstrip().split("\n")
+    starts = [i for i, line in enumerate(lines) if re.match(r"^(trainloop\.)?[\w.]*(Error|Exit|Warning)\b", line)]
+    text = "\n".join(lines[starts[0] :] if starts else lines)
+    for i in starts:
+        if lines[i].startswith("trainloop."):
+            text = "\n".join(lines[i:])
+            break
+    text = re.sub(r'File "[^"]*/(trainloop|torch)/', r'File ".../\1/', text)
+    text = re.sub(r'(File "\.\.\.[^"]*", line) \d+', r"\1 ...", text)
+    text = re.sub(r"\b0x[0-9a-f]+\b", "0x...", text)
+    text = re.sub(r"\b(pid|process) \d+\b", r"\1 ...", text)
+    return text.removeprefix("trainloop.errors.")
+
+
+def shown(mistake: Mistake) -> str:
+    code = "\n\n".join(filter(None, [mistake.definitions, mistake.code]))
+    return (
+        f"{mistake.title}\n{'-' * len(mistake.title)}\n\n"
+        ".. not run: it is run by docs/make_errors.py\n"
+        f".. code-block:: python\n\n{textwrap.indent(code, '    ')}\n\n"
+        f".. code-block:: text\n\n{textwrap.indent(output_of(mistake), '    ')}\n"
+    )
+
+
+def page() -> str:
+    title = "What errors say"
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        parts = list(pool.map(shown, MISTAKES))
+    intro = (
+        "Each message says what was wrong, what was given, and what to do. This page was written by making the mistakes\n"
+        "(``docs/make_errors.py``); ``model``, ``loader``, ``optimizer`` and ``criterion`` are those of a small script, and ``ddp`` is\n"
+        '``dict(gpu_mode="ddp", accelerator="cpu", devices=2)``. :doc:`guides/failures` tells how to read them.\n'
+    )
+    return f"{title}\n{'=' * len(title)}\n\n{intro}\n" + "\n".join(parts)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--print", action="store_true", help="print the page instead of writing it")
+    if parser.parse_args().print:
+        print(page())
+    else:
+        (HERE / "errors.rst").write_text(page())

@@ -1,0 +1,185 @@
+"""Every Python block of the documentation and the README runs, in the order it stands on its page.
+
+A page's blocks share their names; a guide begins with those of the first page (``model``, ``train_loader``, ...). Beside
+``.. code-block:: python`` there are two marks, both comments that a reader of the built page does not see::
+
+    .. setup:                      code that runs, and is not shown
+
+        import os
+
+    .. not run: needs two hosts    the block below is compiled only, and this says why
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainloop
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.rst", *sorted((ROOT / "docs").rglob("*.rst"))]
+LANGUAGES = {"python", "shell", "text", "pytb", "ini"}
+
+_MARK = re.compile(r"^(?P<indent> *)\.\. (?:code-block:: (?P<language>\S+)|(?P<setup>setup:)|not run: (?P<reason>.+))$")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of code on a page."""
+
+    code: str
+    line: int
+    """Line of the page on which the code begins, counted from 1."""
+    language: str
+    reason_not_run: str | None
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """All code blocks of a page, in order."""
+    lines = page.read_text().splitlines()
+    found: list[Block] = []
+    reason: str | None = None
+    at = 0
+    while at < len(lines):
+        mark = _MARK.match(lines[at])
+        at += 1
+        if mark is None:
+            continue
+        if mark["reason"]:
+            reason = mark["reason"]
+            continue
+        indent = len(mark["indent"])
+        while at < len(lines) and (not lines[at].strip() or re.match(rf" {{{indent + 1},}}:[\w-]+:", lines[at])):
+            at += 1
+        begin = at
+        while at < len(lines) and (not lines[at].strip() or len(lines[at]) - len(lines[at].lstrip()) > indent):
+            at += 1
+        code = textwrap.dedent("\n".join(lines[begin:at])).rstrip() + "\n"
+        found.append(Block(code, begin + 1, "python" if mark["setup"] else mark["language"], reason))
+        reason = None
+    return found
+
+
+def run(page: Path, blocks: list[Block], names: dict[str, Any]) -> None:
+    """Run blocks one after another in ``names``; a traceback shows the page and its line."""
+    for block in blocks:
+        if block.language == "python":
+            compiled = compile("\n" * (block.line - 1) + block.code, str(page), "exec", dont_inherit=True)
+            if block.reason_not_run is None:
+                exec(compiled, names)
+
+
+def names_of_the_first_page() -> dict[str, Any]:
+    """What ``index.rst`` defines, with a single epoch in one process."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    page = ROOT / "docs" / "index.rst"
+    blocks = [block for block in blocks_of(page) if block.language == "python"]
+    run(page, blocks[:2], names)  # data and model
+    setup = blocks[2].code.partition("tl = TrainLoop")[0]
+    exec(setup, names)
+    return names
+
+
+def with_python(page: Path) -> bool:
+    return any(block.language == "python" for block in blocks_of(page))
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if with_python(page)], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_code_of_a_page_runs(page: Path, folder: Path) -> None:
+    standalone = page.name in ("README.rst", "index.rst")
+    names = {"__name__": "__main__"} if standalone else names_of_the_first_page()
+    run(page, blocks_of(page), names)
+
+
+def test_every_block_says_what_it_is() -> None:
+    for page in PAGES:
+        text = page.read_text()
+        assert not re.search(r"^\.\. code::", text, re.MULTILINE), f"{page}: write code-block:: with a language"
+        for block in blocks_of(page):
+            assert block.language in LANGUAGES, f"{page}:{block.line}: {block.language}"
+
+
+def test_blocks_are_found_with_their_lines_and_marks(tmp_path: Path) -> None:
+    page = tmp_path / "page.rst"
+    page.write_text(
+        textwrap.dedent(
+            """
+            Title
+            =====
+
+            .. setup:
+
+                a = 1
+
+            .. code-block:: python
+               :caption: shown
+
+                b = a + 1
+
+                c = b
+
+            .. not run: needs a cluster
+            .. code-block:: python
+
+                raise RuntimeError
+
+            .. code-block:: shell
+
+                make test
+            """
+        )
+    )
+    blocks = blocks_of(page)
+    assert [(b.code, b.line, b.language, b.reason_not_run) for b in blocks] == [
+        ("a = 1\n", 7, "python", None),
+        ("b = a + 1\n\nc = b\n", 12, "python", None),
+        ("raise RuntimeError\n", 19, "python", "needs a cluster"),
+        ("make test\n", 23, "shell", None),
+    ]
+    names: dict[str, Any] = {}
+    run(page, blocks, names)
+    assert names["c"] == 2
+
+
+# -- docstrings --------------------------------------------------------------------------------------------------------
+
+MODULES = ["trainloop", *(found.name for found in pkgutil.walk_packages(trainloop.__path__, "trainloop."))]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings_run(name: str, folder: Path) -> None:
+    module = importlib.import_module(name)
+    failures, tried = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert failures == 0, f"{failures} of {tried} examples in {name} fail; see above"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_public_names_have_docstrings(name: str) -> None:
+    module = importlib.import_module(name)
+    assert module.__doc__, name
+    missing = []
+    for public in getattr(module, "__all__", []):
+        item = getattr(module, public)
+        if getattr(item, "__module__", None) != name or not callable(item):
+            continue
+        if not item.__doc__:
+            missing.append(public)
+        for member, value in vars(item).items() if isinstance(item, type) else ():
+            if member.startswith("_") or not callable(value) or getattr(value, "__doc__", None):
+                continue
+            if not any(
+                getattr(base, member, None) is not None for base in item.__mro__[1:]
+            ):  # an override may inherit it
+                missing.append(f"{public}.{member}")
+    assert not missing, missing
