@@ -25,10 +25,8 @@ import torch
 from torch import nn
 
 from trainloop import checkpoint
-from trainloop.checkpoint import CheckpointInfo
+from trainloop.checkpoint import CheckpointInfo, HostCopy, folder, plain
 from trainloop.errors import CheckpointError, ConfigurationError
-from trainloop.plain import HostCopy, plain
-from trainloop.storage import folder
 
 ROOT = Path(__file__).parent.parent
 
@@ -442,7 +440,7 @@ print("then", sorted(os.listdir(where)))
 
 
 def in_small_tmpfs(code: str, where: Path, megabytes: int) -> subprocess.CompletedProcess[str]:
-    """Run ``code`` with a tmpfs of that size at ``where``: a mount that only this process sees, and that ends with it."""
+    """Run ``code`` with a tmpfs of that size at ``where``, a mount that only this process sees."""
     probe = subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", str(where)], capture_output=True)
     if probe.returncode:
         pytest.skip("needs root and unshare to mount a small tmpfs")
@@ -468,7 +466,7 @@ WRITER = """
 import os, sys, torch
 from trainloop import checkpoint
 from trainloop.checkpoint import CheckpointInfo
-from trainloop.storage import folder
+from trainloop.checkpoint import folder
 where, first = sys.argv[1], int(sys.argv[2])
 state = {"w": torch.zeros(250_000), "v": torch.zeros(1000), "n": 0}
 os.write(1, b"ready\\n")

@@ -1,20 +1,4 @@
-"""What a checkpoint holds on disk: written whole, verified when read, unable to run code.
-
-A checkpoint is one file::
-
-    body      what torch.save writes (a zip): nested dicts, lists and tuples of tensors, numbers and strings
-    info      JSON: where in training it was made, by which run, in which order (CheckpointInfo)
-    end mark  lengths and checksums of body and info, a checksum of itself, 8 bytes that name the format
-
-The end mark comes last, so that a file cut off anywhere has none. Since a zip is read from its own end, which may
-be followed by other bytes, ``torch.load(path, weights_only=True)`` opens the file where trainloop is not installed.
-
-The checksum is CRC-32: it finds damage, which is what happens to files (3.3 GB/s where SHA-256 with the CPU's help
-makes 1.4 and BLAKE2b 0.7; it is computed while writing). It is no defence against an attacker; that is
-``weights_only=True``, under which a file that names any code is refused before that code is imported.
-
-This module knows no loop: it takes and gives dicts.
-"""
+"""The file a checkpoint is, and the folder it stands in."""
 
 from __future__ import annotations
 
@@ -33,9 +17,9 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
+from trainloop.checkpoint.plain import plain
+from trainloop.checkpoint.storage import Folder, folder, split_file
 from trainloop.errors import CheckpointError, ConfigurationError
-from trainloop.plain import plain
-from trainloop.storage import Folder, folder, split_file
 
 __all__ = [
     "Checkpoint",
