@@ -1,0 +1,113 @@
+"""One function in many processes: a callable in; local rank 0's result, or the first failure, out.
+
+:func:`launch` starts the ranks of this node (``torch.multiprocessing.spawn``); :func:`join` takes part as the rank that
+``torchrun`` or Slurm started this process as; :func:`joined` tells which of the two is right. Nothing here knows models
+or training: the function gets a :class:`~trainloop.stopping.StopAgreement`, and finds a process group that is up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from trainloop.errors import ConfigurationError
+from trainloop.launch.joining import join, joined
+from trainloop.launch.main_guard import check_main_guard
+from trainloop.launch.rank_process import Start, started_by_launch
+from trainloop.launch.spawning import Ranks
+from trainloop.stopping import SharedStop, StopAgreement, signals
+from trainloop.transfer import pack
+from trainloop.transfer.pages import anonymous_file
+
+__all__ = ["join", "joined", "launch"]
+
+T = TypeVar("T")
+
+
+def launch(
+    function: Callable[[StopAgreement], T],
+    *,
+    ranks_per_node: int,
+    num_nodes: int = 1,
+    node_rank: int = 0,
+    devices: Sequence[torch.device] | None = None,
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout_s: float = 1800.0,
+    child_env: dict[str, str] | None = None,
+    roots: dict[str, object] | None = None,
+) -> T:
+    """Run ``function`` in ``ranks_per_node`` new processes of this node, joined in a process group.
+
+    Parameters
+    ----------
+    function : callable
+        Takes one argument, the :class:`~trainloop.stopping.StopAgreement` of the run. May be defined anywhere (notebook,
+        closure, lambda) and refer to anything that can be pickled, directly or by cloudpickle.
+    """
+    if started_by_launch():
+        raise ConfigurationError("a rank can't start ranks: call fit() with gpu_mode='single' inside of one.")
+    if multiprocessing.current_process().daemon:
+        raise ConfigurationError(
+            "this process is a daemon (a worker of a pool or of a DataLoader), which may not start processes: call fit() "
+            "with gpu_mode='single', or from the main process."
+        )
+    check_main_guard()
+    chosen = list(devices) if devices is not None else [torch.device("cpu")] * ranks_per_node
+    on_cuda = all(device.type == "cuda" for device in chosen)
+    if backend is None:
+        backend = "cpu:gloo,cuda:nccl" if on_cuda and len(set(chosen)) == len(chosen) else "gloo"
+    environment = dict(child_env or {})
+    threads = max(1, _usable_cpus() // ranks_per_node)
+    own_choice = environment.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
+    if not own_choice:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    with contextlib.ExitStack() as undo:
+        payload = undo.enter_context(pack(function, roots=roots))
+
+        def file(name: str, size: int = 0) -> int:
+            fd = anonymous_file(name)
+            undo.callback(os.close, fd)
+            os.ftruncate(fd, size)
+            return fd
+
+        words = SharedStop.num_words(ranks_per_node) + ranks_per_node
+        start = Start(
+            rank=node_rank * ranks_per_node,
+            world_size=num_nodes * ranks_per_node,
+            local_world_size=ranks_per_node,
+            node_rank=node_rank,
+            num_nodes=num_nodes,
+            devices=tuple(str(device) for device in chosen),
+            backend=backend,
+            timeout_s=timeout_s,
+            num_threads=None if own_choice else threads,
+            parcel=payload.parcel,
+            words_fd=file("words", 8 * words),
+            store_fd=file("store"),
+            result_fd=file("result"),
+            record_fds=tuple(file("record") for _ in range(ranks_per_node)),
+            stack_fds=tuple(file("stacks") for _ in range(ranks_per_node)),
+            interface="lo",
+            inherited=tuple(payload.inherited),
+        )
+        ranks = Ranks(start)
+        undo.callback(ranks.close)
+        with signals(ranks.stop):
+            try:
+                ranks.spawn(environment)
+                ranks.watch()
+            except BaseException:
+                ranks.end()
+                raise
+        result: T = ranks.result()
+        return result
+
+
+def _usable_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,250 @@
+"""What went wrong in which rank, which of several failures came first, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+import traceback as traceback_module
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from trainloop.errors import WorkerFailedError
+
+__all__ = ["Failure", "exit_text", "failure_of", "first_failure", "hint", "is_timeout", "worker_failed_error"]
+
+# What a rank sees when a neighbour left: Gloo (TCP), NCCL, the store that ranks meet at.
+_LOST_NEIGHBOUR = re.compile(
+    r"connection (closed|reset|refused|was likely closed)|broken pipe|socket closed|failed to (recv|send)|"
+    r"gloo[/\\]transport|remote process exited|nccl(remote|system|internal) ?error|ncclcomm(was)? ?aborted|"
+    r"nccl communicator was aborted|process group.* (aborted|is not initialized)|store.* connection",
+    re.IGNORECASE,
+)
+_TIMEOUT = re.compile(r"timed out|timeout|wait timeout", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank's end, as it recorded it itself, or as the parent saw it."""
+
+    rank: int
+    """Global rank."""
+    time_ns: int
+    """Monotonic clock of that node."""
+    type: str | None
+    """Name of the exception's class; ``None`` where the process died without a word."""
+    message: str = ""
+    """The exception's text."""
+    traceback: str = ""
+    """As Python would have printed it."""
+    exitcode: int | None = None
+    """Exit code; negative is a signal's number; ``None`` where the process did not end by itself."""
+    consequence: bool = False
+    """Looks like the loss of another rank, hence not the cause."""
+    timeout: bool = False
+    """A collective, or the wait at a step boundary, ran out of time: some rank hangs."""
+
+    def to_json(self) -> bytes:
+        """For the way through a file or a socket."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Failure:
+        """Inverse of :meth:`to_json`."""
+        return cls(**json.loads(data))
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The error and what it was raised from or while handling."""
+    chain: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in chain:
+        chain.append(current)
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+    return chain
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether a collective, or the wait at a step boundary, ran out of time."""
+    return any(
+        (isinstance(e, TimeoutError) and "step boundary" in str(e))
+        or (_is_communication(e) and bool(_TIMEOUT.search(str(e))))
+        for e in _chain(error)
+    )
+
+
+def _is_communication(error: BaseException) -> bool:
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    # Gloo raises plain RuntimeErrors, whose text begins with the place in its source.
+    return isinstance(error, RuntimeError) and bool(
+        re.search(r"gloo[/\\]|nccl|process group|store", str(error), re.IGNORECASE)
+    )
+
+
+def _is_consequence(error: BaseException) -> bool:
+    return any(
+        isinstance(e, ConnectionAbortedError) or (_is_communication(e) and bool(_LOST_NEIGHBOUR.search(str(e))))
+        for e in _chain(error)
+    )
+
+
+def failure_of(error: BaseException, rank: int) -> Failure:
+    """Describe an exception that ends this rank. Call it before the process group is left."""
+    timeout = is_timeout(error)
+    exitcode = 1
+    if isinstance(error, SystemExit):
+        exitcode = error.code if isinstance(error.code, int) else int(error.code is not None)
+    try:
+        message = str(error)
+    except Exception:  # a user's __str__
+        message = "<its text can't be made>"
+    return Failure(
+        rank=rank,
+        time_ns=time.monotonic_ns(),
+        type=type(error).__qualname__,
+        message=message,
+        traceback="".join(traceback_module.format_exception(error)),
+        exitcode=exitcode,
+        consequence=not timeout and _is_consequence(error),
+        timeout=timeout,
+    )
+
+
+def first_failure(failures: Sequence[Failure]) -> Failure:
+    """The failure that caused the others: the earliest that is not itself the loss of another rank."""
+    return min(failures, key=lambda f: (f.consequence, f.time_ns))
+
+
+def exit_text(exitcode: int | None) -> str:
+    """``exit code 3`` or ``signal SIGKILL``."""
+    if exitcode is None:
+        return "no exit code"
+    if exitcode >= 0:
+        return f"exit code {exitcode}"
+    try:
+        return f"signal {signal.Signals(-exitcode).name}"
+    except ValueError:
+        return f"signal {-exitcode}"
+
+
+# Cause by what the traceback or the message says; the first that fits is used.
+_HINTS = [
+    (
+        r"unable to (mmap|open|write).*shared memory|bus error|No space left on device.*shm|torch_shm_manager|Shared memory",
+        "shared memory ran out: give the container more of it (docker run --shm-size=8g), or use fewer DataLoader workers.",
+    ),
+    (
+        r"CUDA out of memory|OutOfMemoryError|CUDNN_STATUS_ALLOC_FAILED|CUBLAS_STATUS_ALLOC_FAILED",
+        "the GPU's memory ran out: use a smaller batch_size with grad_accumulation, or use_amp.",
+    ),
+    (
+        r"MemoryError|DefaultCPUAllocator: can't allocate memory|Cannot allocate memory|std::bad_alloc|bad_alloc",
+        "memory ran out: use a smaller batch_size, fewer DataLoader workers or fewer ranks, or raise the memory limit.",
+    ),
+    (
+        r"Address already in use|EADDRINUSE",
+        "the port is taken: choose another one with MASTER_PORT or init_method.",
+    ),
+    (r"Too many open files", "file descriptors ran out: raise the limit (ulimit -n), or use fewer DataLoader workers."),
+    (
+        r"Expected to have finished reduction|find_unused_parameters|did not receive grad",
+        "some parameters took no part in the loss: pass ddp_model_args={'find_unused_parameters': True}, or don't give "
+        "them to the optimizer.",
+    ),
+    (
+        r"DataLoader worker .* exited unexpectedly|DataLoader worker .* is killed",
+        "a DataLoader worker died: num_workers=0 shows its error in this process; often it is memory.",
+    ),
+    (
+        r"op\.preamble\.length|mismatch|gloo::EnforceNotMet|Detected mismatch between collectives",
+        "ranks called different collectives, or with different shapes: every rank must call the same ones in the same "
+        "order (TORCH_DISTRIBUTED_DEBUG=DETAIL names them).",
+    ),
+]
+
+
+def hint(failure: Failure) -> str:
+    """What to do, where the cause is known; empty otherwise."""
+    if failure.timeout:
+        return (
+            "some rank did not come to a collective that others waited in: the stacks below show who waits where. Every "
+            "rank must make the same collective calls; a longer wait is TrainLoop(timeout=seconds)."
+        )
+    text = f"{failure.type}: {failure.message}\n{failure.traceback}"
+    for pattern, advice in _HINTS:
+        if re.search(pattern, text, re.IGNORECASE):
+            return advice
+    if failure.type is None and failure.exitcode is not None and failure.exitcode < 0:
+        if failure.exitcode == -signal.SIGKILL:
+            return (
+                "it did not end itself: the kernel kills the largest process when memory runs out (see dmesg, or the "
+                "memory limit of the job or container), else somebody sent the signal."
+            )
+        if failure.exitcode == -signal.SIGBUS:
+            return _HINTS[0][1]
+        if failure.exitcode in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGILL):
+            return "native code crashed: the Python stacks at that moment are below where they could be written."
+    return ""
+
+
+def worker_failed_error(
+    failure: Failure, *, world_size: int, ended: Sequence[int], stacks: dict[int, str] | None = None
+) -> WorkerFailedError:
+    """The error that ``launch`` raises.
+
+    Parameters
+    ----------
+    failure : Failure
+        The first one.
+    world_size : int
+        Ranks of the run.
+    ended : sequence of int
+        Global ranks that were ended because of it.
+    stacks : dict of int to str, optional
+        Python stacks by rank, where they help (a hang, a crash in native code).
+    """
+    who = f"rank {failure.rank} of {world_size}"
+    if failure.timeout:
+        what = f"{who} waited too long for another rank ({failure.type}: {_first_line(failure.message)})"
+    elif failure.type == "SystemExit":
+        what = f"{who} ended itself with {exit_text(failure.exitcode)} (SystemExit; its traceback follows)"
+    elif failure.type is not None:
+        what = f"{who} raised {failure.type}: {_first_line(failure.message)} (its traceback follows)"
+    elif failure.exitcode is not None and failure.exitcode < 0:
+        what = f"{who} was killed by {exit_text(failure.exitcode)}"
+    else:
+        what = f"{who} ended without an error, with {exit_text(failure.exitcode)}, before its work was done"
+    others = ""
+    if len(ended) == 1:
+        others = f"; rank {ended[0]} was ended because of it"
+    elif ended:
+        others = f"; ranks {', '.join(map(str, ended))} were ended because of it"
+    message = f"{what}{others}."
+    advice = hint(failure)
+    if advice:
+        message += f"\nHint: {advice}"
+    for rank, stack in sorted((stacks or {}).items()):
+        message += f"\n\nPython stack of rank {rank}:\n{stack.rstrip()}"
+    return WorkerFailedError(message, rank=failure.rank, exitcode=failure.exitcode, traceback=failure.traceback)
+
+
+def _first_line(text: str) -> str:
+    lines = text.strip().splitlines() or [""]
+    return lines[0] if len(lines) == 1 else f"{lines[0]} ..."
+
+
+def write_record(fd: int, failure: Failure) -> None:
+    """Leave the record where the parent finds it. The first one stays."""
+    if os.fstat(fd).st_size == 0:
+        os.pwrite(fd, failure.to_json(), 0)
+
+
+def read_record(fd: int) -> Failure | None:
+    """What :func:`write_record` left, or ``None``."""
+    data = os.pread(fd, os.fstat(fd).st_size, 0)
+    return Failure.from_json(data) if data else None

@@ -1,0 +1,119 @@
+"""The main module while ranks are started: not run again in them, and its guard looked after."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import linecache
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+from trainloop.errors import ConfigurationError
+
+__all__ = ["check_main_guard", "main_not_imported_again"]
+
+_MESSAGE = """{where} starts processes, but is not inside an `if __name__ == '__main__':` block.
+Each process that Python starts may import the script, and would then start processes of its own. Put what runs into a function, and call it from the guard:
+
+    def main():
+        ...
+        tl.fit(...)
+
+    if __name__ == '__main__':
+        main()"""
+
+
+def check_main_guard() -> None:
+    """Refuse to start processes from the top level of a script, outside its ``__main__`` guard.
+
+    Notebooks, interactive shells, ``python -c`` and scripts on standard input have no guard and need none.
+
+    Raises
+    ------
+    ConfigurationError
+        With the guard, as it is to be written.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        # A process that is just being started imports the script it came from.
+        raise ConfigurationError(_MESSAGE.format(where="The script"))
+    frame = _main_frame(sys._getframe(1))
+    if frame is None:
+        return
+    path = frame.f_code.co_filename
+    source = "".join(linecache.getlines(path))
+    with contextlib.suppress(SyntaxError, ValueError):
+        if source and not _is_guarded(ast.parse(source), frame.f_lineno):
+            raise ConfigurationError(_MESSAGE.format(where=f"{path}, line {frame.f_lineno},"))
+
+
+def _main_frame(frame: FrameType | None) -> FrameType | None:
+    """The frame of the running script's top level, if a script is what runs."""
+    main = sys.modules.get("__main__")
+    main_file = getattr(main, "__file__", None)
+    if main is None or not main_file or hasattr(sys, "ps1") or not os.path.isfile(main_file):
+        return None
+    while frame is not None:
+        is_script = frame.f_globals is main.__dict__ and frame.f_code.co_name == "<module>"
+        if is_script and os.path.abspath(frame.f_code.co_filename) == os.path.abspath(main_file):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _is_guarded(tree: ast.Module, line: int) -> bool:
+    """Whether the statement at ``line`` runs only where ``__name__`` is ``'__main__'``."""
+    for statement in tree.body:
+        if statement.lineno > line:
+            break
+        if not isinstance(statement, ast.If):
+            continue
+        verdict = _compares_main(statement.test)
+        if verdict is None:
+            continue
+        body = statement.body if verdict else statement.orelse
+        if any(s.lineno <= line <= (s.end_lineno or s.lineno) for s in body):
+            return True
+        if not verdict and statement.end_lineno is not None and statement.end_lineno < line:
+            return True  # `if __name__ != '__main__': raise ...` further up
+    return False
+
+
+def _compares_main(test: ast.expr) -> bool | None:
+    """True: the test holds in the main module only; False: everywhere else; None: it is about something else."""
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        return True if any(_compares_main(value) for value in test.values) else None
+    if not isinstance(test, ast.Compare) or len(test.ops) != 1:
+        return None
+    sides = [test.left, test.comparators[0]]
+    names = any(isinstance(side, ast.Name) and side.id == "__name__" for side in sides)
+    main = any(isinstance(side, ast.Constant) and side.value == "__main__" for side in sides)
+    if not (names and main):
+        return None
+    if isinstance(test.ops[0], ast.Eq):
+        return True
+    return False if isinstance(test.ops[0], ast.NotEq) else None
+
+
+@contextlib.contextmanager
+def main_not_imported_again() -> Iterator[None]:
+    """Processes that are started in this context don't run the main module again.
+
+    ``multiprocessing`` sends them its name or path, for pickles that name its classes. What ``launch`` sends holds
+    them by value, which also works where there is no path: notebooks, standard input.
+    """
+    main = sys.modules["__main__"]
+    missing = object()
+    before = {name: main.__dict__.get(name, missing) for name in ("__file__", "__spec__")}
+    main.__dict__["__spec__"] = None
+    main.__dict__.pop("__file__", None)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is missing:
+                main.__dict__.pop(name, None)
+            else:
+                main.__dict__[name] = value

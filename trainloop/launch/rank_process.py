@@ -1,0 +1,344 @@
+"""A rank that ``launch`` started: from its first line to its last."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import mmap
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.context import get_spawning_popen  # type: ignore[attr-defined]
+from types import FrameType
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+
+from trainloop.distributed import Rank
+from trainloop.launch.failures import failure_of, write_record
+from trainloop.stopping import SharedStop, rank_signals
+from trainloop.transfer import Parcel
+from trainloop.transfer.pages import anonymous_path
+
+__all__ = ["STACK_SIGNAL", "Start", "State", "run_rank", "started_by_launch"]
+
+STACK_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else None
+"""Makes a rank write its Python stacks: a real-time signal, which programs leave alone."""
+
+_STACK_WAIT_S = 2.0  # a rank whose collective timed out stays in place so long, for the parent to ask all for stacks
+_ORPHAN_GRACE_S = 5.0  # a rank whose parent was killed unwinds for so long, then is killed
+
+
+class State:
+    """How far a rank is; one word of shared memory for each, written by the rank alone."""
+
+    STARTING, RUNNING, DONE, FAILED, TIMED_OUT = range(5)
+
+
+@dataclass(frozen=True)
+class Start:
+    """All that a rank is told; small: the work itself is in the payload."""
+
+    rank: int
+    """Global rank of local rank 0."""
+    world_size: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    devices: tuple[str, ...]
+    backend: str
+    timeout_s: float
+    num_threads: int | None
+    parcel: Parcel
+    words_fd: int
+    store_fd: int
+    result_fd: int
+    record_fds: tuple[int, ...]
+    stack_fds: tuple[int, ...]
+    store_address: tuple[str, int] | None = None
+    """Where ranks of several nodes meet; ``None`` on one node, where they meet in a file."""
+    listen_fd: int | None = None
+    """For global rank 0 of several nodes: the socket that the meeting place listens on."""
+    interface: str | None = None
+    """Network interface of Gloo."""
+    init_method: str | None = None
+    """A ``file://`` meeting place of several nodes, given by the user."""
+    inherited: tuple[int, ...] = ()
+    """Further descriptors that the payload refers to."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables to set in the rank, after its interpreter started."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Pickled while the process is being started: what it must inherit is said here.
+        popen = get_spawning_popen()
+        if popen is not None:
+            own = [self.words_fd, self.store_fd, self.result_fd, *self.record_fds, *self.stack_fds, *self.inherited]
+            for fd in {*own, *([] if self.listen_fd is None else [self.listen_fd])}:
+                popen.duplicate_for_child(fd)
+        return _make_start, (self.__dict__,)
+
+    def rank_of(self, local_rank: int) -> Rank:
+        """Place of one of this node's ranks among all."""
+        return Rank(
+            rank=self.rank + local_rank,
+            world_size=self.world_size,
+            local_rank=local_rank,
+            local_world_size=self.local_world_size,
+            node_rank=self.node_rank,
+            num_nodes=self.num_nodes,
+        )
+
+    def map_words(self) -> memoryview:
+        """The words that ranks and parent share: those of the stop agreement, then a state for each rank."""
+        return memoryview(mmap.mmap(self.words_fd, 0)).cast("q")
+
+
+def _make_start(fields: dict[str, Any]) -> Start:
+    return Start(**fields)
+
+
+class Ended(BaseException):
+    """Raised in a rank by the parent's SIGTERM, so that ``finally`` blocks run."""
+
+
+_started = False
+
+
+def started_by_launch() -> bool:
+    """Whether this process is a rank that ``launch`` started."""
+    return _started
+
+
+def run_rank(local_rank: int, start: Start) -> None:
+    """The whole life of a rank; what ``torch.multiprocessing.spawn`` calls."""
+    global _started
+    _started = True
+    me = start.rank_of(local_rank)
+    record_fd, stack_fd = start.record_fds[local_rank], start.stack_fds[local_rank]
+    for fd in {start.words_fd, start.store_fd, start.result_fd, *start.record_fds, *start.stack_fds, *start.inherited}:
+        os.set_inheritable(fd, False)  # not for programs that user code starts
+    words = start.map_words()
+    stop = SharedStop(words, local_rank, start.local_world_size, start.timeout_s)
+    state = SharedStop.num_words(start.local_world_size) + local_rank
+    faulthandler.enable(file=stack_fd, all_threads=True)  # a crash in native code leaves its Python stack
+    if STACK_SIGNAL is not None:
+        faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True)
+    end_with_parent()
+    exitcode = 0
+    with rank_signals(stop, ended=lambda: stop.aborted or parent_is_gone(), end=Ended), contextlib.ExitStack() as undo:
+        try:
+            undo.enter_context(_streams(me))
+            words[state] = State.RUNNING
+            result = _work(start, me, stop, undo)
+            if local_rank == 0:
+                _write_result(start.result_fd, result)
+            words[state] = State.DONE
+        except BaseException as error:
+            exitcode = _fail(error, start, me, stop, words, state, record_fd)
+    # The process group is gone; what follows is the interpreter's own end.
+    if exitcode:
+        sys.exit(exitcode)
+
+
+def _work(start: Start, me: Rank, stop: SharedStop, undo: contextlib.ExitStack) -> Any:
+    os.environ.update(start.environment)
+    os.environ.update(
+        RANK=str(me.rank),
+        WORLD_SIZE=str(me.world_size),
+        LOCAL_RANK=str(me.local_rank),
+        LOCAL_WORLD_SIZE=str(me.local_world_size),
+    )
+    if start.num_threads is not None:
+        torch.set_num_threads(start.num_threads)
+    _allow_many_descriptors()
+    device = torch.device(start.devices[me.local_rank])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    function = start.parcel.open(device)
+    _make_group(start, me, device)
+    undo.callback(_leave_group)
+    return function(stop)
+
+
+def _make_group(start: Start, me: Rank, device: torch.device) -> None:
+    if start.interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = start.interface
+    timeout = timedelta(seconds=start.timeout_s)
+    store: dist.Store
+    if start.init_method is not None:
+        dist.init_process_group(
+            start.backend,
+            init_method=start.init_method,
+            rank=me.rank,
+            world_size=me.world_size,
+            timeout=timeout,
+        )
+        return
+    if start.store_address is None:
+        store = dist.FileStore(anonymous_path(start.store_fd), me.world_size)
+    else:
+        host, port = start.store_address
+        listen_fd = start.listen_fd if me.rank == 0 else None
+        store = dist.TCPStore(
+            host,
+            port,
+            me.world_size,
+            is_master=me.rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listen_fd,
+        )
+    dist.init_process_group(start.backend, store=store, rank=me.rank, world_size=me.world_size, timeout=timeout)
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _fail(
+    error: BaseException, start: Start, me: Rank, stop: SharedStop, words: memoryview, state: int, record_fd: int
+) -> int:
+    """Record the error while the group is still up, so that no other rank's error can be earlier."""
+    if isinstance(error, Ended):
+        return 128 + signal.SIGTERM
+    failure = failure_of(error, me.rank)
+    write_record(record_fd, failure)
+    if failure.timeout:
+        # Stay, so that the others stay where they hang until the parent has asked them for their stacks.
+        words[state] = State.TIMED_OUT
+        deadline = time.monotonic() + _STACK_WAIT_S
+        while not stop.aborted and time.monotonic() < deadline:
+            time.sleep(0.01)
+    else:
+        words[state] = State.FAILED
+    return failure.exitcode or 1
+
+
+def _write_result(fd: int, result: Any) -> None:
+    from trainloop.transfer import dump_state
+
+    data = dump_state(result)
+    view = memoryview(data)
+    place = 0
+    while place < len(view):
+        place += os.pwrite(fd, view[place:], place)
+
+
+def _allow_many_descriptors() -> None:
+    """DataLoader workers send each tensor as a descriptor; where few are allowed, by a name in /dev/shm instead."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    wanted = 65536 if hard == unlimited else min(hard, 65536)
+    if soft != unlimited and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if hard != unlimited and hard < 4096:
+        torch.multiprocessing.set_sharing_strategy("file_system")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The parent
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def parent_is_gone() -> bool:
+    """Whether the process that started this one has ended."""
+    parent = multiprocessing.parent_process()
+    return parent is not None and not parent.is_alive()
+
+
+def end_with_parent() -> None:
+    """See to it that this process ends when its parent does, however that ends."""
+    # At once, and so that finally blocks run (Linux; the signal comes when the thread that spawned us ends).
+    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
+    if parent_is_gone():  # before the line above
+        os._exit(1)
+    threading.Thread(target=_outlive_parent_briefly, name="trainloop-parent-watch", daemon=True).start()
+
+
+def _outlive_parent_briefly() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()  # blocks on a pipe that closes with the parent
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_ORPHAN_GRACE_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Output
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class _Prefixed(io.TextIOBase):
+    """Writes whole lines to another stream, each with a prefix."""
+
+    def __init__(self, stream: TextIO, prefix: str) -> None:
+        self._stream = stream
+        self._prefix = prefix
+        self._line = ""
+        self._lock = threading.Lock()
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            *lines, self._line = (self._line + text).split("\n")
+            if lines:
+                # One write for all lines, so that ranks don't mix within a line.
+                self._stream.write("".join(f"{self._prefix}{line}\n" for line in lines))
+                self._stream.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def finish(self) -> None:
+        """Write the last line, if it has no end."""
+        if self._line:
+            self.write("\n")
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        return False
+
+    def writable(self) -> bool:
+        return True
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+
+@contextlib.contextmanager
+def _streams(me: Rank) -> Iterator[None]:
+    """Global rank 0 writes as it is; others' errors are prefixed, and their output is shown on request only."""
+    if me.rank == 0:
+        yield
+        return
+    stdout, stderr = sys.stdout, sys.stderr
+    prefix = f"[rank {me.rank}] "
+    errors = _Prefixed(stderr, prefix)
+    sys.stderr = errors  # type: ignore[assignment]
+    with open(os.devnull, "w") as nowhere:
+        shown = os.environ.get("TRAINLOOP_ALL_RANKS_OUTPUT", "0") not in ("", "0")
+        output: Any = _Prefixed(stdout, prefix) if shown else nowhere
+        sys.stdout = output
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = stdout, stderr
+            errors.finish()
+            if shown:
+                output.finish()

@@ -1,0 +1,259 @@
+"""This node's ranks, seen from the process that starts them: started, watched, ended, their result fetched."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import connection
+from typing import Any
+
+import torch
+
+from trainloop.launch.failures import Failure, exit_text, first_failure, read_record, worker_failed_error
+from trainloop.launch.main_guard import main_not_imported_again
+from trainloop.launch.rank_process import STACK_SIGNAL, Start, State, run_rank
+from trainloop.stopping import SharedStop
+from trainloop.transfer import load_state
+
+__all__ = ["Ranks"]
+
+_POLL_S = 0.1
+_UNWIND_S = 1.0  # after a failure: for the others' own errors to reach them
+_TERMINATE_S = 5.0  # after SIGTERM: for finally blocks
+_KILL_S = 2.0
+_DUMP_S = 1.0  # for the stacks of a rank
+
+_environment_lock = threading.Lock()  # os.environ and __main__ are the process's, and fits may run in threads
+
+
+class Ranks:
+    """The processes of one launch on this node.
+
+    Parameters
+    ----------
+    start : Start
+        What they are told.
+    """
+
+    def __init__(self, start: Start) -> None:
+        self._start = start
+        self._map = mmap.mmap(start.words_fd, 0)
+        self._words = memoryview(self._map).cast("q")
+        self.stop = SharedStop(self._words, -1, start.local_world_size)
+        self._processes: list[Any] = []
+        self._failures: dict[int, Failure] = {}
+        self._token = f"{os.getpid()}-{time.monotonic_ns()}"
+
+    def spawn(self, environment: dict[str, str]) -> None:
+        """Start the processes, with ``environment`` added to this process's own."""
+        before = set(multiprocessing.active_children())
+        with _environment_lock, _variables({**environment, "TRAINLOOP_LAUNCH": self._token}), _signals_blocked():
+            with main_not_imported_again():
+                try:
+                    context = torch.multiprocessing.spawn(
+                        run_rank, args=(self._start,), nprocs=self._start.local_world_size, join=False
+                    )
+                except BaseException:
+                    for process in set(multiprocessing.active_children()) - before:
+                        process.kill()
+                        process.join()
+                    raise
+        self._processes = list(context.processes)
+
+    # -- watching --------------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Wait until all ranks are done.
+
+        Raises
+        ------
+        WorkerFailedError
+            When one fails; the others have been ended then.
+        """
+        while True:
+            alive = self._alive()
+            if alive:
+                connection.wait([self._processes[r].sentinel for r in alive], timeout=_POLL_S)
+            if self._notice() or any(self._state(r) == State.TIMED_OUT for r in self._locals()):
+                self.fail()
+            if not self._alive():
+                return
+
+    def _locals(self) -> range:
+        return range(len(self._processes))
+
+    def _alive(self) -> list[int]:
+        return [r for r in self._locals() if self._processes[r].is_alive()]
+
+    def _state(self, local_rank: int) -> int:
+        return self._words[SharedStop.num_words(self._start.local_world_size) + local_rank]
+
+    def _notice(self, ended_by_us: frozenset[int] = frozenset()) -> bool:
+        """Take note of ranks that failed; whether there are any."""
+        for r in self._locals():
+            process = self._processes[r]
+            if r in self._failures:
+                continue
+            rank = self._start.rank + r
+            record = read_record(self._start.record_fds[r])
+            if record is not None:
+                self._failures[r] = record
+            elif r not in ended_by_us and not process.is_alive():
+                if self._state(r) == State.DONE and process.exitcode == 0:
+                    continue
+                self._failures[r] = Failure(
+                    rank=rank,
+                    time_ns=time.monotonic_ns(),
+                    type=None,
+                    exitcode=process.exitcode,
+                    # Gloo's threads abort the process when a neighbour is lost at a bad moment.
+                    consequence=process.exitcode == -signal.SIGABRT and bool(self._failures),
+                )
+        return bool(self._failures)
+
+    # -- ending ----------------------------------------------------------------------------------------------------
+
+    def fail(self) -> None:
+        """End all ranks and raise what the first failure was."""
+        stacks = self._stacks() if any(self._state(r) == State.TIMED_OUT for r in self._locals()) else {}
+        ended = self.end()
+        first = first_failure(list(self._failures.values()))
+        if first.type is None:
+            stacks = self._stacks(ask=False, ranks=[first.rank - self._start.rank])
+        raise worker_failed_error(
+            first, world_size=self._start.world_size, ended=[r for r in ended if r != first.rank], stacks=stacks
+        )
+
+    def end(self) -> list[int]:
+        """End all ranks, gently first; global ranks that were not done by themselves before."""
+        running = [self._start.rank + r for r in self._locals() if self._state(r) != State.DONE]
+        self.stop.abort()
+        self._join(_UNWIND_S)
+        self._notice()
+        signalled = frozenset(self._alive())
+        for r in signalled:
+            self._signal(r, signal.SIGTERM)
+        self._join(_TERMINATE_S)
+        for r in self._alive():
+            self._signal(r, signal.SIGCONT)
+            self._signal(r, signal.SIGKILL)
+        self._join(_KILL_S)
+        self._notice(ended_by_us=signalled)
+        _kill_strays(self._token)
+        return running
+
+    def _join(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while (alive := self._alive()) and (left := deadline - time.monotonic()) > 0:
+            connection.wait([self._processes[r].sentinel for r in alive], timeout=left)
+
+    def _signal(self, local_rank: int, number: int) -> None:
+        process = self._processes[local_rank]
+        if process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+    def _stacks(self, *, ask: bool = True, ranks: list[int] | None = None) -> dict[int, str]:
+        """Python stacks of all ranks: asked for now, or left by a crash, or from the error that ended the rank."""
+        ranks = list(self._locals()) if ranks is None else ranks
+        fds = self._start.stack_fds
+        if ask and STACK_SIGNAL is not None:
+            asked = [r for r in ranks if self._processes[r].is_alive()]
+            for r in asked:
+                self._signal(r, STACK_SIGNAL)
+            deadline = time.monotonic() + _DUMP_S
+            while time.monotonic() < deadline and not all(os.fstat(fds[r]).st_size for r in asked):
+                time.sleep(0.02)
+            time.sleep(0.1)  # a dump is written line by line
+            self._notice()
+        stacks = {}
+        for r in ranks:
+            text = os.pread(fds[r], 1 << 20, 0).decode(errors="replace")
+            failure = self._failures.get(r)
+            if failure is not None and failure.traceback:
+                text = failure.traceback
+            if text:
+                stacks[self._start.rank + r] = text
+            elif ask:
+                stacks[self._start.rank + r] = f"none: {_process_state(self._processes[r])}"
+        return stacks
+
+    def result(self) -> Any:
+        """What local rank 0's function returned."""
+        fd = self._start.result_fd
+        with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as data:
+            return load_state(data)
+
+    def close(self) -> None:
+        """Give back what belongs to the processes; none may be alive."""
+        for process in self._processes:
+            process.join()
+            process.close()
+        self.stop = SharedStop(memoryview(bytearray(64)).cast("q"), -1, 1)
+        self._words.release()
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+
+def _process_state(process: Any) -> str:
+    """Why a rank wrote no stack."""
+    if not process.is_alive():
+        return f"it ended with {exit_text(process.exitcode)}"
+    try:
+        with open(f"/proc/{process.pid}/status") as file:
+            state = next(line.split(":", 1)[1].strip() for line in file if line.startswith("State:"))
+    except (OSError, StopIteration):
+        return "it did not answer"
+    return f"it did not answer; the system says '{state}'"
+
+
+@contextlib.contextmanager
+def _variables(environment: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Children inherit the blocked signals, and let them in once they can handle them."""
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _kill_strays(token: str) -> None:
+    """Kill DataLoader workers whose rank was killed: they would notice only after some seconds.
+
+    They carry the launch's token in their environment. Other programs that user code started are left alone.
+    """
+    mark = f"TRAINLOOP_LAUNCH={token}".encode()
+    try:
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    except OSError:  # no /proc: they notice by themselves
+        return
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                marked = mark in file.read().split(b"\0")
+            if marked:
+                with open(f"/proc/{pid}/cmdline", "rb") as file:
+                    arguments = file.read().split(b"\0")
+                if b"--multiprocessing-fork" in arguments:
+                    os.kill(pid, signal.SIGKILL)
