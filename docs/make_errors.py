@@ -1,7 +1,7 @@
 """Writes errors.rst by making each mistake and noting what is said: python docs/make_errors.py
 
-Each mistake is a small script, run as a user would run it, in a process of its own. What differs from machine to machine
-(paths, addresses, line numbers of this library) is left out of the page, so that a test can compare it with a new run.
+Each mistake is a small script, run as a user would run it, in a process of its own. What differs from machine to
+machine (paths, addresses, this library's line numbers) is left out, so that a test can compare the page with a new run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,18 @@ class Net(TTModel):
 data = TensorDataset(torch.randn(8, 4), torch.zeros(8, dtype=torch.long))
 model, loader, criterion = Net(), DataLoader(data, batch_size=4), nn.CrossEntropyLoss()
 optimizer = optim.SGD(model.parameters(), lr=0.1)
-ddp = dict(gpu_mode="ddp", accelerator="cpu", devices=2, progress_bar=False)
+common = dict(optimizer=optimizer, criterion=criterion, accelerator="cpu", progress_bar=False)
+ddp = dict(gpu_mode="ddp", devices=2)
+
+class Wrapping(TTModel):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net(x)
+
+    get_loss, get_predictions = Net.get_loss, Net.get_predictions
 """
 
 
@@ -62,83 +73,117 @@ class Mistake:
 
 
 MISTAKES = [
-    Mistake("A mode in capitals", 'TrainLoop(model, loader, optimizer=optimizer, criterion=criterion, gpu_mode="DDP")'),
-    Mistake(
-        "A mode that is not offered",
-        'TrainLoop(model, loader, optimizer=optimizer, criterion=criterion, gpu_mode="fsdp")',
-    ),
-    Mistake("A plain module", "TrainLoop(nn.Linear(4, 2), loader, optimizer=optimizer, criterion=criterion)"),
-    Mistake("A dataset where a loader belongs", "TrainLoop(model, data, optimizer=optimizer, criterion=criterion)"),
-    Mistake(
-        "Neither epochs nor iterations",
-        'TrainLoop(model, loader, optimizer=optimizer, criterion=criterion, accelerator="cpu").fit()',
-    ),
+    Mistake("A mode in capitals", "TrainLoop(model, loader, **common, gpu_mode='DDP')"),
+    Mistake("A mode that is not offered", "TrainLoop(model, loader, **common, gpu_mode='fsdp')"),
+    Mistake("A plain module", "TrainLoop(nn.Linear(4, 2), loader, **common)"),
+    Mistake("A dataset where a loader belongs", "TrainLoop(model, data, **common)"),
+    Mistake("Neither epochs nor iterations", "TrainLoop(model, loader, **common).fit()"),
     Mistake(
         "A callback outside of a list",
-        "from trainloop.callbacks import TerminateOnNaN\n\n"
-        'TrainLoop(model, loader, optimizer=optimizer, criterion=criterion, accelerator="cpu").fit(num_epochs=1, callbacks=TerminateOnNaN())',
+        """
+        from trainloop.callbacks import TerminateOnNaN
+
+        TrainLoop(model, loader, **common).fit(num_epochs=1, callbacks=TerminateOnNaN())
+        """,
     ),
     Mistake(
-        "A device that isn't there", "from trainloop.devices import parse_devices\n\nparse_devices([0, 4], count=4)"
+        "A device that isn't there",
+        """
+        from trainloop.devices import parse_devices
+
+        parse_devices([0, 4], count=4)
+        """,
     ),
-    Mistake("No device at all", "from trainloop.devices import parse_devices\n\nparse_devices(0, count=4)"),
     Mistake(
-        "More than one may use",
-        "from trainloop.resources import ResourceQuota, plan\n\n"
-        "plan(ResourceQuota(num_cpus=8, num_gpus=1), num_trials=2, num_bag_folds=2, per_bag=ResourceQuota(num_cpus=10, num_gpus=1))",
+        "No device at all",
+        """
+        from trainloop.devices import parse_devices
+
+        parse_devices(0, count=4)
+        """,
+    ),
+    Mistake(
+        "More than there is to give",
+        """
+        from trainloop.resources import ResourceQuota, plan
+
+        bag = ResourceQuota(num_cpus=10, num_gpus=1)
+        plan(ResourceQuota(num_cpus=8, num_gpus=1), num_trials=2, num_bag_folds=2, per_bag=bag)
+        """,
     ),
     Mistake(
         "An open file in a dataset",
-        "TrainLoop(model, DataLoader(FromFile()), optimizer=optimizer, criterion=criterion, **ddp).fit(num_epochs=1)",
-        definitions="class FromFile(TensorDataset):\n    def __init__(self):\n        super().__init__(*data.tensors)\n"
-        "        self.file = open(__file__)",
+        "TrainLoop(model, DataLoader(FromFile()), **common, **ddp).fit(num_epochs=1)",
+        definitions="""
+        class FromFile(TensorDataset):
+            def __init__(self):
+                super().__init__(*data.tensors)
+                self.file = open(__file__)
+        """,
     ),
     Mistake(
         "The guard forgotten",
-        "TrainLoop(model, loader, optimizer=optimizer, criterion=criterion, **ddp).fit(num_epochs=1)",
+        "TrainLoop(model, loader, **common, **ddp).fit(num_epochs=1)",
         guarded=False,
     ),
     Mistake(
         "A rank that raises",
-        "model = Fails()\noptimizer = optim.SGD(model.parameters(), lr=0.1)\n"
-        "TrainLoop(model, loader, optimizer=optimizer, criterion=criterion, **ddp).fit(num_epochs=1)",
-        definitions="class Fails(Net):\n    def get_loss(self, batch_data, criterion, device):\n        if get_rank() == 1:\n"
-        '            raise ValueError("rank 1 has had enough")\n        return super().get_loss(batch_data, criterion, device)',
+        "TrainLoop(Fails(model), loader, **common, **ddp).fit(num_epochs=1)",
+        definitions="""
+        class Fails(Wrapping):
+            def get_loss(self, batch_data, criterion, device):
+                if get_rank() == 1:
+                    raise ValueError("rank 1 has had enough")
+                return super().get_loss(batch_data, criterion, device)
+        """,
     ),
     Mistake(
         "A rank that is killed",
-        "model = Dies()\noptimizer = optim.SGD(model.parameters(), lr=0.1)\n"
-        "TrainLoop(model, loader, optimizer=optimizer, criterion=criterion, **ddp).fit(num_epochs=1)",
-        definitions="import os, signal\n\nclass Dies(Net):\n    def get_loss(self, batch_data, criterion, device):\n"
-        "        if get_rank() == 1:\n            os.kill(os.getpid(), signal.SIGKILL)\n"
-        "        return super().get_loss(batch_data, criterion, device)",
+        "TrainLoop(Dies(model), loader, **common, **ddp).fit(num_epochs=1)",
+        definitions="""
+        import os, signal
+
+        class Dies(Wrapping):
+            def get_loss(self, batch_data, criterion, device):
+                if get_rank() == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return super().get_loss(batch_data, criterion, device)
+        """,
     ),
     Mistake(
         "A parameter without a gradient",
-        "model = Spare()\noptimizer = optim.SGD(model.parameters(), lr=0.1)\n"
-        "TrainLoop(model, loader, optimizer=optimizer, criterion=criterion, **ddp).fit(num_epochs=1)",
-        definitions="class Spare(Net):\n    def __init__(self):\n        super().__init__()\n        self.spare = nn.Linear(4, 4)",
+        "TrainLoop(Spare(model), loader, **common, **ddp).fit(num_epochs=1)",
+        definitions="""
+        class Spare(Wrapping):
+            def __init__(self, net):
+                super().__init__(net)
+                self.spare = nn.Linear(4, 4)
+        """,
     ),
     Mistake(
         "A loss that is no number",
-        'from trainloop.callbacks import TerminateOnNaN\n\nmodel.fc.weight.data[0, 0] = float("nan")\n'
-        'TrainLoop(model, loader, optimizer=optimizer, criterion=criterion, accelerator="cpu", progress_bar=False).fit(num_epochs=1, callbacks=[TerminateOnNaN()])',
+        """
+        from trainloop.callbacks import TerminateOnNaN
+
+        model.fc.weight.data[0, 0] = float("nan")
+        TrainLoop(model, loader, **common).fit(num_epochs=1, callbacks=[TerminateOnNaN()])
+        """,
     ),
     Mistake(
         "Nothing to go on from",
-        'TrainLoop(model, loader, optimizer=optimizer, criterion=criterion, accelerator="cpu").fit(num_epochs=1, resume_from="checkpoints/none")',
+        "TrainLoop(model, loader, **common).fit(num_epochs=1, resume_from='checkpoints/none')",
     ),
 ]
 
 
 def output_of(mistake: Mistake) -> str:
     """What the script prints before it ends, without what differs from run to run."""
-    action = mistake.code
+    action = textwrap.dedent(mistake.code).strip()
     if mistake.guarded:
         action = "if __name__ == '__main__':\n" + textwrap.indent(action, "    ")
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "train.py"
-        script.write_text(f"{BEGIN}\n{mistake.definitions}\n\n{action}\n")
+        script.write_text(f"{BEGIN}\n{textwrap.dedent(mistake.definitions)}\n{action}\n")
         done = subprocess.run(
             [sys.executable, script.name],
             cwd=folder,
@@ -167,7 +212,8 @@ def last_error(stderr: str) -> str:
 
 
 def shown(mistake: Mistake) -> str:
-    code = "\n\n".join(filter(None, [mistake.definitions, mistake.code]))
+    pieces = [textwrap.dedent(piece).strip() for piece in (mistake.definitions, mistake.code)]
+    code = "\n\n".join(filter(None, pieces))
     return (
         f"{mistake.title}\n{'-' * len(mistake.title)}\n\n"
         ".. not run: it is run by docs/make_errors.py\n"
@@ -180,10 +226,13 @@ def page() -> str:
     title = "What errors say"
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         parts = list(pool.map(shown, MISTAKES))
-    intro = (
-        "Each message says what was wrong, what was given, and what to do. This page was written by making the mistakes\n"
-        "(``docs/make_errors.py``); ``model``, ``loader``, ``optimizer`` and ``criterion`` are those of a small script, and ``ddp`` is\n"
-        '``dict(gpu_mode="ddp", accelerator="cpu", devices=2)``. :doc:`guides/failures` tells how to read them.\n'
+    intro = textwrap.dedent(
+        """\
+        Each message says what was wrong, what was given, and what to do. This page was written by making the mistakes
+        (``docs/make_errors.py``), each in a small script. In all of them, ``common`` is ``dict(optimizer=optimizer,
+        criterion=criterion, accelerator='cpu')``, ``ddp`` is ``dict(gpu_mode='ddp', devices=2)``, and ``Wrapping`` is a
+        ``TTModel`` around another module. :doc:`guides/failures` tells how to read them.
+        """
     )
     return f"{title}\n{'=' * len(title)}\n\n{intro}\n" + "\n".join(parts)
 

@@ -1,0 +1,135 @@
+"""Every example runs as it stands, as a user would run it, and prints what it promises."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+# What to pass, and what must be printed. The first group, where there is one, is a share that must be reached.
+SCRIPTS: dict[str, tuple[list[str], str, float]] = {
+    "single_training.py": (["--epochs", "4"], r"test accuracy: ([\d.]+)%", 90),
+    "dp_training.py": (["--epochs", "4"], r"test accuracy: ([\d.]+)%", 90),
+    "ddp_training.py": (["--epochs", "4"], r"test accuracy: ([\d.]+)%", 90),
+    "amp_training.py": (["--epochs", "4"], r"test accuracy: ([\d.]+)%", 90),
+    "plain_pytorch.py": (["--epochs", "4"], r"test accuracy: ([\d.]+)%", 90),
+    "wrappers_standalone.py": (["--epochs", "4"], r"accuracy[^\d]*([\d.]+)%", 90),
+    "tabular.py": (["--epochs", "40"], r"R2 on 71 held-out patients: 0\.(\d\d)", 25),
+    "text_transformer.py": (["--epochs", "3"], r"next letter on \d+ held-out lines: ([\d.]+)%", 25),
+    "gan.py": (["--epochs", "3"], r"discriminator thinks real: (\d+)%", 0),
+    "custom_callback.py": (["--epochs", "2"], r"2 epochs were timed", 0),
+    "custom_sampler.py": (["--epochs", "8"], r"test accuracy: ([\d.]+)%", 80),
+    "huggingface_style.py": (["--epochs", "4"], r"test accuracy: ([\d.]+)%", 85),
+    "resume_after_kill.py": ([], r"(?i)resum|identical", 0),
+    "tuning_bagging.py": ([], r"(?i)best", 0),
+}
+# Run by a test of their own below, or imported by the others.
+OTHERS = {"digits.py", "torchrun.sh", "two_hosts.py", "two_hosts.sh", "notebook.ipynb"}
+
+
+def environment() -> Mapping[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
+
+
+def run(command: list[str], folder: Path, timeout_s: float = 110) -> str:
+    """Run in an empty folder; a failure shows all that was printed."""
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        output, _ = process.communicate()
+        pytest.fail(f"{command} ran longer than {timeout_s} s:\n{output[-3000:]}")
+    assert process.returncode == 0, output[-6000:]
+    return output
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_example(name: str, tmp_path: Path) -> None:
+    if not (EXAMPLES / name).exists():
+        pytest.fail(f"examples/{name} is promised and missing")
+    arguments, promised, at_least = SCRIPTS[name]
+    output = run([sys.executable, str(EXAMPLES / name), *arguments], tmp_path)
+    found = re.search(promised, output)
+    assert found, f"{promised!r} not in:\n{output[-3000:]}"
+    if found.groups():
+        assert float(found[1]) >= at_least, found[0]
+    logs = re.search(r"TensorBoard logs: +(\S+)", output)
+    if logs:
+        files = [path for path in (tmp_path / logs[1]).rglob("*tfevents*") if path.stat().st_size > 100]
+        assert files, f"no TensorBoard events in {logs[1]}"
+
+
+def test_all_examples_are_run() -> None:
+    names = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
+    assert names <= set(SCRIPTS) | OTHERS, sorted(names - set(SCRIPTS) - OTHERS)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_example_is_short_and_says_what_it_is(path: Path) -> None:
+    text = path.read_text()
+    assert text.count("\n") <= 120
+    assert text.startswith('"""')
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    copy = shutil.copytree(EXAMPLES, tmp_path / "examples")
+    output = run(["bash", str(copy / "torchrun.sh"), "--epochs", "2"], tmp_path)
+    assert output.count("test accuracy") == 1, output  # two processes, one of which speaks
+
+
+@pytest.mark.hosts
+def test_two_hosts(tmp_path: Path) -> None:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("needs root and iproute2")
+    copy = shutil.copytree(EXAMPLES, tmp_path / "examples")
+    output = run(["bash", str(copy / "two_hosts.sh"), "--epochs", "2"], tmp_path)
+    checksums = re.findall(r"node \d: trained, checksum of the weights (\S+)", output)
+    assert len(checksums) == 2, output
+    assert checksums[0] == checksums[1], output
+    assert "test accuracy" in output
+
+
+def test_notebook(tmp_path: Path) -> None:
+    """``ddp`` in a notebook, with the model defined in a cell: run by a real kernel."""
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("nbclient")
+    code = """
+import sys, nbformat, nbclient
+notebook = nbformat.read(sys.argv[1], as_version=4)
+nbclient.NotebookClient(notebook, timeout=100, kernel_name="python3").execute()
+for cell in notebook.cells:
+    for output in cell.get("outputs", []):
+        print(output.get("text", "") or output.get("data", {}).get("text/plain", ""))
+"""
+    assert nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4).cells
+    # The kernel's command is looked up by name; a private data folder makes it this very interpreter.
+    kernels = tmp_path / "jupyter" / "kernels" / "python3"
+    kernels.mkdir(parents=True)
+    (kernels / "kernel.json").write_text(
+        '{"argv": ["%s", "-m", "ipykernel_launcher", "-f", "{connection_file}"], "display_name": "Python 3"}'
+        % sys.executable
+    )
+    script = tmp_path / "run_notebook.py"
+    script.write_text(f"import os\nos.environ['JUPYTER_PATH'] = {str(tmp_path / 'jupyter')!r}\n{code}")
+    output = run([sys.executable, str(script), str(EXAMPLES / "notebook.ipynb")], tmp_path)
+    found = re.search(r"test accuracy: ([\d.]+)%", output)
+    assert found, output[-3000:]
+    assert float(found[1]) > 85
