@@ -1,0 +1,13 @@
+"""Loaders of any kind, made into what one rank trains on and evaluates.
+
+* :func:`train_feed`: an epoch as optimizer steps, each rank's share of every global batch in them.
+* :func:`eval_feed`: the batches that one process would see, each on one rank.
+* :func:`count_samples`, :func:`move_to`: of batches of any shape.
+"""
+
+from trainloop.data.batches import count_samples, move_to
+from trainloop.data.evaluation import EvalFeed, eval_feed
+from trainloop.data.steps import StepShare
+from trainloop.data.train import TrainFeed, train_feed
+
+__all__ = ["EvalFeed", "StepShare", "TrainFeed", "count_samples", "eval_feed", "move_to", "train_feed"]

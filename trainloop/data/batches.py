@@ -1,0 +1,117 @@
+"""Batches of any shape: how many samples, and on which device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def count_samples(batch: Any, default: int | None = None) -> int:
+    """Samples in a batch of any shape.
+
+    That is the leading dimension of the first tensor or array that has one, found depth first in tuples, lists,
+    mappings and attributes of objects; where there is none, the length of the first list of anything else (strings,
+    say), or of an object that has a length; else ``default``; else 1.
+
+    Examples
+    --------
+    >>> count_samples({"text": ["a", "b", "c"], "weight": torch.ones(3)})
+    3
+    >>> count_samples((torch.tensor(1.0), torch.tensor(0)))
+    1
+    """
+    count = _leading_dimension(batch)
+    if count is None:
+        count = _length(batch)
+    if count is None:
+        count = default
+    return 1 if count is None else count
+
+
+def _parts(batch: Any) -> Iterable[Any]:
+    """What a batch is made of; nothing for a single value."""
+    if isinstance(batch, Mapping):
+        return batch.values()
+    if isinstance(batch, (tuple, list)):
+        return batch
+    if isinstance(batch, (str, bytes)):
+        return ()
+    return getattr(batch, "__dict__", {}).values()
+
+
+def _leading_dimension(batch: Any) -> int | None:
+    shape = getattr(batch, "shape", None)
+    if shape is not None:
+        return int(shape[0]) if len(shape) else None
+    if isinstance(num_graphs := getattr(batch, "num_graphs", None), int):
+        return num_graphs  # torch_geometric: tensors are over nodes, losses over graphs
+    counts = (_leading_dimension(part) for part in _parts(batch))
+    return next((count for count in counts if count is not None), None)
+
+
+def _length(batch: Any) -> int | None:
+    if isinstance(batch, (str, bytes)):
+        return None
+    if isinstance(batch, (Mapping, tuple, list)):
+        counts = (_length(part) for part in _parts(batch))
+        count = next((count for count in counts if count is not None), None)
+        # Of columns, the first one tells. Values that are no columns are the samples, but for tensors without
+        # dimensions, which are the columns of one sample.
+        if count is None and isinstance(batch, (tuple, list)) and not any(hasattr(part, "shape") for part in batch):
+            count = len(batch) or None
+        return count
+    try:
+        return len(batch)
+    except TypeError:
+        return None
+
+
+def move_to(batch: T, device: torch.device, *, non_blocking: bool = False) -> T:
+    """A batch of any shape, its tensors on ``device``.
+
+    Tuples, named tuples, lists and mappings keep their type; other objects are moved by their own ``to(device)`` where
+    they have one, and are left alone where not.
+
+    Parameters
+    ----------
+    batch
+        What a loader gave.
+    device : torch.device
+        Where to.
+    non_blocking : bool
+        Don't wait for copies from pinned memory; what follows on the current stream does.
+    """
+
+    def move(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return part.to(device, non_blocking=non_blocking)
+        if callable(getattr(part, "to", None)):  # also of mappings: BatchEncoding, TensorDict
+            try:
+                return part.to(device, non_blocking=non_blocking)
+            except TypeError:  # takes a device only
+                return part.to(device)
+        if isinstance(part, Mapping):
+            return _like(part, {key: move(value) for key, value in part.items()})
+        if isinstance(part, tuple) and hasattr(part, "_fields"):
+            return type(part)(*map(move, part))
+        if isinstance(part, (tuple, list)):
+            return _like(part, [move(item) for item in part])
+        return part
+
+    moved: T = move(batch)
+    return moved
+
+
+def _like(original: Any, content: Any) -> Any:
+    """``content`` in the original's own type, where that can be made from its content alone."""
+    if type(original) is type(content):
+        return content
+    try:
+        return type(original)(content)
+    except TypeError:
+        return content

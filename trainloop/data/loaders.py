@@ -1,0 +1,127 @@
+"""What kind of loader a user brought, and its twin for one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from trainloop.data.samplers import length_of
+from trainloop.data.streams import is_split
+from trainloop.errors import ConfigurationError
+
+
+def is_stream(loader: Any) -> bool:
+    """Whether a loader's dataset can only be read from its beginning on."""
+    return isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+
+
+def iterates_itself(loader: Any) -> bool:
+    """Whether a loader's class has an ``__iter__`` of its own, which need not pass on what the dataset gave."""
+    return type(loader).__iter__ is not DataLoader.__iter__
+
+
+def distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
+    """The sampler that shares a loader's samples out among ranks already, if there is one."""
+    for sampler in (
+        getattr(loader, "sampler", None),
+        getattr(loader, "batch_sampler", None),
+        getattr(getattr(loader, "batch_sampler", None), "sampler", None),
+        getattr(getattr(loader, "sampler", None), "sampler", None),
+    ):
+        if isinstance(sampler, DistributedSampler):
+            return sampler
+    return None
+
+
+def is_distributed(loader: Any) -> bool:
+    """Whether a loader gives each rank its own share already."""
+    return distributed_sampler(loader) is not None or is_split(loader) or is_split(getattr(loader, "dataset", None))
+
+
+def plain_batches(loader: Any) -> BatchSampler | None:
+    """The loader's batch sampler, where it cuts a sampler's order into batches and does nothing else."""
+    if not isinstance(loader, DataLoader) or is_stream(loader):
+        return None
+    index_sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    return index_sampler if type(index_sampler) is BatchSampler else None
+
+
+def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:
+    """An already distributed loader, its sampler's place checked, and set where the user could not know it.
+
+    Raises
+    ------
+    ConfigurationError
+        If its sampler is made for another number of ranks.
+    """
+    sampler = distributed_sampler(loader)
+    if sampler is None:
+        return loader
+    if sampler.num_replicas != world_size:
+        raise ConfigurationError(
+            f"{name} has a DistributedSampler with num_replicas={sampler.num_replicas}, but world_size={world_size}. "
+            f"Make it for {world_size}, or pass a loader without one: trainloop shares it out among ranks."
+        )
+    # A loader that was made before the ranks were started says the same rank on all of them.
+    sampler.rank = rank
+    return loader
+
+
+def check_asked(log: Sized, loader: Any, name: str) -> None:
+    """Raise where a loader gives a batch that it asked no indices for.
+
+    Raises
+    ------
+    ConfigurationError
+        If ``log``, of what was asked for and not yet given, is empty.
+    """
+    if not log:
+        raise ConfigurationError(
+            f"{name}: {type(loader).__name__}.__iter__ gave a batch without asking its sampler for it, so that its "
+            f"batches can't be shared out among ranks. Let its __iter__ read super().__iter__(), or pass a loader that "
+            f"is already distributed (with a DistributedSampler)."
+        )
+
+
+def check_iterable(loader: Any, name: str) -> None:
+    """Raise where something is no loader at all.
+
+    Raises
+    ------
+    ConfigurationError
+        If it can't be iterated.
+    """
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise ConfigurationError(
+            f"{name}={loader!r}: can't be iterated. Pass a torch DataLoader, or any iterable of batches."
+        )
+
+
+def check_trains(loader: Any, world_size: int, name: str) -> None:
+    """Raise where a loader can't give a single step to train on.
+
+    Raises
+    ------
+    ConfigurationError
+        If it is no iterable, has no samples, or drops all it has.
+    """
+    check_iterable(loader, name)
+    batches = plain_batches(loader)
+    samples = length_of(batches.sampler) if batches is not None else length_of(loader)
+    if samples == 0 and batches is not None:
+        raise ConfigurationError(
+            f"{name} has no samples: its dataset or sampler has length 0. Training needs one at least."
+        )
+    if samples == 0 and (batches is None and not isinstance(loader, DataLoader)):
+        raise ConfigurationError(f"{name} has no batches: its length is 0. Training needs one.")
+    if batches is not None and batches.drop_last and samples is not None:
+        needed = batches.batch_size * (1 if is_distributed(loader) else world_size)
+        if samples < needed:
+            raise ConfigurationError(
+                f"{name} has {samples} samples and drop_last=True, but one global batch takes {needed} (batch_size "
+                f"{batches.batch_size} on {world_size} rank{'s' * (world_size > 1)}): no batch would be left. Use "
+                f"drop_last=False, or a smaller batch_size."
+            )

@@ -1,0 +1,97 @@
+"""Micro-batches gathered into optimizer steps, and weighed over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+from trainloop.data.samplers import Shares
+from trainloop.sharding import weigh_step
+
+ExchangeInts = Callable[[list[int]], list[list[int]]]
+"""Collective: this rank's integers in, those of every rank out."""
+
+_NONE = -1  # in an exchange: no batch
+
+
+class StepShare(NamedTuple):
+    """What one rank does in one optimizer step. The lists are shared between steps: read them only."""
+
+    batches: list[Any]
+    """This rank's micro-batches; empty where the step's samples went to other ranks (then ``ragged`` is True)."""
+
+    sizes: list[int]
+    """Samples in each of ``batches``."""
+
+    scales: list[float] | None
+    """Factor of each micro-batch's loss, such that the mean over ranks of ``sum(scale * loss)`` is the mean over all
+    samples of the step. None: all micro-batches of all ranks are of one size; divide each loss by ``len(batches)``."""
+
+    total: int
+    """Samples of all ranks in this step."""
+
+    ragged: bool
+    """Whether ranks differ in their number of micro-batches, so that gradients can't be reduced in backward."""
+
+
+def steps_of_known(items: Iterator[tuple[Shares, Any]], grad_accumulation: int, rank: int) -> Iterator[StepShare]:
+    """Steps where every rank knows the sizes on every rank.
+
+    Parameters
+    ----------
+    items : iterator of (shares, batch)
+        Samples on each rank in each global batch, and this rank's part of it (any object where its share is 0).
+    grad_accumulation : int
+        Micro-batches of a step.
+    rank : int
+        This process's place in ``shares``.
+    """
+    if grad_accumulation == 1:
+        # One micro-batch a step, nearly always of the same shares as the one before.
+        known: Shares | None = None
+        for shares, batch in items:
+            if shares is not known:
+                known = shares
+                sizes, scales, total, ragged = _weigh([shares], rank)
+            yield StepShare([batch] if sizes else [], sizes, scales, total, ragged)
+        return
+    known_group: tuple[Shares, ...] | None = None
+    while group := list(islice(items, grad_accumulation)):
+        shares_of_group = tuple(shares for shares, _ in group)
+        if shares_of_group != known_group:
+            known_group = shares_of_group
+            sizes, scales, total, ragged = _weigh(list(known_group), rank)
+        yield StepShare([batch for shares, batch in group if shares[rank]], sizes, scales, total, ragged)
+
+
+def steps_of_exchanged(
+    items: Iterator[tuple[int, Any]], grad_accumulation: int, rank: int, exchange_ints: ExchangeInts
+) -> Iterator[StepShare]:
+    """Steps where only an exchange tells which rank still has data, and how much: one a step.
+
+    Collective: every rank iterates, until no rank has a batch left; one whose own data ended earlier takes part with
+    empty shares.
+
+    Parameters
+    ----------
+    items : iterator of (size, batch)
+        This rank's micro-batches with their numbers of samples; a size below zero stands for an empty share.
+    grad_accumulation, rank
+        As in :func:`steps_of_known`.
+    exchange_ints : callable
+        The exchange.
+    """
+    while True:
+        group = list(islice(items, grad_accumulation))
+        mine = [size for size, _ in group] + [_NONE] * (grad_accumulation - len(group))
+        sizes = [[size for size in of_rank if size >= 0] for of_rank in exchange_ints(mine)]
+        if not any(sizes):
+            return
+        weights = weigh_step(sizes, rank)
+        yield StepShare([batch for size, batch in group if size >= 0], sizes[rank], *weights)
+
+
+def _weigh(group: list[Shares], rank: int) -> tuple[list[int], list[float] | None, int, bool]:
+    sizes = [[shares[of_rank] for shares in group if shares[of_rank]] for of_rank in range(len(group[0]))]
+    return (sizes[rank], *weigh_step(sizes, rank))

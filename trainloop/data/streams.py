@@ -1,0 +1,214 @@
+"""A rank's share of an ``IterableDataset``: each sample on one rank, whatever the number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.utils.data._utils.worker as torch_worker
+from torch.utils.data import IterableDataset, Sampler
+
+from trainloop.data.randomness import Aside, SeedOnArrival, seed_cpu
+from trainloop.data.twins import twin
+from trainloop.rng import derive_seed
+
+
+class Share:
+    """What a rank gets of one global batch of a stream."""
+
+    def __init__(self, batch: Any, size: int) -> None:
+        self.batch = batch
+        self.size = size
+        """Samples in ``batch``; -1 where the rank has none."""
+
+    def pin_memory(self, *args: Any) -> Share:
+        """Called by a loader with ``pin_memory``."""
+        from torch.utils.data._utils.pin_memory import pin_memory
+
+        return Share(pin_memory(self.batch, *args), self.size)
+
+
+class StreamShard(IterableDataset[Share]):
+    """The global batches of an iterable dataset, of each the samples of one rank.
+
+    Each rank reads the whole stream, under the same random state, and keeps every ``world_size``-th sample of each
+    ``batch_size * world_size``. In a loader with workers, a dataset that shares its samples out among workers by
+    ``get_worker_info`` (itself, or in ``worker_init_fn``) does so as ever; of one that does not, and so would give
+    every sample once a worker, each worker takes its own global batches.
+
+    Parameters
+    ----------
+    dataset : IterableDataset
+        The user's own.
+    batch_size : int or None
+        Samples of one rank in a full global batch; None: the dataset's elements are batches, of which each rank takes
+        every ``world_size``-th.
+    rank, world_size : int
+        Whose share.
+    drop_last : bool
+        Leave out a short global batch.
+    """
+
+    def __init__(self, dataset: Any, batch_size: int | None, rank: int, world_size: int, drop_last: bool) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.drop_last = drop_last
+
+    def __iter__(self) -> Iterator[Any]:
+        """Samples of this rank in each global batch (maybe none), and the batch's index in this worker."""
+        worker = _WatchedWorkerInfo.current()
+        if _Arrived.seed is not None and worker is not None:
+            # A persistent worker lives through many epochs, each of which starts from its own seed.
+            seed_cpu(derive_seed(_Arrived.seed, worker.id_unasked))
+        stream = iter(self.dataset)
+        size = (self.batch_size or 1) * self.world_size
+        group_index = 0
+        mine: list[Any] = []
+        count = 0
+        for sample in stream:
+            if count % self.world_size == self.rank:
+                mine.append(sample)
+            count += 1
+            if count < size:
+                continue
+            if worker is None or worker.takes(group_index):
+                yield mine, group_index
+            group_index += 1
+            mine, count = [], 0
+        if count and not (self.drop_last and self.batch_size) and (worker is None or worker.takes(group_index)):
+            yield mine, group_index
+
+    def __len__(self) -> int:
+        return -(-len(self.dataset) // ((self.batch_size or 1) * self.world_size))
+
+
+class ShareCollate:
+    """Collates a rank's samples of one global batch, by the user's function, and counts them.
+
+    Parameters
+    ----------
+    collate_fn : callable
+        The user's own.
+    batched : bool
+        Whether it takes a list of samples, or one element (``batch_size=None``).
+    """
+
+    def __init__(self, collate_fn: Callable[[Any], Any], batched: bool, rank: int, world_size: int) -> None:
+        self.collate_fn = collate_fn
+        self.batched = batched
+        self.rank = rank
+        self.world_size = world_size
+        self.epoch_seed = 0
+        """Set before each epoch, for loading without workers; to workers it comes with the indices."""
+
+    def __call__(self, group: tuple[list[Any], int]) -> Share:
+        from trainloop.data.batches import count_samples
+
+        samples, group_index = group
+        if not samples:
+            return Share(None, -1)
+        if self.world_size == 1:
+            batch = self.collate_fn(samples if self.batched else samples[0])
+        else:
+            # What is drawn for a batch that only this rank collates must not move the stream's own random state, which
+            # has to stay the same on all ranks for them to see one stream.
+            seed = self.epoch_seed if _Arrived.seed is None else _Arrived.seed
+            with Aside(derive_seed(seed, "collate", self.rank, group_index)):
+                batch = self.collate_fn(samples if self.batched else samples[0])
+        return Share(batch, len(samples) if self.batched else count_samples(batch))
+
+
+class _Arrived:
+    """In a worker: the seed of the running epoch, as the indices bring it along."""
+
+    seed: int | None = None
+
+    @staticmethod
+    def set(seed: int) -> None:
+        _Arrived.seed = seed
+
+
+class EndlessSampler(Sampler[Any]):
+    """The indices that a loader asks for on behalf of a stream: no index at all, as often as asked."""
+
+    def __init__(self) -> None:
+        self.seed: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield None if self.seed is None else SeedOnArrival(None, self.seed, _Arrived.set)
+
+
+class _WatchedWorkerInfo:
+    """A worker's info that notes whether anybody asked which worker this is, of how many."""
+
+    def __init__(self, info: Any) -> None:
+        self.__dict__["_info"] = info
+        self.__dict__["_asked"] = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("id", "num_workers"):
+            self.__dict__["_asked"] = True
+        return getattr(self.__dict__["_info"], name)
+
+    @property
+    def id_unasked(self) -> int:
+        """The worker's id, for those whose asking means nothing."""
+        return int(self.__dict__["_info"].id)
+
+    def takes(self, group_index: int) -> bool:
+        """Whether this worker gives the global batch ``group_index`` of the stream that it reads."""
+        info = self.__dict__["_info"]
+        return self.__dict__["_asked"] or group_index % info.num_workers == info.id
+
+    @staticmethod
+    def current() -> _WatchedWorkerInfo | None:
+        """The watched info of this worker; None outside workers."""
+        info: Any = torch_worker._worker_info
+        assert info is None or isinstance(info, _WatchedWorkerInfo), "WatchWorker is the loader's worker_init_fn"
+        return info
+
+
+class WatchWorker:
+    """``worker_init_fn`` that puts the user's dataset and a watched info in place, then calls the user's own."""
+
+    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
+        self.worker_init_fn = worker_init_fn
+
+    def __call__(self, worker_id: int) -> None:
+        info: Any = torch_worker._worker_info
+        shard = info.dataset
+        user_info = torch_worker.WorkerInfo(
+            id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=shard.dataset
+        )
+        torch_worker._worker_info = _WatchedWorkerInfo(user_info)  # type: ignore[assignment]  # quacks like one
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(worker_id)
+
+
+def stream_twin(loader: Any, rank: int, world_size: int) -> Any:
+    """A loader of an iterable dataset that gives :class:`Share` objects: this rank's part of each global batch."""
+    batch_size = None if loader.batch_sampler is None else loader.batch_size
+    changes: dict[str, Any] = {
+        "dataset": StreamShard(loader.dataset, batch_size, rank, world_size, loader.drop_last),
+        "sampler": EndlessSampler(),
+        "batch_sampler": None,  # StreamShard cuts the stream into batches
+        "collate_fn": ShareCollate(loader.collate_fn, batch_size is not None, rank, world_size),
+    }
+    if loader.num_workers > 0:
+        changes["worker_init_fn"] = WatchWorker(loader.worker_init_fn)
+    return twin(loader, **changes)
+
+
+def seed_stream(loader: Any, seed: int) -> None:
+    """Set the seed of a :func:`stream_twin`'s next epoch; the same on all ranks, so that they read one stream."""
+    loader.collate_fn.epoch_seed = seed
+    # Without workers nothing is sent that could bring it along: the caller isolates the whole iteration.
+    loader.sampler.seed = seed if loader.num_workers > 0 else None
+
+
+def is_split(dataset: Any) -> bool:
+    """Whether an iterable dataset says that it is shared out among ranks already."""
+    return bool(getattr(dataset, "is_distributed", False)) or getattr(dataset, "_distributed", None) is not None

@@ -1,0 +1,162 @@
+"""Batches of an in-memory ``TensorDataset``: one indexing call a batch instead of one a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset, TensorDataset
+from torch.utils.data.dataloader import default_collate
+
+_BATCHES_AT_ONCE = 256
+
+
+class TensorRows:
+    """Rows of a ``TensorDataset``, also through (nested) ``Subset``, collated as ``default_collate`` would.
+
+    Parameters
+    ----------
+    tensors : tuple of Tensor
+        Contiguous, on the CPU, without gradients.
+    rows : Tensor or None
+        Of a subset: the row of each of its indices.
+    """
+
+    def __init__(self, tensors: tuple[Tensor, ...], rows: Tensor | None) -> None:
+        self._tensors = tensors
+        self._rows = rows
+
+    @classmethod
+    def of(cls, loader: Any) -> TensorRows | None:
+        """The rows of a loader's dataset; None where the loader does anything that one indexing call would not."""
+        if (
+            type(loader) is not DataLoader
+            or loader.collate_fn is not default_collate
+            or loader.num_workers
+            or loader.pin_memory
+            or loader.timeout
+            or loader.batch_sampler is None
+        ):
+            return None
+        dataset, rows = loader.dataset, None
+        while type(dataset) is Subset:
+            indices = dataset.indices
+            if not isinstance(indices, (list, range, tuple)) and not hasattr(indices, "__array__"):
+                return None
+            try:
+                inner = torch.as_tensor(list(indices) if isinstance(indices, range) else indices)
+            except (TypeError, ValueError, RuntimeError):
+                return None
+            if inner.dtype != torch.int64 or inner.dim() != 1:
+                return None
+            # Indices below zero count from the end, and those out of range are the dataset's own error to raise.
+            length = len(dataset.dataset)  # type: ignore[arg-type]  # an indexed dataset has a length
+            if inner.numel() and not -length <= int(inner.min()) <= int(inner.max()) < length:
+                return None
+            inner = torch.where(inner < 0, inner + length, inner)
+            rows = inner if rows is None else inner.index_select(0, rows)
+            dataset = dataset.dataset
+        if type(dataset) is not TensorDataset or not all(map(_is_plain, dataset.tensors)):
+            return None
+        return cls(dataset.tensors, rows)
+
+    def slice(self, start: int, stop: int) -> list[Tensor]:
+        """The batch of the indices from ``start`` to ``stop``, copied."""
+        if self._rows is not None:
+            return [tensor.index_select(0, self._rows[start:stop]) for tensor in self._tensors]
+        return [tensor[start:stop].clone() for tensor in self._tensors]
+
+    def take(self, indices: Tensor, batch_size: int) -> Iterator[list[Tensor]]:
+        """Batches of ``batch_size`` of the indices (int64, not below zero), the last one maybe shorter."""
+        tensors, rows = self._tensors, self._rows
+        at_once = batch_size * _BATCHES_AT_ONCE
+        for start in range(0, len(indices), at_once):
+            chunk = indices[start : start + at_once]
+            for index in (chunk if rows is None else rows.index_select(0, chunk)).split(batch_size):
+                yield [tensor.index_select(0, index) for tensor in tensors]
+
+    def take_list(self, indices: list[Any]) -> list[Tensor]:
+        """The batch of a list of indices, as a sampler gives them."""
+        index = torch.as_tensor(indices)
+        if self._rows is not None:
+            index = self._rows[index]
+        # Not index_select: indices below zero count from the end, as they do in the dataset.
+        return [tensor[index] for tensor in self._tensors]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    # Whatever else could make index_select differ from a stack of rows, in values, strides or autograd.
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.requires_grad
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def draw_base_seed(loader: DataLoader[Any]) -> None:
+    """Draw what ``iter(loader)`` draws for the seeds of workers: before anything else, and without workers too."""
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+
+
+def loader_batches(rows: TensorRows, loader: DataLoader[Any]) -> Iterator[list[Tensor]]:
+    """One epoch of a loader, batch for batch and draw for draw of random numbers what ``iter(loader)`` gives.
+
+    Parameters
+    ----------
+    rows : TensorRows
+        ``TensorRows.of(loader)``.
+    loader : DataLoader
+        With any batch sampler.
+    """
+    draw_base_seed(loader)
+    batch_sampler: Any = loader.batch_sampler
+    if type(batch_sampler) is BatchSampler:
+        sampler, size, drop_last = batch_sampler.sampler, batch_sampler.batch_size, batch_sampler.drop_last
+        if type(sampler) is SequentialSampler:
+            length = len(sampler)
+            stop = length - length % size if drop_last else length
+            for start in range(0, stop, size):
+                yield rows.slice(start, min(start + size, stop))
+            return
+        # Draws of several permutations from a user's generator are spread over the epoch: left to the sampler.
+        several = sampler.num_samples != len(sampler.data_source) if type(sampler) is RandomSampler else True
+        if type(sampler) is RandomSampler and not sampler.replacement and not (several and sampler.generator):
+            yield from _shuffled(rows, sampler, size, drop_last)
+            return
+    for indices in batch_sampler:
+        yield rows.take_list(indices)
+
+
+def _shuffled(rows: TensorRows, sampler: RandomSampler, size: int, drop_last: bool) -> Iterator[list[Tensor]]:
+    generator = sampler.generator
+    if generator is None:
+        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        generator = torch.Generator()
+        generator.manual_seed(seed)
+    num_indices, length = len(sampler.data_source), sampler.num_samples
+    if length != num_indices:  # several permutations, or a part of one
+        indices = torch.cat(list(_permutations(num_indices, length, generator)))
+        yield from islice(rows.take(indices, size), length // size if drop_last else None)
+        return
+    order = torch.randperm(num_indices, generator=generator)
+    stop = length - length % size
+    yield from rows.take(order[:stop], size)
+    # RandomSampler draws one permutation more when it is asked for more than it has: moving the user's generator on.
+    if sampler.generator is not None:
+        torch.randperm(num_indices, generator=generator)
+    if stop < length and not drop_last:
+        yield from rows.take(order[stop:], size)
+
+
+def _permutations(num_indices: int, length: int, generator: torch.Generator) -> Iterable[Tensor]:
+    for _ in range(length // num_indices):
+        yield torch.randperm(num_indices, generator=generator)
+    yield torch.randperm(num_indices, generator=generator)[: length % num_indices]

@@ -1,0 +1,24 @@
+"""A loader like another in all but a few of its parts."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from torch.utils.data import DataLoader
+
+Loader = TypeVar("Loader", bound="DataLoader[Any]")
+
+
+def twin(loader: Loader, **changes: Any) -> Loader:
+    """A loader that is like another in all but ``changes``, whatever its class and that class's own arguments.
+
+    Attributes are copied rather than the constructor called again: a subclass may have computed them from arguments
+    that are gone. ``DataLoader`` forbids to set some of them later, but only because its own constructor has drawn
+    conclusions from them, which the caller replaces too.
+    """
+    copy = object.__new__(type(loader))
+    copy.__dict__.update(loader.__dict__)
+    # The user's own persistent workers, and what it counted, stay with the user's loader.
+    copy.__dict__.update(_iterator=None, _IterableDataset_len_called=None)
+    copy.__dict__.update(changes)
+    return copy

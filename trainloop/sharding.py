@@ -1,0 +1,298 @@
+"""Which rank takes which sample, in which order, and what it weighs: arithmetic over ints, no torch.
+
+An epoch is one *global order* of samples. ``batch_size`` of each of ``world_size`` ranks make a *global batch*: the
+next ``batch_size * world_size`` samples, of which rank ``r`` takes every ``world_size``-th from its ``r``-th on. So
+any number of ranks with the same global batch size sees the same global batches; the last is short, never padded::
+
+    order         7 2 9 4 | 0 5 8 1 | 3 6            10 samples, batch_size 2, 2 ranks
+    rank 0        7   9   | 0   8   | 3
+    rank 1          2   4 |   5   1 |   6
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "BatchPlan",
+    "IdentityOrder",
+    "Order",
+    "PermutedOrder",
+    "StepWeights",
+    "index_blocks",
+    "shard_size",
+    "weigh_step",
+]
+
+Ints = npt.NDArray[np.int64]
+_Words = npt.NDArray[np.uint64]
+
+_MASK64 = 2**64 - 1
+
+
+def shard_size(total: int, rank: int, world_size: int) -> int:
+    """How many of ``total`` things rank ``rank`` takes: those at ``rank, rank + world_size, ...``.
+
+    Examples
+    --------
+    >>> [shard_size(10, rank, 4) for rank in range(4)]
+    [3, 3, 2, 2]
+    """
+    return max(0, (total - rank + world_size - 1) // world_size)
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """An epoch's global batches, where the number of samples is known."""
+
+    num_samples: int
+    """Samples in the global order, over all ranks."""
+
+    batch_size: int
+    """Samples of one rank in a full global batch."""
+
+    world_size: int = 1
+    """Ranks that share each global batch."""
+
+    drop_last: bool = False
+    """Leave out the last global batch where it is short."""
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of all ranks in a full global batch."""
+        return self.batch_size * self.world_size
+
+    @property
+    def num_full(self) -> int:
+        """Full global batches of an epoch."""
+        return self.num_samples // self.global_batch_size
+
+    @property
+    def last_size(self) -> int:
+        """Samples of all ranks in the short global batch that ends the epoch; 0 where there is none."""
+        return 0 if self.drop_last else self.num_samples % self.global_batch_size
+
+    @property
+    def num_batches(self) -> int:
+        """Global batches of an epoch; each rank has as many, of which the last may be empty."""
+        return self.num_full + (self.last_size > 0)
+
+    @property
+    def num_taken(self) -> int:
+        """Samples that an epoch trains on, over all ranks."""
+        return self.num_full * self.global_batch_size + self.last_size
+
+    def shares(self, batch_index: int) -> tuple[int, ...]:
+        """Samples of each rank in the global batch ``batch_index``."""
+        if batch_index < self.num_full:
+            return (self.batch_size,) * self.world_size
+        return tuple(shard_size(self.last_size, rank, self.world_size) for rank in range(self.world_size))
+
+    def positions(self, rank: int, first_batch: int, num_batches: int) -> tuple[int, int, int]:
+        """Where rank ``rank`` finds its samples of some global batches, as ``range(start, stop, step)`` of the order.
+
+        A full global batch is a multiple of ``world_size`` long, so that a rank's samples are one stride over the whole
+        epoch, whatever the batch.
+        """
+        start = first_batch * self.global_batch_size + rank
+        stop = min((first_batch + num_batches) * self.global_batch_size, self.num_taken)
+        return start, max(start, stop), self.world_size
+
+
+# -- the global order, by position -------------------------------------------------------------------------------------
+
+
+class Order(Protocol):
+    """A global order of samples that can be read at any position."""
+
+    def __len__(self) -> int: ...
+
+    def at(self, positions: Ints) -> Ints:
+        """Indices of the samples at ``positions`` (int64, each in ``[0, len))``."""
+        ...
+
+
+class IdentityOrder:
+    """Dataset order."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def at(self, positions: Ints) -> Ints:
+        """The positions themselves."""
+        return positions
+
+
+class PermutedOrder:
+    """A shuffled order that is computed where it is read, and so costs no memory and no time to start.
+
+    Parameters
+    ----------
+    num_indices : int
+        Size of the dataset; indices are in ``[0, num_indices)``.
+    key : int
+        Any integer: the same key gives the same permutation on every machine and version.
+    length : int, optional
+        Length of the order. Shorter than ``num_indices``: that many samples without repetition. Longer: one
+        permutation after another, each of its own key, as ``RandomSampler(num_samples=...)`` has it.
+
+    Notes
+    -----
+    Up to ``SORTED_UP_TO`` indices, positions are sorted by the SplitMix64 stream of the key, a uniform shuffle as far
+    as the stream is random. Above, a Feistel network of 8 rounds permutes the numbers of the fewest bits that hold
+    ``num_indices``; whoever lands outside is sent through again until inside (cycle walking; less than 2 passes on
+    average). Networks over few bits are measurably not uniform, hence the threshold.
+
+    A block of 4,096 positions takes about a millisecond.
+
+    References
+    ----------
+    Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002 (cycle walking).
+    Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014 (SplitMix64).
+    """
+
+    SORTED_UP_TO = 2**14
+    ROUNDS = 8
+
+    def __init__(self, num_indices: int, key: int, length: int | None = None) -> None:
+        self.num_indices = num_indices
+        self._key = key
+        self._length = num_indices if length is None else length
+        self._cycles: dict[int, _Permutation] = {}
+
+    def __len__(self) -> int:
+        return self._length
+
+    def at(self, positions: Ints) -> Ints:
+        """Indices of the samples at ``positions``, each in ``[0, len)``, in any order."""
+        if self._length <= self.num_indices:
+            return self._cycle(0).at(positions)
+        cycles, places = np.divmod(positions, self.num_indices)
+        indices = np.empty_like(positions)
+        for cycle in np.unique(cycles):
+            here = cycles == cycle
+            indices[here] = self._cycle(int(cycle)).at(places[here])
+        return indices
+
+    def _cycle(self, cycle: int) -> _Permutation:
+        if cycle not in self._cycles:
+            if len(self._cycles) > 1:  # an epoch goes forward: of two at most, the older is not read again
+                self._cycles.pop(min(self._cycles))
+            self._cycles[cycle] = _Permutation(self.num_indices, _mix(_mix(self._key & _MASK64) ^ cycle))
+        return self._cycles[cycle]
+
+
+class _Permutation:
+    """One permutation of ``range(length)``, read by position."""
+
+    def __init__(self, length: int, key: int) -> None:
+        self._length = length
+        self._key = key
+        # At least two bits, so that each half of a number has one.
+        bits = max(2, (length - 1).bit_length())
+        self._low_bits = bits // 2
+        self._high_bits = bits - bits // 2
+        self._round_keys = [np.uint64(_mix(key + (i + 1) * _GOLDEN)) for i in range(PermutedOrder.ROUNDS)]
+
+    @cached_property
+    def _sorted(self) -> Ints:
+        return np.argsort(_mix_array(np.uint64(self._key) + _GOLDEN_64 * np.arange(self._length, dtype=np.uint64)))
+
+    def at(self, positions: Ints) -> Ints:
+        if self._length <= PermutedOrder.SORTED_UP_TO:
+            return self._sorted[positions]
+        words = self._encrypt(positions.astype(np.uint64))
+        outside = np.flatnonzero(words >= self._length)
+        while outside.size:
+            words[outside] = again = self._encrypt(words[outside])
+            outside = outside[again >= self._length]
+        return words.astype(np.int64)
+
+    def _encrypt(self, words: _Words) -> _Words:
+        # An unbalanced network: the halves' widths differ by one where the number of bits is odd, and swap each round.
+        low_bits, high_bits = self._low_bits, self._high_bits
+        low, high = words & np.uint64(2**low_bits - 1), words >> np.uint64(low_bits)
+        for round_key in self._round_keys:
+            # (high, low) -> (low, high ^ f(low)): the new low half is as wide as the old high one.
+            low, high = high ^ (_mix_array(low ^ round_key) >> np.uint64(64 - high_bits)), low
+            low_bits, high_bits = high_bits, low_bits
+        return (high << np.uint64(low_bits)) | low
+
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN_64 = np.uint64(_GOLDEN)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def _mix_array(words: _Words) -> _Words:
+    """SplitMix64's finalizer: a bijection over 64 bits after which each bit depends on all."""
+    words = (words ^ (words >> np.uint64(30))) * _MIX_1
+    words = (words ^ (words >> np.uint64(27))) * _MIX_2
+    return words ^ (words >> np.uint64(31))
+
+
+def _mix(word: int) -> int:
+    return int(_mix_array(np.array([word & _MASK64], dtype=np.uint64))[0])
+
+
+# -- blocks of a rank's indices ----------------------------------------------------------------------------------------
+
+
+def index_blocks(order: Order, plan: BatchPlan, rank: int, first_batch: int = 0, block: int = 4096) -> Iterator[Ints]:
+    """A rank's indices from the global batch ``first_batch`` on, in blocks of about ``block`` that end with a batch."""
+    batches = max(1, block // plan.batch_size)
+    for batch_index in range(first_batch, plan.num_batches, batches):
+        start, stop, step = plan.positions(rank, batch_index, batches)
+        if start < stop:
+            yield order.at(np.arange(start, stop, step, dtype=np.int64))
+
+
+# -- what a micro-batch weighs in its step -----------------------------------------------------------------------------
+
+
+class StepWeights(NamedTuple):
+    """How one rank weighs its micro-batches, so that the mean over ranks is the mean over the step's samples."""
+
+    scales: list[float] | None
+    """Factor of each of this rank's losses; None: all alike, each loss is divided by their number."""
+
+    total: int
+    """Samples of all ranks in the step."""
+
+    ragged: bool
+    """Whether ranks differ in their number of micro-batches."""
+
+
+def weigh_step(sizes: Sequence[Sequence[int]], rank: int) -> StepWeights:
+    """Weights of rank ``rank``'s micro-batches in a step.
+
+    Parameters
+    ----------
+    sizes : sequence of sequence of int
+        Samples in each micro-batch of each rank: ``sizes[rank][micro_batch]``; empty for a rank without any.
+    rank : int
+        Whose weights.
+
+    Examples
+    --------
+    Two ranks with 3 and 1 samples: the mean over ranks of ``scale * loss`` counts each sample once.
+
+    >>> weigh_step([[3], [1]], rank=0)
+    StepWeights(scales=[1.5], total=4, ragged=False)
+    """
+    total = sum(map(sum, sizes))
+    ragged = len(set(map(len, sizes))) > 1
+    if not ragged and len({size for of_rank in sizes for size in of_rank}) <= 1:
+        return StepWeights(None, total, ragged)
+    # A step of empty batches only has no mean; it gets no weight rather than a division by zero.
+    return StepWeights([size * len(sizes) / total if total else 0.0 for size in sizes[rank]], total, ragged)
