@@ -6,8 +6,9 @@ folds (both pure), ``gpu_or_cpu`` trains where a GPU build may be missing. ``Tra
 
 from __future__ import annotations
 
+from trainloop.resources.fallback import gpu_or_cpu
 from trainloop.resources.machine import available
 from trainloop.resources.plan import Plan, hold, place, plan
 from trainloop.resources.quota import ResourceQuota, Resources
 
-__all__ = ["Plan", "ResourceQuota", "Resources", "available", "hold", "place", "plan"]
+__all__ = ["Plan", "ResourceQuota", "Resources", "available", "gpu_or_cpu", "hold", "place", "plan"]

@@ -128,8 +128,7 @@ def exact(num_gpus: object) -> Fraction:
             meant = Fraction(int(num_gpus.numerator), int(num_gpus.denominator))
             if meant >= 0:
                 return meant
-        elif math.isfinite(num_gpus) and num_gpus >= 0:
-            value = float(num_gpus)
+        elif math.isfinite(value := float(num_gpus)) and value >= 0:
             simple = Fraction(value).limit_denominator(1024)
             # Fractions of such denominators lie 1e-6 apart, and a single-precision float 3e-8 off what it means.
             if abs(simple - Fraction(value)) <= Fraction(1, 10**7) and (simple or not value):

@@ -1,0 +1,397 @@
+"""A quota in force: CPUs, threads, GPU memory and main memory of this process and its children; and then not any more.
+
+:func:`applied` is the one place that changes the process, and takes every change back however its block ends. What it
+applies is decided by the functions above it, which return values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from trainloop.errors import ResourceError
+from trainloop.resources import lease
+from trainloop.resources.machine import available
+from trainloop.resources.quota import ResourceQuota, Resources, exact, format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "applied",
+    "cap_workers",
+    "check_quota",
+    "child_environment",
+    "cpu_shares",
+    "devices_under",
+]
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+# -- what a quota means here -----------------------------------------------------------------------------------------
+
+
+def check_quota(quota: ResourceQuota, *, ranks: int = 1, machine: Resources | None = None) -> None:
+    """Whether this machine can meet what one run asks for itself.
+
+    Parameters
+    ----------
+    quota : ResourceQuota
+        Of the run on this node, all its ranks together.
+    ranks : int
+        Processes that train on this node.
+    machine : Resources, optional
+        Stands in for :func:`~trainloop.resources.available`.
+
+    Raises
+    ------
+    ResourceError
+        If it asks for more than there is (a clamp would hide that), for CPUs fewer than ranks, or for a fraction of
+        GPUs that one model can't have.
+    """
+    if not isinstance(quota, ResourceQuota):
+        raise ResourceError(
+            f"resources={quota!r}: must be a ResourceQuota, e.g. resources=ResourceQuota(num_cpus=2, num_gpus=0.5)."
+        )
+    machine = available() if machine is None else machine
+    if quota.num_cpus != "auto":
+        if quota.num_cpus > machine.num_cpus:
+            raise ResourceError(
+                f"num_cpus={quota.num_cpus}: this process may use {machine.num_cpus}, "
+                f"by {_least(machine.cpu_limits)}. Ask for {machine.num_cpus} at most, or 'auto'. "
+                "print(trainloop.resources.available()) shows the limits."
+            )
+        if quota.num_cpus < ranks:
+            raise ResourceError(
+                f"num_cpus={quota.num_cpus} for {ranks} ranks: each takes one CPU at least. "
+                f"Ask for {ranks} CPUs or more, or start fewer ranks."
+            )
+    if quota.num_gpus != "auto":
+        gpus = exact(quota.num_gpus)
+        if gpus > machine.num_gpus:
+            raise ResourceError(
+                f"num_gpus={quota.num_gpus}: {machine.num_gpus} are visible here. "
+                "Ask for no more than these, or 'auto'."
+            )
+        if gpus > 1 and gpus.denominator != 1:
+            raise ResourceError(
+                f"num_gpus={quota.num_gpus}: one model takes a fraction up to 1 of one GPU, or whole GPUs. "
+                f"Use {math.floor(gpus)} or {math.ceil(gpus)}."
+            )
+    if quota.memory != "auto" and int(quota.memory) > machine.memory:
+        raise ResourceError(
+            f"memory={format_bytes(int(quota.memory))}: this process may use {format_bytes(machine.memory)}, by "
+            f"{_least(machine.memory_limits)}. Ask for less, or 'auto'."
+        )
+
+
+def _least(limits: Sequence[tuple[int, str]]) -> str:
+    return min(limits, default=(0, "what is available"))[1]
+
+
+def devices_under(quota: ResourceQuota | None, devices: list[torch.device], asked: object) -> list[torch.device]:
+    """The run's devices, held to the quota's GPUs.
+
+    Parameters
+    ----------
+    quota : ResourceQuota or None
+        Of the run on this node.
+    devices : list of torch.device
+        What :func:`trainloop.devices.resolve` gave.
+    asked : object
+        The user's ``devices``: ``'auto'`` follows the quota, an explicit request must fit it.
+
+    Returns
+    -------
+    list of torch.device
+        At most as many GPUs as the quota has, a fraction counting as one; the CPU where it has none.
+
+    Raises
+    ------
+    ResourceError
+        If more GPUs were asked for explicitly.
+    """
+    if quota is None or quota.num_gpus == "auto" or devices[0].type == "cpu":
+        return devices
+    most = math.ceil(exact(quota.num_gpus))
+    if len(devices) <= most:
+        return devices
+    if not (isinstance(asked, str) and asked.strip().lower() == "auto"):
+        raise ResourceError(
+            f"devices={asked!r} are {len(devices)} GPUs, but the quota has num_gpus={quota.num_gpus}. "
+            f"Use devices='auto', or num_gpus={len(devices)}."
+        )
+    import torch
+
+    return devices[:most] or [torch.device("cpu")]
+
+
+def cpu_shares(quota: ResourceQuota | None, ranks: int, cpus: Sequence[int] | None = None) -> list[list[int]]:
+    """CPUs of each rank: disjoint, as equal as they go, the first ranks one more.
+
+    Parameters
+    ----------
+    quota : ResourceQuota or None
+        Of the run on this node; without one the machine is divided.
+    ranks : int
+        Processes that train on this node.
+    cpus : sequence of int, optional
+        CPUs to divide, if not this process's affinity mask.
+
+    Returns
+    -------
+    list of list of int
+        Where there are fewer CPUs than ranks all of them share all.
+    """
+    own = list(_affinity() if cpus is None else cpus)
+    if quota is not None and quota.num_cpus != "auto":
+        own = own[: quota.num_cpus]
+    if len(own) < ranks:
+        return [own] * ranks
+    share, rest = divmod(len(own), ranks)
+    starts = [rank * share + min(rank, rest) for rank in range(ranks + 1)]
+    return [own[starts[rank] : starts[rank + 1]] for rank in range(ranks)]
+
+
+def _affinity() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _threads(quota: ResourceQuota | None, ranks: int) -> int:
+    """CPUs of one rank, as a number: a container's CPU time may be less than its affinity mask."""
+    cpus = available().num_cpus if quota is None or quota.num_cpus == "auto" else quota.num_cpus
+    return max(1, cpus // ranks)
+
+
+def child_environment(
+    quota: ResourceQuota | None, ranks: int = 1, environ: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Thread variables for children of a run, to be set before their interpreter starts: OpenMP reads them once.
+
+    Parameters
+    ----------
+    quota : ResourceQuota or None
+        Of the run on this node; without one the machine is divided.
+    ranks : int
+        Processes that train on this node.
+    environ : mapping, optional
+        Stands in for ``os.environ``: a lower value set there stays.
+
+    Returns
+    -------
+    dict of str to str
+        ``OMP_NUM_THREADS``, ``MKL_NUM_THREADS`` and ``OPENBLAS_NUM_THREADS``.
+    """
+    return _thread_variables(_threads(quota, ranks), os.environ if environ is None else environ)
+
+
+def _thread_variables(threads: int, environ: Mapping[str, str]) -> dict[str, str]:
+    values = {}
+    for name in THREAD_VARIABLES:
+        # OpenMP takes a list, one number for each level of nesting.
+        own = re.fullmatch(r"\s*([1-9][0-9]{0,8})\s*(,.*)?", environ.get(name, ""))
+        values[name] = environ[name] if own and int(own[1]) <= threads else str(threads)
+    return values
+
+
+def cap_workers(num_workers: int | Literal["auto"], quota: ResourceQuota | None, ranks: int = 1) -> int:
+    """Workers of a ``DataLoader`` under a quota: main process and workers together take no more than its CPUs.
+
+    Parameters
+    ----------
+    num_workers : int or 'auto'
+        What the loader has; ``'auto'`` is all CPUs but the main process's.
+    quota : ResourceQuota or None
+        Of the run on this node; without one, or with ``num_cpus='auto'``, a number stays as it is.
+    ranks : int
+        Processes that train on this node, each with workers of its own.
+
+    Returns
+    -------
+    int
+        With one CPU 0: loading happens in the main process.
+
+    Warns
+    -----
+    UserWarning
+        If the number was lowered.
+    """
+    if num_workers == "auto":
+        return _threads(quota, ranks) - 1
+    if quota is None or quota.num_cpus == "auto":
+        return num_workers
+    most = _threads(quota, ranks) - 1
+    if num_workers <= most:
+        return num_workers
+    warnings.warn(
+        f"num_workers={num_workers} is lowered to {most}: the quota has {most + 1} CPU{'s' * (most > 0)} for each "
+        "rank, and its main process takes one. Raise num_cpus for more workers, or set num_workers to this.",
+        stacklevel=2,
+    )
+    return most
+
+
+# -- in force --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def applied(
+    quota: ResourceQuota | None,
+    *,
+    local_rank: int | None = 0,
+    ranks: int = 1,
+    device: torch.device | None = None,
+    loader_workers: int = 0,
+) -> Iterator[None]:
+    """This process within its share of the quota; as before when the block ends, however it ends.
+
+    Parameters
+    ----------
+    quota : ResourceQuota or None
+        Of the run on this node. Without one, ranks of ``ddp`` divide the machine and one process changes nothing.
+    local_rank : int or None
+        Which share; None for the process that starts ``ranks`` others and itself only waits: it takes the CPUs of all
+        of them, which they inherit and divide.
+    ranks : int
+        Processes that train on this node.
+    device : torch.device, optional
+        Device that this process trains on: a fraction of a GPU bounds torch's allocator there.
+    loader_workers : int
+        ``DataLoader`` workers beside this process, which then has so many threads fewer.
+
+    Raises
+    ------
+    ResourceError
+        If the machine can't meet the quota, or the process holds more memory than it allows already.
+
+    Notes
+    -----
+    Affinity: CPUs that no other trainloop run has leased are taken first, and leased for as long as the block runs;
+    where too few are free the others are shared. The memory fraction bounds torch's caching allocator, not the CUDA
+    context nor other libraries; only MIG or MPS are walls. The memory limit is of this process's private memory
+    (``RLIMIT_DATA``, Linux), beyond which an allocation fails; children have the same limit each.
+    """
+    if quota is None and ranks == 1:
+        yield
+        return
+    if quota is not None:
+        check_quota(quota, ranks=ranks)
+    threads = _threads(quota, ranks)  # Before the affinity shrinks what is available.
+    with contextlib.ExitStack() as undo:
+        share = _narrow_affinity(quota, local_rank, ranks, undo)
+        if local_rank is not None:
+            if quota is None or quota.num_cpus == "auto":
+                _set_threads(threads, undo, at_most=True)
+            else:
+                _set_threads(max(1, share - loader_workers), undo)
+            if quota is not None:
+                _bound_gpu_memory(quota, device, undo)
+                _bound_memory(quota, ranks, undo)
+        yield
+
+
+def _narrow_affinity(
+    quota: ResourceQuota | None, local_rank: int | None, ranks: int, undo: contextlib.ExitStack
+) -> int:
+    """Set the affinity; the number of CPUs it then has."""
+    before = _affinity()
+    cpus = before
+    if local_rank is not None and ranks > 1:
+        # The process that started this rank has taken the run's CPUs, and this one inherited them.
+        cpus = cpu_shares(quota, ranks, before)[local_rank]
+    elif quota is not None and quota.num_cpus != "auto":
+        cpus = _free_cpus(quota.num_cpus, before, undo)
+    if cpus != before and hasattr(os, "sched_setaffinity"):
+        undo.callback(os.sched_setaffinity, 0, before)
+        os.sched_setaffinity(0, cpus)
+    return len(cpus)
+
+
+def _free_cpus(number: int, allowed: list[int], undo: contextlib.ExitStack) -> list[int]:
+    """So many of the CPUs, leased where no other run holds them; the last ones shared where too few are free."""
+    free: list[int] = []
+    if not lease.inherited():
+        pool = [f"cpu-{cpu}" for cpu in allowed]
+        # Refused where all are taken; an OSError is a machine without a place for locks, and that still trains.
+        with contextlib.suppress(ResourceError, OSError):
+            held = undo.enter_context(lease.acquire({"cpu": lease.Request(number, pool, least=1)}, timeout_s=0))
+            free = [allowed[pool.index(name)] for name in held.names["cpu"]]
+    shared = [cpu for cpu in reversed(allowed) if cpu not in free]
+    return sorted(free + shared[: number - len(free)])
+
+
+def _set_threads(threads: int, undo: contextlib.ExitStack, *, at_most: bool = False) -> None:
+    import torch
+
+    before = torch.get_num_threads()
+    if at_most:  # Nobody asked for a number: a lower one that is set stays.
+        threads = min(threads, before)
+    for name, value in _thread_variables(threads, os.environ).items():
+        undo.callback(_set_variable, name, os.environ.get(name))
+        os.environ[name] = value
+    try:
+        import threadpoolctl
+    except ImportError:
+        pass
+    else:
+        undo.enter_context(threadpoolctl.threadpool_limits(threads))
+    undo.callback(torch.set_num_threads, before)
+    torch.set_num_threads(threads)
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def _bound_gpu_memory(quota: ResourceQuota, device: torch.device | None, undo: contextlib.ExitStack) -> None:
+    if device is None or device.type != "cuda" or quota.num_gpus == "auto":
+        return
+    fraction = exact(quota.num_gpus)
+    if not 0 < fraction < 1:
+        return
+    import torch
+
+    before = 1.0
+    if hasattr(torch.cuda, "get_per_process_memory_fraction"):
+        before = torch.cuda.get_per_process_memory_fraction(device)
+    torch.cuda.set_per_process_memory_fraction(float(fraction), device)
+    undo.callback(torch.cuda.set_per_process_memory_fraction, before, device)
+
+
+def _bound_memory(quota: ResourceQuota, ranks: int, undo: contextlib.ExitStack) -> None:
+    """Let this process's memory grow up to the quota from what it holds now.
+
+    RLIMIT_DATA counts reserved pages too, of which an idle interpreter has many, so the limit is what is reserved now
+    and as much more as the quota leaves over what is held.
+    """
+    if quota.memory == "auto" or not sys.platform.startswith("linux"):
+        return
+    import resource
+
+    import psutil
+
+    share = int(quota.memory) // ranks
+    usage = psutil.Process().memory_info()
+    if usage.rss > share:
+        each = f" for each of {ranks} ranks" if ranks > 1 else ""
+        raise ResourceError(
+            f"memory={format_bytes(share)}{each}: this process holds {format_bytes(usage.rss)} already. "
+            "Ask for more, or load less before training."
+        )
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = usage.data + share - usage.rss
+    if before[0] == resource.RLIM_INFINITY or limit < before[0]:
+        undo.callback(resource.setrlimit, resource.RLIMIT_DATA, before)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))

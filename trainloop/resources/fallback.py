@@ -1,0 +1,74 @@
+"""Train on the GPU where the library has one, on the CPU where its build has none."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["gpu_or_cpu"]
+
+T = TypeVar("T")
+
+# Words of LightGBM, XGBoost, CatBoost, torch and this package for 'no GPU build' and 'no device'.
+_NO_GPU = re.compile(
+    r"""
+      (gpu|cuda|opencl)[ ]tree[ ]learner[ ]was[ ]not[ ]enabled
+    | not[ ]compiled[ ]with[ ](gpu|cuda|opencl)
+    | (built|compiled)[ ]without[ ](gpu|cuda|opencl)
+    | no[ ](opencl|gpu|cuda)[ ]device
+    | no[ ]cuda-capable[ ]device
+    | no[ ]cuda[ ]gpus[ ]are[ ]available
+    | no[ ](nvidia[ ]driver|gpu[ ]is[ ]visible)
+    | task[ ]type[ ]\[gpu\][ ]not[ ]found
+    | cuda[ ]driver[ ]version[ ]is[ ]insufficient
+    | this[ ]machine[ ]has[ ]none
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
+
+
+def gpu_or_cpu(fit_on_gpu: Callable[[], T], fit_on_cpu: Callable[[], T]) -> T:
+    """Train on the GPU, or from the start on the CPU where the library was built without one or finds no device.
+
+    Parameters
+    ----------
+    fit_on_gpu, fit_on_cpu : callable
+        Each trains from the start and returns the model.
+
+    Returns
+    -------
+    object
+        What the callable that succeeded returned.
+
+    Raises
+    ------
+    Exception
+        Every other error of ``fit_on_gpu`` (out of memory, wrong arguments) unchanged, and every error of
+        ``fit_on_cpu``.
+
+    Warns
+    -----
+    UserWarning
+        Once, with the cause and the mend, if the CPU is used.
+
+    Examples
+    --------
+    >>> gpu_or_cpu(  # doctest: +SKIP
+    ...     lambda: LGBMClassifier(device="gpu").fit(x, y), lambda: LGBMClassifier(device="cpu").fit(x, y)
+    ... )
+    """
+    try:
+        return fit_on_gpu()
+    except Exception as error:
+        text = str(error)
+        if "out of memory" in text.lower() or _NO_GPU.search(text) is None:
+            raise
+        cause = f"{type(error).__name__}: {' '.join(text.split())[:300]}"
+    warnings.warn(
+        f"Training goes on from the start on the CPU, because there is no GPU to use ({cause}). "
+        "Install the library's GPU build and check CUDA_VISIBLE_DEVICES, or set the device to the CPU to silence this.",
+        stacklevel=2,
+    )
+    return fit_on_cpu()
