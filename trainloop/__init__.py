@@ -1,0 +1,61 @@
+"""Train plain PyTorch models on one device or many, without rewriting anything.
+
+>>> from trainloop import TrainLoop, TTModel
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainloop.callbacks.base import AbstractCallback
+    from trainloop.model import ModelWrap, TTBasicModel, TTModel
+    from trainloop.optim import MultiLoss, MultiOptimizer
+    from trainloop.parallel import TTDataParallel, TTDistributedDataParallel
+    from trainloop.train_loop import TrainLoop, TrainLoopCheckpoint, TrainLoopCheckpointEndSave, TrainLoopEndSave
+
+__version__ = "0.1.0"
+
+# Imported when first asked for: a script that only wants the wrappers pays for nothing else.
+_HOMES = {
+    "AbstractCallback": "trainloop.callbacks.base",
+    "ModelWrap": "trainloop.model",
+    "MultiLoss": "trainloop.optim",
+    "MultiOptimizer": "trainloop.optim",
+    "TTBasicModel": "trainloop.model",
+    "TTDataParallel": "trainloop.parallel",
+    "TTDistributedDataParallel": "trainloop.parallel",
+    "TTModel": "trainloop.model",
+    "TrainLoop": "trainloop.train_loop",
+    "TrainLoopCheckpoint": "trainloop.train_loop",
+    "TrainLoopCheckpointEndSave": "trainloop.train_loop",
+    "TrainLoopEndSave": "trainloop.train_loop",
+}
+
+__all__ = [
+    "AbstractCallback",
+    "ModelWrap",
+    "MultiLoss",
+    "MultiOptimizer",
+    "TTBasicModel",
+    "TTDataParallel",
+    "TTDistributedDataParallel",
+    "TTModel",
+    "TrainLoop",
+    "TrainLoopCheckpoint",
+    "TrainLoopCheckpointEndSave",
+    "TrainLoopEndSave",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'trainloop' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -96,7 +96,7 @@ class History(Mapping[str, list[float]]):
         return figure
 
     def rows(self) -> list[dict[str, float]]:
-        """One dict an epoch, ``epoch`` counted from 1 among its keys; metrics an epoch has no value for are left out."""
+        """One dict an epoch, with ``epoch`` counted from 1 among its keys; metrics without a value are left out."""
         rows: dict[int, dict[str, float]] = {}
         for name, values in self._values.items():
             for epoch, value in zip(self._epochs[name], values, strict=True):
@@ -123,9 +123,14 @@ class History(Mapping[str, list[float]]):
             values.append(value)
             epochs.append(epoch)
 
-    def _extend_steps(self, name: str, steps: Sequence[int], values: Sequence[float]) -> None:
-        self._step_indices.setdefault(name, array("q")).extend(steps)
-        self._step_values.setdefault(name, array("d")).extend(values)
+    def _extend_rows(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        """Add step values, as (step, values by name)."""
+        for step, values in rows:
+            for name, value in values.items():
+                if name not in self._step_values:
+                    self._step_indices[name], self._step_values[name] = array("q"), array("d")
+                self._step_indices[name].append(step)
+                self._step_values[name].append(value)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as plain types and tensors."""

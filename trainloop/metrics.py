@@ -1,8 +1,8 @@
 """Values logged in a loop: kept on their device, read in bulk, averaged over samples and ranks.
 
-A logged value is appended to a list and nothing else, so that a step never waits for the device. :meth:`Recorder.compact`
-reads the list in one transfer; :meth:`Recorder.exchange` tells all ranks everything in one exchange, whatever each
-of them logged. Epoch values are sums by ``math.fsum``, which is exact: they do not depend on when logs were read.
+A logged value is appended to a list and nothing else, so that a step never waits for the device.
+:meth:`Recorder.compact` reads the list in one transfer; :meth:`Recorder.exchange_steps` and
+:meth:`Recorder.finish_epoch` tell all ranks everything in one exchange, whatever each of them logged. Epoch values are sums by ``math.fsum``, which is exact: they do not depend on when logs were read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainloop.errors import ConfigurationError
 
-__all__ = ["Recorder", "Row"]
+__all__ = ["Recorder", "Row", "read_scalars"]
 
 Row = tuple[int, dict[str, float]]
 REDUCTIONS = ("mean", "sum", "min", "max")
@@ -37,7 +37,7 @@ class Options(NamedTuple):
 class _Series:
     """One metric's values on this rank: all of the epoch, and those of steps not yet exchanged."""
 
-    __slots__ = ("name", "options", "steps", "values", "weights", "exchanged")
+    __slots__ = ("exchanged", "name", "options", "steps", "values", "weights")
 
     def __init__(self, name: str, options: Options) -> None:
         self.name = name
@@ -182,8 +182,8 @@ class Recorder:
     def compact(self) -> None:
         """Read all pending values, in one transfer for each dtype and device. Waits for the device; no exchange."""
         pending, self._pending = self._pending, []
-        values = _read([entry[2] for entry in pending])
-        weights = _read([entry[3] for entry in pending])
+        values = read_scalars([entry[2] for entry in pending])
+        weights = read_scalars([entry[3] for entry in pending])
         for (series, step, _, _), value, weight in zip(pending, values, weights, strict=True):
             series.steps.append(step)
             series.values.append(value)
@@ -200,7 +200,8 @@ class Recorder:
         Collective where there are several ranks.
         """
         self.compact()
-        totals = {s.name: (s.options, *s.total()) for s in self._series.values() if s.options.on_epoch and len(s.values)}
+        kept = (s for s in self._series.values() if s.options.on_epoch and len(s.values))
+        totals = {s.name: (s.options, *s.total()) for s in kept}
         everyone = self._everyone((self._new_steps(), totals))
         rows = _rows([steps for steps, _ in everyone], self._rank)
         values = _epoch_values([totals for _, totals in everyone], self._rank)
@@ -256,7 +257,7 @@ def _fsum(values: Any) -> float:
         return sum(values)
 
 
-def _read(values: list[Tensor | float]) -> list[float]:
+def read_scalars(values: list[Tensor | float]) -> list[float]:
     """Python floats of numbers and 0-d tensors, with one transfer for each dtype and device."""
     result: list[Any] = list(values)
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}

@@ -160,30 +160,6 @@ class HookTable:
         raise AttributeError(f"no hook {name!r}; hooks are {', '.join(AbstractCallback.HOOKS)}")
 
 
-def check_callbacks(callbacks: Any, name: str = "callbacks") -> list[AbstractCallback]:
-    """The callbacks as a list; ``None`` and a single one are accepted.
-
-    Raises
-    ------
-    ConfigurationError
-        If something in it is no callback, or stands in it twice.
-    """
-    if callbacks is None:
-        return []
-    if isinstance(callbacks, AbstractCallback):
-        callbacks = [callbacks]
-    if isinstance(callbacks, (str, bytes, dict)) or not isinstance(callbacks, Iterable):
-        raise ConfigurationError(f"{name}={callbacks!r}: must be a list of callbacks or None.")
-    found = list(callbacks)
-    for i, callback in enumerate(found):
-        if not isinstance(callback, AbstractCallback):
-            hint = " It is a class: call it." if isinstance(callback, type) else ""
-            raise ConfigurationError(f"{name}[{i}]={callback!r} is no AbstractCallback.{hint}")
-        if any(callback is other for other in found[:i]):
-            raise ConfigurationError(f"{name}[{i}]={callback!r} is passed twice. Remove one.")
-    return found
-
-
 def _overrides(callback: AbstractCallback, name: str) -> bool:
     # An attribute set on the instance counts too: cb.on_epoch_end = function.
     return name in callback.__dict__ or getattr(type(callback), name) is not getattr(AbstractCallback, name)

@@ -1,0 +1,416 @@
+"""Arguments of ``TrainLoop`` and ``fit``, checked where they enter; inside they are trusted."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from trainloop import devices as device_choice
+from trainloop.callbacks.base import AbstractCallback
+from trainloop.errors import ConfigurationError
+from trainloop.model import TTModel
+from trainloop.optim import MultiOptimizer, optimizers_of, parameters_of
+
+__all__ = ["AmpOptions", "FitJob"]
+
+
+@dataclass(frozen=True)
+class AmpOptions:
+    """What ``use_amp`` means."""
+
+    dtype: torch.dtype | None = None
+    """Of autocast; ``None``: off."""
+    scaler: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the ``GradScaler``."""
+    chosen: bool = True
+    """Whether the user named the dtype; else it depends on the device, see :meth:`on`."""
+
+    def on(self, device: torch.device) -> AmpOptions:
+        """The options on this device: bf16 where it is fast, else fp16."""
+        if self.dtype is None or self.chosen:
+            return self
+        has_bf16 = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 8
+        return AmpOptions(torch.bfloat16 if has_bf16 else torch.float16, self.scaler)
+
+    @property
+    def scales(self) -> bool:
+        """Whether gradients need a ``GradScaler``: fp16 does."""
+        return self.dtype == torch.float16
+
+
+@dataclass(frozen=True)
+class FitJob:
+    """What one call of ``fit`` is to do; sent to the ranks as it is."""
+
+    num_epochs: int = 0
+    num_iterations: int = 0
+    grad_accumulation: int = 1
+    dp_model_args: dict[str, Any] = field(default_factory=dict)
+    ddp_model_args: dict[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    """Of this call, over all ranks; ``None``: the caller's own RNG goes on."""
+    resume: dict[str, Any] | None = None
+    """State of the checkpoint to go on from."""
+
+
+# -- the loop's arguments ----------------------------------------------------------------------------------------------
+
+
+def check_model(model: Any) -> Any:
+    """The model as it is; wrapped or incomplete ones are refused."""
+    if isinstance(model, type):
+        raise ConfigurationError(f"model={model.__name__}: this is a class. Pass an instance, {model.__name__}(...).")
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise ConfigurationError(
+            f"model is a {type(model).__name__} already. Pass the model itself; gpu_mode='dp' or 'ddp' wraps it."
+        )
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"model={_short(model)}: must be a TTModel.")
+    missing = [name for name in ("get_loss", "get_predictions") if not callable(getattr(model, name, None))]
+    if missing:
+        raise ConfigurationError(
+            f"model is a {type(model).__name__} without {' and '.join(missing)}. Subclass TTModel and write "
+            f"{'them' if len(missing) > 1 else 'it'}, or pass ModelWrap(model, feed)."
+        )
+    if not isinstance(model, TTModel) and not callable(getattr(model, "get_loss_eval", None)):
+        raise ConfigurationError(f"model is a {type(model).__name__} without get_loss_eval. Subclass TTModel.")
+    return model
+
+
+def check_loader(loader: Any, name: str, *, optional: bool = True) -> Any:
+    """The loader as it is; what can't be iterated again and again is refused."""
+    if loader is None and optional:
+        return None
+    if isinstance(loader, Dataset) or torch.is_tensor(loader):
+        raise ConfigurationError(
+            f"{name} is a {type(loader).__name__}: wrap it, DataLoader({name.replace('loader', 'data')}, "
+            "batch_size=32)."
+        )
+    if isinstance(loader, Iterator):
+        raise ConfigurationError(
+            f"{name} is a {type(loader).__name__}, which ends after one epoch. "
+            "Pass a DataLoader, or an object whose __iter__ begins anew each time."
+        )
+    if isinstance(loader, (str, bytes, dict, type)) or not isinstance(loader, Iterable):
+        kinds = "a torch DataLoader or None" if optional else "a torch DataLoader"
+        raise ConfigurationError(f"{name}={_short(loader)}: must be {kinds}.")
+    if isinstance(loader, (list, tuple)) and not all(isinstance(b, (list, tuple, dict, torch.Tensor)) for b in loader):
+        raise ConfigurationError(f"{name} is a {type(loader).__name__} of no batches: pass a torch DataLoader.")
+    return loader
+
+
+def check_optimizer(optimizer: Any, model: nn.Module) -> Any:
+    """The optimizer as it is; one that steps nothing of the model is refused."""
+    if optimizer is None:
+        return None
+    if isinstance(optimizer, type):
+        raise ConfigurationError(
+            f"optimizer={optimizer.__name__}: this is a class. Pass {optimizer.__name__}(model.parameters(), lr=...)."
+        )
+    if isinstance(optimizer, (list, tuple)):
+        raise ConfigurationError(f"optimizer is a {type(optimizer).__name__}: pass MultiOptimizer([...]) instead.")
+    if not isinstance(optimizer, (torch.optim.Optimizer, MultiOptimizer)):
+        raise ConfigurationError(f"optimizer={_short(optimizer)}: must be a torch optimizer or a MultiOptimizer.")
+    own = {id(parameter) for parameter in model.parameters()}
+    for i, single in enumerate(optimizers_of(optimizer)):
+        if not any(id(parameter) in own for parameter in parameters_of(single)):
+            which = f"optimizer {i} of the MultiOptimizer" if isinstance(optimizer, MultiOptimizer) else "optimizer"
+            raise ConfigurationError(
+                f"{which}, a {type(single).__name__}, holds none of the model's parameters: "
+                "make it from model.parameters() of the very model that is passed."
+            )
+    return optimizer
+
+
+def check_amp(use_amp: Any) -> AmpOptions:
+    """``use_amp`` as options."""
+    if use_amp is False:
+        return AmpOptions()
+    if use_amp is True:
+        return AmpOptions(torch.bfloat16, chosen=False)
+    if use_amp == "bf16":
+        return AmpOptions(torch.bfloat16)
+    if use_amp == "fp16":
+        return AmpOptions(torch.float16)
+    if isinstance(use_amp, dict):
+        known = [p for p in inspect.signature(torch.amp.GradScaler).parameters if p not in ("device", "enabled")]
+        unknown = [key for key in use_amp if key not in known]
+        if unknown:
+            raise ConfigurationError(
+                f"use_amp={use_amp!r}: GradScaler has no {unknown[0]!r}; it has {', '.join(known)}."
+            )
+        return AmpOptions(torch.float16, dict(use_amp))
+    raise ConfigurationError(
+        f"use_amp={_short(use_amp)}: must be False, True, 'bf16', 'fp16' or a dict of GradScaler arguments."
+    )
+
+
+def check_auto_eval(end_auto_eval: Any) -> int:
+    """Every how many epochs to evaluate; 0: never."""
+    if isinstance(end_auto_eval, bool):
+        return int(end_auto_eval)
+    if isinstance(end_auto_eval, int) and end_auto_eval >= 1:
+        return end_auto_eval
+    raise ConfigurationError(
+        f"end_auto_eval={_short(end_auto_eval)}: must be True, False, or after how many epochs, an int of 1 or more."
+    )
+
+
+def check_positive(value: Any, name: str, *, optional: bool = True) -> Any:
+    """A finite number above 0."""
+    if value is None and optional:
+        return None
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not value > 0 or not math.isfinite(value):
+        raise ConfigurationError(f"{name}={_short(value)}: must be a number above 0{' or None' if optional else ''}.")
+    return float(value)
+
+
+def check_seed(seed: Any) -> int | None:
+    """An int from 0 to 2**63 - 1, or None."""
+    if seed is None:
+        return None
+    if isinstance(seed, bool) or not hasattr(seed, "__index__") or not 0 <= int(seed) < 2**63:
+        raise ConfigurationError(f"seed={_short(seed)}: must be an int from 0 to 2**63 - 1, or None.")
+    return int(seed)
+
+
+def check_bool(value: Any, name: str) -> bool:
+    """True or False, and nothing that merely counts as one."""
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name}={_short(value)}: must be True or False.")
+    return value
+
+
+def check_compile(value: Any) -> dict[str, Any] | None:
+    """Arguments of ``torch.compile``, or None for no compiling."""
+    if isinstance(value, bool):
+        return {} if value else None
+    if isinstance(value, dict):
+        return dict(value)
+    raise ConfigurationError(f"compile={_short(value)}: must be True, False or a dict of torch.compile arguments.")
+
+
+def check_callable(value: Any, name: str) -> Any:
+    """A function."""
+    if not callable(value):
+        raise ConfigurationError(f"{name}={_short(value)}: must be a function.")
+    return value
+
+
+def check_callbacks(callbacks: Any, name: str = "callbacks") -> list[AbstractCallback]:
+    """The callbacks as a list."""
+    if callbacks is None:
+        return []
+    if not isinstance(callbacks, (list, tuple)):
+        raise ConfigurationError(f"{name}={_short(callbacks)}: must be a list of callbacks or None.")
+    for i, callback in enumerate(callbacks):
+        if not isinstance(callback, AbstractCallback):
+            hint = " It is a class: call it." if isinstance(callback, type) else ""
+            raise ConfigurationError(f"{name}[{i}]={_short(callback)}: must be an AbstractCallback.{hint}")
+        if any(callback is other for other in callbacks[:i]):
+            raise ConfigurationError(f"{name}[{i}]={_short(callback)} stands in the list twice. Remove one.")
+    return list(callbacks)
+
+
+def check_quota(resources: Any) -> Any:
+    """A ResourceQuota or None."""
+    if resources is None:
+        return None
+    from trainloop.resources import ResourceQuota
+
+    if not isinstance(resources, ResourceQuota):
+        raise ConfigurationError(
+            f"resources={_short(resources)}: must be a trainloop.resources.ResourceQuota(num_cpus=...) or None."
+        )
+    return resources
+
+
+def check_devices(
+    gpu_mode: Any, accelerator: Any, devices: Any, cuda_device_idx: Any, auto_select_gpus: bool
+) -> tuple[Any, Any]:
+    """Accelerator and devices, with ``cuda_device_idx`` translated into them."""
+    if cuda_device_idx is not None:
+        check_count(cuda_device_idx, "cuda_device_idx", 0)
+        if gpu_mode != "single" or devices != "auto":
+            raise ConfigurationError(
+                f"cuda_device_idx={cuda_device_idx} is for gpu_mode='single' without devices. "
+                f"Use devices=[{cuda_device_idx}] instead."
+            )
+        return "cuda", [cuda_device_idx]
+    if auto_select_gpus and devices == 0:
+        raise ConfigurationError("auto_select_gpus=True with devices=0: no GPU to select. Use devices=1 or more.")
+    return accelerator, devices
+
+
+# -- fit's arguments ---------------------------------------------------------------------------------------------------
+
+
+def check_count(value: Any, name: str, least: int) -> int:
+    """An int of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigurationError(f"{name}={_short(value)}: must be an int of {least} or more.")
+    return value
+
+
+def check_length(num_epochs: Any, num_iterations: Any) -> None:
+    """Exactly one of the two says how long to train."""
+    check_count(num_epochs, "num_epochs", 0)
+    check_count(num_iterations, "num_iterations", 0)
+    if (num_epochs > 0) == (num_iterations > 0):
+        raise ConfigurationError(
+            f"num_epochs={num_epochs}, num_iterations={num_iterations}: exactly one must be positive."
+        )
+
+
+def check_fit_parts(
+    train_loader: Any, optimizer: Any, validation_loader: Any, test_loader: Any, *, made_in_ranks: bool
+) -> None:
+    """What a loop that only predicts may lack, but training needs."""
+    if train_loader is None and not made_in_ranks:
+        raise ConfigurationError("fit needs a train_loader, but the loop was made with train_loader=None. Pass one.")
+    if optimizer is None:
+        raise ConfigurationError(
+            "fit needs an optimizer, but the loop was made with optimizer=None. "
+            "Pass one, for instance torch.optim.Adam(model.parameters())."
+        )
+    loaders = {"train_loader": train_loader, "validation_loader": validation_loader, "test_loader": test_loader}
+    for name, loader in loaders.items():
+        if loader is not None and loader_length(loader) == 0:
+            raise ConfigurationError(
+                f"{name} has no batches: its dataset is empty, or smaller than batch_size with drop_last=True. "
+                "Give it data."
+            )
+
+
+def check_wrapper_args(given: Any, name: str, wrapper: type) -> dict[str, Any]:
+    """Keyword arguments of a wrapper's constructor."""
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise ConfigurationError(f"{name}={_short(given)} is a {type(given).__name__}: must be a dict or None.")
+    known: list[str] = []
+    for cls in wrapper.__mro__[:-1]:
+        if "__init__" in cls.__dict__:
+            parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+            known += [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                break
+    known = [key for key in dict.fromkeys(known) if key != "module"]
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        raise ConfigurationError(
+            f"{name}={given!r}: {wrapper.__name__} has no {unknown[0]!r}; it has {', '.join(known)}."
+        )
+    return dict(given)
+
+
+def check_meeting_point(num_nodes: int, node_rank: Any, init_method: Any, *, joined: bool) -> None:
+    """Several nodes need an address that all of them know."""
+    device_choice.check_num_nodes(num_nodes)
+    if isinstance(node_rank, bool) or not isinstance(node_rank, int) or not 0 <= node_rank < num_nodes:
+        raise ConfigurationError(
+            f"node_rank={_short(node_rank)} with num_nodes={num_nodes}: must be an int from 0 to {num_nodes - 1}."
+        )
+    if init_method is not None and not (
+        isinstance(init_method, str) and init_method.startswith(("tcp://", "file://", "env://"))
+    ):
+        raise ConfigurationError(
+            f"init_method={_short(init_method)}: must be 'tcp://ADDRESS:PORT', 'file:///shared/new_file', 'env://' "
+            "or None."
+        )
+    by_environment = init_method is None or init_method.startswith("env://")
+    if num_nodes > 1 and by_environment and not joined:
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+        if missing:
+            raise ConfigurationError(
+                f"num_nodes={num_nodes}, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set. "
+                "Set MASTER_ADDR and MASTER_PORT to an address of node 0 on every node, "
+                "or pass init_method='tcp://ADDRESS:PORT'."
+            )
+
+
+def check_backend(backend: Any) -> str | None:
+    """A process group's backend that this torch has."""
+    if backend is None:
+        return None
+    names = [*(name.lower() for name in torch.distributed.Backend.backend_list if name != "undefined")]
+    parts = [part.split(":")[-1] for part in backend.lower().split(",")] if isinstance(backend, str) else [None]
+    if not all(part in names for part in parts):
+        raise ConfigurationError(
+            f"backend={_short(backend)}: must be one of {', '.join(map(repr, names))}, "
+            "or None for gloo on the CPU and nccl on CUDA."
+        )
+    return str(backend).lower()
+
+
+def devices_for(
+    mode: str, accelerator: Any, devices: Any, num_gpus: Any = None, on_gpu: Any = None
+) -> list[torch.device]:
+    """Devices of a run on one node: what the loop was given, changed by what ``fit`` was given.
+
+    ``num_gpus=torch.cuda.device_count()`` is the documented call and must work on a machine without GPUs too, where it
+    is 0: there it trains on the CPU, with one warning.
+    """
+    if num_gpus is not None:
+        check_count(num_gpus, "num_gpus", 0)
+    if on_gpu is not None:
+        check_bool(on_gpu, "on_gpu")
+    on_cpu = isinstance(accelerator, str) and accelerator.strip().lower() == "cpu"
+    if on_gpu is False:
+        accelerator, on_cpu = "cpu", True
+    elif num_gpus == 0 and not on_cpu:
+        warnings.warn(
+            "num_gpus=0: training on the CPU. Use accelerator='cpu' to say so and silence this, "
+            "and devices=k for k processes.",
+            stacklevel=4,
+        )
+        accelerator = "cpu"
+    elif num_gpus and not on_cpu and mode != "single" and devices == "auto":
+        accelerator, devices = ("gpu" if accelerator == "auto" else accelerator), num_gpus
+    elif num_gpus and on_cpu and num_gpus > 0:
+        raise ConfigurationError(
+            f"num_gpus={num_gpus} with accelerator='cpu': these exclude each other. Use devices={num_gpus} for as many "
+            "processes, or accelerator='gpu'."
+        )
+    if mode == "single" and isinstance(devices, str) and devices.strip().lower() == "auto":
+        devices = 1 if accelerator != "cpu" else "auto"
+        if accelerator == "auto" and not torch.cuda.is_available():
+            devices = "auto"
+    found = device_choice.resolve(accelerator, devices)
+    if mode == "single" and len(found) > 1:
+        raise ConfigurationError(
+            f"devices={devices!r} with gpu_mode='single', which uses one device. "
+            "Use gpu_mode='ddp' (or 'dp') for several."
+        )
+    return found
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def loader_length(loader: Any) -> int | None:
+    """Batches in an epoch, or ``None`` where it can't be known."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def loader_batch_size(loader: Any) -> int | None:
+    """Samples in a full batch of one process, or ``None`` where the loader doesn't say."""
+    if not isinstance(loader, DataLoader):
+        return None
+    size = loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
+    return size if isinstance(size, int) else None

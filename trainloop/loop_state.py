@@ -1,0 +1,354 @@
+"""A loop's state as data: on its way back from a rank to the caller, and into and out of a checkpoint."""
+
+from __future__ import annotations
+
+import platform
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from trainloop import rng
+from trainloop.errors import CheckpointError, UnpicklableError
+from trainloop.optim import optimizers_of
+
+if TYPE_CHECKING:
+    from trainloop.train_loop import TrainLoop
+
+__all__ = ["Arrival", "checkpoint_state", "load_checkpoint_state", "receive_end_state"]
+
+COUNTERS = ("epoch", "global_step", "total_iteration_idx", "early_stop", "message_service")
+# What every nn.Module has in its __dict__ and torch itself keeps in order.
+_TORCH_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"_log_sink", "_log_batch_size", "_compiled_call_impl"}
+
+
+# -- from a rank back to the caller ------------------------------------------------------------------------------------
+
+
+def known_objects(loop: TrainLoop) -> list[object]:
+    """The objects both sides have: what a loop was made of, in an order that is the same on both sides.
+
+    References to them travel as references, so that a callback that comes back still holds the caller's own model.
+    """
+    found: dict[int, object] = {}
+
+    def add(objects: Iterable[object]) -> None:
+        for item in objects:
+            if item is not None:
+                found.setdefault(id(item), item)
+
+    add([loop, loop.message_service, loop.history])
+    for module in _root_modules(loop):
+        add(module.modules())
+        add(module.parameters())
+        add(module.buffers())
+    add([loop.optimizer, *optimizers_of(loop.optimizer), loop.criterion])
+    for loader in (loop.train_loader, loop.validation_loader, loop.test_loader):
+        add([loader, getattr(loader, "dataset", None)])
+    for callback in loop.callbacks:
+        add([callback])
+        add(_stateful_attributes(callback).values())
+    return list(found.values())
+
+
+class Arrival:
+    """What a loop was when it arrived in a rank, so that at the end only what changed goes back."""
+
+    def __init__(self, loop: TrainLoop) -> None:
+        self._loop = loop
+        self._known = known_objects(loop)
+        self._stateful = [
+            (i, name) for i, callback in enumerate(loop.callbacks) for name in _stateful_attributes(callback)
+        ]
+        self._attributes = {key: self._dumped(value) for key, value in self._plain_attributes().items()}
+
+    def end_state(self, result: Any) -> bytes:
+        """The loop's state now, and ``result``, for :func:`receive_end_state` on the caller's side."""
+        from trainloop.transfer import dump_state
+
+        loop = self._loop
+        changed = {}
+        for key, value in self._plain_attributes().items():
+            dumped = self._dumped(value)
+            if dumped is None:
+                if self._attributes.get(key) is not None:
+                    message = f"model attribute {key[2]!r} can't be pickled any more: the caller's stays as it was."
+                    warnings.warn(message, stacklevel=2)
+            elif dumped != self._attributes.get(key):
+                changed[key] = value
+        state = {
+            "tensors": {key: (t.detach().cpu(), t.requires_grad) for key, t in _tensors(loop)},
+            "attributes": changed,
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers_of(loop.optimizer)],
+            "history": loop.history.state_dict(),
+            "scaler": loop._scaler_state,
+            "counters": {name: getattr(loop, name) for name in COUNTERS if name != "message_service"},
+            "messages": loop.message_service.__dict__,
+            "callbacks": [_callback_state(callback) for callback in loop.callbacks],
+            "stateful": [getattr(loop.callbacks[i], name).state_dict() for i, name in self._stateful],
+            "result": result,
+        }
+        return dump_state(state, self._known)
+
+    def _plain_attributes(self) -> dict[tuple[int, int, str], Any]:
+        return {
+            (root, i, name): value
+            for root, top in enumerate(_root_modules(self._loop))
+            for i, module in enumerate(top.modules())
+            for name, value in module.__dict__.items()
+            if name not in _TORCH_OWN
+        }
+
+    def _dumped(self, value: Any) -> bytes | None:
+        from trainloop.transfer import dump_state
+
+        try:
+            return dump_state(value, self._known)
+        except UnpicklableError:
+            return None
+
+
+def receive_end_state(loop: TrainLoop, data: bytes) -> Any:
+    """Put a rank's end state into the caller's own objects; returns the ``result`` that came with it."""
+    from trainloop.transfer import load_state
+
+    stateful = [(callback, name) for callback in loop.callbacks for name in _stateful_attributes(callback)]
+    state = load_state(data, known_objects(loop))
+    tensors = dict(_tensors(loop))
+    modules = [list(top.modules()) for top in _root_modules(loop)]
+    with torch.no_grad():
+        for key, (value, requires_grad) in state["tensors"].items():
+            own = tensors.get(key)
+            if own is not None and own.shape == value.shape and own.dtype == value.dtype:
+                own.copy_(value)
+                if own.requires_grad != requires_grad:
+                    own.requires_grad_(requires_grad)
+            elif not requires_grad:  # a buffer that was made or reshaped on the way
+                root, path = key
+                owner, _, name = path.rpartition(".")
+                _root_modules(loop)[root].get_submodule(owner).register_buffer(name, value)
+    for (root, i, name), value in state["attributes"].items():
+        object.__setattr__(modules[root][i], name, value)
+    for optimizer, saved in zip(optimizers_of(loop.optimizer), state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    loop.history.load_state_dict(state["history"])
+    loop._scaler_state = state["scaler"]
+    for name, value in state["counters"].items():
+        setattr(loop, name, value)
+    loop.message_service.__dict__.update(state["messages"])
+    for (callback, name), saved in zip(stateful, state["stateful"], strict=True):
+        getattr(callback, name).load_state_dict(saved)
+    for callback, saved in zip(loop.callbacks, state["callbacks"], strict=True):
+        if hasattr(callback, "__setstate__"):
+            callback.__setstate__(saved)
+        else:
+            callback.__dict__.update(saved)
+    return state["result"]
+
+
+def _root_modules(loop: TrainLoop) -> list[nn.Module]:
+    return [loop.model, *([loop.criterion] if isinstance(loop.criterion, nn.Module) else [])]
+
+
+def _tensors(loop: TrainLoop) -> Iterable[tuple[tuple[int, str], torch.Tensor]]:
+    """Parameters and buffers (tied ones once, those that no state dict holds too), by root module and name."""
+    for root, module in enumerate(_root_modules(loop)):
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            yield (root, name), tensor
+
+
+def _stateful_attributes(callback: Any) -> dict[str, Any]:
+    """A callback's schedulers, metrics and the like, which take over state and stay the caller's own objects."""
+    return {
+        name: value
+        for name, value in vars(callback).items()
+        if name != "train_loop_obj"
+        and not isinstance(value, type)
+        and callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+        and not isinstance(value, Mapping)
+    }
+
+
+def _callback_state(callback: Any) -> Any:
+    get_state = getattr(type(callback), "__getstate__", None)
+    if get_state is not None and get_state is not getattr(object, "__getstate__", None):
+        return callback.__getstate__()
+    return dict(callback.__dict__)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_state(loop: TrainLoop) -> dict[str, Any] | None:
+    """All that a resumed run needs, as plain types and tensors, on rank 0; ``None`` on the other ranks.
+
+    Collective: all ranks call it, between two steps, with all step logs exchanged. Tensors are the live ones: copy what is to outlast the next step.
+    """
+    run = loop._run
+    mine = {
+        "rng": rng.capture(),
+        "epoch_rng": run.epoch_rng,
+        "feed": run.epoch_feed,
+        "metrics": run.recorder.state_dict(),
+    }
+    ranks = [mine] if run.gather is None else run.gather(mine)
+    if loop.rank != 0:
+        return None
+    finished = run.epoch_finished
+    return {
+        "versions": {"trainloop": 1, "torch": str(torch.__version__), "python": platform.python_version()},
+        "model": _plain_state(loop.model.state_dict()),
+        "criterion": _plain_state(loop.criterion.state_dict()) if isinstance(loop.criterion, nn.Module) else {},
+        "optimizers": [
+            {"type": type(optimizer).__name__, "state": optimizer.state_dict()}
+            for optimizer in optimizers_of(loop.optimizer)
+        ],
+        "scaler": run.scaler.state_dict(),
+        "callbacks": [
+            {"name": callback.callback_name, "type": type(callback).__name__, "state": callback.state_dict()}
+            for callback in loop.callbacks
+        ],
+        "history": loop.history.state_dict(),
+        "place": {
+            "start_epoch": run.start_epoch,
+            "start_iteration": run.start_iteration,
+            "epoch": loop.epoch + 1 if finished else loop.epoch,
+            "epoch_steps": 0 if finished else run.epoch_steps,
+            "epoch_batches": 0 if finished else run.epoch_batches,
+            "global_step": loop.global_step,
+            "total_iteration_idx": loop.total_iteration_idx,
+            "grad_accumulation": loop.grad_accumulation,
+            "global_batch_size": run.feed.global_batch_size,
+            "num_samples": run.feed.num_samples,
+            "seed": run.seed,
+        },
+        "ranks": ranks,
+    }
+
+
+def check_checkpoint(loop: TrainLoop, state: dict[str, Any]) -> None:
+    """Whether a checkpoint belongs to this loop's model and optimizers.
+
+    Raises
+    ------
+    CheckpointError
+        That names what differs.
+    """
+    missing = [key for key in ("model", "optimizers", "place", "ranks", "history") if key not in state]
+    if missing:
+        raise CheckpointError(f"this is no trainloop checkpoint: it has no {', '.join(missing)}. Pass one of fit's.")
+    own = loop.model.state_dict()
+    saved = state["model"]
+    wrong = [f"{key} is missing in the checkpoint" for key in own if key not in saved]
+    wrong += [f"{key} is not in the model" for key in saved if key not in own]
+    for key, value in own.items():
+        if key in saved and isinstance(value, torch.Tensor) and not _is_lazy(value) and value.shape != saved[key].shape:
+            wrong.append(f"{key} is {tuple(value.shape)} in the model, {tuple(saved[key].shape)} in the checkpoint")
+    if wrong:
+        more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
+        raise CheckpointError(
+            f"the checkpoint is of another model: {'; '.join(wrong[:5])}{more}. "
+            "Pass the model it was made with, or start without resume_from."
+        )
+    optimizers = optimizers_of(loop.optimizer)
+    kinds = [type(optimizer).__name__ for optimizer in optimizers]
+    saved_kinds = [saved["type"] for saved in state["optimizers"]]
+    if kinds != saved_kinds:
+        raise CheckpointError(
+            f"the checkpoint was made with {' and '.join(saved_kinds) or 'no optimizer'}, "
+            f"the loop has {' and '.join(kinds) or 'none'}. Pass the same optimizer."
+        )
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        saved_sizes = [len(group["params"]) for group in saved["state"]["param_groups"]]
+        if sizes != saved_sizes:
+            raise CheckpointError(
+                f"the {type(optimizer).__name__} of the checkpoint has parameter groups of {saved_sizes} parameters, "
+                f"the loop's has {sizes}. Build it the same way."
+            )
+
+
+def load_checkpoint_state(loop: TrainLoop, state: dict[str, Any]) -> None:
+    """Go on where :func:`checkpoint_state` was, with any number of ranks. All ranks call it, with the same state."""
+    check_checkpoint(loop, state)
+    run, place, ranks = loop._run, state["place"], state["ranks"]
+    _check_data(run.feed, place)
+    loop.model.load_state_dict(state["model"])
+    if isinstance(loop.criterion, nn.Module) and state["criterion"]:
+        loop.criterion.load_state_dict(state["criterion"])
+    for optimizer, saved in zip(optimizers_of(loop.optimizer), state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved["state"])
+    if run.scaler.is_enabled() and state["scaler"]:
+        run.scaler.load_state_dict(state["scaler"])
+    loop.history.load_state_dict(state["history"])
+    _load_callbacks(loop.callbacks, state["callbacks"])
+    loop.epoch = place["epoch"]
+    loop.global_step = place["global_step"]
+    loop.total_iteration_idx = place["total_iteration_idx"]
+    run.start_epoch, run.start_iteration = place["start_epoch"], place["start_iteration"]
+    run.epoch_batches = place["epoch_batches"]
+    run.skip_steps = _steps_here(place, run.feed.global_batch_size, loop.grad_accumulation)
+    if len(ranks) == loop.world_size:
+        mine = ranks[loop.rank]
+        run.recorder.load_state_dict(mine["metrics"])
+        run.resume_rng = mine["rng"]
+        run.epoch_rng, run.epoch_feed = mine["epoch_rng"], mine["feed"]
+    else:
+        # Sums over ranks stay right wherever the parts are; randomness starts anew, at a place of its own.
+        if loop.rank == 0:
+            for saved in ranks:
+                run.recorder.load_state_dict(saved["metrics"])
+        rng.seed_all(rng.derive_seed(place["seed"] or 0, "resumed", loop.global_step, loop.rank))
+        run.resume_rng = rng.capture()
+
+
+def _check_data(feed: Any, place: dict[str, Any]) -> None:
+    before, now = place["num_samples"], feed.num_samples
+    if before is not None and now is not None and before != now:
+        raise CheckpointError(
+            f"the checkpoint was made with {before} training samples, the loader has {now} now. "
+            "Pass the same dataset, or start without resume_from."
+        )
+
+
+def _steps_here(place: dict[str, Any], global_batch_size: int | None, grad_accumulation: int) -> int:
+    """Steps of this run that hold the samples the checkpoint's steps held in the epoch it was made in."""
+    steps = place["epoch_steps"]
+    if not steps or None in (place["global_batch_size"], global_batch_size):
+        return steps
+    before = place["global_batch_size"] * place["grad_accumulation"]
+    now = global_batch_size * grad_accumulation  # type: ignore[operator]  # not None: seen above
+    if before * steps % now:
+        raise CheckpointError(
+            f"the checkpoint lies {steps} steps of {before} samples into its epoch, and this run's steps have {now}: "
+            "no step begins there. Choose batch_size x ranks x grad_accumulation as before, "
+            "or resume from a checkpoint at an epoch's end."
+        )
+    return before * steps // now
+
+
+def _load_callbacks(callbacks: list[Any], saved: list[dict[str, Any]]) -> None:
+    """Give each callback the state of the saved one of its type and name, in order where several are alike."""
+    left = list(saved)
+    for callback in callbacks:
+        key = (type(callback).__name__, callback.callback_name)
+        found = next((entry for entry in left if (entry["type"], entry["name"]) == key), None)
+        if found is not None:
+            left.remove(found)
+            callback.load_state_dict(found["state"])
+    lost = [entry["name"] for entry in left if entry["state"]]
+    if lost:
+        warnings.warn(
+            f"the checkpoint holds state of callbacks that this fit has not: {', '.join(lost)}.", stacklevel=2
+        )
+
+
+def _plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(state)
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    return torch.nn.parameter.is_lazy(tensor)

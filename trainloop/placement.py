@@ -1,0 +1,129 @@
+"""How one rank runs the model: on its device, through its wrapper, with or without mixed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainloop.arguments import AmpOptions
+from trainloop.parallel import TTDataParallel, TTDistributedDataParallel
+
+__all__ = ["Placement", "placed"]
+
+
+@dataclass
+class Placement:
+    """The model as a rank calls it."""
+
+    model: nn.Module
+    """The user's own."""
+    wrapper: Any
+    """What training calls ``get_loss`` of: the model itself, or its wrapper."""
+    device: torch.device
+    """Where this rank's batches go."""
+    autocast: AbstractContextManager[Any]
+    """Around forward; may be entered again and again."""
+    scaler: torch.amp.GradScaler
+    """Disabled, and then a no-op, unless the dtype is fp16."""
+
+    def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward: in ``ddp`` gradients are reduced in a step's last micro-batch only."""
+        if last or not isinstance(self.wrapper, TTDistributedDataParallel):
+            return _NOTHING
+        return self.wrapper.no_sync()
+
+    @property
+    def evaluated(self) -> Any:
+        """What evaluation calls: in ``ddp`` the model itself, since ranks may differ in their number of batches."""
+        return self.model if isinstance(self.wrapper, TTDistributedDataParallel) else self.wrapper
+
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+@contextmanager
+def placed(
+    model: nn.Module,
+    criterion: Any,
+    optimizers: list[torch.optim.Optimizer],
+    *,
+    mode: str,
+    devices: list[torch.device],
+    amp: AmpOptions,
+    wrapper_args: dict[str, Any] | None = None,
+    sync_batchnorm_over_ranks: bool = False,
+    compile_args: dict[str, Any] | None = None,
+) -> Iterator[Placement]:
+    """The model on its device and in its wrapper; what was changed in it is undone at the end, its device excepted.
+
+    Parameters
+    ----------
+    model : nn.Module
+    criterion : object
+        Moved along where it is a module.
+    optimizers : list of torch.optim.Optimizer
+        Their state is moved along.
+    mode : {'single', 'dp', 'ddp'}
+        ``ddp``: this process is a rank of an initialised process group.
+    devices : list of torch.device
+        This process's: one, or in ``dp`` those of all replicas.
+    amp : AmpOptions
+    wrapper_args : dict, optional
+        Further arguments of the wrapper's constructor. ``None`` in ``ddp``: no wrapper, for evaluation only.
+    sync_batchnorm_over_ranks : bool
+    compile_args : dict, optional
+        ``None``: not compiled.
+    """
+    device = devices[0]
+    model.to(device)
+    if isinstance(criterion, nn.Module):
+        criterion.to(device)
+    for optimizer in optimizers:
+        _move_state(optimizer, device)
+    amp = amp.on(device)
+    with ExitStack() as undo:
+        if sync_batchnorm_over_ranks:
+            from trainloop import sync_batchnorm
+
+            sync_batchnorm.convert(model)
+            undo.callback(sync_batchnorm.revert, model)
+        if compile_args is not None:
+            model.compile(**compile_args)
+            undo.callback(setattr, model, "_compiled_call_impl", None)
+        yield Placement(
+            model,
+            _wrapped(model, mode, devices, wrapper_args),
+            device,
+            _NOTHING if amp.dtype is None else torch.autocast(device.type, amp.dtype),
+            torch.amp.GradScaler(device.type, enabled=amp.scales, **amp.scaler),
+        )
+
+
+def _wrapped(model: nn.Module, mode: str, devices: list[torch.device], wrapper_args: dict[str, Any] | None) -> Any:
+    if mode == "dp":
+        if devices[0].type == "cuda":
+            return TTDataParallel(model, **{"device_ids": devices, **(wrapper_args or {})})
+        return TTDataParallel(model, **{"devices": len(devices), **(wrapper_args or {})})
+    if mode == "ddp" and wrapper_args is not None and any(p.requires_grad for p in model.parameters()):
+        # Gradients live in the buckets that are reduced: no copy in, no copy out.
+        arguments: dict[str, Any] = {"gradient_as_bucket_view": True, **wrapper_args}
+        if devices[0].type == "cuda":
+            arguments.setdefault("device_ids", [devices[0]])
+        return TTDistributedDataParallel(model, **arguments)
+    return model
+
+
+def _move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """State made where the parameters were before goes where they are now; step counters stay where torch wants them."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                stays = not torch.is_tensor(value) or (key == "step" and value.device.type == "cpu")
+                if not stays and value.device != device:
+                    state[key] = value.to(device)
