@@ -36,6 +36,7 @@ from trainloop.checkpoint.file import (
     load_weights,
     mark_newest,
     read_info,
+    require_safetensors,
     save,
     save_weights,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "mark_newest",
     "plain",
     "read_info",
+    "require_safetensors",
     "save",
     "save_weights",
 ]

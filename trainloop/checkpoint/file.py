@@ -31,6 +31,7 @@ __all__ = [
     "load_weights",
     "mark_newest",
     "read_info",
+    "require_safetensors",
     "save",
     "save_weights",
 ]
@@ -190,7 +191,9 @@ def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor]) ->
     weights : mapping from str to Tensor
         On any device. Tied weights are written once for each of their names, so that a strict load finds them all.
     """
-    data = _safetensors(path).save({name: t.detach().cpu().clone().contiguous() for name, t in weights.items()})
+    data = require_safetensors(f"writing {os.fspath(path)!r}").save(
+        {name: t.detach().cpu().clone().contiguous() for name, t in weights.items()}
+    )
     where, name = split_file(path)
     where.write(name, lambda file: file.write(data))
 
@@ -199,17 +202,16 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Weights that :func:`save_weights` wrote, on the CPU, for ``model.load_state_dict``. Extra ``safetensors``."""
     where, name = split_file(path)
     with where.open(name) as file:
-        weights: dict[str, Tensor] = _safetensors(path).load(file.read())
+        weights: dict[str, Tensor] = require_safetensors(f"reading {os.fspath(path)!r}").load(file.read())
     return weights
 
 
-def _safetensors(path: str | os.PathLike[str]) -> Any:
+def require_safetensors(what: str) -> Any:
+    """The package's part for torch; ConfigurationError naming ``what`` and the extra where it is absent."""
     try:
         import safetensors.torch
     except ImportError as error:
-        raise ConfigurationError(
-            f"{os.fspath(path)!r}: the safetensors format needs a package: pip install trainloop[safetensors]."
-        ) from error
+        raise ConfigurationError(f"{what} needs a package: pip install trainloop[safetensors].") from error
     return safetensors.torch
 
 

@@ -113,6 +113,10 @@ class Folder(ABC):
     def remove_unfinished(self, writer: str) -> None:
         """Delete what a killed ``writer`` left half-written here; nobody else's."""
 
+    @abstractmethod
+    def check_writable(self) -> None:
+        """Raise ConfigurationError where it is plain that no file can be made here. Makes nothing."""
+
     def read_text(self, name: str) -> str:
         """The file ``name`` as UTF-8 text."""
         with self.open(name) as file:
@@ -161,6 +165,17 @@ class _LocalFolder(Folder):
             for entry in entries:
                 if _is_temporary_of(writer, entry.name):
                     self.remove(entry.name)
+
+    def check_writable(self) -> None:
+        nearest = Path(self.location)
+        while not nearest.exists():
+            nearest = nearest.parent
+        if not nearest.is_dir():
+            raise ConfigurationError(
+                f"{self.location!r} can't be a folder: {nearest} is a file. Choose another folder."
+            )
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise ConfigurationError(f"{self.location!r}: no permission to write in {nearest}. Choose another folder.")
 
     def _make(self, path: Path) -> None:
         """Make the folder and those above it; each new name is synced in the folder that holds it."""
@@ -256,6 +271,9 @@ class _RemoteFolder(Folder):
                 name = entry.rstrip("/").rpartition("/")[2]
                 if _is_temporary_of(writer, name):
                     self.remove(name)
+
+    def check_writable(self) -> None:
+        pass  # an upload will tell; asking a store for its rights is a right of its own
 
 
 def _temporary_name(name: str, writer: str) -> str:

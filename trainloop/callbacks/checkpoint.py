@@ -1,0 +1,411 @@
+"""When a checkpoint is written, which ones are kept, and which is the best."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from trainloop import checkpoint, distributed
+from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.monitor import Mode, Monitor
+from trainloop.checkpoint import Checkpoint, CheckpointInfo
+from trainloop.errors import CheckpointError, ConfigurationError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["ModelCheckpoint"]
+
+_ASKS_PER_INTERVAL = 20
+
+
+class ModelCheckpoint(AbstractCallback):
+    """Write checkpoints by epoch, by optimizer step, by time and when a metric improves; keep the last and the best.
+
+    ``fit(resume_from='last')`` goes on from the newest whole one. One more is written at the end of training and at
+    SIGTERM or SIGUSR1, where the state has changed since the last.
+
+    Parameters
+    ----------
+    dirpath : str or path
+        Folder, or fsspec URL such as ``s3://bucket/run`` (extra ``cloud``). Made when it is first written to.
+    every_n_epochs : int or None
+        Write at the end of every n-th epoch, with its ``val_loss``; a resumed run begins with the next epoch.
+    every_n_steps : int or None
+        Write after every n-th optimizer step, counted over all of training.
+    monitor : str, optional
+        Metric in ``history`` by which checkpoints at an epoch's end are judged. Whenever it is better than ever, one
+        is written, also where no ``every_n_*`` asks for it: with all of them None, only then.
+    mode : {'min', 'max', 'auto'}
+        Whether lower or higher is better; ``'auto'``: lower for names with ``loss`` or ``error`` in them.
+    keep : int or None
+        How many stay: the newest, or with ``monitor`` the best and the newest besides. None: all. Only files are
+        deleted that this run wrote, before or after it was resumed.
+    async_save : bool
+        The loop waits only while the state is copied to host memory; a thread writes it. Costs that memory. Where a
+        checkpoint is due before the last one is on the disk, the loop waits for it.
+    every_n_minutes : float or None
+        Write at the first step after so much time since the last checkpoint, by rank 0's clock.
+    safetensors : bool
+        Write the model's weights beside each checkpoint as ``*.safetensors`` too (extra ``safetensors``).
+
+    Attributes
+    ----------
+    best_path : str or None
+        Kept checkpoint with the best value of ``monitor``. During training known on rank 0 only, as ``last_path``.
+    last_path : str or None
+        Newest checkpoint on the disk.
+    best_value : float or None
+        Best value of ``monitor`` so far.
+
+    Raises
+    ------
+    ConfigurationError
+        For arguments that can't work; at ``fit`` also if the folder can't be written, or if ``monitor`` can't come.
+    CheckpointError
+        At the first checkpoint, if some callback's ``state_dict`` holds more than plain types and tensors.
+
+    Warns
+    -----
+    RuntimeWarning
+        If one can't be written (a full disk): training goes on, and earlier ones stay.
+
+    Examples
+    --------
+    >>> keeper = ModelCheckpoint("checkpoints", monitor="val_loss", every_n_steps=500)
+    >>> tl.fit(num_epochs=10, callbacks=[keeper], resume_from="last")
+    >>> keeper.load_best()
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str],
+        every_n_epochs: int | None = 1,
+        every_n_steps: int | None = None,
+        monitor: str | None = None,
+        mode: Mode = "min",
+        keep: int | None = 3,
+        async_save: bool = False,
+        *,
+        every_n_minutes: float | None = None,
+        safetensors: bool = False,
+    ) -> None:
+        # After all others at each hook: what they change there belongs to the state.
+        super().__init__("ModelCheckpoint", execution_order=1000)
+        self.every_n_epochs = _positive_or_none("every_n_epochs", every_n_epochs, int)
+        self.every_n_steps = _positive_or_none("every_n_steps", every_n_steps, int)
+        self.every_n_minutes = _positive_or_none("every_n_minutes", every_n_minutes, (int, float))
+        self.keep = _positive_or_none("keep", keep, int)
+        self.async_save = async_save
+        if safetensors:
+            checkpoint.require_safetensors("ModelCheckpoint: safetensors=True")
+        self.safetensors = safetensors
+        self.best_value: float | None = None
+        self._metric = Monitor(monitor, mode, owner="ModelCheckpoint") if monitor is not None else None
+        self._folder = checkpoint.folder(dirpath)
+        # Who wrote a file. A resumed run takes over the name from the checkpoint it goes on from.
+        self._run = f"{time.time_ns():x}-{uuid4().hex[:8]}"
+        self._files: list[Checkpoint] | None = None  # this run's, oldest first; None: not looked up yet
+        self._stamp = 0
+        self._saved_step: int | None = None  # None: the state has changed since the last checkpoint
+        self._saved_time = 0.0
+        self._ask_step = 0  # the step at which rank 0's clock is next asked
+        self._asked = (0.0, 0)
+        self._failed = False
+        self._host_copy = checkpoint.HostCopy()
+        self._writing: _Writing | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_host_copy": checkpoint.HostCopy(), "_writing": None}
+
+    # -- what users ask ------------------------------------------------------------------------------------------------
+
+    @property
+    def monitor(self) -> str | None:
+        return self._metric.name if self._metric is not None else None
+
+    @property
+    def dirpath(self) -> str:
+        """Absolute path or URL of the folder."""
+        return self._folder.location
+
+    @property
+    def last_path(self) -> str | None:
+        files = self._own_files()
+        return files[-1].path if files else None
+
+    @property
+    def best_path(self) -> str | None:
+        ranked = _best_first(self._own_files(), self._metric)
+        return ranked[0].path if ranked else None
+
+    def load_best(self, model: nn.Module | None = None) -> dict[str, Any]:
+        """Put the weights of the best checkpoint into the loop's model.
+
+        Collective during training in ``ddp``: all ranks call it (in ``on_train_end``, say).
+
+        Parameters
+        ----------
+        model : nn.Module, optional
+            Take this one instead.
+
+        Returns
+        -------
+        dict
+            The whole state of that checkpoint.
+
+        Raises
+        ------
+        CheckpointError
+            If no checkpoint was judged by a metric, or the best one is damaged.
+        """
+        self._finish_writing()
+        path = distributed.broadcast_object(self.best_path if distributed.is_global_zero() else None)
+        if path is None:
+            raise CheckpointError(
+                f"no checkpoint in {self.dirpath} was judged by monitor={self.monitor!r}. "
+                "Give ModelCheckpoint a monitor, and let at least one epoch end."
+            )
+        state = checkpoint.load(path)
+        (model or self.train_loop_obj.model).load_state_dict(state["model"])
+        return state
+
+    # -- what the loop asks --------------------------------------------------------------------------------------------
+
+    def last_state(self) -> dict[str, Any] | None:
+        """The newest whole checkpoint of the folder, whichever run wrote it; None where there is none yet."""
+        found = checkpoint.load_newest(self._folder)
+        return None if found is None else found[1]
+
+    def save_now(self, reason: str) -> None:
+        """Write a checkpoint now, unless the last one holds this very state, and wait until it is on the disk.
+
+        Collective: all ranks call it, between two steps.
+        """
+        self._finish_writing()
+        # Only rank 0 knows whether its write came through.
+        missing = self._saved_step != self.train_loop_obj.global_step or self._failed
+        if distributed.exchange_ints([int(missing)])[0][0]:
+            self._save(reason)
+            self._finish_writing()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "run": self._run,
+            "step": self.train_loop_obj.global_step,
+            "monitor": self.monitor,
+            "metric": self._metric.state_dict() if self._metric is not None else {},
+            "best_value": self.best_value,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._run = state["run"]
+        self._saved_step = state["step"]
+        self._files = None
+        if self._metric is not None and state["monitor"] == self.monitor:
+            self._metric.load_state_dict(state["metric"])
+            self.best_value = state["best_value"]
+
+    # -- hooks ---------------------------------------------------------------------------------------------------------
+
+    def on_train_loop_registration(self) -> None:
+        if self._metric is not None:
+            self._metric.check(self.train_loop_obj)
+        self._folder.check_writable()
+
+    def on_train_begin(self) -> None:
+        self._saved_step = None
+        self._failed = False
+        self._restart_clock()
+
+    def on_after_optimizer_step(self) -> None:
+        step = self.train_loop_obj.global_step
+        if step == self._saved_step:
+            return  # AMP has skipped this one
+        if self.every_n_steps is not None and step % self.every_n_steps == 0:
+            self._save("steps")
+        elif self.every_n_minutes is not None and self._time_is_up(60 * self.every_n_minutes):
+            self._save("time")
+
+    def on_epoch_end(self) -> None:
+        loop = self.train_loop_obj
+        self._saved_step = None  # the history has a new row
+        value = self._metric.new_value(loop) if self._metric is not None else None
+        improved = value is not None and self._metric is not None and self._metric.improves(value, self.best_value)
+        if improved:
+            self.best_value = value
+        if self.every_n_epochs is not None and (loop.epoch + 1) % self.every_n_epochs == 0:
+            self._save("epoch", value)
+        elif improved:
+            self._save("improved", value)
+
+    def on_train_end(self) -> None:
+        self.save_now("end")
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._finish_writing()
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def _save(self, reason: str, value: float | None = None) -> None:
+        """Collective. Rank 0 writes; the others go on as soon as it has their part of the state."""
+        loop = self.train_loop_obj
+        self._finish_writing()  # before the state is taken: the copy's memory is free again only then
+        state = loop.checkpoint_state()
+        self._saved_step = loop.global_step
+        self._restart_clock()
+        if state is None:
+            return
+        info = CheckpointInfo(loop.epoch, loop.global_step, self._run, 0, value, reason)
+        if self.async_save:
+            copied = self._host_copy.copy(state)
+            self._writing = _Writing(lambda: self._write(copied, info), info.step)
+        else:
+            self._report(_error_of(lambda: self._write(state, info)), info.step)
+
+    def _write(self, state: dict[str, Any], info: CheckpointInfo) -> None:
+        if self._files is None:
+            self._folder.remove_unfinished(self._run)  # what a kill left: nothing else is being written now
+        files = self._own_files()
+        self._stamp = max(time.time_ns(), self._stamp + 1)
+        info = replace(info, stamp=self._stamp)
+        name = self._free_name(info, [file.name for file in files])
+        checkpoint.save(self._folder.path(name), state, info)
+        if self.safetensors:
+            checkpoint.save_weights(self._folder.path(_weights_name(name)), state["model"])
+        checkpoint.mark_newest(self._folder, name)
+        files = [file for file in files if file.name != name]
+        files.append(Checkpoint(self._folder.path(name), name, info))
+        kept = _kept(files, self.keep, self._metric)
+        for file in files:
+            if file not in kept:
+                self._folder.remove(file.name)
+                if self.safetensors:
+                    self._folder.remove(_weights_name(file.name))
+        self._files = kept
+
+    def _free_name(self, info: CheckpointInfo, own: Sequence[str]) -> str:
+        """A name that is free or this run's own (a repeated step's): others' files are not replaced."""
+        taken = set(self._folder.names()).difference(own)
+        version = 1
+        while checkpoint.checkpoint_name(info, version) in taken:
+            version += 1
+        return checkpoint.checkpoint_name(info, version)
+
+    def _own_files(self) -> list[Checkpoint]:
+        if self._files is None:
+            found = checkpoint.checkpoints(self._folder)
+            self._stamp = max([self._stamp, *(file.info.stamp for file in found if file.info is not None)])
+            self._files = [file for file in found if file.info is not None and file.info.run == self._run]
+        return self._files
+
+    def _finish_writing(self) -> None:
+        """Wait for the thread, if there is one, and tell what went wrong in it."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            self._report(writing.wait(), writing.step)
+
+    def _report(self, error: Exception | None, step: int) -> None:
+        self._failed = error is not None
+        if isinstance(error, CheckpointError):
+            raise error  # a state that can't be saved: it will be no better next time
+        if error is not None:
+            last = self._files[-1].path if self._files else "none yet"
+            warnings.warn(
+                f"the checkpoint of step {step} could not be written to {self.dirpath} ({type(error).__name__}: "
+                f"{error}). Training goes on; the newest whole one is {last}. Make room, or choose another dirpath.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    def _restart_clock(self) -> None:
+        self._saved_time = time.monotonic()
+        self._ask_step = self.train_loop_obj.global_step + 1
+        self._asked = (self._saved_time, self.train_loop_obj.global_step)
+
+    def _time_is_up(self, interval_s: float) -> bool:
+        """Whether rank 0's clock says so; all ranks call it at each step.
+
+        Asking is an exchange between ranks. So rank 0 also tells, by the time that steps have taken, at which step
+        to ask again: some twenty times an interval, and at its end.
+        """
+        step = self.train_loop_obj.global_step
+        if step < self._ask_step:
+            return False
+        now = time.monotonic()
+        left_s = self._saved_time + interval_s - now
+        step_s = max((now - self._asked[0]) / max(step - self._asked[1], 1), 1e-6)
+        pause = max(1, int(min(left_s, interval_s / _ASKS_PER_INTERVAL) / step_s))
+        is_up, pause = distributed.exchange_ints([int(left_s <= 0), pause])[0]
+        self._ask_step, self._asked = step + pause, (now, step)
+        return bool(is_up)
+
+
+class _Writing:
+    """One write in a thread of its own."""
+
+    def __init__(self, write: Callable[[], None], step: int) -> None:
+        self.step = step
+        self._write = write
+        self._error: Exception | None = None
+        # Not a daemon: where the program ends without waiting, the interpreter does, and the file becomes whole.
+        self._thread = threading.Thread(target=self._run, name=f"checkpoint of step {step}", daemon=False)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._error = _error_of(self._write)
+
+    def wait(self) -> Exception | None:
+        self._thread.join()
+        return self._error
+
+
+def _error_of(write: Callable[[], None]) -> Exception | None:
+    # Not OSError alone: a store behind a URL has errors of its own.
+    try:
+        write()
+    except Exception as error:
+        return error
+    return None
+
+
+def _best_first(files: Sequence[Checkpoint], metric: Monitor | None) -> list[Checkpoint]:
+    """Those that were judged, best first; of equal ones the older first. NaN is no value."""
+    if metric is None:
+        return []
+    judged = [(file.info.value, file) for file in files if file.info is not None and file.info.value is not None]
+    sign = 1.0 if metric.minimize else -1.0
+    ranked = sorted((pair for pair in judged if pair[0] == pair[0]), key=lambda pair: sign * pair[0])
+    return [file for _, file in ranked]
+
+
+def _kept(files: Sequence[Checkpoint], keep: int | None, metric: Monitor | None) -> list[Checkpoint]:
+    """Which of ``files`` (oldest first) stay, oldest first.
+
+    The newest always does: it is what a killed run goes on from. Places that no judged one takes go to the newest.
+    """
+    if keep is None:
+        return list(files)
+    best = _best_first(files, metric)
+    others = [file for file in reversed(files) if file not in best]
+    chosen = [*[*best, *others][:keep], files[-1]]
+    return [file for file in files if file in chosen]
+
+
+def _weights_name(name: str) -> str:
+    return name.removesuffix(".pt") + ".safetensors"
+
+
+def _positive_or_none(name: str, value: Any, kind: Any) -> Any:
+    if value is None or (isinstance(value, kind) and not isinstance(value, bool) and value > 0):
+        return value
+    what = "a whole number" if kind is int else "a number"
+    raise ConfigurationError(f"ModelCheckpoint: {name}={value!r}: must be {what} above 0, or None.")
