@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -123,10 +124,8 @@ for cell in notebook.cells:
     # The kernel's command is looked up by name; a private data folder makes it this very interpreter.
     kernels = tmp_path / "jupyter" / "kernels" / "python3"
     kernels.mkdir(parents=True)
-    (kernels / "kernel.json").write_text(
-        '{"argv": ["%s", "-m", "ipykernel_launcher", "-f", "{connection_file}"], "display_name": "Python 3"}'
-        % sys.executable
-    )
+    command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    (kernels / "kernel.json").write_text(json.dumps({"argv": command, "display_name": "Python 3"}))
     script = tmp_path / "run_notebook.py"
     script.write_text(f"import os\nos.environ['JUPYTER_PATH'] = {str(tmp_path / 'jupyter')!r}\n{code}")
     output = run([sys.executable, str(script), str(EXAMPLES / "notebook.ipynb")], tmp_path)

@@ -1,0 +1,131 @@
+"""What a step and a start cost with two Gloo ranks: python -m benchmarks.ddp"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from benchmarks import others, work
+from benchmarks.timing import BY_HAND, Table, interleaved
+from trainloop import AbstractCallback, TrainLoop
+
+RANKS = 2
+
+
+class Clock(AbstractCallback):
+    """Seconds of the second epoch on rank 0; the first one warms up."""
+
+    def __init__(self) -> None:
+        super().__init__("clock")
+        self.seconds = 0.0
+
+    def on_epoch_begin(self) -> None:
+        self.begin = time.perf_counter()
+
+    def on_epoch_end(self) -> None:
+        self.seconds = time.perf_counter() - self.begin
+
+
+def with_trainloop(model: Any, batches: int) -> float:
+    clock = Clock()
+    loop = TrainLoop(
+        model,
+        work.loader_of(work.data_for(model, batches * RANKS)),
+        optimizer=others.sgd(model),
+        criterion=others.CRITERION,
+        gpu_mode="ddp",
+        accelerator="cpu",
+        devices=RANKS,
+        progress_bar=False,
+    )
+    loop.fit(num_epochs=2, callbacks=[clock])
+    return clock.seconds
+
+
+def _rank(rank: int, world_size: int, folder: str, model: nn.Module, batches: int, epochs: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    data = work.data_for(model, batches * world_size)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, world_size, rank)
+    loader = DataLoader(data, batch_size=work.BATCH, sampler=sampler)
+    wrapped = DistributedDataParallel(model)
+    optimizer = others.sgd(wrapped)
+    seconds = 0.0
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        begin = time.perf_counter()
+        work.train_by_hand(wrapped, loader, optimizer, 1, torch.device("cpu"))
+        seconds = time.perf_counter() - begin
+    if rank == 0:
+        with open(os.path.join(folder, "seconds"), "w") as file:
+            file.write(str(seconds))
+    dist.destroy_process_group()
+
+
+def by_hand(model: nn.Module, batches: int, epochs: int = 2) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (RANKS, folder, model, batches, epochs), nprocs=RANKS)
+        with open(os.path.join(folder, "seconds")) as file:
+            return float(file.read())
+
+
+def started_by_hand(model: nn.Module) -> None:
+    by_hand(model, 1, 1)
+
+
+def started_by_trainloop(model: Any) -> None:
+    loop = TrainLoop(
+        model,
+        work.loader_of(work.data_for(model, RANKS)),
+        optimizer=others.sgd(model),
+        criterion=others.CRITERION,
+        gpu_mode="ddp",
+        accelerator="cpu",
+        devices=RANKS,
+        progress_bar=False,
+    )
+    loop.fit(num_epochs=1)
+
+
+def tables(rounds: int = 7) -> list[Table]:
+    torch.set_num_threads(1)
+    step = interleaved(
+        {
+            BY_HAND: partial(by_hand, work.MLP(), 500),
+            "trainloop": partial(with_trainloop, work.MLP(), 500),
+            "trainloop, 10 metrics": partial(with_trainloop, work.Logging(), 500),
+        },
+        Table(
+            "DDP, two ranks",
+            "The MLP with Gloo on the CPU, 500 steps of the second epoch on rank 0; each run starts its own ranks.",
+            steps=500,
+            aims={"trainloop": 1.0, "trainloop, 10 metrics": 1.1},
+        ),
+        rounds=rounds,
+    )
+    start = interleaved(
+        {BY_HAND: partial(started_by_hand, work.MLP()), "trainloop": partial(started_by_trainloop, work.MLP())},
+        Table(
+            "Start-up, two ranks",
+            "From the call to its return, one step in between; ``by hand`` is a bare ``mp.spawn`` with the same work.",
+            unit="ms",
+            aims={"trainloop": 1.1},
+        ),
+        rounds=rounds,
+    )
+    return [step, start]
+
+
+if __name__ == "__main__":
+    tables()

@@ -1,0 +1,103 @@
+"""What grows and what must not: imports, a long epoch's cost and memory, evaluation: python -m benchmarks.growth"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from functools import partial
+
+import psutil
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from benchmarks import others, work
+from benchmarks.timing import BY_HAND, Table, interleaved
+from trainloop import AbstractCallback, TrainLoop
+
+IMPORTS = "import time; b = time.perf_counter(); {}; print(time.perf_counter() - b)"
+
+
+def seconds_of_import(statement: str) -> float:
+    command = [sys.executable, "-c", IMPORTS.format(statement)]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+class Meter(AbstractCallback):
+    """Seconds and resident memory at each tenth of the training."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__("meter")
+        self.every = every
+        self.readings: list[tuple[float, int]] = []
+
+    def on_after_optimizer_step(self) -> None:
+        if self.train_loop_obj.global_step % self.every == 0:
+            self.readings.append((time.perf_counter(), psutil.Process().memory_info().rss))
+
+
+def long_epoch(steps: int = 20_000) -> str:
+    """Cost and memory of each tenth of an epoch of many steps, with ten metrics logged at each."""
+    torch.set_num_threads(1)
+    model = work.Logging()
+    meter = Meter(steps // 10)
+    loop = TrainLoop(
+        model,
+        work.loader_of(work.data_for(model, steps)),
+        optimizer=others.sgd(model),
+        criterion=others.CRITERION,
+        accelerator="cpu",
+        progress_bar=False,
+    )
+    loop.fit(num_epochs=1, callbacks=[meter])
+    title = f"An epoch of {steps:,} steps"
+    lines = [title, "~" * len(title), "", "Ten metrics logged each step, without a bar.", ""]
+    rule = "=========== ========== =============="
+    lines += [rule, "steps       µs a step  resident, MiB", rule]
+    for i, ((before, _), (now, rss)) in enumerate(zip(meter.readings, meter.readings[1:]), start=2):
+        lines.append(f"{i * meter.every:<11,} {(now - before) / meter.every * 1e6:<10.1f} {rss / 2**20:.0f}")
+    text = "\n".join([*lines, rule, ""])
+    print(text, flush=True)
+    return text
+
+
+def evaluate_by_hand(model: nn.Module, loader: DataLoader) -> None:
+    model.eval()
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for x, y in loader:
+            total += others.CRITERION(model(x), y).item() * len(x)
+            count += len(x)
+
+
+def tables(rounds: int = 9) -> list[Table]:
+    torch.set_num_threads(1)
+    imports = interleaved(
+        {
+            BY_HAND: partial(seconds_of_import, "import torch"),
+            "import trainloop": partial(seconds_of_import, "import trainloop; trainloop.TrainLoop"),
+        },
+        Table(
+            "Import", "In a fresh interpreter; ``by hand`` is ``import torch``. The aim is 60 ms above it.", unit="ms"
+        ),
+        rounds=rounds,
+    )
+    model = work.MLP()
+    data = work.data_for(model, 1000)
+    loader = DataLoader(data, batch_size=work.BATCH)
+    loop = TrainLoop(model, None, criterion=others.CRITERION, accelerator="cpu", progress_bar=False)
+    evaluation = interleaved(
+        {
+            BY_HAND: partial(evaluate_by_hand, model, loader),
+            "trainloop": lambda: (loop.evaluate_model_loss(loader), None)[1],
+        },
+        Table("Evaluation", "Mean loss over 1,000 batches of 32.", steps=1000),
+        rounds=rounds,
+    )
+    return [imports, evaluation]
+
+
+if __name__ == "__main__":
+    tables()
+    long_epoch()

@@ -1,0 +1,154 @@
+"""What a training step costs in one process: python -m benchmarks.step"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+import os
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from benchmarks import others, work
+from benchmarks.timing import BY_HAND, Table, interleaved
+from trainloop import TrainLoop
+from trainloop.callbacks import TensorBoard
+
+CPU = torch.device("cpu")
+
+
+def by_hand(model: nn.Module, loader: DataLoader[Any], epochs: int) -> None:
+    work.train_by_hand(model, loader, others.sgd(model), epochs, CPU)
+
+
+def with_trainloop(
+    model: Any, loader: DataLoader[Any], epochs: int, *, tensorboard: bool = False, **options: Any
+) -> None:
+    options.setdefault("progress_bar", False)
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as null:
+        callbacks = [TensorBoard(folder, log_every_n_steps=1)] if tensorboard else []
+        loop = TrainLoop(
+            model, loader, optimizer=others.sgd(model), criterion=others.CRITERION, accelerator="cpu", **options
+        )
+        with contextlib.redirect_stderr(null), contextlib.redirect_stdout(null):
+            loop.fit(num_epochs=epochs, callbacks=callbacks)
+
+
+def with_ten_scalars(model: nn.Module, loader: DataLoader[Any], epochs: int) -> None:
+    """By hand, ten metrics a step with ``add_scalar``: what a user would write."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    optimizer = others.sgd(model)
+    with tempfile.TemporaryDirectory() as folder, SummaryWriter(folder) as writer:
+        step = 0
+        for _ in range(epochs):
+            for x, y in loader:
+                loss = others.CRITERION(model(x), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                for i in range(10):
+                    writer.add_scalar(f"metric_{i}", loss.detach(), step)
+                step += 1
+
+
+def compare(
+    title: str,
+    note: str,
+    make_model: Callable[[], nn.Module],
+    contenders: dict[str, Callable[..., None]],
+    *,
+    batches: int,
+    rounds: int,
+    aims: dict[str, float] | None = None,
+    make_data: Callable[[Any], Any] = lambda data: data,
+) -> Table:
+    """Train copies of one model for an epoch, by each contender in turn."""
+    model = make_model()
+    loader = work.loader_of(make_data(work.data_for(model, batches)))
+    runs = {name: partial(_once, train, model, loader) for name, train in contenders.items()}
+    return interleaved(runs, Table(title, note, steps=batches, aims=aims or {}), rounds=rounds)
+
+
+def _once(train: Callable[..., None], model: nn.Module, loader: DataLoader[Any]) -> None:
+    train(copy.deepcopy(model), loader, 1)
+
+
+def tables(rounds: int = 9) -> list[Table]:
+    torch.set_num_threads(1)
+    lightning = importlib.util.find_spec("lightning") is not None
+    in_memory = {
+        BY_HAND: by_hand,
+        "trainloop": with_trainloop,
+        "trainloop, bar": partial(with_trainloop, progress_bar=True),
+        **others.installed(),
+    }
+    if lightning:
+        in_memory["Lightning, bar"] = others.with_lightning(bar=True)
+    logging: dict[str, Callable[..., None]] = {
+        BY_HAND: by_hand,
+        "by hand, 10 add_scalar": with_ten_scalars,
+        "trainloop, 10 metrics": with_trainloop,
+        "trainloop, 10 metrics, TensorBoard": partial(with_trainloop, tensorboard=True),
+    }
+    if lightning:
+        logging["Lightning, 10 metrics"] = others.with_lightning(metrics=10)
+    pair = {BY_HAND: by_hand, "trainloop": with_trainloop}
+    return [
+        compare(
+            "MLP, in memory",
+            "32-64-10, batch 32, a shuffled TensorDataset, SGD, 2,000 steps in one call of ``fit``.",
+            work.MLP,
+            in_memory,
+            batches=2000,
+            rounds=rounds,
+            aims={"trainloop": 0.75, "trainloop, bar": 0.75},
+        ),
+        compare(
+            "MLP, ten metrics a step",
+            "The same; ``by hand`` logs nothing.",
+            work.Logging,
+            logging,
+            batches=2000,
+            rounds=rounds,
+            aims={"trainloop, 10 metrics, TensorBoard": 0.85},
+        ),
+        compare(
+            "MLP, a Dataset that is read row by row",
+            "A Python ``__getitem__``, which no library can read a batch at a time.",
+            work.MLP,
+            pair,
+            batches=2000,
+            rounds=rounds,
+            aims={"trainloop": 1.03},
+            make_data=work.RowByRow,
+        ),
+        compare(
+            "CNN",
+            "Two convolutions over 16 x 16 images.",
+            work.CNN,
+            pair,
+            batches=150,
+            rounds=rounds,
+            aims={"trainloop": 1.0},
+        ),
+        compare(
+            "Transformer",
+            "Two layers, width 64, sequences of 32.",
+            work.Transformer,
+            pair,
+            batches=60,
+            rounds=rounds,
+            aims={"trainloop": 1.0},
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    tables()

@@ -1,0 +1,100 @@
+"""Interleaved rounds: contenders take turns, so that a machine that slows down slows them all."""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+BY_HAND = "by hand"
+
+
+@dataclass
+class Table:
+    """Medians of one comparison; ratios are to ``by hand``."""
+
+    title: str
+    note: str
+    unit: str = "µs a step"
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    steps: int = 1
+    aims: dict[str, float] = field(default_factory=dict)
+    """What a contender's ratio is meant to stay under."""
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.seconds[name])
+
+    def ratio(self, name: str) -> float:
+        return self.median(name) / self.median(BY_HAND)
+
+    def text(self) -> str:
+        """The table as reStructuredText, cheapest first."""
+        scale = 1e6 / self.steps if self.unit.startswith("µs") else 1e3 if self.unit.startswith("ms") else 1.0
+        rows = [("loop", self.unit, "ratio", "quartiles of the ratio", "aim")]
+        base = self.median(BY_HAND)
+        for name in sorted(self.seconds, key=self.median):
+            values = sorted(s / base for s in self.seconds[name])
+            low, high = values[len(values) // 4], values[(3 * len(values)) // 4]
+            aim = f"{self.aims[name]:.2f}" if name in self.aims else ""
+            rows.append(
+                (name, f"{self.median(name) * scale:.1f}", f"{self.ratio(name):.2f}", f"{low:.2f} to {high:.2f}", aim)
+            )
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        rule = " ".join("=" * width for width in widths)
+        lines = [" ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        body = [rule, lines[0], rule, *lines[1:], rule]
+        return "\n".join([self.title, "~" * len(self.title), "", self.note, "", *body, ""])
+
+
+def interleaved(
+    contenders: Mapping[str, Callable[[], float | None]], table: Table, *, rounds: int = 9, warm_up: int = 1
+) -> Table:
+    """Time each contender once a round, in an order that turns by one each round.
+
+    A contender does ``table.steps`` steps, and may return the seconds it took where it knows better than its caller
+    (a rank in another process, say).
+    """
+    names = list(contenders)
+    for turn in range(rounds + warm_up):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            gc.collect()
+            start = time.perf_counter()
+            own = contenders[name]()
+            seconds = own if own is not None else time.perf_counter() - start
+            if turn >= warm_up:
+                table.seconds.setdefault(name, []).append(seconds)
+    print(table.text(), flush=True)
+    return table
+
+
+def machine() -> str:
+    """What ran this: processor, cores, memory, versions."""
+    model = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as lines:
+            model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    packages = {}
+    for name in ("torch", "numpy", "lightning", "accelerate", "pytorch-ignite"):
+        try:
+            packages[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            packages[name] = "not installed"
+    packages["torch"] = torch.__version__
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    lines = [
+        f"* {model}, {cores} cores; load when it began: {os.getloadavg()[0]:.1f}",
+        f"* Python {platform.python_version()}, {platform.system()} {platform.release()}",
+        "* " + ", ".join(f"{name} {version}" for name, version in packages.items()),
+        f"* GPUs: {', '.join(gpus) if gpus else 'none'}",
+    ]
+    return "\n".join(lines)
