@@ -1,0 +1,284 @@
+"""Data parallelism over processes: DistributedDataParallel for models with a ``get_loss``."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainloop.errors import ConfigurationError
+from trainloop.optim import MultiLoss
+from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy
+
+__all__ = ["TTDistributedDataParallel", "reduce_gradients"]
+
+
+class TTDistributedDataParallel(Transparent, DistributedDataParallel):
+    """A ``DistributedDataParallel`` that runs a model's ``get_loss`` the way it runs ``forward``.
+
+    ``wrapper.get_loss(...)``, ``get_loss_eval`` and ``get_predictions`` run inside DDP's own forward, as one call of
+    it, whichever submodules they call and however often. So gradients are averaged over ranks in the backward that
+    follows, and buffers come from rank 0, exactly as DDP does it for ``wrapper(...)``, which works too. With gradients
+    disabled they are plain calls without any exchange, so that ranks may evaluate different numbers of batches.
+
+    Every other attribute, property and method is the model's own, for reading and writing. A method other than these
+    three runs past DDP: gradients of a loss that it computes are **not** averaged.
+
+    Parameters
+    ----------
+    module : nn.Module
+        Any module; the three methods are those it has. On its final device, with no lazy parameters.
+    device_ids : list of one int or torch.device, optional
+        Default: the device of a module that is whole on one GPU. Inputs are moved there.
+    output_device : int or torch.device, optional
+        As in ``DistributedDataParallel``.
+    **ddp_args
+        The other arguments of ``DistributedDataParallel``: ``find_unused_parameters``, ``static_graph``,
+        ``gradient_as_bucket_view``, ``process_group`` and so on.
+
+    Raises
+    ------
+    ConfigurationError
+        If there is no process group, or the module has lazy parameters.
+    RuntimeError
+        If no parameter requires a gradient; and, in the forward after a backward that left parameters without
+        gradient, with their names (see ``find_unused_parameters``).
+
+    Notes
+    -----
+    Collective: every rank makes its wrapper, with the same arguments, and calls it equally often (but see
+    :meth:`no_exchange`). Hooks on the module and its parts fire as they run; hooks registered on the wrapper itself
+    fire for ``wrapper(...)`` alone. The wrapper keeps for itself ``module`` and the methods of
+    ``DistributedDataParallel`` (``no_sync``, ``join``, ``register_comm_hook``, ...): a model's own attribute of such a
+    name is ``wrapper.module.<name>``.
+
+    Examples
+    --------
+    >>> wrapper = TTDistributedDataParallel(model)  # doctest: +SKIP
+    >>> wrapper.get_loss(batch, criterion, wrapper.device).backward()  # doctest: +SKIP
+    """
+
+    # Methods of DistributedDataParallel that nothing calls any more; a model's own ones of these names are reachable.
+    scatter = SharedName("scatter", DistributedDataParallel.scatter)
+    gather = SharedName("gather", DistributedDataParallel.gather)
+    to_kwargs = SharedName("to_kwargs", DistributedDataParallel.to_kwargs)
+
+    def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, **ddp_args: Any) -> None:
+        check_not_lazy(module, "TTDistributedDataParallel")
+        trained = [p for p in module.parameters() if p.requires_grad]
+        if not trained:
+            raise RuntimeError(
+                f"TTDistributedDataParallel: no parameter of {type(module).__name__} requires a gradient, so there is "
+                "nothing to average over ranks: train something of it, or use the module as it is."
+            )
+        if "process_group" not in ddp_args and "device_mesh" not in ddp_args and not dist.is_initialized():
+            raise ConfigurationError(
+                "TTDistributedDataParallel: there is no process group. Call torch.distributed.init_process_group() in "
+                "every process first, or let TrainLoop(..., gpu_mode='ddp') start the processes."
+            )
+        if device_ids is None and output_device is None:
+            devices = {p.device for p in module.parameters()}
+            if len(devices) == 1 and trained[0].is_cuda:
+                device_ids = [trained[0].device]
+        super().__init__(module, device_ids, output_device, **ddp_args)
+        self._tt_exchanges = True
+        self._become_transparent()
+
+    def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        function = getattr(self.module, method)
+        if not torch.is_grad_enabled() or not self._tt_exchanges:
+            args, kwargs = self._moved(args, kwargs)
+            return function(*args, **kwargs)
+        # The body of DistributedDataParallel.forward, with another function in the place of the module.
+        with torch.autograd.profiler.record_function(f"DistributedDataParallel.{method}"):
+            args, kwargs = self._pre_forward(*args, **kwargs)
+            with self._inside_ddp_forward():
+                output = function(*args, **kwargs)
+            return _shut(self._post_forward(_opened(output)), output)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """As ``DistributedDataParallel``: the module's forward."""
+        if not self._tt_exchanges:
+            inputs, kwargs = self._moved(inputs, kwargs)
+            return self.module(*inputs, **kwargs)
+        return super().forward(*inputs, **kwargs)
+
+    def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments on the wrapper's GPU, as DDP moves them; on the CPU as they are."""
+        if not self.device_ids:
+            return args, kwargs
+        moved_args, moved_kwargs = self.to_kwargs(args, kwargs, self.device_ids[0])
+        return moved_args[0], moved_kwargs[0]
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._pre_forward(*inputs, **kwargs)
+        except RuntimeError as e:
+            raise _explained(e, self) from e
+
+    @contextlib.contextmanager
+    def no_exchange(self) -> Iterator[None]:
+        """Within, neither gradients nor buffers are exchanged: forward and backward are this rank's alone.
+
+        For a step in which ranks have unequal numbers of batches, or none: ``no_sync()`` exchanges no gradients, but
+        its first forward broadcasts buffers, which waits for ranks that have no forward to run. Every rank calls
+        :func:`reduce_gradients` after its last backward of the step.
+        """
+        before, self._tt_exchanges = self._tt_exchanges, False
+        try:
+            yield
+        finally:
+            self._tt_exchanges = before
+
+    def check_reduced(self) -> None:
+        """Check that the backward just done averaged the gradients of all parameters over the ranks.
+
+        Otherwise DDP tells at the next forward only, when an optimizer step has been taken with gradients that differ
+        between ranks, and never if it was the last step.
+
+        Raises
+        ------
+        RuntimeError
+            Naming the parameters that got no gradient, and the argument that allows it.
+        """
+        try:
+            self._check_reducer_finalized()
+        except RuntimeError as e:
+            raise _explained(e, self) from e
+
+
+# What TTDistributedDataParallel uses of DistributedDataParallel beyond its public face; unchanged since torch 2.1.
+for _name in ("_pre_forward", "_post_forward", "_inside_ddp_forward", "_check_reducer_finalized", "to_kwargs"):
+    if not callable(getattr(DistributedDataParallel, _name, None)):
+        raise ImportError(
+            f"torch {torch.__version__}: DistributedDataParallel has no {_name} any more, which trainloop builds on. "
+            "Install a torch from 2.6 to 2.13, or a newer trainloop."
+        )
+
+
+def _opened(output: Any) -> Any:
+    """``output`` with each MultiLoss as a dict: DDP looks for tensors in dicts, not in other mappings."""
+    if isinstance(output, MultiLoss):
+        return dict(output)
+    if type(output) is tuple:
+        return tuple(_opened(item) for item in output)
+    return output
+
+
+def _shut(opened: Any, output: Any) -> Any:
+    """The inverse: ``opened`` with a MultiLoss wherever ``output`` has one."""
+    if isinstance(output, MultiLoss):
+        tensors = iter(opened.values())
+        return output.map(lambda _: next(tensors))
+    if type(output) is tuple:
+        return tuple(_shut(item, like) for item, like in zip(opened, output, strict=True))
+    return opened
+
+
+def _explained(error: RuntimeError, wrapper: DistributedDataParallel) -> RuntimeError:
+    """DDP's error about unused parameters, with their names and what to do; another one as it is."""
+    text = str(error)
+    if "find_unused_parameters" not in text:
+        return error
+    # In the order of the reducer.
+    names = [
+        name
+        for name, p in wrapper.module.named_parameters()
+        if p.requires_grad and name not in wrapper.parameters_to_ignore
+    ]
+    found = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", text)
+    indices = [int(index) for index in found[1].split()] if found else []
+    unused = ", ".join(names[i] for i in indices if i < len(names)) or "see below"
+    return RuntimeError(
+        f"These parameters got no gradient in the last backward on rank {dist.get_rank(wrapper.process_group)}, so the "
+        f"gradients could not be averaged over ranks: {unused}. Where that is meant, pass find_unused_parameters=True "
+        "to the wrapper (in a TrainLoop: fit(..., ddp_model_args={'find_unused_parameters': True})); where it is not, "
+        "let the loss depend on them, or freeze them by requires_grad_(False) before wrapping.\n\n"
+        f"DistributedDataParallel's own message: {text}"
+    )
+
+
+_BUCKET_BYTES = 32 * 2**20
+
+
+def reduce_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Average gradients over ranks by hand, in place, as DDP does it in the backward.
+
+    For steps under :meth:`TTDistributedDataParallel.no_exchange`. Collective: every rank of the group calls it, one
+    that ran no backward too.
+
+    Parameters
+    ----------
+    parameters : iterable of Tensor
+        The same on every rank, in the same order; those that require no gradient are passed over.
+    group : ProcessGroup, optional
+        Default: all ranks.
+
+    Notes
+    -----
+    ``.grad`` becomes the sum over ranks divided by the number of ranks, a rank without one counting as zeros. A
+    parameter that has none on any rank keeps ``None``. Parameters with a sparse gradient on any rank get a sparse one.
+    One exchange of a flag for each parameter, one for each 32 MiB of gradients of a dtype, and two of pickles where
+    some are sparse. In one process nothing happens.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    world_size = dist.get_world_size(group)
+    trained = [p for p in parameters if p.requires_grad]
+    if world_size == 1 or not trained:
+        return
+    # 0: no gradient, 1: dense, 2: sparse; the most of any rank counts.
+    own = [0 if p.grad is None else 2 if p.grad.is_sparse else 1 for p in trained]
+    flags = torch.tensor(own, dtype=torch.int32, device=trained[0].device)
+    dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+    kinds = flags.tolist()
+    _reduce_sparse([p for p, kind in zip(trained, kinds, strict=True) if kind == 2], world_size, group)
+    for bucket in _buckets([p for p, kind in zip(trained, kinds, strict=True) if kind == 1]):
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad.detach()).reshape(-1) for p in bucket])
+        flat /= world_size  # before the sum, as DDP does: 16-bit sums stay in range
+        dist.all_reduce(flat, group=group)
+        for p, mean in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            if p.grad is None:
+                p.grad = torch.empty_like(p, memory_format=torch.preserve_format)
+            with torch.no_grad():
+                p.grad.copy_(mean.view(p.shape))  # in place: it may be a view into a bucket of DDP's
+
+
+def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """The parameters in groups of one dtype and device, about 32 MiB each."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for p in parameters:
+        dtype = p.dtype if p.grad is None else p.grad.dtype
+        kinds.setdefault((dtype, p.device), []).append(p)
+    for same_kind in kinds.values():
+        bucket: list[Tensor] = []
+        for p in same_kind:
+            bucket.append(p)
+            if sum(q.numel() * q.element_size() for q in bucket) >= _BUCKET_BYTES:
+                yield bucket
+                bucket = []
+        if bucket:
+            yield bucket
+
+
+def _reduce_sparse(parameters: list[Tensor], world_size: int, group: dist.ProcessGroup | None) -> None:
+    # As objects: ranks differ in the number of entries, and NCCL knows no sparse sum.
+    own = []
+    for p in parameters:
+        grad = None if p.grad is None else (p.grad if p.grad.is_sparse else p.grad.to_sparse(1)).detach().coalesce()
+        own.append(None if grad is None else (grad.indices().cpu(), grad.values().cpu()))
+    if not parameters:
+        return
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, own, group=group)
+    for p, parts in zip(parameters, zip(*everyone, strict=True), strict=True):
+        present = [part for part in parts if part is not None]
+        indices = torch.cat([indices for indices, _ in present], dim=1)
+        values = torch.cat([values for _, values in present]) / world_size
+        p.grad = torch.sparse_coo_tensor(indices, values, p.shape, device=p.device).coalesce()

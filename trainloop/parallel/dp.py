@@ -1,0 +1,291 @@
+"""Data parallelism in one process: DataParallel for models with a ``get_loss``, on GPUs or in threads on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._utils import ExceptionWrapper
+from torch.nn.parallel import DataParallel, replicate
+
+from trainloop.errors import ConfigurationError
+from trainloop.optim import MultiLoss
+from trainloop.parallel import scatter as parts
+from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy
+
+__all__ = ["TTDataParallel"]
+
+
+class TTDataParallel(Transparent, DataParallel):
+    """An ``nn.DataParallel`` that runs a model's ``get_loss`` the way it runs ``forward``.
+
+    ``wrapper.get_loss(...)``, ``get_loss_eval`` and ``get_predictions`` cut the batch, run the method on a replica for
+    each part, and put the results together: losses into the loss of the whole batch, predictions into all its rows, in
+    order. Gradients add up in the module's own parameters. ``wrapper(...)`` does the same with ``forward`` and
+    concatenates the outputs, as ``nn.DataParallel`` does.
+
+    Every other attribute, property and method is the model's own, for reading and writing.
+
+    Parameters
+    ----------
+    module : nn.Module
+        Any module; the three methods are those it has. With no lazy parameters.
+    device_ids : list of int or torch.device, optional
+        GPUs; default: all. The module must be on the first. Without GPUs the module is called as it is.
+    output_device : int or torch.device, optional
+        Default: the first of ``device_ids``.
+    dim : int
+        Of the samples, in tensors.
+    devices : int, optional
+        Run this many replicas on the CPU, each in a thread, whatever GPUs there are: the same path, testable anywhere.
+
+    Raises
+    ------
+    ConfigurationError
+        If ``devices`` is no number of replicas, comes together with ``device_ids``, or the module is on a GPU then; or
+        if the module has lazy parameters.
+    Exception
+        What a replica raises, of the same type, with the replica's number and traceback in its message.
+
+    Notes
+    -----
+    What is cut, and how, says :func:`trainloop.parallel.scatter.scatter`: by ``torch.chunk``, so 7 samples over 2
+    replicas are 4 and 3, and over 8 one replica idles.
+
+    As with ``nn.DataParallel``, a replica is a shallow copy: attributes that the method sets on ``self`` are lost, and
+    in-place changes of buffers last in the first replica only, so BatchNorm keeps the statistics of the first part.
+
+    CPU replicas take turns: torch's CPU random generator belongs to all threads, and dropout in threads that race for
+    it would give other numbers in each run. A replica's operations use all cores.
+
+    The wrapper keeps for itself ``module``: a model's own attribute of that name is ``wrapper.module.module``.
+
+    Examples
+    --------
+    >>> wrapper = TTDataParallel(nn.Linear(2, 1), devices=2)
+    >>> wrapper(torch.zeros(7, 2)).shape
+    torch.Size([7, 1])
+    """
+
+    # The steps of DataParallel.forward, which this class makes in its own way; a model's own ones are reachable.
+    scatter = SharedName("scatter", DataParallel.scatter)
+    replicate = SharedName("replicate", DataParallel.replicate)
+    parallel_apply = SharedName("parallel_apply", DataParallel.parallel_apply)
+    gather = SharedName("gather", DataParallel.gather)
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        *,
+        devices: int | None = None,
+    ) -> None:
+        check_not_lazy(module, "TTDataParallel")
+        if devices is None:
+            super().__init__(module, device_ids, output_device, dim)
+            self._tt_devices = [torch.device(self.src_device_obj.type, i) for i in self.device_ids]
+            if self._tt_devices:
+                self._tt_output_device = torch.device(self.src_device_obj.type, self.output_device)
+        else:
+            _check_cpu_replicas(module, devices, device_ids, output_device)
+            nn.Module.__init__(self)
+            self.module = module
+            self.device_ids = []
+            self._tt_devices = [torch.device("cpu")] * devices
+        self.dim = dim  # DataParallel leaves it out where there is no GPU
+        self._become_transparent()
+
+    _tt_devices: list[torch.device]  # of the replicas; empty: call the module as it is
+    _tt_output_device: torch.device
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's outputs, concatenated along ``dim``."""
+        return self._run("__call__", *inputs, **kwargs)
+
+    def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        devices = self._tt_devices
+        if not devices:
+            return _bound(self.module, method)(*args, **kwargs)
+        self._check_on(devices[0])
+        with torch.autograd.profiler.record_function(f"DataParallel.{method}"):
+            cut = parts.scatter((args, kwargs), len(devices), self.dim)
+            sizes = parts.chunk_sizes(parts.batch_length((args, kwargs), self.dim) or 0, len(devices))
+            devices = devices[: len(cut)]
+            inputs = _on_devices(cut, devices)
+            if len(cut) == 1:
+                return _bound(self.module, method)(*inputs[0][0], **inputs[0][1])
+            replicas = _replicas(self.module, devices)
+            for replica, size in zip(replicas, sizes, strict=True):
+                replica.__dict__["_log_batch_size"] = size  # what TTModel.log weighs by
+            calls = [_call(_bound(replica, method), *part) for replica, part in zip(replicas, inputs, strict=True)]
+            outputs = _in_threads(calls, devices)
+            if devices[0].type != "cpu":
+                outputs = [_on_device(output, self._tt_output_device) for output in outputs]
+            if method == "__call__":
+                return parts.gather(outputs, self.dim)
+            if method == "get_predictions":
+                return parts.combine_predictions(outputs, self.dim)
+            return parts.combine_losses(outputs, sizes)
+
+    def _check_on(self, device: torch.device) -> None:
+        for t in (*self.module.parameters(), *self.module.buffers()):
+            if t.device != device:
+                raise RuntimeError(
+                    f"TTDataParallel: the module must be on {device}, its first device, but has a tensor on "
+                    f"{t.device}: call module.to('{device}') first."
+                )
+
+
+def _check_cpu_replicas(module: nn.Module, devices: Any, device_ids: Any, output_device: Any) -> None:
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise ConfigurationError(f"devices={devices!r}: must be the number of replicas on the CPU, an int from 1 on.")
+    if device_ids is not None or output_device is not None:
+        raise ConfigurationError(
+            f"devices={devices} asks for replicas on the CPU, device_ids={device_ids!r} and "
+            f"output_device={output_device!r} for GPUs: give one or the other."
+        )
+    on = {str(p.device) for p in module.parameters() if p.device.type != "cpu"}
+    if on:
+        raise ConfigurationError(
+            f"devices={devices} asks for replicas on the CPU, but the module is on {', '.join(sorted(on))}: call "
+            "module.cpu() first, or give device_ids for GPUs."
+        )
+
+
+def _bound(module: nn.Module, method: str) -> Callable[..., Any]:
+    return module if method == "__call__" else getattr(module, method)
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, MultiLoss):
+        return value.map(lambda loss: _on_device(loss, device))
+    return parts.rebuilt(value, lambda item: _on_device(item, device))
+
+
+def _on_devices(cut: list[Any], devices: list[torch.device]) -> list[Any]:
+    """Part i on device i: its tensors, the ``device`` that user code is given, and a criterion that holds tensors."""
+    if devices[0].type == "cpu":
+        return cut
+    criteria: dict[nn.Module, list[nn.Module]] = {}
+
+    def moved(item: Any, i: int) -> Any:
+        if isinstance(item, torch.device):
+            return devices[i]
+        if isinstance(item, nn.Module):
+            if item not in criteria:
+                criteria[item] = replicate(item, devices, not torch.is_grad_enabled())
+            return criteria[item][i]
+        if isinstance(item, Tensor):
+            return item.to(devices[i], non_blocking=True)
+        return parts.rebuilt(item, lambda entry: moved(entry, i))
+
+    return [moved(part, i) for i, part in enumerate(cut)]
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
+    return lambda: function(*args, **kwargs)
+
+
+def _replicas(module: nn.Module, devices: list[torch.device]) -> list[nn.Module]:
+    """A replica of the module on each device, of whose parameters the module's own are the source in autograd."""
+    if devices[0].type == "cpu":
+        replicas = [_cpu_replica(module, shares_buffers=i == 0) for i in range(len(devices))]
+    else:
+        replicas = replicate(module, devices, not torch.is_grad_enabled())
+    for replica in replicas:
+        for part in replica.modules():
+            # torch leaves parameters() of a replica empty, and a penalty on the weights in get_loss would be lost.
+            part._parameters.update(part.__dict__.get("_former_parameters", {}))
+            # It would run the module that was compiled, which is not this one.
+            part.__dict__.pop("_compiled_call_impl", None)
+    return replicas
+
+
+def _cpu_replica(module: nn.Module, shares_buffers: bool) -> nn.Module:
+    """What torch.nn.parallel.replicate makes of a module, for the CPU, which it refuses; after its code."""
+    copies = {part: part._replicate_for_data_parallel() for part in module.modules()}
+    views: dict[Tensor, Tensor] = {}  # tied parameters stay tied
+    for part, copy in copies.items():
+        copy._former_parameters = {}
+        for name, child in part._modules.items():
+            if child is not None:
+                setattr(copy, name, copies[child])
+        for name, parameter in part._parameters.items():
+            if parameter is None:
+                copy._parameters[name] = None
+            else:
+                view = views.setdefault(parameter, parameter.view_as(parameter))
+                setattr(copy, name, view)  # by setattr: an RNN keeps its list of weights by it
+                copy._former_parameters[name] = view
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                setattr(copy, name, buffer if shares_buffers else views.setdefault(buffer, buffer.detach().clone()))
+    return copies[module]
+
+
+def _in_threads(calls: list[Callable[[], Any]], devices: list[torch.device]) -> list[Any]:
+    """What each call returns, made in a thread of its own; the first exception, if any, is raised here."""
+    results: list[Any] = [None] * len(calls)
+    settings = _thread_settings()
+
+    def work(i: int) -> None:
+        try:
+            with settings(devices[i]):
+                results[i] = calls[i]()
+        except BaseException:
+            results[i] = ExceptionWrapper(where=f"in replica {i} on {devices[i]}")
+
+    threads = [
+        threading.Thread(target=contextvars.copy_context().run, args=(work, i), name=f"TTDataParallel replica {i}")
+        for i in range(len(calls))
+    ]
+    for thread in threads:
+        thread.start()
+        if devices[0].type == "cpu":
+            thread.join()  # one after the other: see the class's notes
+    for thread in threads:
+        thread.join()
+    for result in results:
+        if isinstance(result, ExceptionWrapper):
+            result.reraise()
+    return results
+
+
+def _thread_settings() -> Callable[[torch.device], contextlib.AbstractContextManager[None]]:
+    """What torch keeps for each thread, of this one, to be set in others.
+
+    ``nn.parallel.parallel_apply`` takes along whether autocast is on but not its dtype, so that bf16 becomes fp16.
+    """
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    cache = torch.is_autocast_cache_enabled()
+    autocasts = [
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in ("cpu", *(["cuda"] if torch.cuda.is_available() else []))
+        if torch.is_autocast_enabled(kind)
+    ]
+    streams = {}
+    if torch.cuda.is_available():
+        streams = {i: torch.cuda.current_stream(i) for i in range(torch.cuda.device_count())}
+
+    @contextlib.contextmanager
+    def settings(device: torch.device) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if device.type == "cuda":
+                stack.enter_context(torch.cuda.device(device))
+                stack.enter_context(torch.cuda.stream(streams[device.index]))
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(grad and not inference))
+            for kind, dtype in autocasts:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cache))
+            yield
+
+    return settings

@@ -1,0 +1,240 @@
+"""Cut a batch into parts for replicas; put their losses, predictions and outputs together again.
+
+Pure: tensors stay on the device they are on.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainloop.errors import ConfigurationError
+from trainloop.optim import MultiLoss
+
+# -- cutting -----------------------------------------------------------------------------------------------------------
+
+
+def chunk_sizes(length: int, num_chunks: int) -> list[int]:
+    """Sizes into which ``torch.chunk`` cuts: 7 over 2 gives 4 and 3; over 8, seven times 1.
+
+    Examples
+    --------
+    >>> chunk_sizes(7, 2), chunk_sizes(5, 4), chunk_sizes(0, 2)
+    ([4, 3], [2, 2, 1], [0])
+    """
+    size = max(-(-length // num_chunks), 1)
+    return [min(size, length - begin) for begin in range(0, length, size)] or [0]
+
+
+def batch_length(value: Any, dim: int = 0) -> int | None:
+    """Samples in a batch: the length of the first tensor or array in it, or else of the first list of plain items.
+
+    None where there is neither.
+    """
+    return _first(value, lambda item: _length(item, dim)) or _first(value, _list_length)
+
+
+def scatter(value: Any, num_chunks: int, dim: int = 0) -> list[Any]:
+    """A nested value cut along the batch, as many parts as ``torch.chunk`` gives (which may be fewer than asked for).
+
+    Parameters
+    ----------
+    value : nested dicts, lists, tuples, namedtuples, dataclasses
+        Tensors and arrays whose length along ``dim`` is the batch's (see :func:`batch_length`) are cut, and so are
+        lists and tuples of that length that hold plain items (strings, numbers, objects): one item a sample. All
+        else is in every part as it is: other tensors, class weights say, and scalars, modules, devices.
+    num_chunks : int
+    dim : int
+        Of tensors and arrays.
+
+    Returns
+    -------
+    list
+        One part where nothing can be cut.
+    """
+    length = batch_length(value, dim)
+    if length is None:
+        return [value]
+    sizes = chunk_sizes(length, num_chunks)
+    ends = np.cumsum(sizes).tolist()
+    return [_part(value, length, end - size, end, dim) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _part(value: Any, length: int, begin: int, end: int, dim: int) -> Any:
+    def part(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return item.narrow(dim, begin, end - begin) if _length(item, dim) == length else item
+        if isinstance(item, np.ndarray):
+            return item.take(range(begin, end), dim) if _length(item, dim) == length else item
+        if _list_length(item) == length:
+            return item[begin:end]
+        return rebuilt(item, part)
+
+    return part(value)
+
+
+def _length(item: Any, dim: int) -> int | None:
+    """Length of a tensor or array along the batch's dimension; None for all else."""
+    return item.shape[dim] if isinstance(item, (Tensor, np.ndarray)) and -item.ndim <= dim < item.ndim else None
+
+
+def _list_length(item: Any) -> int | None:
+    """Length of a list that holds an item for each sample; None for all else, also for a list of lists or tensors.
+
+    The list ``[x, y]`` that a DataLoader makes of pairs is no list of two samples, so a list that holds what can be
+    cut itself is taken for structure.
+    """
+    if type(item) not in (list, tuple) or not item or any(_is_structure(entry) for entry in item):
+        return None
+    return len(item)
+
+
+def _is_structure(item: Any) -> bool:
+    return _length(item, 0) is not None or isinstance(item, (list, tuple, Mapping))
+
+
+def _first(value: Any, length: Callable[[Any], int | None]) -> int | None:
+    found: list[int] = []
+
+    def look(item: Any) -> Any:
+        if not found:
+            own = length(item)
+            if own is None:
+                rebuilt(item, look)
+            else:
+                found.append(own)
+        return item
+
+    look(value)
+    return found[0] if found else None
+
+
+def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A container with ``change`` applied to what it holds; anything else as it is."""
+    if isinstance(value, MutableMapping):
+        changed = copy.copy(value)  # a defaultdict or a BatchEncoding stays one
+        for key, item in value.items():
+            changed[key] = change(item)
+        return changed
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(change, value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(change, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        duplicate = copy.copy(value)
+        for field in dataclasses.fields(value):
+            # A frozen one too: the copy is not anybody's yet.
+            object.__setattr__(duplicate, field.name, change(getattr(value, field.name)))
+        return duplicate
+    return value
+
+
+# -- putting together --------------------------------------------------------------------------------------------------
+
+
+def combine_losses(losses: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """The loss of the whole batch from those of its parts.
+
+    Parameters
+    ----------
+    losses : sequence
+        What ``get_loss`` gave for each part: a 0-d tensor, a ``MultiLoss`` or dict of these, or ``(loss, weight)``.
+    sizes : sequence of int
+        Samples in each part.
+
+    Returns
+    -------
+    same as each
+        Means over samples combine by ``sizes``; ``(loss, weight)`` by the weights, with their sum.
+
+    Raises
+    ------
+    ConfigurationError
+        If a loss is of another form.
+    """
+    if all(isinstance(loss, tuple) and len(loss) == 2 for loss in losses):
+        weights = [loss[1] for loss in losses]
+        if any(isinstance(weight, Tensor) and weight.numel() != 1 for weight in weights):
+            raise _wrong_loss(losses[0])
+        total = sum(weights[1:], weights[0])
+        return _mean([loss[0] for loss in losses], weights, total), total
+    return _mean(losses, sizes, sum(sizes))
+
+
+def _mean(losses: Sequence[Any], weights: Sequence[Any], total: Any) -> Any:
+    first = losses[0]
+    if isinstance(first, MultiLoss):
+        means = {name: _mean([loss[name] for loss in losses], weights, total) for name in first}
+        return MultiLoss(means, first.loss_optimizer_map, first.retain_graph_until_last)
+    if isinstance(first, dict):
+        return {name: _mean([loss[name] for loss in losses], weights, total) for name in first}
+    if any(not isinstance(loss, Tensor) or loss.numel() != 1 for loss in losses):
+        raise _wrong_loss(first)
+    return sum(_share(loss, weight, total) for loss, weight in zip(losses, weights, strict=True))
+
+
+def _share(loss: Tensor, weight: Any, total: Any) -> Tensor:
+    # A part of no weight (nothing but padding) may have a loss of 0 / 0, which must not spread. On a GPU the value of
+    # the weight is not looked at, as that would wait for the device.
+    if isinstance(weight, Tensor):
+        share = (weight / total).to(loss.dtype)
+        return torch.where(weight == 0, torch.zeros_like(loss), loss) * torch.where(weight == 0, 0 * share, share)
+    return loss * (weight / total) if weight else torch.zeros_like(loss)
+
+
+def _wrong_loss(loss: Any) -> ConfigurationError:
+    given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}: {loss!r}"
+    return ConfigurationError(
+        f"get_loss returned {given}: must be a 0-d tensor that is a mean over the batch's samples, a MultiLoss "
+        "of such, or (loss, weight), where the loss is a mean over `weight` units."
+    )
+
+
+def combine_predictions(parts: Sequence[Any], dim: int = 0) -> Any:
+    """The predictions of the whole batch from those of its parts.
+
+    Tensors and arrays are concatenated, lists are rows and are joined, dicts and tuples go by their entries; a tuple of
+    plain items is rows too. Scalars, strings and other objects are taken from the first part.
+    """
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(parts), dim) if first.ndim else first
+    if isinstance(first, np.ndarray):
+        return np.concatenate(parts, dim) if first.ndim else first
+    if isinstance(first, MutableMapping):
+        merged = copy.copy(first)
+        for key in first:
+            merged[key] = combine_predictions([part[key] for part in parts if key in part], dim)
+        for part in parts[1:]:
+            merged.update({key: item for key, item in part.items() if key not in merged})
+        return merged
+    if isinstance(first, list):
+        return [row for part in parts for row in part]
+    if isinstance(first, tuple):
+        if not hasattr(first, "_fields") and first and not any(_is_structure(item) for item in first):
+            return tuple(row for part in parts for row in part)
+        entries = [combine_predictions(entry, dim) for entry in zip(*parts, strict=True)]
+        return type(first)(*entries) if hasattr(first, "_fields") else tuple(entries)
+    return first
+
+
+def gather(outputs: Sequence[Any], dim: int = 0) -> Any:
+    """What ``nn.DataParallel`` returns of its replicas' outputs: tensors concatenated, within dicts, lists and tuples.
+
+    0-d tensors become a vector of one entry a replica.
+    """
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(outputs), dim) if first.ndim else torch.stack(list(outputs))
+    if first is None:
+        return None
+    if isinstance(first, dict):
+        return type(first)((key, gather([output[key] for output in outputs], dim)) for key in first)
+    entries = [gather(entry, dim) for entry in zip(*outputs, strict=True)]
+    return type(first)(*entries) if hasattr(first, "_fields") else type(first)(entries)

@@ -1,0 +1,160 @@
+"""Whose attribute is it: the wrapper's, or the wrapped model's?"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from trainloop.errors import ConfigurationError
+
+METHODS = frozenset(("get_loss", "get_loss_eval", "get_predictions"))
+"""The model's methods that run through a wrapper instead of past it."""
+
+# Set when the wrapper is complete: until then every attribute written is the wrapper's.
+_READY = "_tt_ready"
+
+
+class SharedName:
+    """A name that torch's wrapper has for itself and a model may have too.
+
+    ``DistributedDataParallel`` keeps some thirty public attributes (``device``, ``dim``, ``logger``, ``reducer``, ...)
+    that its own methods read from ``self`` at every step. The model must not lose its own of such a name, and torch
+    must not find the model's. What tells the two apart is who asks, so this is what is asked here: torch's code gets
+    torch's value, all other code the model's where it has one.
+
+    Parameters
+    ----------
+    name : str
+    method : callable, optional
+        Torch's method of that name. Default: torch's value is an attribute of the instance.
+    """
+
+    def __init__(self, name: str, method: Callable[..., Any] | None = None) -> None:
+        self.name = name
+        self.method = method
+
+    def __get__(self, wrapper: Any, owner: type | None = None) -> Any:
+        if wrapper is None:
+            return self if self.method is None else self.method
+        if _asked_by_torch(sys._getframe(1).f_globals) or not model_has(wrapper, self.name):
+            if self.name in vars(wrapper):
+                return vars(wrapper)[self.name]
+            if self.method is not None:
+                return functools.partial(self.method, wrapper)
+        raise AttributeError(self.name)  # python then calls __getattr__, which asks the model
+
+    def __set__(self, wrapper: Any, value: Any) -> None:
+        vars(wrapper)[self.name] = value
+
+    def __delete__(self, wrapper: Any) -> None:
+        vars(wrapper).pop(self.name)
+
+
+class Transparent(nn.Module):
+    """Half of a wrapper: names that are not the wrapper's own are the model's, to read, write and delete.
+
+    The wrapper's own are ``module``, the methods of ``nn.Module`` and of torch's wrapper, and names with a leading
+    underscore that the model doesn't know. Every other public name is the model's, a new one too.
+    """
+
+    get_loss: Callable[..., Any]
+    """The model's, run as the wrapper runs ``forward``."""
+
+    get_loss_eval: Callable[..., Any]
+    """The model's, run as the wrapper runs ``forward``."""
+
+    get_predictions: Callable[..., Any]
+    """The model's, run as the wrapper runs ``forward``."""
+
+    def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the model's method by the way of the wrapper's forward."""
+        raise NotImplementedError
+
+    def _become_transparent(self) -> None:
+        """To be called when the wrapper is complete: once a constructor, once an unpickling."""
+        for name in vars(self):
+            if not name.startswith("_") and name != "training" and not hasattr(type(self), name):
+                setattr(type(self), name, SharedName(name))
+        self.__dict__[_READY] = True
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = _wrapped(self)
+            # copy and pickle look for special methods on the instance: those of the model would stand in for ours.
+            if module is None or (name.startswith("__") and name.endswith("__")):
+                raise
+        attribute = getattr(module, name)  # where there is none, the error names the model's class
+        return functools.partial(self._run, name) if name in METHODS else attribute
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_of_the_model(name, sys._getframe(1).f_globals):
+            setattr(_wrapped(self), name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_of_the_model(name, sys._getframe(1).f_globals):
+            delattr(_wrapped(self), name)
+        else:
+            super().__delattr__(name)
+
+    def _is_of_the_model(self, name: str, asking: dict[str, Any]) -> bool:
+        if _READY not in self.__dict__ or _asked_by_torch(asking):
+            return False
+        if isinstance(_static(type(self), name), SharedName):
+            return model_has(self, name)
+        if name in self.__dict__ or name in self._modules or hasattr(type(self), name):
+            return False
+        return not name.startswith("_") or model_has(self, name)
+
+    def __dir__(self) -> Iterable[str]:
+        module = _wrapped(self)
+        return sorted({*super().__dir__(), *(dir(module) if module is not None else ())})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({key: value for key, value in state.items() if key != _READY})
+        self._become_transparent()
+
+
+def model_has(wrapper: nn.Module, name: str) -> bool:
+    """Whether the wrapped model has such an attribute; no property of it is evaluated."""
+    module = _wrapped(wrapper)
+    if module is None:
+        return False
+    registered = (vars(module), module._parameters, module._buffers, module._modules)
+    if any(name in names for names in registered) or hasattr(type(module), name):
+        return True
+    # A compiled module, or another wrapper: it has what the one inside has.
+    return type(module).__getattr__ is not nn.Module.__getattr__ and hasattr(module, name)
+
+
+def check_not_lazy(module: nn.Module, wrapper: str) -> None:
+    """Raise ConfigurationError where parameters or buffers of the module have no shape yet."""
+    lazy = [
+        name for tensors in (module.named_parameters(), module.named_buffers()) for name, t in tensors if is_lazy(t)
+    ]
+    if lazy:
+        raise ConfigurationError(
+            f"{wrapper}: {', '.join(lazy)} of {type(module).__name__} are lazy and have no shape yet. "
+            "Run one batch through the model first, e.g. `model(inputs)` under torch.no_grad()."
+        )
+
+
+def _wrapped(wrapper: nn.Module) -> nn.Module | None:
+    return wrapper.__dict__.get("_modules", {}).get("module")
+
+
+def _static(cls: type, name: str) -> object:
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+
+
+def _asked_by_torch(asking: dict[str, Any]) -> bool:
+    name = asking.get("__name__", "")
+    return name.startswith(("torch.", "trainloop.parallel."))

@@ -1,0 +1,267 @@
+"""BatchNorm over the batches of all ranks, on the CPU too, put on and taken off in place.
+
+``torch.nn.SyncBatchNorm`` refuses the CPU, and its converter replaces modules, which loses their hooks and identity,
+and has no way back. Here a layer changes its class only: object, parameters, buffers and hooks stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+
+from trainloop.errors import ConfigurationError
+
+__all__ = ["CpuSyncBatchNorm", "convert", "participating", "revert"]
+
+_CLASS_BEFORE = "_class_before_sync"
+
+
+def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
+    """Let every BatchNorm layer in a module normalise over the samples of all ranks, in training.
+
+    Every rank converts, before it wraps the module in ``DistributedDataParallel``, with the module on its final device.
+
+    Parameters
+    ----------
+    module : nn.Module
+        Changed in place. Layers on a GPU become ``torch.nn.SyncBatchNorm``, others :class:`CpuSyncBatchNorm`; each also
+        stays an instance of the class it had, so a subclass keeps what it does around normalising. InstanceNorm and
+        layers that synchronise already are left alone.
+    process_group : ProcessGroup, optional
+        Default: all ranks.
+
+    Returns
+    -------
+    nn.Module
+        The same object.
+
+    Raises
+    ------
+    ConfigurationError
+        If a layer is lazy and has no shape yet.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, _LazyNormBase) and layer.has_uninitialized_params():
+            raise ConfigurationError(
+                f"sync_batchnorm: the layer {name or 'itself'} ({type(layer).__name__}) has no shape yet. Run one "
+                "batch through the model first, e.g. `model(inputs)` under torch.no_grad()."
+            )
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, (nn.SyncBatchNorm, CpuSyncBatchNorm)):
+            tensors = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
+            on_gpu = bool(tensors) and tensors[0].is_cuda
+            before = type(layer)
+            layer.__dict__[_CLASS_BEFORE] = before
+            layer.__dict__["process_group"] = process_group
+            layer.__class__ = _synchronised(before, nn.SyncBatchNorm if on_gpu else CpuSyncBatchNorm)
+    return module
+
+
+def revert(module: nn.Module) -> nn.Module:
+    """Undo :func:`convert`, in place: layers are of their former class again.
+
+    Returns
+    -------
+    nn.Module
+        The same object.
+    """
+    for layer in module.modules():
+        before = layer.__dict__.pop(_CLASS_BEFORE, None)
+        if before is not None:
+            del layer.__dict__["process_group"]
+            layer.__class__ = before
+    return module
+
+
+@contextlib.contextmanager
+def participating(module: nn.Module, ranks: Sequence[int]) -> Iterator[None]:
+    """Within, the synchronised layers of a module normalise over some ranks only.
+
+    For a step in which other ranks have no batch left: they run no forward that could take part. Collective over
+    ``ranks``, which alone call it, all with the same ``ranks``, around forward **and** backward.
+
+    Parameters
+    ----------
+    module : nn.Module
+        As converted by :func:`convert`.
+    ranks : sequence of int
+        Global ranks that have a batch in this step.
+
+    Notes
+    -----
+    The first time with these ranks makes a process group of them, which is kept as long as the default group lives.
+    """
+    layers = [layer for layer in module.modules() if _CLASS_BEFORE in layer.__dict__]
+    if not layers or not dist.is_initialized():
+        yield
+        return
+    group = _group_of(tuple(sorted(ranks)))
+    before = [layer.__dict__["process_group"] for layer in layers]
+    for layer in layers:
+        layer.__dict__["process_group"] = group
+    try:
+        yield
+    finally:
+        for layer, former in zip(layers, before, strict=True):
+            layer.__dict__["process_group"] = former
+
+
+_groups: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+
+def _group_of(ranks: tuple[int, ...]) -> Any:
+    default = dist.group.WORLD
+    made_beside, group = _groups.get(ranks, (None, None))
+    if made_beside is not default:
+        # Only these ranks are here, so only they may be needed to make it.
+        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        _groups[ranks] = (default, group)
+    return group
+
+
+class CpuSyncBatchNorm(_BatchNorm):
+    """BatchNorm over the samples of all ranks, with operations that every device has.
+
+    Equal to a BatchNorm layer that is given the batches of all ranks as one, forward and backward, also where ranks
+    hold unequal numbers of samples or none. In evaluation, and in one process, it is plain BatchNorm. Made by
+    :func:`convert`.
+
+    Notes
+    -----
+    One exchange of ``2 C + 1`` numbers in the forward, one of ``2 C`` in the backward.
+    """
+
+    process_group: dist.ProcessGroup | None
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalised input, of the same shape."""
+        over_batch = self.training or (self.running_mean is None and self.running_var is None)
+        synchronises = self.training and dist.is_available() and dist.is_initialized()
+        if not over_batch or not synchronises or dist.get_world_size(self.process_group) == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        factor = 0.0 if self.momentum is None else self.momentum
+        if self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:  # the plain mean over all batches
+                factor = 1.0 / float(self.num_batches_tracked)
+        output, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, self.eps, self.process_group)
+        if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
+            with torch.no_grad():
+                unbiased = variance * (count / (count - 1))
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+                self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+        return output
+
+
+class _Normalise(torch.autograd.Function):
+    """Input normalised by mean and variance over all ranks; also returns these, and the number of values a channel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        wide = torch.promote_types(input.dtype, torch.float32)  # 16-bit sums would lose the variance
+        x = input.to(wide)
+        axes = [axis for axis in range(x.dim()) if axis != 1]
+        channels = x.shape[1]
+        count = x.numel() // channels if channels else 0
+        mean = x.mean(axes) if count else x.new_zeros(channels)
+        deviation = (x - _along(mean, x)).square().sum(axes)
+        own = torch.cat([mean, deviation, x.new_tensor([count])])
+        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(everyone, own, group=group)
+        # Means and deviations of parts into those of the whole (Chan, Golub, LeVeque 1979): a sum of squares would
+        # cancel where the mean is large.
+        means, deviations, counts = torch.stack(everyone).split([channels, channels, 1], dim=1)
+        total = counts.sum()
+        if total <= 1:
+            raise ValueError(f"Expected more than 1 value per channel when training, got {int(total)} over all ranks")
+        mean = (means * counts).sum(0) / total
+        variance = (deviations + counts * (means - mean).square()).sum(0) / total
+        inverse = torch.rsqrt(variance + eps)
+        normal = (x - _along(mean, x)) * _along(inverse, x)
+        output = normal if weight is None else normal * _along(weight.to(wide), x)
+        if bias is not None:
+            output = output + _along(bias.to(wide), x)
+        ctx.save_for_backward(input, weight, mean, inverse, total)
+        ctx.group, ctx.axes = group, axes
+        ctx.mark_non_differentiable(mean, variance, total)
+        return output.to(input.dtype), mean, variance, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        input, weight, mean, inverse, total = ctx.saved_tensors
+        x, grad = input.to(mean.dtype), grad_output.to(mean.dtype)
+        normal = (x - _along(mean, x)) * _along(inverse, x)
+        sum_grad, sum_grad_normal = grad.sum(ctx.axes), (grad * normal).sum(ctx.axes)
+        grad_input = None
+        if ctx.needs_input_grad[0]:
+            sums = torch.cat([sum_grad, sum_grad_normal])
+            dist.all_reduce(sums, group=ctx.group)
+            mean_grad, mean_grad_normal = (sums / total).chunk(2)
+            scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
+            grad_input = _along(scale, x) * (grad - _along(mean_grad, x) - normal * _along(mean_grad_normal, x))
+            grad_input = grad_input.to(input.dtype)
+        # This rank's share only: DDP averages gradients of parameters.
+        grad_weight = sum_grad_normal.to(weight.dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = sum_grad.to(weight.dtype) if ctx.needs_input_grad[2] else None
+        return grad_input, grad_weight, grad_bias, None, None
+
+
+def _along(per_channel: Tensor, x: Tensor) -> Tensor:
+    return per_channel.view(1, -1, *[1] * (x.dim() - 2))
+
+
+# Of module level, so that a model that holds them pickles.
+class SyncBatchNorm1d(nn.BatchNorm1d, CpuSyncBatchNorm):
+    """BatchNorm1d over all ranks."""
+
+
+class SyncBatchNorm2d(nn.BatchNorm2d, CpuSyncBatchNorm):
+    """BatchNorm2d over all ranks."""
+
+
+class SyncBatchNorm3d(nn.BatchNorm3d, CpuSyncBatchNorm):
+    """BatchNorm3d over all ranks."""
+
+
+class CudaSyncBatchNorm1d(nn.BatchNorm1d, nn.SyncBatchNorm):
+    """BatchNorm1d over all ranks, by torch's kernels."""
+
+
+class CudaSyncBatchNorm2d(nn.BatchNorm2d, nn.SyncBatchNorm):
+    """BatchNorm2d over all ranks, by torch's kernels."""
+
+
+class CudaSyncBatchNorm3d(nn.BatchNorm3d, nn.SyncBatchNorm):
+    """BatchNorm3d over all ranks, by torch's kernels."""
+
+
+_classes: dict[tuple[type, type], type] = {
+    (nn.BatchNorm1d, CpuSyncBatchNorm): SyncBatchNorm1d,
+    (nn.BatchNorm2d, CpuSyncBatchNorm): SyncBatchNorm2d,
+    (nn.BatchNorm3d, CpuSyncBatchNorm): SyncBatchNorm3d,
+    (nn.BatchNorm1d, nn.SyncBatchNorm): CudaSyncBatchNorm1d,
+    (nn.BatchNorm2d, nn.SyncBatchNorm): CudaSyncBatchNorm2d,
+    (nn.BatchNorm3d, nn.SyncBatchNorm): CudaSyncBatchNorm3d,
+}
+
+
+def _synchronised(cls: type, sync: type) -> type:
+    """The class with its normalising replaced; what a subclass of BatchNorm does around ``super().forward`` stays."""
+    if (cls, sync) not in _classes:
+        _classes[cls, sync] = type(f"Sync{cls.__name__}", (cls, sync), {"__module__": cls.__module__})
+    return _classes[cls, sync]
