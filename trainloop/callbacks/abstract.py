@@ -61,7 +61,8 @@ class AbstractExperimentCallback(AbstractCallback):
 
     def experiment_folder(self) -> str:
         """The experiment's folder; made if it is missing."""
-        assert self.local_model_result_folder_path and self.project_name, "try_infer_experiment_details comes first"
+        assert self.local_model_result_folder_path is not None, "try_infer_experiment_details comes first"
+        assert self.project_name is not None, "try_infer_experiment_details comes first"
         stamp = getattr(self.train_loop_obj, "experiment_timestamp", None)
         name = f"{self.experiment_name}_{stamp}" if stamp else str(self.experiment_name)
         folder = os.path.join(self.local_model_result_folder_path, self.project_name, name)

@@ -111,7 +111,8 @@ class ExponentialMovingAverage(AbstractCallback):
         if loop.step_skipped or loop.global_step % self.every_n_steps:
             return
         averages, weights = self._pairs
-        decay = self.decay if loop.global_step > self.start_step else 0.0
+        # As torch's AveragedModel: the first update takes the weights as they are.
+        decay = self.decay if self.updates and loop.global_step > self.start_step else 0.0
         with torch.no_grad():
             get_ema_multi_avg_fn(decay)(averages, weights, self.updates)
         self.updates += 1

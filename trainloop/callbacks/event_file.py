@@ -91,9 +91,7 @@ class EventFile:
 
         data = event.SerializeToString()
         length = struct.pack("<Q", len(data))
-        self._write(
-            length + struct.pack("<I", masked_crc32c(length)) + data + struct.pack("<I", masked_crc32c(data))
-        )
+        self._write(length + struct.pack("<I", masked_crc32c(length)) + data + struct.pack("<I", masked_crc32c(data)))
 
     def write_summary(self, summary: Any, step: int = 0) -> None:
         """Write one ``Summary`` protocol buffer: histograms, hyperparameters, texts."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from trainloop.callbacks.abstract import AbstractExperimentCallback
 from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.history_report import require_matplotlib
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiOptimizer, parameters_of
 
@@ -295,13 +296,6 @@ class GradDistributionPlot(AbstractExperimentCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_gradients": []}
-
-
-def require_matplotlib(owner: str) -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigurationError(f"{owner} needs matplotlib: pip install 'trainloop[plot]'.") from error
 
 
 def _stack(values: Iterable[Tensor]) -> Tensor:

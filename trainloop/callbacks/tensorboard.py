@@ -29,8 +29,8 @@ __all__ = [
 class TensorBoard(AbstractCallback):
     """Write the run for TensorBoard: what is logged, each value once, by rank 0, over the global step.
 
-    A metric's step values are under its name; its epoch values too, or under ``epoch/<name>`` where the name is taken by
-    step values. Learning rates are under ``lr`` (see :class:`~trainloop.callbacks.train_schedule.LearningRateMonitor`).
+    A metric's step values are under its name; its epoch values too, or under ``epoch/<name>`` where step values have
+    the name. Learning rates are under ``lr`` (see :class:`~trainloop.callbacks.train_schedule.LearningRateMonitor`).
 
     Parameters
     ----------
@@ -384,7 +384,5 @@ class TensorboardFullTracking(TensorboardReporterBaseCB):
         As in :class:`TensorboardReporterBaseCB`.
     """
 
-    def __init__(
-        self, metric_names: Sequence[str] | None = None, batch_log_frequency: int = 1, **kwargs: Any
-    ) -> None:
+    def __init__(self, metric_names: Sequence[str] | None = None, batch_log_frequency: int = 1, **kwargs: Any) -> None:
         super().__init__(log_every_n_steps=batch_log_frequency, metric_names=metric_names, **kwargs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -45,6 +46,7 @@ class AbstractScheduler:
         """Take it back; the optimizer's learning rates are the optimizer's state, not this."""
         if self.scheduler is not None and state_dict:
             self.scheduler.load_state_dict(state_dict)
+            _restore_counters(self.scheduler)
 
 
 class LRScheduler(AbstractScheduler, AbstractCallback):
@@ -53,8 +55,8 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
     Parameters
     ----------
     scheduler : class, callable or scheduler
-        A scheduler class, with its arguments in ``kwargs``; a function that takes the optimizer and returns a scheduler;
-        or a scheduler made over the loop's optimizer.
+        A scheduler class, with its arguments in ``kwargs``; a function that takes the optimizer and returns a
+        scheduler; or a scheduler made over the loop's optimizer.
     interval : {'step', 'epoch'}, optional
         When to step. Default: ``'epoch'``, as most examples of torch do. Step by step for ``OneCycleLR`` and warm-up.
     monitor : str, optional
@@ -366,6 +368,7 @@ class LearningRateMonitor(AbstractCallback):
 
     The name is ``lr``; with several parameter groups ``lr/group0`` and so on (or ``lr/<name>`` where the group has a
     ``'name'``), with several optimizers ``lr/optimizer0`` or ``lr/optimizer0/group0``.
+    An epoch's value is its largest.
 
     Parameters
     ----------
@@ -395,7 +398,7 @@ class LearningRateMonitor(AbstractCallback):
         if optimizer_idx == 0 and loop.global_step % self.every_n_steps == 0:
             for name, group in zip(self._names, loop.optimizer.param_groups, strict=True):
                 # The same on all ranks: nothing to average.
-                loop.model.log(name, group["lr"], on_step=True, on_epoch=True, sync_dist=False, batch_size=1)
+                loop.model.log(name, group["lr"], on_step=True, on_epoch=True, reduce="max", sync_dist=False)
 
 
 def learning_rate_names(optimizer: Optimizer | MultiOptimizer) -> list[str]:
@@ -419,6 +422,14 @@ def _is_scheduler(scheduler: Any) -> bool:
 def _is_plateau(scheduler: Any) -> bool:
     plateau = lr_scheduler.ReduceLROnPlateau
     return issubclass(scheduler, plateau) if isinstance(scheduler, type) else isinstance(scheduler, plateau)
+
+
+def _restore_counters(scheduler: Any) -> None:
+    """Checkpoints hold plain dicts where torch's ``MultiStepLR`` counts its milestones."""
+    if isinstance(scheduler, lr_scheduler.MultiStepLR):
+        scheduler.milestones = Counter(scheduler.milestones)
+    for part in getattr(scheduler, "_schedulers", ()):  # of SequentialLR and ChainedScheduler
+        _restore_counters(part)
 
 
 def _mark_step(optimizer: Optimizer) -> None:

@@ -67,7 +67,9 @@ class LinearWithWarmupScheduler(_WarmupScheduler):
     """
 
     def __init__(self, num_warmup_steps: int, num_training_steps: int, last_epoch: int = -1, **kwargs: Any) -> None:
-        super().__init__(_of_progress(_linear, num_warmup_steps, num_training_steps), num_warmup_steps, last_epoch, **kwargs)
+        super().__init__(
+            _of_progress(_linear, num_warmup_steps, num_training_steps), num_warmup_steps, last_epoch, **kwargs
+        )
 
 
 class CosineWithWarmupScheduler(_WarmupScheduler):

@@ -1,0 +1,227 @@
+"""Small callbacks, by AIToolbox's names; those that end training are offered here too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.early_stopping import EarlyStopping, ThresholdEarlyStopping, TimeLimit
+from trainloop.callbacks.nan import TerminateOnNaN
+from trainloop.errors import ConfigurationError
+
+__all__ = [
+    "AllPredictionsSame",
+    "DataSubsetTestRun",
+    "EarlyStopping",
+    "FunctionOnTrainLoop",
+    "ListRegisteredCallbacks",
+    "TerminateOnNaN",
+    "ThresholdEarlyStopping",
+    "TimeLimit",
+]
+
+
+class ListRegisteredCallbacks(AbstractCallback):
+    """Print the callbacks of the run, in the order in which they are called.
+
+    Examples
+    --------
+    >>> tl.fit(num_epochs=1, callbacks=[ListRegisteredCallbacks(), EarlyStopping()])
+    Callbacks: ListRegisteredCallbacks, EarlyStopping
+    """
+
+    def __init__(self) -> None:
+        super().__init__("ListRegisteredCallbacks", device_idx_execution=0)
+
+    def on_train_begin(self) -> None:
+        callbacks = sorted(self.train_loop_obj.callbacks, key=lambda callback: callback.execution_order)
+        print(f"Callbacks: {', '.join(callback.callback_name for callback in callbacks)}")
+
+
+class AllPredictionsSame(AbstractCallback):
+    """Notice a model that predicts one value for everything, as it does on badly unbalanced classes.
+
+    Predicts the validation set after each epoch.
+
+    Parameters
+    ----------
+    value : float, optional
+        The value that all predictions would have. ``None``: any.
+    stop_training : bool
+        End training then.
+    verbose : bool
+        Say so.
+
+    Examples
+    --------
+    >>> tl.fit(num_epochs=10, callbacks=[AllPredictionsSame(value=0, stop_training=True)])
+    """
+
+    def __init__(self, value: float | None = 0.0, stop_training: bool = False, verbose: bool = True) -> None:
+        super().__init__("AllPredictionsSame")
+        self.value = value
+        self.stop_training = stop_training
+        self.verbose = verbose
+
+    def on_train_loop_registration(self) -> None:
+        if self.train_loop_obj.validation_loader is None:
+            raise ConfigurationError(
+                "AllPredictionsSame predicts the validation set, but the loop has no validation_loader. "
+                "Pass one to TrainLoop."
+            )
+
+    def on_epoch_end(self) -> None:
+        loop = self.train_loop_obj
+        predictions = loop.predict_on_validation_set()[0]
+        if not len(predictions):
+            return
+        value = predictions[0] if self.value is None else self.value
+        if not all(_same(prediction, value) for prediction in predictions):
+            return
+        if self.verbose and loop.is_main_process():
+            ending = "; training ends" if self.stop_training else ""
+            print(f"All {len(predictions)} predictions are {value} after epoch {loop.epoch}{ending}.")
+        if self.stop_training:
+            loop.early_stop = True
+
+
+def _same(prediction: Any, value: Any) -> bool:
+    equal = prediction == value
+    return bool(equal.all() if hasattr(equal, "all") else equal)
+
+
+class DataSubsetTestRun(AbstractCallback):
+    """Train on the first few batches only, to see whether a script runs through.
+
+    The loop's loaders are exchanged for short ones, and stay so after ``fit``; the loaders that were passed to it are
+    left as they are. The first batches are chosen once: every epoch has the same. In ``ddp`` the ranks share them.
+
+    Parameters
+    ----------
+    num_train_batches, num_val_batches, num_test_batches : int
+        Batches to keep; 0 keeps the whole validation or test set.
+
+    Raises
+    ------
+    ConfigurationError
+        If a number is out of range; at ``fit`` if a loader that should be cut short is missing.
+
+    Examples
+    --------
+    >>> tl.fit(num_epochs=1, callbacks=[DataSubsetTestRun(num_train_batches=2, num_val_batches=1)])
+    """
+
+    def __init__(self, num_train_batches: int = 1, num_val_batches: int = 0, num_test_batches: int = 0) -> None:
+        super().__init__("DataSubsetTestRun", execution_order=-100)
+        if num_train_batches < 1 or num_val_batches < 0 or num_test_batches < 0:
+            raise ConfigurationError(
+                f"DataSubsetTestRun: {num_train_batches} training, {num_val_batches} validation and {num_test_batches} "
+                "test batches: training needs at least 1, none may be negative."
+            )
+        self.num_batches = {
+            "train_loader": num_train_batches,
+            "validation_loader": num_val_batches,
+            "test_loader": num_test_batches,
+        }
+
+    def on_train_loop_registration(self) -> None:
+        loop = self.train_loop_obj
+        for name, number in self.num_batches.items():
+            if number and getattr(loop, name) is None:
+                raise ConfigurationError(
+                    f"DataSubsetTestRun: the loop has no {name} to take {number} batches of. Ask for 0, or pass one."
+                )
+        for name, number in self.num_batches.items():
+            if number:
+                setattr(loop, name, _first_batches(getattr(loop, name), number))
+
+
+def _first_batches(loader: Any, number: int) -> Any:
+    """A loader of the first batches of another one."""
+    if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
+        indices = [list(batch) for batch in islice(loader.batch_sampler, number)]
+        # Without workers: they cost more than a few batches.
+        return DataLoader(loader.dataset, batch_sampler=indices, collate_fn=loader.collate_fn)
+    return list(islice(loader, number))
+
+
+class FunctionOnTrainLoop(AbstractCallback):
+    """Call a function with the loop, at chosen points of the training.
+
+    Parameters
+    ----------
+    fn_to_execute : callable
+        Takes the loop.
+    tl_registration, epoch_begin, epoch_end, train_begin, train_end, batch_begin, batch_end : bool
+        When to call it.
+    after_gradient_update, after_optimizer_step : bool
+        When to call it, within a step.
+    execution_order, device_idx_execution
+        As in :class:`AbstractCallback`.
+
+    Raises
+    ------
+    ConfigurationError
+        If no point is chosen, or the function can't be called.
+
+    Examples
+    --------
+    >>> FunctionOnTrainLoop(lambda tl: print(tl.history), epoch_end=True, device_idx_execution=0)
+    """
+
+    def __init__(
+        self,
+        fn_to_execute: Callable[[Any], Any],
+        tl_registration: bool = False,
+        epoch_begin: bool = False,
+        epoch_end: bool = False,
+        train_begin: bool = False,
+        train_end: bool = False,
+        batch_begin: bool = False,
+        batch_end: bool = False,
+        after_gradient_update: bool = False,
+        after_optimizer_step: bool = False,
+        execution_order: int = 0,
+        device_idx_execution: int | None = None,
+    ) -> None:
+        super().__init__("FunctionOnTrainLoop", execution_order, device_idx_execution)
+        if not callable(fn_to_execute):
+            raise ConfigurationError(f"FunctionOnTrainLoop: fn_to_execute={fn_to_execute!r} can't be called.")
+        chosen = {
+            "on_train_loop_registration": tl_registration,
+            "on_epoch_begin": epoch_begin,
+            "on_epoch_end": epoch_end,
+            "on_train_begin": train_begin,
+            "on_train_end": train_end,
+            "on_batch_begin": batch_begin,
+            "on_batch_end": batch_end,
+            "on_after_gradient_update": after_gradient_update,
+            "on_after_optimizer_step": after_optimizer_step,
+        }
+        self.fn_to_execute = fn_to_execute
+        self.hooks = [name for name, wanted in chosen.items() if wanted]
+        if not self.hooks:
+            raise ConfigurationError(
+                "FunctionOnTrainLoop: no point is chosen: set at least one, such as epoch_end=True."
+            )
+        self._take_hooks()
+
+    def execute_callback(self) -> None:
+        """Call the function."""
+        self.fn_to_execute(self.train_loop_obj)
+
+    def _take_hooks(self) -> None:
+        # On the instance, so that hooks that were not chosen cost nothing.
+        for name in self.hooks:
+            setattr(self, name, self.execute_callback)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in self.hooks}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._take_hooks()

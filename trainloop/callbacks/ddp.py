@@ -1,0 +1,105 @@
+"""Callbacks about the ranks' data, by AIToolbox's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from trainloop.callbacks.base import AbstractCallback
+from trainloop.errors import ConfigurationError
+
+__all__ = ["DistributedSamplerSetEpoch", "InMultiProcessDataLoad"]
+
+
+class DistributedSamplerSetEpoch(AbstractCallback):
+    """Call ``set_epoch`` of samplers before each epoch.
+
+    The loop does so by itself for every loader it is given; only samplers that it can't see, inside a dataset say, need
+    this.
+
+    Parameters
+    ----------
+    train_sampler, validation_sampler, test_sampler : DistributedSampler or None
+    """
+
+    def __init__(self, train_sampler: Any = None, validation_sampler: Any = None, test_sampler: Any = None) -> None:
+        super().__init__("DistributedSamplerSetEpoch", execution_order=-100)
+        self.train_sampler = train_sampler
+        self.validation_sampler = validation_sampler
+        self.test_sampler = test_sampler
+
+    def on_epoch_begin(self) -> None:
+        for sampler in (self.train_sampler, self.validation_sampler, self.test_sampler):
+            if sampler is not None:
+                sampler.set_epoch(self.train_loop_obj.epoch)
+
+
+class InMultiProcessDataLoad(AbstractCallback):
+    """Make loaders in each rank of ``ddp`` instead of sending them there.
+
+    The loop then gives each rank its share of them, as of any loader. Pass it as ``fit(in_process_data_load=...)``; a
+    ``train_loader=None`` is then allowed.
+
+    Parameters
+    ----------
+    train_loader_build_fn, val_loader_build_fn, test_loader_build_fn : callable, optional
+        Return the loader; called without arguments. Default: the loop keeps the loader it has. In a subclass, override
+        :meth:`build_train_dataloader` and so on, and pass ``True``.
+
+    Raises
+    ------
+    ConfigurationError
+        If one is neither callable nor a subclass's own.
+
+    Examples
+    --------
+    >>> load = InMultiProcessDataLoad(train_loader_build_fn=make_train_loader)
+    >>> tl.fit(num_epochs=10, in_process_data_load=load)
+    """
+
+    def __init__(
+        self,
+        train_loader_build_fn: Callable[[], Any] | bool | None = None,
+        val_loader_build_fn: Callable[[], Any] | bool | None = None,
+        test_loader_build_fn: Callable[[], Any] | bool | None = None,
+    ) -> None:
+        super().__init__("InMultiProcessDataLoad")
+        for name, build, own in (
+            ("train_loader_build_fn", train_loader_build_fn, "build_train_dataloader"),
+            ("val_loader_build_fn", val_loader_build_fn, "build_val_dataloader"),
+            ("test_loader_build_fn", test_loader_build_fn, "build_test_dataloader"),
+        ):
+            overridden = getattr(type(self), own) is not getattr(InMultiProcessDataLoad, own)
+            if not (build is None or build is False or callable(build) or (build is True and overridden)):
+                raise ConfigurationError(
+                    f"{type(self).__name__}: {name}={build!r}: must be a function that returns a loader, or None."
+                )
+        self.train_loader_build_fn = train_loader_build_fn
+        self.val_loader_build_fn = val_loader_build_fn
+        self.test_loader_build_fn = test_loader_build_fn
+
+    def on_multiprocess_start(self) -> None:
+        loop = self.train_loop_obj
+        if self.train_loader_build_fn:
+            loop.train_loader = self.build_train_dataloader()
+        if self.val_loader_build_fn:
+            loop.validation_loader = self.build_val_dataloader()
+        if self.test_loader_build_fn:
+            loop.test_loader = self.build_test_dataloader()
+
+    def build_train_dataloader(self) -> Any:
+        """The training loader, made in the rank."""
+        return _call(self.train_loader_build_fn)
+
+    def build_val_dataloader(self) -> Any:
+        """The validation loader, made in the rank."""
+        return _call(self.val_loader_build_fn)
+
+    def build_test_dataloader(self) -> Any:
+        """The test loader, made in the rank."""
+        return _call(self.test_loader_build_fn)
+
+
+def _call(build: Callable[[], Any] | bool | None) -> Any:
+    assert callable(build), "checked at construction"
+    return build()

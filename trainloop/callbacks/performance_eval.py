@@ -1,0 +1,349 @@
+"""Callbacks that compute metrics over whole datasets, and report what the history holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.history_report import (
+    ModelTrainHistoryBaseCB,
+    ModelTrainHistoryFileWriter,
+    ModelTrainHistoryPlot,
+    TrainHistoryPlot,
+)
+from trainloop.errors import ConfigurationError
+
+__all__ = [
+    "MetricHistoryRename",
+    "ModelPerformanceEvaluation",
+    "ModelPerformancePrintReport",
+    "ModelTrainHistoryBaseCB",
+    "ModelTrainHistoryFileWriter",
+    "ModelTrainHistoryPlot",
+    "TrainHistoryFormatter",
+    "TrainHistoryPlot",
+]
+
+
+class ModelPerformanceEvaluation(AbstractCallback):
+    """Compute a result package's metrics over whole datasets, into the history.
+
+    A metric ``accuracy`` becomes ``val_accuracy`` (``train_accuracy`` on training data), at the end of training
+    ``train_end_val_accuracy``, between epochs ``iterfreq<n>_val_accuracy``. Predictions are gathered from all ranks,
+    each sample once, so that the metrics are those of one process, exactly, and the same on all ranks.
+
+    Parameters
+    ----------
+    result_package : result package, torchmetrics metric, or callable
+        What :func:`trainloop.result_package.evaluate_result_package` takes.
+    args : dict, optional
+        Hyperparameters, kept for the package's reports (``package.hyperparameters``).
+    on_each_epoch : bool
+        After each epoch; at the end of training in any case.
+    on_train_data, on_val_data : bool
+        Which data; at least one.
+    eval_frequency : int, optional
+        Every so many epochs only, from the first on.
+    on_iteration_frequency : int
+        Also after every so many batches; 0 for never.
+    if_available_output_to_project_dir : bool
+        With a tracking loop, let the package write its own files into the experiment's results folder.
+
+    Raises
+    ------
+    ConfigurationError
+        If neither data is asked for, a frequency is out of range, or (at ``fit``) the loop has no validation loader.
+
+    Examples
+    --------
+    >>> from trainloop.result_package import ClassificationResultPackage
+    >>> evaluation = ModelPerformanceEvaluation(ClassificationResultPackage())
+    >>> tl.fit(num_epochs=3, callbacks=[evaluation, EarlyStopping("val_accuracy", patience=2)])
+    """
+
+    def __init__(
+        self,
+        result_package: Any,
+        args: dict[str, Any] | None = None,
+        on_each_epoch: bool = True,
+        on_train_data: bool = False,
+        on_val_data: bool = True,
+        eval_frequency: int | None = None,
+        on_iteration_frequency: int = 0,
+        if_available_output_to_project_dir: bool = True,
+    ) -> None:
+        super().__init__("ModelPerformanceEvaluation")
+        if not on_train_data and not on_val_data:
+            raise ConfigurationError(
+                "ModelPerformanceEvaluation: on_train_data and on_val_data are both False: set at least one to True."
+            )
+        if eval_frequency is not None and eval_frequency < 1:
+            raise ConfigurationError(
+                f"ModelPerformanceEvaluation: eval_frequency={eval_frequency}: must be 1 or more, or None."
+            )
+        if on_iteration_frequency < 0:
+            raise ConfigurationError(
+                f"ModelPerformanceEvaluation: on_iteration_frequency={on_iteration_frequency}: must be 0 or more."
+            )
+        self.result_package = result_package
+        self.args = {} if args is None else args
+        self.on_each_epoch = on_each_epoch
+        self.on_train_data = on_train_data
+        self.on_val_data = on_val_data
+        self.eval_frequency = eval_frequency
+        self.on_iteration_frequency = on_iteration_frequency
+        self.if_available_output_to_project_dir = if_available_output_to_project_dir
+        self._latest: tuple[int, dict[str, float]] | None = None  # global step, metrics
+        if on_iteration_frequency:
+            # Only now does a hook in the step exist: the loop calls none that nobody needs.
+            self.on_batch_end = self._after_batch  # type: ignore[method-assign]
+
+    def on_train_loop_registration(self) -> None:
+        loop = self.train_loop_obj
+        if self.on_val_data and loop.validation_loader is None:
+            raise ConfigurationError(
+                "ModelPerformanceEvaluation: the loop has no validation_loader. Pass one to TrainLoop, or evaluate "
+                "on_train_data=True, on_val_data=False."
+            )
+        self._latest = None
+        if hasattr(self.result_package, "hyperparameters") and self.args:
+            self.result_package.hyperparameters = self.args
+        set_folder = getattr(self.result_package, "set_experiment_dir_path_for_additional_results", None)
+        names = ("project_name", "experiment_name", "experiment_timestamp", "local_model_result_folder_path")
+        if self.if_available_output_to_project_dir and set_folder and all(hasattr(loop, name) for name in names):
+            set_folder(*(getattr(loop, name) for name in names))
+
+    def on_epoch_end(self) -> None:
+        if self.on_each_epoch and self.train_loop_obj.epoch % (self.eval_frequency or 1) == 0:
+            self.evaluate_model_performance()
+
+    def _after_batch(self) -> None:
+        if (self.train_loop_obj.total_iteration_idx + 1) % self.on_iteration_frequency == 0:
+            self.evaluate_model_performance(prefix=f"iterfreq{self.on_iteration_frequency}_")
+
+    def on_train_end(self) -> None:
+        self.evaluate_model_performance(prefix="train_end_")
+
+    def evaluate_model_performance(self, prefix: str = "") -> None:
+        """Evaluate now and write to the history. Collective: all ranks call it.
+
+        Parameters
+        ----------
+        prefix : str
+            Put before each metric's name.
+        """
+        loop = self.train_loop_obj
+        # Weights that were evaluated already, as those of the last epoch at the end of training, give the same again.
+        if self._latest is None or self._latest[0] != loop.global_step:
+            metrics: dict[str, float] = {}
+            if self.on_train_data:
+                metrics.update(self._evaluate("train_", loop.predict_on_train_set, loop.evaluate_loss_on_train_set))
+            if self.on_val_data:
+                metrics.update(
+                    self._evaluate("val_", loop.predict_on_validation_set, loop.evaluate_loss_on_validation_set)
+                )
+            self._latest = (loop.global_step, metrics)
+        for name, value in self._latest[1].items():
+            loop.insert_metric_result_into_history(prefix + name, value)
+
+    def _evaluate(self, prefix: str, predict: Callable[[], Any], loss: Callable[[], Any]) -> dict[str, float]:
+        from trainloop.result_package import evaluate_result_package
+
+        y_pred, y_true, metadata = predict()
+        if getattr(self.result_package, "requires_loss", False):
+            metadata = {**metadata, "loss": loss()}
+        metrics = evaluate_result_package(self.result_package, y_pred, y_true, metadata)
+        return {prefix + name: value for name, value in metrics.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A bound method on the instance would bring its old self along.
+        return {name: value for name, value in self.__dict__.items() if name != "on_batch_end"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.on_iteration_frequency:
+            self.on_batch_end = self._after_batch  # type: ignore[method-assign]
+
+
+class ModelPerformancePrintReport(AbstractCallback):
+    """Print chosen metrics of the history after each epoch and at the end of training.
+
+    Parameters
+    ----------
+    metrics : sequence of str
+        Names in ``history``; at the end of training those with ``train_end_`` before them are printed too.
+    on_each_epoch : bool
+        After each epoch; at the end of training in any case.
+    report_frequency : int, optional
+        Every so many epochs only, from the first on.
+    strict_metric_reporting : bool
+        Whether a metric that is missing is an error; else it is left out, and said so.
+    list_tracked_metrics : bool
+        Print the names of all metrics there are, too.
+
+    Raises
+    ------
+    ConfigurationError
+        If ``metrics`` is empty, or later if one is missing.
+
+    Examples
+    --------
+    >>> ModelPerformancePrintReport(["val_accuracy", "val_loss"])
+    """
+
+    def __init__(
+        self,
+        metrics: Sequence[str],
+        on_each_epoch: bool = True,
+        report_frequency: int | None = None,
+        strict_metric_reporting: bool = True,
+        list_tracked_metrics: bool = False,
+    ) -> None:
+        # After what computes metrics.
+        super().__init__("ModelPerformancePrintReport", execution_order=97, device_idx_execution=0)
+        if isinstance(metrics, str) or not metrics:
+            raise ConfigurationError(f"ModelPerformancePrintReport: metrics={metrics!r}: must be a list of names.")
+        if report_frequency is not None and report_frequency < 1:
+            raise ConfigurationError(
+                f"ModelPerformancePrintReport: report_frequency={report_frequency}: must be 1 or more, or None."
+            )
+        self.metrics = list(metrics)
+        self.on_each_epoch = on_each_epoch
+        self.report_frequency = report_frequency
+        self.strict_metric_reporting = strict_metric_reporting
+        self.list_tracked_metrics = list_tracked_metrics
+
+    def on_epoch_end(self) -> None:
+        epoch = self.train_loop_obj.epoch
+        if self.on_each_epoch and epoch % (self.report_frequency or 1) == 0:
+            print(f"---- Performance after epoch {epoch} ----")
+            self._print(self.metrics)
+
+    def on_train_end(self) -> None:
+        history = self.train_loop_obj.history
+        print("---- Performance at the end of training ----")
+        at_the_end = [f"train_end_{name}" for name in self.metrics]
+        self._print([end if end in history else name for end, name in zip(at_the_end, self.metrics, strict=True)])
+
+    def _print(self, names: Sequence[str]) -> None:
+        history = self.train_loop_obj.history
+        known = ", ".join(map(repr, history))
+        if self.list_tracked_metrics:
+            print(f"metrics: {known}")
+        for name in names:
+            if name in history:
+                print(f"{name}: {history[name][-1]:.6g}")
+                continue
+            message = f"ModelPerformancePrintReport: {name!r} is not in the history. There are: {known}."
+            if self.strict_metric_reporting:
+                raise ConfigurationError(message)
+            print(message)
+
+
+class TrainHistoryFormatter(AbstractCallback):
+    """Make a new metric out of what the history holds.
+
+    Parameters
+    ----------
+    input_metric_getter : callable
+        Takes the history, returns a list of values, one for each epoch so far.
+    output_metric_setter : callable
+        Takes that list, returns ``(name, value)`` to add to the history.
+    epoch_end, train_end : bool
+        When: exactly one of the two.
+    strict_metric_extract : bool
+        Whether a list that is not up to date is an error; else nothing is added, and said so.
+
+    Raises
+    ------
+    ConfigurationError
+        If not exactly one of the two is set, or later if the list is not up to date.
+
+    Examples
+    --------
+    >>> gap = TrainHistoryFormatter(
+    ...     lambda history: [v - t for v, t in zip(history["val_loss"], history["loss"])],
+    ...     lambda gaps: ("generalisation_gap", gaps[-1]),
+    ... )
+    """
+
+    def __init__(
+        self,
+        input_metric_getter: Callable[[Any], list[Any]],
+        output_metric_setter: Callable[[list[Any]], tuple[str, float]],
+        epoch_end: bool = True,
+        train_end: bool = False,
+        strict_metric_extract: bool = True,
+    ) -> None:
+        super().__init__("TrainHistoryFormatter")
+        if bool(epoch_end) == bool(train_end):
+            raise ConfigurationError(
+                f"{type(self).__name__}: epoch_end={epoch_end}, train_end={train_end}: exactly one must be True."
+            )
+        self.input_metric_getter = input_metric_getter
+        self.output_metric_setter = output_metric_setter
+        self.epoch_end = epoch_end
+        self.train_end = train_end
+        self.strict_metric_extract = strict_metric_extract
+
+    def on_epoch_end(self) -> None:
+        if self.epoch_end:
+            self.format_history(expected_length=self.train_loop_obj.epoch + 1)
+
+    def on_train_end(self) -> None:
+        if self.train_end:
+            self.format_history(expected_length=1)
+
+    def format_history(self, expected_length: int) -> None:
+        """Add the new value, provided that the list has the expected length."""
+        loop = self.train_loop_obj
+        values = self.input_metric_getter(loop.history)
+        if len(values) == expected_length:
+            name, value = self.output_metric_setter(values)
+            loop.insert_metric_result_into_history(name, value)
+            return
+        message = (
+            f"{type(self).__name__}: input_metric_getter gave {len(values)} values instead of {expected_length}. "
+            "Put this callback after the one that computes the metric."
+        )
+        if self.strict_metric_extract:
+            raise ConfigurationError(message)
+        if loop.is_main_process():
+            print(message)
+
+
+class MetricHistoryRename(TrainHistoryFormatter):
+    """Add a metric of the history under another name.
+
+    Parameters
+    ----------
+    input_metric_path : str or callable
+        The metric's name, or a function that takes the history and returns its list of values.
+    new_metric_name : str
+    epoch_end, train_end, strict_metric_extract
+        As in :class:`TrainHistoryFormatter`.
+
+    Examples
+    --------
+    >>> MetricHistoryRename("val_accuracy", "score")
+    """
+
+    def __init__(
+        self,
+        input_metric_path: str | Callable[[Any], list[Any]],
+        new_metric_name: str,
+        epoch_end: bool = True,
+        train_end: bool = False,
+        strict_metric_extract: bool = True,
+    ) -> None:
+        self.input_metric_path = input_metric_path
+        self.new_metric_name = new_metric_name
+        super().__init__(self._values, self._renamed, epoch_end, train_end, strict_metric_extract)
+
+    def _values(self, history: Any) -> list[Any]:
+        path = self.input_metric_path
+        return path(history) if callable(path) else history.get(path, [])
+
+    def _renamed(self, values: list[Any]) -> tuple[str, float]:
+        return self.new_metric_name, values[-1]
