@@ -1,0 +1,524 @@
+"""ModelCheckpoint: when it writes, what it keeps, what it does when it can't. The loop is a stand-in."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_checkpoint import in_small_tmpfs
+from torch import nn
+
+from trainloop import checkpoint
+from trainloop.callbacks import checkpoint as under_test
+from trainloop.callbacks.checkpoint import ModelCheckpoint
+from trainloop.errors import CheckpointError, ConfigurationError
+from trainloop.history import History
+
+
+class StandIn:
+    """As much of a loop as ModelCheckpoint sees: counters, a history, a state."""
+
+    end_auto_eval: Any = True
+    validation_loader: Any = object()
+    is_global_zero = True
+
+    def __init__(self, *callbacks: ModelCheckpoint, size: int = 4) -> None:
+        self.model = nn.Linear(size, size, bias=False)
+        self.epoch = self.global_step = 0
+        self.history = History()
+        self.message_service = None
+        self.callbacks = callbacks
+        self.states = 0
+        for callback in callbacks:
+            callback.register_train_loop_object(self)
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        self.states += 1
+        return {
+            "model": self.model.state_dict(),
+            "history": self.history.state_dict(),
+            "place": {"epoch": self.epoch, "step": self.global_step},
+            "callbacks": [callback.state_dict() for callback in self.callbacks],
+        }
+
+    def run(self, epochs: int, steps: int = 5, values: Any = (), name: str = "val_loss") -> StandIn:
+        values = list(values)
+        for callback in self.callbacks:
+            callback.on_train_begin()
+        for _ in range(epochs):
+            self.run_epoch(steps, **({name: values.pop(0)} if values else {}))
+        for callback in self.callbacks:
+            callback.on_train_end()
+        return self
+
+    def run_epoch(self, steps: int = 5, **values: float) -> None:
+        for _ in range(steps):
+            self.step()
+        for name, value in values.items():
+            self.history._append(name, value, self.epoch)
+        for callback in self.callbacks:
+            callback.on_epoch_end()
+        self.epoch += 1
+
+    def step(self) -> None:
+        self.global_step += 1
+        with torch.no_grad():
+            self.model.weight.fill_(self.global_step)
+        for callback in self.callbacks:
+            callback.on_after_optimizer_step()
+
+
+def written(where: Path) -> list[tuple[int, int, str]]:
+    """Epoch, step and reason of each whole checkpoint, oldest first."""
+    return [(c.info.epoch, c.info.step, c.info.reason) for c in checkpoint.checkpoints(where) if c.info is not None]
+
+
+def steps(where: Path) -> list[int]:
+    return [step for _, step, _ in written(where)]
+
+
+# -- when --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ({}, [(0, 5, "epoch"), (1, 10, "epoch"), (2, 15, "epoch")]),
+        ({"every_n_epochs": 2}, [(1, 10, "epoch"), (3, 15, "end")]),
+        (
+            {"every_n_epochs": None, "every_n_steps": 4},
+            [(0, 4, "steps"), (1, 8, "steps"), (2, 12, "steps"), (3, 15, "end")],
+        ),
+        (
+            {"every_n_steps": 7},
+            [(0, 5, "epoch"), (1, 7, "steps"), (1, 10, "epoch"), (2, 14, "steps"), (2, 15, "epoch")],
+        ),
+        ({"every_n_epochs": None}, [(3, 15, "end")]),
+        ({"every_n_epochs": None, "monitor": "val_loss"}, [(0, 5, "improved"), (2, 15, "improved")]),
+        (
+            {"every_n_epochs": 2, "monitor": "val_loss", "mode": "max"},
+            [(0, 5, "improved"), (1, 10, "epoch"), (3, 15, "end")],
+        ),
+    ],
+    ids=str,
+)
+def test_when_checkpoints_are_written(tmp_path: Path, arguments: Any, expected: Any) -> None:
+    StandIn(ModelCheckpoint(tmp_path, keep=None, **arguments)).run(3, values=[0.5, 0.6, 0.4])
+    assert written(tmp_path) == expected
+
+
+def test_the_last_step_of_an_epoch_is_written_again_with_the_epochs_history(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, every_n_steps=5)
+    StandIn(keeper).run(1, values=[0.5])
+    assert written(tmp_path) == [(0, 5, "epoch")]  # the same name: one file
+    assert checkpoint.load(keeper.last_path or "")["history"]["values"] == {"val_loss": [0.5]}
+
+
+def test_a_step_that_amp_skipped_is_not_written_twice(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, every_n_epochs=None, every_n_steps=2)
+    loop = StandIn(keeper)
+    keeper.on_train_begin()
+    for _ in range(2):
+        loop.step()
+    keeper.on_after_optimizer_step()
+    assert loop.states == 1
+
+
+def test_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 2 s, a checkpoint a minute: written at the first step past each minute; the clock asked now and then."""
+    now = [100.0]
+    monkeypatch.setattr(under_test.time, "monotonic", lambda: now[0])
+    asked = []
+    monkeypatch.setattr(under_test.distributed, "exchange_ints", lambda values: asked.append(values) or [values])
+    keeper = ModelCheckpoint(tmp_path, every_n_epochs=None, every_n_minutes=1, keep=None)
+    loop = StandIn(keeper)
+    keeper.on_train_begin()
+    for _ in range(100):
+        now[0] += 2.0
+        loop.step()
+    assert steps(tmp_path) == [30, 60, 90]
+    # Steps take 20 ms from now on, 3,000 a minute: asked some twenty times, not 3,000.
+    asked.clear()
+    for _ in range(6000):
+        now[0] += 0.02
+        loop.step()
+    assert 1 <= len(steps(tmp_path)) - 3 <= 2
+    assert len(asked) < 60
+
+
+def test_an_evaluation_every_n_epochs_judges_only_then(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, monitor="val_loss", keep=None)
+    loop = StandIn(keeper)
+    loop.end_auto_eval = 2
+    keeper.on_train_begin()
+    for values in ({}, {"val_loss": 0.5}, {}, {"val_loss": 0.4}):
+        loop.run_epoch(**values)
+    assert [c.info.value for c in checkpoint.checkpoints(tmp_path) if c.info] == [None, 0.5, None, 0.4]
+
+
+def test_a_metric_that_does_not_come_is_told(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, monitor="accuracy")
+    with pytest.raises(ConfigurationError, match=r"ModelCheckpoint: monitor='accuracy' is not in the history"):
+        StandIn(keeper).run(1, values=[0.5])
+
+
+# -- what stays --------------------------------------------------------------------------------------------------------
+
+
+def test_keep_the_newest(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, keep=2)
+    StandIn(keeper).run(5)
+    assert steps(tmp_path) == [20, 25]
+    assert keeper.last_path == str(tmp_path / "checkpoint-epoch=0004-step=00000025.pt")
+    assert keeper.best_path is None
+
+
+def test_keep_the_best_and_the_newest(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, keep=2, monitor="val_loss")
+    StandIn(keeper).run(6, values=[0.5, 0.2, float("nan"), 0.3, 0.9, 0.8])
+    assert steps(tmp_path) == [10, 20, 30]
+    assert keeper.best_path == str(tmp_path / "checkpoint-epoch=0001-step=00000010.pt")
+    assert keeper.best_value == 0.2
+    assert keeper.last_path == str(tmp_path / "checkpoint-epoch=0005-step=00000030.pt")
+
+
+def test_mode_max(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, keep=1, monitor="accuracy", mode="max")
+    StandIn(keeper).run(4, values=[0.5, 0.7, 0.6, 0.7], name="accuracy")
+    assert steps(tmp_path) == [10, 20]
+    assert keeper.best_path == str(tmp_path / "checkpoint-epoch=0001-step=00000010.pt")
+
+
+def test_steps_fill_places_until_there_are_judged_ones(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, keep=2, monitor="val_loss", every_n_steps=2)
+    loop = StandIn(keeper)
+    keeper.on_train_begin()
+    for _ in range(6):
+        loop.step()
+    assert steps(tmp_path) == [4, 6]
+    loop.run_epoch(3, val_loss=1.0)
+    assert steps(tmp_path) == [8, 9]
+    for _ in range(3):
+        loop.step()
+    assert steps(tmp_path) == [9, 12]
+
+
+def test_others_files_are_neither_deleted_nor_replaced(tmp_path: Path) -> None:
+    """Those of an earlier run, of the user, and what only looks like a checkpoint."""
+    StandIn(ModelCheckpoint(tmp_path, keep=1)).run(2)
+    (tmp_path / "checkpoint-epoch=0000-step=00000005.pt").write_text("mine")
+    (tmp_path / "notes.txt").write_text("mine")
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir() if not p.name.startswith(".")}
+    keeper = ModelCheckpoint(tmp_path, keep=1)
+    StandIn(keeper).run(3)
+    after = {p.name: p.read_bytes() for p in tmp_path.iterdir() if not p.name.startswith(".")}
+    assert {name: after.get(name) for name in before} == before
+    assert set(after) - set(before) == {"checkpoint-epoch=0002-step=00000015.pt"}
+
+
+def test_a_name_in_use_by_another_run_gets_a_version(tmp_path: Path) -> None:
+    StandIn(ModelCheckpoint(tmp_path)).run(1)
+    second, third = ModelCheckpoint(tmp_path), ModelCheckpoint(tmp_path)
+    StandIn(second).run(1)
+    StandIn(third).run(1)
+    assert second.last_path == str(tmp_path / "checkpoint-epoch=0000-step=00000005_2.pt")
+    assert third.last_path == str(tmp_path / "checkpoint-epoch=0000-step=00000005_3.pt")
+
+
+def test_newer_than_all_before_though_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    StandIn(ModelCheckpoint(tmp_path)).run(2)
+    monkeypatch.setattr(under_test.time, "time_ns", lambda: 1000)
+    StandIn(ModelCheckpoint(tmp_path)).run(1, steps=3)
+    assert steps(tmp_path) == [5, 10, 3]
+    found = checkpoint.load_newest(tmp_path)
+    assert found is not None
+    assert found[1]["place"]["step"] == 3
+
+
+# -- resuming ----------------------------------------------------------------------------------------------------------
+
+
+def resumed(keeper: ModelCheckpoint) -> StandIn:
+    """A loop that goes on from the newest checkpoint, as another process would."""
+    state = keeper.last_state()
+    assert state is not None
+    loop = StandIn(keeper)
+    keeper.on_train_begin()
+    keeper.load_state_dict(state["callbacks"][0])
+    loop.epoch, loop.global_step = state["place"]["epoch"] + 1, state["place"]["step"]
+    loop.history.load_state_dict(state["history"])
+    return loop
+
+
+def test_none_yet(tmp_path: Path) -> None:
+    assert ModelCheckpoint(tmp_path / "new").last_state() is None
+
+
+def test_a_resumed_run_owns_what_it_wrote_before(tmp_path: Path) -> None:
+    StandIn(ModelCheckpoint(tmp_path)).run(1, steps=1)  # of another run: stays
+    keeper = ModelCheckpoint(tmp_path, keep=2, monitor="val_loss")
+    first = StandIn(keeper)
+    keeper.on_train_begin()
+    for value in (0.1, 0.5, 0.4):
+        first.run_epoch(val_loss=value)
+    assert steps(tmp_path) == [1, 5, 15]
+    again = ModelCheckpoint(tmp_path, keep=2, monitor="val_loss")
+    loop = resumed(again)
+    assert again.best_value == 0.1
+    assert again.best_path == keeper.best_path == str(tmp_path / "checkpoint-epoch=0000-step=00000005.pt")
+    loop.run_epoch(val_loss=0.3)
+    assert steps(tmp_path) == [1, 5, 20]
+    assert again.best_path == keeper.best_path
+
+
+def test_leftovers_of_a_kill_go_with_the_next_checkpoint(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path)
+    StandIn(keeper).run(1)
+    mine = tmp_path / f".checkpoint-epoch=0001-step=00000007.pt.{keeper._run}.0123abcd.tmp"
+    others = tmp_path / ".checkpoint-epoch=0001-step=00000007.pt.another.0123abcd.tmp"
+    mine.touch()
+    others.touch()
+    resumed(ModelCheckpoint(tmp_path)).run_epoch()
+    assert not mine.exists()
+    assert others.exists()
+
+
+def test_a_finished_run_resumed_writes_nothing_new(tmp_path: Path) -> None:
+    StandIn(ModelCheckpoint(tmp_path)).run(2)
+    keeper = ModelCheckpoint(tmp_path)
+    loop = resumed(keeper)
+    keeper.on_train_end()
+    assert loop.states == 0
+    assert steps(tmp_path) == [5, 10]
+    assert keeper.last_path == str(tmp_path / "checkpoint-epoch=0001-step=00000010.pt")
+
+
+def test_another_monitor_begins_anew(tmp_path: Path) -> None:
+    StandIn(ModelCheckpoint(tmp_path, monitor="val_loss")).run(2, values=[0.5, 0.4])
+    for monitor in (None, "accuracy"):
+        keeper = ModelCheckpoint(tmp_path, monitor=monitor)
+        resumed(keeper)
+        assert keeper.best_value is None
+
+
+def test_load_best(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, monitor="val_loss", async_save=True)
+    loop = StandIn(keeper).run(3, values=[0.5, 0.1, 0.2])
+    state = keeper.load_best()
+    assert state["place"] == {"epoch": 1, "step": 10}
+    assert loop.model.weight.eq(10).all()
+    other = nn.Linear(4, 4, bias=False)
+    keeper.load_best(other)
+    assert other.weight.eq(10).all()
+
+
+def test_load_best_without_a_metric_is_told(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path)
+    StandIn(keeper).run(1)
+    with pytest.raises(CheckpointError, match=r"was judged by monitor=None. Give ModelCheckpoint a monitor, and let"):
+        keeper.load_best()
+
+
+# -- at a signal -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_save_now_is_on_the_disk_when_it_returns(tmp_path: Path, async_save: bool) -> None:
+    keeper = ModelCheckpoint(tmp_path, every_n_epochs=None, async_save=async_save)
+    loop = StandIn(keeper)
+    keeper.on_train_begin()
+    loop.step()
+    keeper.save_now("SIGTERM")
+    assert written(tmp_path) == [(0, 1, "SIGTERM")]
+    keeper.save_now("SIGTERM")
+    assert loop.states == 1  # the same state: nothing to do
+    loop.step()
+    keeper.save_now("SIGTERM")
+    assert steps(tmp_path) == [1, 2]
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+FULL_DISK = """
+import os, sys, warnings
+sys.path.insert(0, "tests")
+import torch
+from test_checkpoint_callback import StandIn, steps
+from trainloop import checkpoint
+from trainloop.callbacks.checkpoint import ModelCheckpoint
+where = sys.argv[1]
+keeper = ModelCheckpoint(where, every_n_steps=1, every_n_epochs=None, keep=None, async_save={async_save})
+loop = StandIn(keeper, size=400)  # 640 kB each: three fit
+keeper.on_train_begin()
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(6):
+        loop.step()
+    keeper._finish_writing()
+    whole = steps(where)
+    os.remove(keeper.last_path)
+    loop.step()
+    keeper.on_train_end()
+print(whole, steps(where), len(caught), sorted(f for f in os.listdir(where) if f.endswith(".tmp")))
+print(caught[0].category.__name__, caught[0].message)
+print(checkpoint.load_newest(where)[1]["model"]["weight"].unique().tolist())
+"""
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+def test_training_goes_on_with_a_full_disk(tmp_path: Path, async_save: bool) -> None:
+    done = in_small_tmpfs(FULL_DISK.format(async_save=async_save), tmp_path, megabytes=2)
+    assert done.returncode == 0, done.stderr
+    counts, warning, newest = done.stdout.splitlines()
+    assert counts == "[1, 2, 3] [1, 2, 7] 3 []"
+    assert warning.startswith("RuntimeWarning the checkpoint of step 4 could not be written to ")
+    assert "No space left on device" in warning
+    assert "Training goes on; the newest whole one is" in warning
+    assert "step=00000003.pt" in warning
+    assert newest == "[7.0]"
+
+
+def test_a_write_that_failed_is_tried_again_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper = ModelCheckpoint(tmp_path)
+    loop = StandIn(keeper)
+    keeper.on_train_begin()
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("the store is away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(under_test.checkpoint, "save", fails)
+        with pytest.warns(RuntimeWarning, match=r"could not be written .*RuntimeError: the store is away.*is none yet"):
+            loop.run_epoch()
+    keeper.on_train_end()
+    assert written(tmp_path) == [(1, 5, "end")]
+
+
+def test_a_state_that_is_not_plain_ends_training(tmp_path: Path) -> None:
+    for async_save in (False, True):
+        keeper = ModelCheckpoint(tmp_path, async_save=async_save)
+        loop = StandIn(keeper)
+        loop.checkpoint_state = lambda: {"model": {}, "callbacks": [{"f": print}]}  # type: ignore[method-assign]
+        keeper.on_train_begin()
+        with pytest.raises(CheckpointError, match=r"state\['callbacks'\]\[0\]\['f'\] is a builtins"):
+            loop.run_epoch()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"every_n_epochs": 0}, r"every_n_epochs=0: must be a whole number above 0, or None"),
+        ({"every_n_steps": 1.5}, r"every_n_steps=1.5: must be a whole number above 0, or None"),
+        ({"every_n_minutes": -1}, r"every_n_minutes=-1: must be a number above 0, or None"),
+        ({"keep": True}, r"keep=True: must be a whole number above 0, or None"),
+        ({"mode": "best", "monitor": "a"}, r"ModelCheckpoint: mode='best': must be"),
+        ({"dirpath": ""}, r"'' is no folder: give a path or a URL"),
+    ],
+)
+def test_arguments_are_checked(tmp_path: Path, arguments: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ModelCheckpoint(**{"dirpath": tmp_path, **arguments})
+
+
+def test_a_file_in_the_folders_place_is_told_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match=r"file/run' can't be a folder: .*/file is a file"):
+        StandIn(ModelCheckpoint(tmp_path / "file" / "run"))
+
+
+def test_a_folder_without_permission_is_told_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    with pytest.raises(ConfigurationError, match=r"no permission to write in .*Choose another folder"):
+        StandIn(ModelCheckpoint(tmp_path / "run"))
+
+
+def test_safetensors_without_its_package_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(
+        ConfigurationError, match=r"safetensors=True needs a package: pip install trainloop\[safetensors\]"
+    ):
+        ModelCheckpoint(tmp_path, safetensors=True)
+
+
+# -- in a thread -------------------------------------------------------------------------------------------------------
+
+
+def test_async_writes_the_state_of_its_step_while_steps_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_write, writers = threading.Event(), []
+    really_save = checkpoint.save
+
+    def slow_save(*arguments: Any) -> None:
+        writers.append(threading.current_thread())
+        assert may_write.wait(20)
+        really_save(*arguments)
+
+    monkeypatch.setattr(under_test.checkpoint, "save", slow_save)
+    keeper = ModelCheckpoint(tmp_path, every_n_epochs=None, every_n_steps=2, async_save=True)
+    loop = StandIn(keeper)
+    keeper.on_train_begin()
+    for _ in range(3):  # the third step is done while step 2 is being written
+        loop.step()
+    assert steps(tmp_path) == []
+    may_write.set()
+    loop.step()
+    keeper.on_train_end()
+    assert steps(tmp_path) == [2, 4]
+    for found in checkpoint.checkpoints(tmp_path):
+        assert found.info is not None
+        assert checkpoint.load(found.path)["model"]["weight"].eq(found.info.step).all()
+    assert threading.main_thread() not in writers
+    assert not any(thread.is_alive() for thread in writers)
+
+
+def test_an_exception_waits_for_the_thread(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, every_n_steps=1, async_save=True)
+    loop = StandIn(keeper)
+    keeper.on_train_begin()
+    loop.step()
+    keeper.on_exception(ValueError())
+    assert steps(tmp_path) == [1]
+
+
+def test_it_pickles_while_it_writes(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, every_n_steps=1, async_save=True)
+    loop = StandIn(keeper)
+    keeper.on_train_begin()
+    loop.step()
+    keeper.train_loop_obj = None
+    copied = pickle.loads(pickle.dumps(keeper))
+    assert copied.dirpath == keeper.dirpath
+    keeper.train_loop_obj = loop
+    keeper.on_train_end()
+    assert copied.last_path == keeper.last_path
+
+
+# -- elsewhere ---------------------------------------------------------------------------------------------------------
+
+
+def test_in_memory_by_url() -> None:
+    fsspec = pytest.importorskip("fsspec")
+    try:
+        keeper = ModelCheckpoint("memory://test-callback/run", keep=2, monitor="val_loss")
+        StandIn(keeper).run(4, values=[0.1, 0.4, 0.3, 0.2])
+        assert keeper.best_path == "memory://test-callback/run/checkpoint-epoch=0000-step=00000005.pt"
+        again = ModelCheckpoint("memory://test-callback/run", keep=2, monitor="val_loss")
+        resumed(again).run_epoch(val_loss=0.5)
+        assert again.last_path == "memory://test-callback/run/checkpoint-epoch=0004-step=00000025.pt"
+        assert len(checkpoint.checkpoints("memory://test-callback/run")) == 3
+    finally:
+        fsspec.filesystem("memory").rm("/test-callback", recursive=True)
+
+
+def test_weights_beside_in_safetensors(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    StandIn(ModelCheckpoint(tmp_path, keep=1, safetensors=True)).run(3)
+    stem = "checkpoint-epoch=0002-step=00000015"
+    assert sorted(os.listdir(tmp_path)) == [".newest", f"{stem}.pt", f"{stem}.safetensors"]
+    assert checkpoint.load_weights(tmp_path / f"{stem}.safetensors")["weight"].eq(15).all()
