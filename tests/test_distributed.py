@@ -222,7 +222,8 @@ def exchanges() -> dict[str, Any]:
     rank = dist.get_rank()
     facts: dict[str, Any] = {"rank": td.get_rank(), "world_size": td.get_world_size(), "zero": td.is_global_zero()}
     facts["rank_zero_only"] = td.rank_zero_only(lambda: "ran")()
-    facts["by dtype"] = td.all_gather([torch.tensor([0, 1, rank]).to(dtype) for dtype in DTYPES])
+    by_dtype = td.all_gather([torch.tensor([0, 1, rank]).to(dtype) for dtype in DTYPES])
+    facts["by dtype"] = [(gathered.dtype, gathered.view(torch.uint8)) for gathered in by_dtype]
     nested = {"t": torch.full((2, 1), rank), "n": [rank, rank / 3, None], "p": Pair(np.int32(rank), torch.zeros(0, 3))}
     facts["nested"] = td.all_gather(nested)
     facts["other order of keys"] = td.all_gather({"a": 1, "b": 2} if rank else {"b": 2, "a": 1})
@@ -272,10 +273,10 @@ def test_two_ranks(tmp_path: Path) -> None:
     for rank, mine in enumerate(facts):
         assert (mine["rank"], mine["world_size"], mine["zero"]) == (rank, 2, rank == 0)
         assert mine["rank_zero_only"] == (None if rank else "ran")
-        for dtype, gathered in zip(DTYPES, mine["by dtype"], strict=True):
+        for dtype, (gathered_dtype, gathered) in zip(DTYPES, mine["by dtype"], strict=True):
             expected = torch.tensor([[0, 1, 0], [0, 1, 1]]).to(dtype)
-            assert gathered.dtype == dtype
-            assert torch.equal(gathered.view(torch.uint8), expected.view(torch.uint8)), dtype
+            assert gathered_dtype == dtype
+            assert torch.equal(gathered, expected.view(torch.uint8)), dtype
         assert_same(
             mine["nested"],
             {
