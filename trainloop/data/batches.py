@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 T = TypeVar("T")
 
@@ -88,23 +87,41 @@ def move_to(batch: T, device: torch.device, *, non_blocking: bool = False) -> T:
     """
 
     def move(part: Any) -> Any:
-        if isinstance(part, Tensor):
+        try:
             return part.to(device, non_blocking=non_blocking)
-        if callable(getattr(part, "to", None)):  # also of mappings: BatchEncoding, TensorDict
-            try:
-                return part.to(device, non_blocking=non_blocking)
-            except TypeError:  # takes a device only
-                return part.to(device)
-        if isinstance(part, Mapping):
-            return _like(part, {key: move(value) for key, value in part.items()})
-        if isinstance(part, tuple) and hasattr(part, "_fields"):
-            return type(part)(*map(move, part))
-        if isinstance(part, (tuple, list)):
-            return _like(part, [move(item) for item in part])
+        except TypeError:  # takes a device only
+            return part.to(device)
+
+    return _map(move, "to", batch)
+
+
+def pin(batch: T) -> T:
+    """A batch of any shape, its CPU tensors in pinned memory, from where a GPU can copy without the host's help."""
+    return _map(lambda part: part if getattr(part, "is_cuda", False) else part.pin_memory(), "pin_memory", batch)
+
+
+def record_use(batch: Any, stream: torch.cuda.Stream) -> None:
+    """Keep the memory of a batch's tensors from being given away before ``stream`` has read them."""
+
+    def record(part: Any) -> Any:
+        if getattr(part, "is_cuda", True):
+            part.record_stream(stream)
         return part
 
-    moved: T = move(batch)
-    return moved
+    _map(record, "record_stream", batch)
+
+
+def _map(function: Callable[[Any], Any], method: str, batch: Any) -> Any:
+    """A batch with ``function`` applied to every part that has ``method``: tensors, and the user's own objects."""
+    if callable(getattr(batch, method, None)):  # also of mappings: BatchEncoding, TensorDict
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return _like(batch, {key: _map(function, method, value) for key, value in batch.items()})
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_map(function, method, part) for part in batch))
+    if isinstance(batch, (tuple, list)):
+        return _like(batch, [_map(function, method, part) for part in batch])
+    return batch
 
 
 def _like(original: Any, content: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Iterator, Sized
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -47,6 +47,17 @@ def plain_batches(loader: Any) -> BatchSampler | None:
         return None
     index_sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     return index_sampler if type(index_sampler) is BatchSampler else None
+
+
+def epoch_holders(loader: Any) -> Iterator[Any]:
+    """What hangs on a loader and has a ``set_epoch``, each once: samplers, and datasets that shuffle themselves."""
+    sampler, batch_sampler, dataset = (getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))
+    inner = (getattr(sampler, "sampler", None), getattr(batch_sampler, "sampler", None))
+    seen: list[Any] = []
+    for part in (loader, sampler, batch_sampler, *inner, dataset, getattr(dataset, "dataset", None)):
+        if callable(getattr(part, "set_epoch", None)) and all(part is not other for other in seen):
+            seen.append(part)
+            yield part
 
 
 def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:

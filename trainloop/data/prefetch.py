@@ -2,60 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.data._utils.pin_memory import pin_memory
 
-from trainloop.data.batches import move_to
+from trainloop.data.batches import move_to, pin, record_use
 
 
 def on_device(items: Iterator[tuple[Any, Any]], device: torch.device) -> Iterator[tuple[Any, Any]]:
-    """``(size, batch)`` items with the batch on a GPU; the host waits for nothing.
+    """``(size, batch)`` items with the batch on a GPU, without the host waiting for anything.
 
-    Batches are pinned and copied on a stream of their own, one ahead of the one in use.
+    Each batch is pinned and copied on a stream of its own, while the one before is in use.
+
+    Parameters
+    ----------
+    items : iterator of (size, batch)
+        Batches of any shape, on the CPU, or partly or wholly on the GPU already.
+    device : torch.device
+        A CUDA device.
     """
     copies = torch.cuda.Stream(device)
 
     def start(item: tuple[Any, Any]) -> tuple[Any, Any, torch.cuda.Event]:
         size, batch = item
-        pinned = pin_memory(batch, "cuda")
+        # Batches that a loader's own code put on the GPU are complete on the stream that code ran on.
+        copies.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(copies):
-            moved = move_to(pinned, device, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(copies)
-        return size, moved, done
+            moved = move_to(pin(batch), device, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(copies)
+        return size, moved, copied
+
+    def finish(started: tuple[Any, Any, torch.cuda.Event]) -> tuple[Any, Any]:
+        size, batch, copied = started
+        stream = torch.cuda.current_stream(device)
+        stream.wait_event(copied)
+        # Else the allocator gives the memory to the next copy as soon as Python lets go, while this stream still reads.
+        record_use(batch, stream)
+        return size, batch
 
     ahead = None
     for item in items:
+        # Started before the one ahead is handed out, so that its copy runs beside the step on that one.
         following = start(item)
         if ahead is not None:
-            yield _finish(ahead, device)
+            yield finish(ahead)
         ahead = following
     if ahead is not None:
-        yield _finish(ahead, device)
-
-
-def _finish(started: tuple[Any, Any, torch.cuda.Event], device: torch.device) -> tuple[Any, Any]:
-    size, batch, done = started
-    stream = torch.cuda.current_stream(device)
-    stream.wait_event(done)
-    # The allocator must not give the memory to the next copy while this stream still reads it.
-    _record(batch, stream)
-    return size, batch
-
-
-def _record(batch: Any, stream: torch.cuda.Stream) -> None:
-    if isinstance(batch, Tensor):
-        if batch.is_cuda:
-            batch.record_stream(stream)
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            _record(value, stream)
-    elif isinstance(batch, (tuple, list)):
-        for part in batch:
-            _record(part, stream)
-    elif hasattr(batch, "record_stream"):
-        batch.record_stream(stream)
+        yield finish(ahead)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -27,7 +28,17 @@ Shares = tuple[int, ...]
 
 # Of these the order is settled when the epoch begins: reading ahead can't change it. A user's own sampler may look at
 # what the training has done so far, and is asked for one global batch at a time.
-_SETTLED = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+_SETTLED = (
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    DistributedSampler,
+    list,
+    tuple,
+    range,
+    np.ndarray,
+)
 _READ_AHEAD = 4096
 
 
@@ -109,8 +120,6 @@ class ShardSampler(DistributedSampler[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Shuffle as in epoch ``epoch`` from the next iteration on; every rank calls it."""
         self.epoch = epoch
-        if hasattr(self.base, "set_epoch"):
-            self.base.set_epoch(epoch)
 
     def __len__(self) -> int:
         if self.plan is None:
@@ -180,10 +189,6 @@ class BatchShardSampler(Sampler[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Shuffle as in epoch ``epoch`` from the next iteration on; every rank calls it."""
         self.epoch = epoch
-        sampler: Any
-        for sampler in (self.base, getattr(self.base, "sampler", None)):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
 
     def __len__(self) -> int:
         return shard_size(len(self.base), self.rank, self.num_replicas)
@@ -200,6 +205,47 @@ class BatchShardSampler(Sampler[Any]):
             shares = tuple(len(unit) if isinstance(unit, (list, tuple)) else -1 for unit in group)
             shares += (0,) * (self.num_replicas - len(group))
             yield group[self.rank] if self.rank < len(group) else None, shares
+
+
+class GivenShard(Sampler[Any]):
+    """The batches of a sampler that gives each rank its own share already: taken as they are.
+
+    Parameters
+    ----------
+    sampler : iterable
+        A loader's batch sampler, or its sampler where there is none.
+    rank, world_size, seed
+        As for :class:`ShardSampler`.
+    equal_shares : bool
+        Whether all ranks have batches of the same sizes.
+    """
+
+    def __init__(self, sampler: Any, *, rank: int, world_size: int, seed: int, equal_shares: bool) -> None:
+        self.base = sampler
+        self.rank = rank
+        self.num_replicas = world_size
+        self.seed = seed
+        self.epoch = 0
+        self._equal_shares = equal_shares
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle as in epoch ``epoch`` from the next iteration on; every rank calls it."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.base)
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, _ in self.batches():
+            yield index
+
+    def batches(self, first_batch: int = 0) -> Iterator[tuple[Any, Shares]]:
+        """This rank's batches from its ``first_batch`` on, and each rank's samples: -1 where they are unknown."""
+        units = read_aside(self.base, 1, derive_seed(self.seed, "sampler", self.epoch))
+        for (unit,) in islice(units, first_batch, None):
+            size = len(unit) if isinstance(unit, (list, tuple)) else -1
+            others = size if self._equal_shares else -1
+            yield unit, tuple(size if rank == self.rank else others for rank in range(self.num_replicas))
 
 
 def read_aside(iterable: Iterable[Any], at_once: int, seed: int) -> Iterator[list[Any]]:
@@ -222,7 +268,7 @@ class LoggedBatchSampler(BatchSampler):
 
     Parameters
     ----------
-    shard : ShardSampler or BatchShardSampler
+    shard : ShardSampler, BatchShardSampler or GivenShard
         Where the indices come from.
     batch_size, drop_last
         For whoever asks the loader.
@@ -234,7 +280,7 @@ class LoggedBatchSampler(BatchSampler):
 
     def __init__(
         self,
-        shard: ShardSampler | BatchShardSampler,
+        shard: ShardSampler | BatchShardSampler | GivenShard,
         batch_size: int | None,
         drop_last: bool,
         *,
@@ -268,9 +314,7 @@ class LoggedBatchSampler(BatchSampler):
 
     def __len__(self) -> int:
         shard: Any = self.sampler
-        if isinstance(shard, BatchShardSampler):
-            return len(shard)
-        return -(-len(shard) // shard.batch_size)
+        return -(-len(shard) // shard.batch_size) if isinstance(shard, ShardSampler) else len(shard)
 
 
 def generators_of(loader: Any) -> dict[str, torch.Generator]:
