@@ -335,9 +335,11 @@ def _set_threads(threads: int, undo: contextlib.ExitStack, *, at_most: bool = Fa
     before = torch.get_num_threads()
     if at_most:  # Nobody asked for a number: a lower one that is set stays.
         threads = min(threads, before)
-    for name, value in _thread_variables(threads, os.environ).items():
+    values = _thread_variables(threads, os.environ)
+    # threadpoolctl sets the last one when it is imported.
+    for name in (*values, "KMP_DUPLICATE_LIB_OK"):
         undo.callback(_set_variable, name, os.environ.get(name))
-        os.environ[name] = value
+    os.environ.update(values)
     try:
         import threadpoolctl
     except ImportError:
