@@ -64,7 +64,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "optimizer is a class": (lambda: make(optimizer=optim.SGD), ["optimizer", "SGD"]),
     "optimizer is text": (lambda: make(optimizer="sgd"), ["optimizer", "'sgd'"]),
     "optimizer of another model": (lambda: fit({"optimizer": other_optimizer()}), ["optimizer", "parameters"]),
-    "gpu_mode in capitals": (lambda: make(gpu_mode="DDP"), ["gpu_mode='DDP'", "'single', 'dp' or 'ddp'"]),
+    "gpu_mode in capitals": (lambda: make(gpu_mode="DDP"), ["gpu_mode='DDP'", "'single', 'dp', 'ddp'"]),
     "gpu_mode is None": (lambda: make(gpu_mode=None), ["gpu_mode=None"]),
     "gpu_mode not offered": (lambda: make(gpu_mode="fsdp"), ["fsdp"]),
     "gpu_mode of old": (lambda: make(gpu_mode="ddp2"), ["ddp2", "'ddp'"]),

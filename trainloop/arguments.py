@@ -301,7 +301,7 @@ def check_wrapper_args(given: Any, name: str, wrapper: type) -> dict[str, Any]:
     known: list[str] = []
     for cls in wrapper.__mro__[:-1]:
         if "__init__" in cls.__dict__:
-            parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+            parameters = list(inspect.signature(cls.__dict__["__init__"]).parameters.values())[1:]
             known += [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
             if not any(p.kind is p.VAR_KEYWORD for p in parameters):
                 break

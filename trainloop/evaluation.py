@@ -135,7 +135,7 @@ def predictions(
     for column in (2, 3):
         values: list[Any] = []
         for row in rows:
-            values = values + [row[column]] if collate is None else collate(row[column], values)
+            values = [*values, row[column]] if collate is None else collate(row[column], values)
         collected.append(join_rows(values) if transform is None else transform(values))
     collected.append(join_rows([row[4] for row in rows], empty={}))
     order = row_order(sizes)

@@ -15,6 +15,7 @@ from trainloop.errors import CheckpointError, UnpicklableError
 from trainloop.optim import optimizers_of
 
 if TYPE_CHECKING:
+    from trainloop.loop_base import LoopBase
     from trainloop.train_loop import TrainLoop
 
 __all__ = ["Arrival", "checkpoint_state", "load_checkpoint_state", "receive_end_state"]
@@ -27,7 +28,7 @@ _TORCH_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"_log_sink", "_lo
 # -- from a rank back to the caller ------------------------------------------------------------------------------------
 
 
-def known_objects(loop: TrainLoop) -> list[object]:
+def known_objects(loop: LoopBase) -> list[object]:
     """The objects both sides have: what a loop was made of, in an order that is the same on both sides.
 
     References to them travel as references, so that a callback that comes back still holds the caller's own model.
@@ -56,7 +57,7 @@ def known_objects(loop: TrainLoop) -> list[object]:
 class Arrival:
     """What a loop was when it arrived in a rank, so that at the end only what changed goes back."""
 
-    def __init__(self, loop: TrainLoop) -> None:
+    def __init__(self, loop: LoopBase) -> None:
         self._loop = loop
         self._known = known_objects(loop)
         self._stateful = [
@@ -110,7 +111,7 @@ class Arrival:
             return None
 
 
-def receive_end_state(loop: TrainLoop, data: bytes) -> Any:
+def receive_end_state(loop: LoopBase, data: bytes) -> Any:
     """Put a rank's end state into the caller's own objects; returns the ``result`` that came with it."""
     from trainloop.transfer import load_state
 
@@ -148,11 +149,11 @@ def receive_end_state(loop: TrainLoop, data: bytes) -> Any:
     return state["result"]
 
 
-def _root_modules(loop: TrainLoop) -> list[nn.Module]:
+def _root_modules(loop: LoopBase) -> list[nn.Module]:
     return [loop.model, *([loop.criterion] if isinstance(loop.criterion, nn.Module) else [])]
 
 
-def _tensors(loop: TrainLoop) -> Iterable[tuple[tuple[int, str], torch.Tensor]]:
+def _tensors(loop: LoopBase) -> Iterable[tuple[tuple[int, str], torch.Tensor]]:
     """Parameters and buffers (tied ones once, those that no state dict holds too), by root module and name."""
     for root, module in enumerate(_root_modules(loop)):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -185,7 +186,8 @@ def _callback_state(callback: Any) -> Any:
 def checkpoint_state(loop: TrainLoop) -> dict[str, Any] | None:
     """All that a resumed run needs, as plain types and tensors, on rank 0; ``None`` on the other ranks.
 
-    Collective: all ranks call it, between two steps, with all step logs exchanged. Tensors are the live ones: copy what is to outlast the next step.
+    Collective: all ranks call it, between two steps, with all step logs exchanged. Tensors are the live ones: copy what
+    is to outlast the next step.
     """
     run = loop._run
     mine = {

@@ -2,7 +2,8 @@
 
 A logged value is appended to a list and nothing else, so that a step never waits for the device.
 :meth:`Recorder.compact` reads the list in one transfer; :meth:`Recorder.exchange_steps` and
-:meth:`Recorder.finish_epoch` tell all ranks everything in one exchange, whatever each of them logged. Epoch values are sums by ``math.fsum``, which is exact: they do not depend on when logs were read.
+:meth:`Recorder.finish_epoch` tell all ranks everything in one exchange, whatever each of them logged. Epoch values are
+sums by ``math.fsum``, which is exact: they do not depend on when logs were read.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from trainloop.errors import ConfigurationError
 __all__ = ["Recorder", "Row", "read_scalars"]
 
 Row = tuple[int, dict[str, float]]
-REDUCTIONS = ("mean", "sum", "min", "max")
+_KINDS = ("mean", "sum", "min", "max")
 
 
 class Options(NamedTuple):
@@ -58,8 +59,7 @@ class _Series:
         if self.options.reduce == "mean":
             products = map(float.__mul__, self.values, self.weights)
             return _fsum(products), _fsum(self.weights)
-        function: Callable[[Any], float] = {"sum": _fsum, "min": min, "max": max}[self.options.reduce]
-        return function(self.values), float(len(self.values))
+        return _REDUCTIONS[self.options.reduce](self.values), float(len(self.values))
 
 
 class Recorder:
@@ -157,7 +157,7 @@ class Recorder:
             raise ConfigurationError(f"log({name!r}, ...): the name must be a non-empty text.")
         if name in self._reserved:
             raise ConfigurationError(f"log({name!r}, ...): the loop records {name!r} itself. Choose another name.")
-        if reduce not in REDUCTIONS:
+        if reduce not in _KINDS:
             raise ConfigurationError(f"log({name!r}, reduce={reduce!r}): must be 'mean', 'sum', 'min' or 'max'.")
         if name in self._asked:
             labels = ("on_step", "on_epoch", "reduce", "sync_dist", "rank_zero_only")
@@ -270,6 +270,9 @@ def read_scalars(values: list[Tensor | float]) -> list[float]:
     return result
 
 
+_REDUCTIONS: dict[str, Callable[[Any], float]] = {"sum": _fsum, "min": min, "max": max}
+
+
 def _contributions(everyone: list[dict[str, tuple[Any, ...]]], rank: int) -> dict[str, list[tuple[Any, ...]]]:
     """What counts for each metric here: every rank's entry, or this rank's own where it is not to be exchanged."""
     names = dict.fromkeys(name for entries in everyone for name in entries)
@@ -322,6 +325,5 @@ def _epoch_values(everyone: list[dict[str, tuple[Any, ...]]], rank: int) -> dict
             weight = _fsum(weight for _, _, weight in entries)
             epoch_values[name] = _fsum(values) / weight if weight else math.nan
         else:
-            function: Callable[[Any], float] = {"sum": _fsum, "min": min, "max": max}[options.reduce]
-            epoch_values[name] = function(values)
+            epoch_values[name] = _REDUCTIONS[options.reduce](values)
     return epoch_values

@@ -20,7 +20,7 @@ __all__ = ["Placement", "placed"]
 class Placement:
     """The model as a rank calls it."""
 
-    model: nn.Module
+    model: Any
     """The user's own."""
     wrapper: Any
     """What training calls ``get_loss`` of: the model itself, or its wrapper."""
@@ -119,7 +119,7 @@ def _wrapped(model: nn.Module, mode: str, devices: list[torch.device], wrapper_a
 
 
 def _move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """State made where the parameters were before goes where they are now; step counters stay where torch wants them."""
+    """State made where the parameters were before goes where they are now; step counters stay on the CPU."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})

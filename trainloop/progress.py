@@ -53,7 +53,7 @@ class Progress:
         self._looked = (0, time.perf_counter())
         self.next_look = 1
 
-    def look(self, step: int, batches: int, values: Callable[[], Mapping[str, float]]) -> None:
+    def look(self, step: int, batches: int, values: Callable[[], Mapping[str, str]]) -> None:
         """Redraw if it is time; decide when to be asked again, so that most steps don't even read the clock.
 
         Parameters
