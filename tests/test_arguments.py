@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel
-from trainloop.errors import ConfigurationError, DeviceError
+from trainloop.errors import CheckpointError, ConfigurationError, DeviceError
 
 
 class Net(TTBasicModel):
@@ -137,7 +137,6 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["dp_model_args", "dimension"],
     ),
     "backend unknown": (lambda: fit({"gpu_mode": "ddp", "devices": 2}, backend="glue"), ["backend", "glue"]),
-    "resume_from a path that isn't there": (lambda: fit(resume_from="/nowhere/at/all"), ["/nowhere/at/all"]),
     "resume_from last without a ModelCheckpoint": (lambda: fit(resume_from="last"), ["resume_from", "ModelCheckpoint"]),
     "in_process_data_load no callbacks": (lambda: fit(in_process_data_load="x"), ["in_process_data_load"]),
     # prediction and evaluation
@@ -173,6 +172,11 @@ def test_wrong_arguments_are_configuration_errors(case: str, no_process: None) -
 def test_wrong_devices_are_device_errors(devices: Any, no_process: None) -> None:
     with pytest.raises(DeviceError):
         make(gpu_mode="ddp", devices=devices)
+
+
+def test_a_checkpoint_that_is_not_there_is_a_checkpoint_error(no_process: None) -> None:
+    with pytest.raises(CheckpointError, match="/nowhere/at/all"):
+        fit(resume_from="/nowhere/at/all")
 
 
 def test_the_loop_that_the_cases_change_works() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,8 +29,9 @@ LAYERS = [
     ["sync_batchnorm"],
     ["parallel"],
     ["callbacks", "schedulers"],
-    ["storage"],
     ["checkpoint", "result_package"],
+    ["arguments", "evaluation", "loop_state", "placement", "progress"],
+    ["loop_base"],
     ["train_loop"],
     ["preflight", "tuning"],
 ]
@@ -61,7 +64,7 @@ def imported_parts(path: Path) -> set[tuple[str, int]]:
     """Parts of trainloop that a file imports, anywhere in it, with the line."""
     found = set()
     package = ("trainloop", *path.relative_to(PACKAGE).parent.parts)
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_that_run(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -75,6 +78,14 @@ def imported_parts(path: Path) -> set[tuple[str, int]]:
             if head == "trainloop":
                 found.add((rest.partition(".")[0] or "__init__", node.lineno))
     return found
+
+
+def nodes_that_run(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those under ``if TYPE_CHECKING:``, which annotations alone need."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)):
+            yield from nodes_that_run(child)
 
 
 def level_of(part: str) -> int:
@@ -153,18 +164,25 @@ HEAVY = ("tensorboard", "matplotlib", "ray", "optuna", "cloudpickle", "psutil", 
 
 
 def test_import_is_cheap() -> None:
-    """At most 60 ms above ``import torch``, of this process's own time, so that a busy machine changes nothing."""
-    runs = []
-    for _ in range(3):
+    """At most 60 ms above ``import torch``, of the process's own time, so that other processes' work doesn't count."""
+    # The first run may compile to bytecode, which later ones find.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    milliseconds = []
+    for _ in range(4):
         done = subprocess.run(
-            [sys.executable, "-c", IMPORT_TIME], capture_output=True, text=True, timeout=110, check=True
+            [sys.executable, "-c", IMPORT_TIME],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=True,
+            env=environment,
         )
-        milliseconds, modules = done.stdout.split("\n")[:2]
-        runs.append(float(milliseconds))
+        own_time, modules = done.stdout.split("\n")[:2]
+        milliseconds.append(float(own_time))
     heavy = [
         module
         for module in modules.split()
         if module.partition(".")[0] in HEAVY or module.startswith("multiprocessing.managers")
     ]
     assert not heavy, heavy
-    assert min(runs) < 60, runs
+    assert min(milliseconds) < 60, milliseconds
