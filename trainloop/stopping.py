@@ -59,10 +59,10 @@ class StopAgreement(Protocol):
     """What a loop needs to stop all ranks at one boundary."""
 
     def request(self, reason: int) -> None:
-        """Ask all ranks to stop soon, for ``reason`` (one of the constants). Any rank, any thread, any number of times."""
+        """Ask all ranks to stop, for ``reason`` (one of the constants). Any rank, any thread, any number of times."""
 
     def reached(self) -> int:
-        """Reasons for which all ranks stop at this boundary, OR-ed; 0 to go on. Collective: every rank, every boundary."""
+        """Reasons for which all ranks stop here, OR-ed; 0 to go on. Collective: every rank, at every boundary."""
 
 
 class LocalStop:
@@ -126,7 +126,7 @@ class SharedStop:
         return sum(reason for index, reason in enumerate(_REASONS) if flags[index])
 
     def abort(self) -> None:
-        """Tell the ranks that the run is lost: a rank that waits for a vote gives up. The launching process calls it."""
+        """Tell the ranks that the run is lost: who waits for a vote gives up. The launching process calls it."""
         self._words[self._ABORTED] = 1
 
     @property
@@ -266,7 +266,8 @@ def signals(stop: StopAgreement, *, say: Callable[[str], None] | None = None) ->
     def on_interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal interrupts
         if os.getpid() != pid:
-            return _in_worker(number)
+            _in_worker(number)
+            return
         interrupts += 1
         user = previous.get(number)
         if callable(user) and user is not signal.default_int_handler:
@@ -278,7 +279,8 @@ def signals(stop: StopAgreement, *, say: Callable[[str], None] | None = None) ->
 
     def on_request(number: int, frame: FrameType | None) -> None:
         if os.getpid() != pid:
-            return _in_worker(number)
+            _in_worker(number)
+            return
         stop.request(_REASON_OF_SIGNAL[signal.Signals(number).name])
         user = previous.get(number)
         if callable(user):
@@ -350,7 +352,7 @@ def _in_worker(number: int) -> None:
 
 
 def handled_for(stop: StopAgreement) -> bool:
-    """Whether signals are turned into requests to ``stop`` already (a rank started by ``launch`` does it from its start)."""
+    """Whether signals are turned into requests to ``stop`` already, as they are in a rank from its start."""
     return getattr(signal.getsignal(signal.SIGTERM), "stop", None) is stop
 
 

@@ -47,15 +47,15 @@ def launch(
     Parameters
     ----------
     function : callable
-        Takes one argument, the :class:`~trainloop.stopping.StopAgreement` of the run. May be defined anywhere (notebook,
+        Takes one argument, the run's :class:`~trainloop.stopping.StopAgreement`. May be defined anywhere (notebook,
         closure, lambda) and refer to anything that can be pickled, directly or by cloudpickle.
     """
     if started_by_launch():
         raise ConfigurationError("a rank can't start ranks: call fit() with gpu_mode='single' inside of one.")
     if multiprocessing.current_process().daemon:
         raise ConfigurationError(
-            "this process is a daemon (a worker of a pool or of a DataLoader), which may not start processes: call fit() "
-            "with gpu_mode='single', or from the main process."
+            "this process is a daemon (a worker of a pool or of a DataLoader), which may not start processes: call "
+            "fit() with gpu_mode='single', or from the main process."
         )
     check_main_guard()
     chosen = list(devices) if devices is not None else [torch.device("cpu")] * ranks_per_node

@@ -135,8 +135,9 @@ def exit_text(exitcode: int | None) -> str:
 # Cause by what the traceback or the message says; the first that fits is used.
 _HINTS = [
     (
-        r"unable to (mmap|open|write).*shared memory|bus error|No space left on device.*shm|torch_shm_manager|Shared memory",
-        "shared memory ran out: give the container more of it (docker run --shm-size=8g), or use fewer DataLoader workers.",
+        r"unable to (mmap|open|write).*shared memory|bus error|No space left on device.*shm|torch_shm_manager",
+        "shared memory ran out: give the container more of it (docker run --shm-size=8g), or use fewer DataLoader "
+        "workers.",
     ),
     (
         r"CUDA out of memory|OutOfMemoryError|CUDNN_STATUS_ALLOC_FAILED|CUBLAS_STATUS_ALLOC_FAILED",
@@ -172,8 +173,8 @@ def hint(failure: Failure) -> str:
     """What to do, where the cause is known; empty otherwise."""
     if failure.timeout:
         return (
-            "some rank did not come to a collective that others waited in: the stacks below show who waits where. Every "
-            "rank must make the same collective calls; a longer wait is TrainLoop(timeout=seconds)."
+            "some rank did not come to a collective that others waited in: the stacks below show who waits where. "
+            "Every rank must make the same collective calls; a longer wait is TrainLoop(timeout=seconds)."
         )
     text = f"{failure.type}: {failure.message}\n{failure.traceback}"
     for pattern, advice in _HINTS:

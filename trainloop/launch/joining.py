@@ -28,8 +28,8 @@ _FIRST_PORT, _PORTS = 15000, 20000  # below the range that systems take for outg
 def joined(environ: Mapping[str, str] | None = None) -> Rank | None:
     """The rank that ``torchrun`` or Slurm started this process as; ``None`` where ``fit`` has to start ranks itself.
 
-    ``torchrun`` is known by ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``; Slurm by ``SLURM_PROCID`` and
-    an ``SLURM_NTASKS`` above 1, outside interactive shells. A process group that the caller has made counts as well.
+    ``torchrun`` is known by ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``; Slurm by ``SLURM_PROCID``
+    and an ``SLURM_NTASKS`` above 1, outside interactive shells. A process group that the caller has made counts too.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ def joined(environ: Mapping[str, str] | None = None) -> Rank | None:
     if not 0 <= rank < world_size:
         raise ConfigurationError(
             f"this process is rank {rank} of {world_size} by its environment (RANK and WORLD_SIZE, or SLURM_PROCID and "
-            "SLURM_NTASKS): a rank is 0 to the number of processes less one. Unset these variables to start ranks from here."
+            "SLURM_NTASKS): a rank is 0 to the number of processes less one. Unset them to start ranks from here."
         )
     return Rank(rank, world_size, local_rank, local_world_size, node_rank, num_nodes)
 
@@ -105,7 +105,7 @@ def first_host(nodelist: str) -> str:
 
 
 def meeting_point(environ: Mapping[str, str]) -> str:
-    """``tcp://host:port`` where the ranks of a Slurm job meet: by ``MASTER_ADDR``/``MASTER_PORT``, else by the job's own data."""
+    """``tcp://host:port`` where a Slurm job's ranks meet: ``MASTER_ADDR``/``MASTER_PORT``, else by the job."""
     nodes = (
         environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
     )

@@ -15,8 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing.context import get_spawning_popen  # type: ignore[attr-defined]
-from types import FrameType
+from multiprocessing.context import get_spawning_popen
 from typing import Any, TextIO
 
 import torch
@@ -330,7 +329,7 @@ def _streams(me: Rank) -> Iterator[None]:
     stdout, stderr = sys.stdout, sys.stderr
     prefix = f"[rank {me.rank}] "
     errors = _Prefixed(stderr, prefix)
-    sys.stderr = errors  # type: ignore[assignment]
+    sys.stderr = errors
     with open(os.devnull, "w") as nowhere:
         shown = os.environ.get("TRAINLOOP_ALL_RANKS_OUTPUT", "0") not in ("", "0")
         output: Any = _Prefixed(stdout, prefix) if shown else nowhere

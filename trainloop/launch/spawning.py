@@ -53,17 +53,17 @@ class Ranks:
     def spawn(self, environment: dict[str, str]) -> None:
         """Start the processes, with ``environment`` added to this process's own."""
         before = set(multiprocessing.active_children())
-        with _environment_lock, _variables({**environment, "TRAINLOOP_LAUNCH": self._token}), _signals_blocked():
-            with main_not_imported_again():
-                try:
-                    context = torch.multiprocessing.spawn(
-                        run_rank, args=(self._start,), nprocs=self._start.local_world_size, join=False
-                    )
-                except BaseException:
-                    for process in set(multiprocessing.active_children()) - before:
-                        process.kill()
-                        process.join()
-                    raise
+        variables = {**environment, "TRAINLOOP_LAUNCH": self._token}
+        with _environment_lock, _variables(variables), _signals_blocked(), main_not_imported_again():
+            try:
+                context = torch.multiprocessing.spawn(
+                    run_rank, args=(self._start,), nprocs=self._start.local_world_size, join=False
+                )
+            except BaseException:
+                for process in set(multiprocessing.active_children()) - before:
+                    process.kill()
+                    process.join()
+                raise
         self._processes = list(context.processes)
 
     # -- watching --------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class Ranks:
         """What local rank 0's function returned."""
         fd = self._start.result_fd
         with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as data:
-            return load_state(data)
+            return load_state(data[:])
 
     def close(self) -> None:
         """Give back what belongs to the processes; none may be alive."""

@@ -1,11 +1,25 @@
-"""Memory that several processes map: a file without a name, and arrays moved into it in place."""
+"""Memory that several processes map: files without a name, and arrays moved into one in place."""
 
 from __future__ import annotations
 
+import bisect
+import contextlib
+import ctypes
+import mmap
 import os
+import sys
 import tempfile
 
-__all__ = ["anonymous_file", "anonymous_path"]
+__all__ = ["PAGE", "MovedPages", "anonymous_file", "anonymous_path", "write_all"]
+
+PAGE = mmap.PAGESIZE
+_CHUNK = 32 << 20  # bytes copied before the memory they came from is given back: the peak above one copy
+_MAP_COUNT_MARGIN = 8192  # mappings left to everybody else
+
+_MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS = 0x02, 0x10, 0x20
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
+_FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 def anonymous_file(name: str) -> int:
@@ -20,10 +34,8 @@ def anonymous_file(name: str) -> int:
         What ``/proc/<pid>/maps`` shows.
     """
     if hasattr(os, "memfd_create"):
-        try:
+        with contextlib.suppress(OSError):  # forbidden by a sandbox's filter
             return os.memfd_create(f"trainloop-{name}", os.MFD_CLOEXEC)
-        except OSError:  # forbidden by a sandbox's filter
-            pass
     fd, path = tempfile.mkstemp(prefix=f"trainloop-{name}-")
     os.unlink(path)
     return fd
@@ -32,3 +44,158 @@ def anonymous_file(name: str) -> int:
 def anonymous_path(fd: int) -> str:
     """A path under which this process can open the file of ``fd`` anew, with a position of its own."""
     return f"/proc/self/fd/{fd}"
+
+
+def write_all(fd: int, data: memoryview, place: int) -> None:
+    """Write bytes at a place of a file, however many calls it takes."""
+    while data.nbytes:
+        written = os.pwrite(fd, data, place)
+        data, place = data[written:], place + written
+
+
+class MovedPages:
+    """Memory of this process whose contents lie in a file, at the addresses where they were before.
+
+    An array that is sent to the ranks would exist twice: here, and in the file that they map. So its whole pages
+    are written to the file, and the file is mapped over them: the same address, the same values, one copy. The mapping
+    is private: what this process writes afterwards is seen here only, as before, also by its forked children.
+    :meth:`restore` puts ordinary memory back.
+
+    Only private anonymous memory is moved (the heap, and what ``malloc`` maps for large arrays), which nothing has
+    locked. Whatever is unusual stays where it is and costs a second copy. A thread that writes into the array at the
+    very moment it is moved (some milliseconds) may lose that write; ``fit`` reads the data at that moment anyhow.
+
+    Parameters
+    ----------
+    fd : int
+        The file; it must outlive :meth:`restore`.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._moved: list[tuple[int, int, int]] = []  # address, bytes, place in the file
+        self._libc = _libc() if sys.platform == "linux" and not _locked_memory() else None
+        self._starts, self._ends = _movable_memory() if self._libc is not None else ([], [])
+        self._left = _free_mappings() if self._libc is not None else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are shared in place now."""
+        return sum(nbytes for _, nbytes, _ in self._moved)
+
+    def write(self, address: int, nbytes: int, place: int) -> bool:
+        """Write memory to the file, and share its whole pages in place if that is possible.
+
+        Parameters
+        ----------
+        address, nbytes : int
+            The memory.
+        place : int
+            Place in the file; equal to ``address`` modulo the page size, or nothing is shared.
+
+        Returns
+        -------
+        bool
+            Whether it is shared in place.
+        """
+        first = -(-address // PAGE) * PAGE
+        last = (address + nbytes) // PAGE * PAGE
+        if place % PAGE != address % PAGE or first >= last or not self._may_move(first, last):
+            write_all(self._fd, _memory(address, nbytes), place)
+            return False
+        write_all(self._fd, _memory(address, first - address), place)
+        write_all(self._fd, _memory(last, address + nbytes - last), place + last - address)
+        self._left -= 2
+        for begin in range(first, last, _CHUNK):
+            length = min(_CHUNK, last - begin)
+            there = place + begin - address
+            write_all(self._fd, _memory(begin, length), there)
+            self._map(begin, length, _MAP_PRIVATE | _MAP_FIXED, self._fd, there)
+            self._moved.append((begin, length, there))
+        return True
+
+    def restore(self) -> None:
+        """Put ordinary memory back, with the present contents. The ranks must have ended: the file is emptied."""
+        while self._moved:
+            address, nbytes, place = self._moved.pop()
+            fresh = self._map(0, nbytes, _MAP_PRIVATE | _MAP_ANONYMOUS, -1, 0)
+            ctypes.memmove(fresh, address, nbytes)
+            assert self._libc is not None
+            if self._libc.mremap(fresh, nbytes, nbytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, address) == _FAILED:
+                raise OSError(ctypes.get_errno(), "memory that was shared with the ranks can't be taken back")
+            self._libc.fallocate(self._fd, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, place, nbytes)
+
+    def _may_move(self, first: int, last: int) -> bool:
+        if self._left < 2:
+            return False
+        index = bisect.bisect_right(self._starts, first) - 1
+        return index >= 0 and last <= self._ends[index]
+
+    def _map(self, address: int, nbytes: int, flags: int, fd: int, place: int) -> int:
+        assert self._libc is not None
+        result: int = self._libc.mmap(address, nbytes, _READ_WRITE, flags, fd, place)
+        if result == _FAILED:
+            raise OSError(ctypes.get_errno(), f"{nbytes} bytes of memory can't be mapped")
+        return result
+
+
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def _libc() -> ctypes.CDLL | None:
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
+        size, off = ctypes.c_size_t, ctypes.c_long
+        libc.mmap.argtypes = [ctypes.c_void_p, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, off]
+        libc.mremap.argtypes = [ctypes.c_void_p, size, size, ctypes.c_int, ctypes.c_void_p]
+        libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, off, off]
+    except (OSError, AttributeError):
+        return None
+    return libc
+
+
+def _memory(address: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+
+
+def _movable_memory() -> tuple[list[int], list[int]]:
+    """Begins and ends of the private anonymous mappings of this process, neighbours joined."""
+    starts: list[int] = []
+    ends: list[int] = []
+    try:
+        with open("/proc/self/maps") as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return [], []
+    for line in lines:
+        span, permissions, _, _, inode, *name = line.split(None, 5)
+        ordinary = not name or name[0] == "[heap]" or name[0].startswith("[anon")
+        if permissions != "rw-p" or inode != "0" or not ordinary:
+            continue
+        start, end = (int(x, 16) for x in span.split("-"))
+        if ends and ends[-1] == start:
+            ends[-1] = end
+        else:
+            starts.append(start)
+            ends.append(end)
+    return starts, ends
+
+
+def _locked_memory() -> bool:
+    """Whether this process has locked memory (mlock), which may be known to a device by its physical place."""
+    try:
+        with open("/proc/self/status") as file:
+            return any(line.startswith("VmLck:") and int(line.split()[1]) for line in file)
+    except OSError:
+        return True
+
+
+def _free_mappings() -> int:
+    try:
+        with open("/proc/sys/vm/max_map_count") as file:
+            most = int(file.read())
+        with open("/proc/self/maps") as file:
+            return most - sum(1 for _ in file) - _MAP_COUNT_MARGIN
+    except (OSError, ValueError):
+        return 0

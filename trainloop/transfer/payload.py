@@ -6,19 +6,25 @@ import contextlib
 import mmap
 import os
 import pickle
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.context import set_spawning_popen  # type: ignore[attr-defined]
+from multiprocessing.context import get_spawning_popen, set_spawning_popen
 from typing import Any
 
 import numpy as np
 import torch
 
-from trainloop.transfer.pages import anonymous_file
+from trainloop.errors import UnpicklableError
+from trainloop.transfer.pages import PAGE, MovedPages, anonymous_file, write_all
 from trainloop.transfer.pickling import Pickler, load_device
+from trainloop.transfer.unpicklable import explain
 
-__all__ = ["Payload", "Parcel", "pack"]
+__all__ = ["Parcel", "Payload", "pack"]
 
 _IN_STREAM = 256  # bytes; below, a buffer's own bookkeeping costs more than copying it
+_MOVED = 64 << 10  # bytes; from here on, memory is shared in place
+_MOST_MOVED = 8192  # each is a mapping or two, of which a process may have 65530
 _ALIGNMENT = 64
 
 
@@ -38,6 +44,9 @@ class Parcel:
     def open(self, device: torch.device | None = None) -> Any:
         """The object. Its arrays lie in the mapped file: shared as long as nobody writes, then this rank's own.
 
+        Classes and functions that the sender's ``__main__`` had by name are put into this process's ``__main__``, so
+        that ordinary pickles between it and its DataLoader workers find them.
+
         Parameters
         ----------
         device : torch.device, optional
@@ -46,27 +55,76 @@ class Parcel:
         # MAP_PRIVATE: a rank's writes (into parameters, say) stay its own.
         mapped = mmap.mmap(self.fd, self.size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         view = memoryview(mapped)
-        offset, count = self.table
-        entries = np.frombuffer(mapped, dtype=np.int64, count=3 * count, offset=offset).reshape(count, 3).tolist()
+        place, count = self.table
+        entries = np.frombuffer(mapped, dtype=np.int64, count=3 * count, offset=place).reshape(count, 3).tolist()
         buffers = (
             view[place : place + nbytes].toreadonly() if readonly else view[place : place + nbytes]
             for place, nbytes, readonly in entries
         )
         with load_device(device):
-            return pickle.loads(view[: self.stream_size], buffers=buffers)
+            unpickler = pickle.Unpickler(_Reader(view[: self.stream_size]), buffers=buffers)
+            obj = unpickler.load()
+            names = unpickler.load()
+        main = sys.modules["__main__"].__dict__
+        for name, definition in names.items():
+            main.setdefault(name, definition)
+        return obj
+
+
+class _Reader:
+    """A file over memory, which hands out pieces without an intermediate copy of the whole."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._place = 0
+
+    def read(self, size: int) -> bytes:
+        piece = self._data[self._place : self._place + size]
+        self._place += size
+        return bytes(piece)
+
+    def readinto(self, target: Any) -> int:
+        size = memoryview(target).nbytes
+        piece = self._data[self._place : self._place + size]
+        memoryview(target).cast("B")[: piece.nbytes] = piece
+        self._place += piece.nbytes
+        return piece.nbytes
+
+    def readline(self) -> bytes:
+        end = bytes(self._data[self._place : self._place + 4096]).find(b"\n") + 1
+        return self.read(end)
 
 
 class Payload:
-    """The sender's side: keeps what was sent alive until :meth:`close`."""
+    """The sender's side: what was sent, kept alive until :meth:`close`.
 
-    def __init__(self, parcel: Parcel, inherited: list[int]) -> None:
+    Parameters
+    ----------
+    parcel : Parcel
+        What the ranks are told.
+    inherited : list of int
+        Descriptors that the ranks must inherit, the payload's own among them.
+    pages : MovedPages
+        The sender's memory that lies in the file.
+    alive : list of object
+        What that memory belongs to.
+    """
+
+    def __init__(self, parcel: Parcel, inherited: list[int], pages: MovedPages, alive: list[Any]) -> None:
         self.parcel = parcel
         self.inherited = inherited
-        """Descriptors that the ranks must inherit, the payload's own among them."""
+        self.shared_in_place = pages.nbytes
+        """Bytes of the sender's own arrays that the ranks map, without a copy."""
+        self._pages = pages
+        self._alive = alive
 
     def close(self) -> None:
-        """Give the file back."""
-        os.close(self.parcel.fd)
+        """Take the memory back, and give the file up. The ranks have ended."""
+        try:
+            self._pages.restore()
+        finally:
+            self._alive.clear()
+            os.close(self.parcel.fd)
 
     def __enter__(self) -> Payload:
         return self
@@ -75,13 +133,146 @@ class Payload:
         self.close()
 
 
+def pack(obj: object, *, roots: dict[str, object] | None = None) -> Payload:
+    """Pickle ``obj`` into a file that any number of ranks of this node can map.
+
+    Large arrays and tensors of ``obj`` are afterwards held once for this process and the ranks together; until
+    :meth:`Payload.close` their memory is that file. They keep identity, type, values and writability.
+
+    Parameters
+    ----------
+    obj : object
+        What to send.
+    roots : dict of str to object, optional
+        Names that the paths in an :class:`UnpicklableError` start with; by default the attributes of ``obj``.
+
+    Raises
+    ------
+    UnpicklableError
+        If something in it can't be sent; the message has its path, its type and what to do.
+    """
+    fd = anonymous_file("payload")
+    try:
+        with _pickled_for_spawning() as inherited, open(fd, "wb", closefd=False, buffering=1 << 20) as file:
+            buffers: list[pickle.PickleBuffer] = []
+
+            def keep_out(buffer: pickle.PickleBuffer) -> bool:
+                small = buffer.raw().nbytes < _IN_STREAM
+                if not small:
+                    buffers.append(buffer)
+                return small
+
+            pickler = Pickler(file, keep_out)
+            try:
+                pickler.dump(obj)
+                pickler.dump(dict(pickler.main_names))
+            except Exception as error:  # whatever a user's __reduce__ or __getstate__ raises
+                raise UnpicklableError(explain(roots if roots is not None else {"": obj}, error)) from error
+            stream_size = file.tell()
+        return _lay_out(fd, stream_size, buffers, pickler.copies, inherited)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _lay_out(
+    fd: int,
+    stream_size: int,
+    buffers: list[pickle.PickleBuffer],
+    copies: list[np.ndarray[Any, Any]],
+    inherited: list[int],
+) -> Payload:
+    """Write the buffers behind the stream; memory that several of them share is written once."""
+    count = len(buffers)
+    raw = [buffer.raw() for buffer in buffers]
+    begin = np.fromiter((_address(view) for view in raw), np.int64, count)
+    nbytes = np.fromiter((view.nbytes for view in raw), np.int64, count)
+    region_of, first, last = _regions(begin, begin + nbytes)
+    sizes = last - first
+    unmoved = {_address(memoryview(copy).cast("B")) for copy in copies if copy.nbytes}
+    large = np.flatnonzero(sizes >= _MOVED)
+    moved = set(large[np.argsort(sizes[large])[::-1][:_MOST_MOVED]].tolist())
+    pages = MovedPages(fd)
+    place = stream_size
+    places = np.empty(len(first), np.int64)
+    try:
+        for i, (address, size) in enumerate(zip(first.tolist(), sizes.tolist(), strict=True)):
+            if i in moved and address not in unmoved and not _pinned(address, size):
+                place += (address - place) % PAGE
+                pages.write(address, size, place)
+            else:
+                place += -place % _ALIGNMENT
+                write_all(fd, _view(address, size), place)
+            places[i] = place
+            place += size
+        place += -place % _ALIGNMENT
+        readonly = np.fromiter((view.readonly for view in raw), np.int64, count)
+        entries = np.stack([places[region_of] + begin - first[region_of], nbytes, readonly], axis=1)
+        write_all(fd, memoryview(entries.tobytes()), place)
+        size = place + entries.nbytes
+        os.ftruncate(fd, max(size, 1))
+    except BaseException:
+        pages.restore()
+        raise
+    parcel = Parcel(fd, max(size, 1), stream_size, (place, count))
+    return Payload(parcel, [fd, *inherited], pages, [*raw, *buffers])
+
+
+def _regions(begin: Any, end: Any) -> tuple[Any, Any, Any]:
+    """Overlapping spans joined: for each span its region's index, and each region's begin and end."""
+    if not len(begin):
+        return begin, begin, end
+    order = np.argsort(begin, kind="stable")
+    reach = np.maximum.accumulate(end[order])
+    starts = np.concatenate([[True], begin[order][1:] >= reach[:-1]])
+    region_of = np.empty(len(begin), np.int64)
+    region_of[order] = np.cumsum(starts) - 1
+    last = np.append(np.flatnonzero(starts)[1:], len(begin)) - 1
+    return region_of, begin[order][starts], reach[last]
+
+
+def _address(view: memoryview) -> int:
+    address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
+    return address
+
+
+def _view(address: int, nbytes: int) -> memoryview:
+    import ctypes
+
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+
+
+def _pinned(address: int, nbytes: int) -> bool:
+    """Whether a GPU knows this memory by its physical place."""
+    if not torch.cuda.is_initialized():
+        return False
+    return torch.frombuffer(_view(address, nbytes), dtype=torch.uint8).is_pinned()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Locks, queues and connections
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _pickled_for_spawning() -> Iterator[list[int]]:
+    """multiprocessing's own objects may be pickled in this context; gives the descriptors they need inherited."""
+    before = get_spawning_popen()
+    spawning = _CollectedDescriptors()
+    set_spawning_popen(spawning)  # type: ignore[arg-type]  # what they ask of it, it has
+    try:
+        yield spawning.fds
+    finally:
+        set_spawning_popen(before)
+
+
 class _CollectedDescriptors:
-    """Stands for the process being spawned while the payload is pickled, so that locks, queues, connections can be."""
+    """Stands for the process being spawned."""
 
     def __init__(self) -> None:
         self.fds: list[int] = []
 
-    def DupFd(self, fd: int) -> _Descriptor:  # noqa: N802, multiprocessing's name
+    def DupFd(self, fd: int) -> _Descriptor:
         return _Descriptor(fd)
 
     def duplicate_for_child(self, fd: int) -> int:
@@ -95,61 +286,3 @@ class _Descriptor:
 
     def detach(self) -> int:
         return self.fd
-
-
-def pack(obj: object, *, roots: dict[str, object] | None = None) -> Payload:
-    """Pickle ``obj`` into a file that any number of ranks of this node can map.
-
-    Parameters
-    ----------
-    obj : object
-        What to send.
-    roots : dict of str to object, optional
-        Names that the paths in an :class:`UnpicklableError` start with; ``obj`` itself by default.
-
-    Raises
-    ------
-    UnpicklableError
-        If something in it can't be sent; the message has its path, its type and what to do.
-    """
-    fd = anonymous_file("payload")
-    spawning = _CollectedDescriptors()
-    buffers: list[memoryview] = []
-
-    def keep_out(buffer: pickle.PickleBuffer) -> bool:
-        raw = buffer.raw()
-        if raw.nbytes < _IN_STREAM:
-            return True
-        buffers.append(raw)
-        return False
-
-    try:
-        set_spawning_popen(spawning)
-        try:
-            with open(fd, "wb", closefd=False, buffering=1 << 20) as file:
-                Pickler(file, keep_out).dump(obj)
-                stream_size = file.tell()
-        finally:
-            set_spawning_popen(None)
-        place = stream_size
-        entries = np.empty((len(buffers), 3), dtype=np.int64)
-        for i, raw in enumerate(buffers):
-            place = -(-place // _ALIGNMENT) * _ALIGNMENT
-            entries[i] = place, raw.nbytes, raw.readonly
-            _write(fd, raw, place)
-            place += raw.nbytes
-        place = -(-place // _ALIGNMENT) * _ALIGNMENT
-        _write(fd, memoryview(entries).cast("B") if entries.size else memoryview(b""), place)
-        size = max(place + entries.nbytes, 1)
-        os.ftruncate(fd, size)
-        return Payload(Parcel(fd, size, stream_size, (place, len(buffers))), [fd, *spawning.fds])
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.close(fd)
-        raise
-
-
-def _write(fd: int, data: memoryview, place: int) -> None:
-    while data.nbytes:
-        written = os.pwrite(fd, data, place)
-        data, place = data[written:], place + written

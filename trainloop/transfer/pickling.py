@@ -7,26 +7,36 @@ arrays and of torch storages travel as protocol 5's out-of-band buffers, so that
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import importlib.machinery
 import io
-import multiprocessing.connection
+import mmap
 import pickle
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import cloudpickle
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import reduce_storage
+from torch.utils.data import DataLoader
 
 __all__ = ["Pickler", "dump_state", "load_device", "load_state"]
+
+_VIEWED = 4096  # bytes; smaller arrays are pickled as numpy does
+_STANDARD_STREAMS = ("stdin", "stdout", "stderr", "__stdin__", "__stdout__", "__stderr__")
 
 _loading = threading.local()
 
 
 @contextlib.contextmanager
 def load_device(device: torch.device | None) -> Iterator[None]:
-    """While unpickling in this context, tensors that were on a CUDA device are put on ``device`` (``None``: the CPU)."""
+    """While unpickling in this context, tensors from a CUDA device are put on ``device`` (``None``: the CPU)."""
     before = getattr(_loading, "device", None)
     _loading.device = device
     try:
@@ -35,35 +45,10 @@ def load_device(device: torch.device | None) -> Iterator[None]:
         _loading.device = before
 
 
-def _storage_from_buffer(buffer: Any, on_accelerator: bool) -> torch.UntypedStorage:
-    """A storage over ``buffer``'s own memory, or a copy on the rank's device."""
-    view = memoryview(buffer)
-    if view.nbytes == 0:
-        storage = torch.UntypedStorage(0)
-    elif isinstance(buffer, bytearray):
-        # In the stream, hence small: a copy, which can be resized as torch's own storages can.
-        storage = torch.UntypedStorage(view.nbytes)
-        torch.empty(0, dtype=torch.uint8).set_(storage).copy_(torch.frombuffer(buffer, dtype=torch.uint8))  # type: ignore[call-overload]
-    else:
-        storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
-    device = getattr(_loading, "device", None)
-    if on_accelerator and device is not None and device.type != "cpu":
-        moved = torch.empty(0, dtype=torch.uint8).set_(storage).to(device)  # type: ignore[call-overload]
-        return moved.untyped_storage()
-    return storage
+class Pickler(cloudpickle.Pickler):
+    """cloudpickle's pickler, with the memory of storages and arrays as buffers.
 
-
-def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
-    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
-
-
-def _storage_bytes(storage: torch.UntypedStorage) -> np.ndarray[Any, Any]:
-    """The storage's memory as bytes, without a copy where it is on the CPU."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu().numpy()  # type: ignore[call-overload]
-
-
-class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's pickler, plus storages as buffers, and things that cloudpickle would quietly change, refused.
+    Refuses what cloudpickle would quietly turn into something else, such as an open file.
 
     Parameters
     ----------
@@ -76,23 +61,228 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.main_names: dict[str, Any] = {}
+        """Classes and functions of ``__main__`` that were sent, by their name there."""
+        self.copies: list[np.ndarray[Any, Any]] = []
+        """Arrays that were made for the stream, so that their memory is no user's."""
+        self._by_value: dict[str, bool] = {}
+
+    def dump(self, obj: Any) -> None:
+        """Pickle ``obj``; may be called again for more in the same stream, read by the same unpickler."""
+        try:
+            super().dump(obj)
+        finally:
+            for name, registered in self._by_value.items():
+                if registered:
+                    cloudpickle.unregister_pickle_by_value(sys.modules[name])
+            self._by_value.clear()
 
     def reducer_override(self, obj: Any) -> Any:
         """How ``obj`` is pickled; ``NotImplemented`` for the usual way."""
-        if isinstance(obj, torch.UntypedStorage):
+        if isinstance(obj, (type, types.FunctionType)):
+            self._note_definition(obj)
+        elif isinstance(obj, torch.UntypedStorage):
             return self._reduce_storage(obj)
-        if isinstance(obj, torch.storage.TypedStorage):
+        elif isinstance(obj, torch.storage.TypedStorage):
             return _typed_storage, (obj._untyped_storage, obj.dtype)
+        elif isinstance(obj, np.ndarray):
+            if obj.nbytes >= _VIEWED and (reduced := self._reduce_array(obj)) is not None:
+                return reduced
+        elif isinstance(obj, memoryview):
+            return _memoryview, (pickle.PickleBuffer(obj), obj.format, obj.shape)
+        elif isinstance(obj, io.TextIOBase):
+            for name in _STANDARD_STREAMS:
+                if obj is getattr(sys, name):
+                    return getattr, (sys, name)
+            if type(obj) is io.TextIOWrapper:  # cloudpickle sends a copy of its contents
+                raise TypeError("cannot pickle '_io.TextIOWrapper' object")
+        elif isinstance(obj, Connection):
+            return ForkingPickler._extra_reducers[Connection](obj)  # type: ignore[attr-defined]
+        elif isinstance(obj, (torch.Stream, torch.Event)):
+            raise TypeError(f"cannot pickle {type(obj).__qualname__!r} object")  # it would be another stream there
+        elif isinstance(obj, DataLoader) and getattr(obj, "_iterator", None) is not None:
+            return _without_iterator(obj)
         return super().reducer_override(obj)
+
+    # -- classes and functions -------------------------------------------------------------------------------------
+
+    def _note_definition(self, obj: Any) -> None:
+        """Remember what ``__main__`` has of it; let modules that a new process couldn't import travel by value."""
+        name = getattr(obj, "__module__", None)
+        if not isinstance(name, str):
+            return
+        if name == "__main__":
+            qualname = obj.__qualname__
+            if "." not in qualname and getattr(sys.modules["__main__"], qualname, None) is obj:
+                self.main_names[qualname] = obj
+        elif name not in self._by_value:
+            module = sys.modules.get(name)
+            self._by_value[name] = module is not None and not _importable(module)
+            if self._by_value[name]:
+                if name in cloudpickle.list_registry_pickle_by_value():
+                    self._by_value[name] = False  # the user's own registration stays
+                else:
+                    cloudpickle.register_pickle_by_value(module)
+
+    # -- memory ----------------------------------------------------------------------------------------------------
 
     def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:
         if storage.device.type == "meta":
             return _meta_storage, (storage.nbytes(),)
-        return _storage_from_buffer, (pickle.PickleBuffer(_storage_bytes(storage)), storage.device.type != "cpu")
+        on_cpu = storage.device.type == "cpu"
+        if on_cpu and storage.is_shared() and getattr(storage, "filename", None) is None:
+            # The user shares it between processes on purpose (an epoch counter for workers, say): it stays shared.
+            return reduce_storage(storage)
+        data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu().numpy()
+        if not on_cpu:
+            self.copies.append(data)
+        return _storage_from_buffer, (pickle.PickleBuffer(memoryview(data)), not on_cpu)  # type: ignore[arg-type]
+
+    def _reduce_array(self, array: np.ndarray[Any, Any]) -> Any:
+        """An array as a view of memory, whatever its strides; ``None`` where numpy has to do it."""
+        kind = type(array)
+        if array.dtype.hasobject:
+            return None
+        if isinstance(array, np.memmap) and (reduced := _reduce_memmap(array)) is not None:
+            return reduced
+        if kind.__reduce_ex__ is not np.ndarray.__reduce_ex__ or kind.__reduce__ is not np.ndarray.__reduce__:
+            return None
+        low, high = _bounds(array)
+        if high - low > 2 * array.nbytes:  # a thin slice of something large
+            array = np.array(array, copy=True, order="C", subok=True)
+            self.copies.append(array)
+            low, high = _bounds(array)
+        memory = (ctypes.c_ubyte * (high - low)).from_address(low)
+        memory._array = array  # type: ignore[attr-defined]  # keeps the memory alive
+        start = array.__array_interface__["data"][0] - low
+        view_of = None if kind is np.ndarray or isinstance(array, np.memmap) else kind
+        return _array_from_buffer, (
+            pickle.PickleBuffer(memory),  # type: ignore[arg-type]  # ctypes arrays are buffers
+            array.dtype,
+            array.shape,
+            array.strides,
+            start,
+            array.flags.writeable,
+            view_of,
+        )
+
+
+def _importable(module: types.ModuleType) -> bool:
+    """Whether a new process with this one's ``sys.path`` finds the module."""
+    spec = getattr(module, "__spec__", None)
+    if spec is not None and (spec.origin in ("built-in", "frozen") or spec.name in sys.builtin_module_names):
+        return True
+    top = module.__name__.partition(".")[0]
+    for finder in sys.meta_path:
+        find_spec = getattr(finder, "find_spec", None)
+        with contextlib.suppress(Exception):  # a finder of somebody else's
+            if find_spec is not None and find_spec(top, None) is not None:
+                return True
+    return importlib.machinery.PathFinder.find_spec(top, None) is not None
+
+
+def _without_iterator(loader: DataLoader[Any]) -> Any:
+    """A loader with persistent workers that has run keeps its iterator, which belongs to this process."""
+    reduced = list(object.__reduce_ex__(loader, 4))
+    if isinstance(reduced[2], dict):
+        reduced[2] = {**reduced[2], "_iterator": None}
+    return tuple(reduced)
+
+
+def _bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
+    """Lowest address of an array's memory, and the one past its highest."""
+    low = high = array.__array_interface__["data"][0]
+    for length, stride in zip(array.shape, array.strides, strict=True):
+        if stride < 0:
+            low += (length - 1) * stride
+        else:
+            high += (length - 1) * stride
+    return low, high + array.itemsize
+
+
+def _reduce_memmap(array: np.memmap[Any, Any]) -> Any:
+    """An array in a mapped file is mapped from the file there, too; ``None`` if it may show other values there."""
+    source = getattr(array, "_mmap", None)
+    path = getattr(array, "filename", None)
+    # Mode 'c' may hold changes that the file has not.
+    if source is None or path is None or array.mode not in ("r", "r+", "w+"):
+        return None
+    low, high = _bounds(array)
+    memory = np.frombuffer(source, dtype=np.uint8)
+    first = memory.__array_interface__["data"][0]
+    if not first <= low <= high <= first + memory.nbytes:
+        return None
+    map_start = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
+    if array.mode != "r":
+        array.flush()
+    start = array.__array_interface__["data"][0] - low
+    mode = "r" if array.mode == "r" else "r+"
+    place = map_start + low - first
+    return _memmap_of_file, (str(path), mode, place, high - low, array.dtype, array.shape, array.strides, start)
+
+
+# -- in the process that reads -----------------------------------------------------------------------------------------
+
+
+def _storage_from_buffer(buffer: Any, on_accelerator: bool) -> torch.UntypedStorage:
+    """A storage over ``buffer``'s own memory, or a copy on the rank's device."""
+    nbytes = memoryview(buffer).nbytes
+    if nbytes == 0:
+        storage = torch.UntypedStorage(0)
+    elif isinstance(buffer, bytearray):
+        # From the stream, hence small: a copy, which can be resized as torch's own storages can.
+        storage = torch.UntypedStorage(nbytes)
+        torch.empty(0, dtype=torch.uint8).set_(storage).copy_(torch.frombuffer(buffer, dtype=torch.uint8))
+    else:
+        storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+    device = getattr(_loading, "device", None)
+    if on_accelerator and device is not None and device.type != "cpu":
+        storage = torch.empty(0, dtype=torch.uint8).set_(storage).to(device).untyped_storage()
+    return storage
 
 
 def _meta_storage(nbytes: int) -> torch.UntypedStorage:
     return torch.UntypedStorage(nbytes, device="meta")
+
+
+def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+
+
+def _array_from_buffer(
+    buffer: Any,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    start: int,
+    writeable: bool,
+    kind: type | None,
+) -> np.ndarray[Any, Any]:
+    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, buffer, start, strides)
+    if kind is not None:
+        array = array.view(kind)
+    array.flags.writeable = writeable
+    return array
+
+
+def _memmap_of_file(
+    path: str,
+    mode: Any,
+    place: int,
+    nbytes: int,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    start: int,
+) -> np.ndarray[Any, Any]:
+    memory = np.memmap(path, dtype=np.uint8, mode=mode, offset=place, shape=(nbytes,))
+    array = np.ndarray.__new__(np.memmap, shape, dtype, memory, start, strides)
+    array._mmap, array.filename, array.mode = memory._mmap, memory.filename, memory.mode  # type: ignore[attr-defined]
+    array.offset = place  # type: ignore[attr-defined]
+    return array
+
+
+def _memoryview(buffer: Any, format: str, shape: tuple[int, ...]) -> memoryview:
+    return memoryview(buffer).cast("B").cast(format, shape)  # type: ignore[call-overload]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -152,6 +342,6 @@ def dump_state(state: object, known: Sequence[object] = ()) -> bytes:
 
 
 def load_state(data: bytes, known: Sequence[object] = ()) -> Any:
-    """What :func:`dump_state` was given, with this side's ``known`` in the places of the other's. Tensors on the CPU."""
+    """What :func:`dump_state` was given, with this side's ``known`` in the other's places. Tensors are on the CPU."""
     with load_device(None):
         return _StateUnpickler(io.BytesIO(data), known).load()
