@@ -6,6 +6,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,6 +32,8 @@ from trainloop.devices import (
     world_size,
 )
 from trainloop.errors import ConfigurationError, DeviceError, ResourceError
+from trainloop.resources import gpus as gpu_names
+from trainloop.resources import lease
 
 # -- parse_devices: the documented tables ----------------------------------------------------------------------------
 
@@ -460,7 +465,7 @@ def test_dp_splits_a_batch_as_torch_does() -> None:
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[int]]:
     """Four faked GPUs, of which 1 is occupied; the list fills with the indices tried."""
     tried: list[int] = []
 
@@ -469,8 +474,12 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return index != 1
 
     monkeypatch.setattr(devices, "_cuda_count", lambda: 4)
-    monkeypatch.setattr(devices, "_takes_a_tensor", try_one)
-    return tried
+    monkeypatch.setattr(gpu_names, "_takes_a_tensor", try_one)
+    monkeypatch.setenv("TRAINLOOP_LEASE_DIR", str(tmp_path))
+    monkeypatch.setattr(gpu_names, "_own_leases", {})
+    yield tried
+    for held in gpu_names._own_leases.values():
+        held.release()
 
 
 def test_usable_gpus_are_the_first_that_take_a_tensor_and_no_more_are_tried(gpus: list[int]) -> None:
@@ -484,7 +493,7 @@ def test_all_usable_gpus(gpus: list[int]) -> None:
 
 
 def test_too_few_usable_gpus_name_the_occupied(gpus: list[int]) -> None:
-    with pytest.raises(DeviceError, match=r"only 3 of 4 GPUs are usable now; occupied: \[1\]"):
+    with pytest.raises(DeviceError, match=r"only 3 of 4 GPUs are usable now; .*another run: \[1\]"):
         find_usable_cuda_devices(4)
 
 
@@ -507,9 +516,99 @@ def test_none_of_none_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_usable_of_no_usable_is_an_error(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_takes_a_tensor", lambda index: False)
-    with pytest.raises(DeviceError, match=r"only 0 of 4 GPUs are usable now; occupied: \[0, 1, 2, 3\]"):
+    monkeypatch.setattr(gpu_names, "_takes_a_tensor", lambda index: False)
+    with pytest.raises(DeviceError, match=r"only 0 of 4 GPUs are usable now; .*: \[0, 1, 2, 3\]"):
         find_usable_cuda_devices(-1)
+
+
+def test_the_choice_is_leased_and_stays_the_process_s_own(gpus: list[int]) -> None:
+    assert find_usable_cuda_devices(2) == [0, 2]
+    assert find_usable_cuda_devices(2) == [0, 2]
+    with pytest.raises(ResourceError, match="leased by other runs: gpu-0"):
+        lease.acquire({"gpu": lease.Request(1, ["gpu-0"])}, timeout_s=0)
+    lease.acquire({"gpu": lease.Request(1, ["gpu-1"])}, timeout_s=0).release()  # tried, and given back
+
+
+def test_what_another_run_has_leased_is_skipped_untried(gpus: list[int]) -> None:
+    with lease.acquire({"gpu": lease.Request(1, ["gpu-0"])}, timeout_s=0):
+        assert find_usable_cuda_devices(1) == [2]
+        assert gpus == [1, 2]
+        with pytest.raises(DeviceError, match=r"only 2 of 4 GPUs .* another run: \[0, 1\]"):
+            find_usable_cuda_devices(3)
+        lease.acquire({"gpu": lease.Request(1, ["gpu-3"])}, timeout_s=0).release()  # nothing is kept of a failed choice
+
+
+def test_gpus_without_strangers_come_first(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_names, "strangers", lambda names: {"gpu-0": 2, "gpu-2": 0})
+    assert find_usable_cuda_devices(1) == [2]
+    assert find_usable_cuda_devices(3) == [0, 2, 3]  # usable all the same
+
+
+def test_a_child_s_gpus_are_its_parent_s_lease(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "_inherited", True)
+    assert find_usable_cuda_devices(1) == [0]
+    assert not list(lease.folder().glob("held-*"))
+
+
+def test_without_a_place_for_locks_gpus_are_found_all_the_same(
+    gpus: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRAINLOOP_LEASE_DIR", str(tmp_path / "file" / "below"))
+    assert find_usable_cuda_devices(2) == [0, 2]
+
+
+class FakedNvml(ModuleType):
+    """NVML of a machine with three GPUs; the second can't be read."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self) -> None:
+        super().__init__("pynvml")
+        self.open = 0
+
+    def nvmlInit(self) -> None:
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlDeviceGetHandleByUUID(self, name: str) -> str:
+        if name == "GPU-b":
+            raise self.NVMLError("Not Found")
+        return name
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[SimpleNamespace]:
+        pids = [os.getpid(), 1, 2] if handle == "GPU-a" else [os.getpid()]
+        return [SimpleNamespace(pid=pid) for pid in pids]
+
+
+def test_strangers_are_counted_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakedNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert gpu_names.strangers(["GPU-a", "GPU-b", "GPU-c"]) == {"GPU-a": 2, "GPU-c": 0}
+    assert nvml.open == 0
+
+
+def test_without_nvml_nothing_is_known_of_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpu_names.strangers(["GPU-a"]) == {}
+
+
+def test_names_of_gpus_are_uuids_or_the_mask_s_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"uuid{index}"))
+    assert gpu_names.names(2) == ["GPU-uuid0", "GPU-uuid1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a")
+    assert gpu_names.names(1) == ["MIG-a"]
+
+    def fails(index: int) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", fails)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,4")
+    assert gpu_names.names(2) == ["gpu-5", "gpu-4"]
 
 
 @pytest.mark.parametrize("number", [-2, True, False, 1.0, "1", None, [0]], ids=repr)
@@ -523,9 +622,9 @@ def test_a_device_that_is_busy_takes_no_tensor(monkeypatch: pytest.MonkeyPatch) 
         raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
 
     monkeypatch.setattr(torch, "tensor", busy)
-    assert not devices._takes_a_tensor(0)
+    assert not gpu_names._takes_a_tensor(0)
     monkeypatch.setattr(torch, "tensor", lambda value, device: None)
-    assert devices._takes_a_tensor(0)
+    assert gpu_names._takes_a_tensor(0)
 
 
 def test_importing_devices_imports_nothing_heavy() -> None:

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -523,7 +523,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     Notes
     -----
     In the default compute mode a busy GPU still takes a tensor, so 'usable' says nothing about strangers there. GPUs
-    without other users' processes come first where ``nvidia-ml-py`` is installed (``pip install trainloop[nvml]``).
+    without other users' processes come first where ``nvidia-ml-py`` is installed (``pip install trainloop[gpu]``).
     """
     if not isinstance(num_devices, Integral) or isinstance(num_devices, bool) or num_devices < -1:
         raise DeviceError(
@@ -542,31 +542,6 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
             f"num_devices={num_devices}: that is more than the {count} CUDA devices visible here. "
             f"Ask for {count} at most, or -1 for all usable."
         )
-    return _first_usable(int(num_devices), range(count), _takes_a_tensor)
+    from trainloop.resources import gpus
 
-
-def _first_usable(num_devices: int, candidates: Sequence[int], takes_a_tensor: Callable[[int], bool]) -> list[int]:
-    """The first ``num_devices`` candidates that work (-1: all), ascending; each try may create a context."""
-    wanted = len(candidates) if num_devices == -1 else num_devices
-    usable: list[int] = []
-    occupied: list[int] = []
-    for index in candidates:
-        if len(usable) == wanted:
-            break
-        (usable if takes_a_tensor(index) else occupied).append(index)
-    if not usable or (num_devices != -1 and len(usable) < wanted):
-        raise DeviceError(
-            f"num_devices={num_devices}: only {len(usable)} of {len(candidates)} GPUs are usable now; "
-            f"occupied: {sorted(occupied)}. Ask for fewer, or wait until another run ends."
-        )
-    return sorted(usable)
-
-
-def _takes_a_tensor(index: int) -> bool:
-    import torch
-
-    try:
-        torch.tensor(0.0, device=torch.device("cuda", index))
-    except RuntimeError:  # 'busy or unavailable', out of memory, and torch.AcceleratorError
-        return False
-    return True
+    return gpus.lease_usable(int(num_devices), count)

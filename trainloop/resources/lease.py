@@ -30,7 +30,7 @@ from trainloop.errors import ResourceError
 if TYPE_CHECKING:
     import filelock
 
-__all__ = ["Lease", "Request", "acquire", "folder", "inherit", "inherited"]
+__all__ = ["Lease", "Request", "acquire", "folder", "inherit", "inherited", "one_at_a_time"]
 
 _POLL_S = (0.02, 0.25)  # a waiter looks again after this long at first, and at most
 
@@ -155,7 +155,7 @@ class _Ticket(NamedTuple):
 
 
 class _Desk:
-    """The folder of locked files. Every method but the first is called under :meth:`closed_to_others`."""
+    """The folder of locked files. The methods in the middle are called under :meth:`closed_to_others`."""
 
     def __init__(self, where: Path) -> None:
         self._where = where
@@ -166,7 +166,7 @@ class _Desk:
 
     @contextlib.contextmanager
     def closed_to_others(self) -> Iterator[None]:
-        lock = self._lock("desk.lock")
+        lock = self.lock("desk.lock")
         lock.acquire(timeout=-1, poll_interval=0.005)
         try:
             yield
@@ -179,7 +179,7 @@ class _Desk:
         with open(self._pools_file(number), "x") as file:  # 'x': never through a link that somebody left here
             json.dump(pools, file)
         self._pools_file(number).chmod(0o644)
-        lock = self._lock(f"ticket-{number}.lock")
+        lock = self.lock(f"ticket-{number}.lock")
         lock.acquire(timeout=0)
         return _Ticket(number, lock)
 
@@ -245,18 +245,36 @@ class _Desk:
     def _try(self, name: str) -> filelock.BaseFileLock | None:
         import filelock
 
-        lock = self._lock(name)
+        lock = self.lock(name)
         try:
             lock.acquire(timeout=0)
         except filelock.Timeout:
             return None
         return lock
 
-    def _lock(self, name: str) -> filelock.BaseFileLock:
+    def lock(self, name: str) -> filelock.BaseFileLock:
         import filelock
 
         # Readable and writable for all: the next run may be another user's. A lease may end in another thread.
         return filelock.FileLock(str(self._where / name), mode=0o666, thread_local=False)
+
+
+@contextlib.contextmanager
+def one_at_a_time(name: str, where: Path | None = None) -> Iterator[None]:
+    """Let one process of this machine at a time run the block, for a choice that takes several steps.
+
+    A machine without a place for locks lets all of them.
+    """
+    try:
+        lock = _Desk(folder() if where is None else where).lock(f"{name}.lock")
+        lock.acquire()
+    except OSError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def inherit() -> None:

@@ -1,0 +1,134 @@
+"""GPUs by names that mean the same device in every process, who else is on them, and the choice of free ones.
+
+An index counts within a process's own mask, and NVML's order is not CUDA's; only the UUID is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from trainloop.errors import DeviceError, ResourceError
+from trainloop.resources import lease
+
+__all__ = ["lease_usable", "names", "strangers"]
+
+
+def names(count: int) -> list[str]:
+    """UUIDs of the visible GPUs, in CUDA's order; no context is created on any.
+
+    Where torch can't tell, the entry of ``CUDA_VISIBLE_DEVICES``, or the index.
+    """
+    from trainloop.devices import visible_devices
+
+    mask = visible_devices()
+    found = []
+    for index in range(count):
+        entry = str(index) if mask is None or index >= len(mask) else mask[index]
+        found.append(entry if entry.startswith("MIG-") else _uuid(index) or f"gpu-{entry}")
+    return found
+
+
+def _uuid(index: int) -> str | None:
+    import torch
+
+    try:
+        uuid = torch.cuda.get_device_properties(index).uuid
+    except (AssertionError, AttributeError, RuntimeError):
+        return None
+    return f"GPU-{uuid}"
+
+
+def strangers(names: Sequence[str]) -> dict[str, int]:
+    """How many processes besides this one compute on each GPU; nothing where NVML can't tell.
+
+    Needs ``nvidia-ml-py`` (``pip install trainloop[gpu]``). Matched by UUID.
+    """
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # not installed, no driver, no permission: all the same here
+        return {}
+    found = {}
+    try:
+        for name in names:
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByUUID(name)
+                processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            except pynvml.NVMLError:
+                continue
+            found[name] = len({process.pid for process in processes} - {os.getpid()})
+    finally:
+        pynvml.nvmlShutdown()
+    return found
+
+
+_own_leases: dict[str, lease.Lease] = {}  # on GPUs, by name; for the life of this process
+
+
+def lease_usable(num_devices: int, count: int) -> list[int]:
+    """What :func:`trainloop.devices.find_usable_cuda_devices` does, once its argument is checked."""
+    found = names(count)
+    others = strangers(found)
+    candidates = sorted(range(count), key=lambda index: (others.get(found[index], 0) > 0, index))
+    # One run chooses at a time: two that each took some of the GPUs and tried on would both end with too few.
+    with lease.one_at_a_time("choosing-gpus"):
+        return _first_usable(num_devices, candidates, found)
+
+
+def _first_usable(num_devices: int, candidates: Sequence[int], names: Sequence[str]) -> list[int]:
+    """The first ``num_devices`` candidates that work (-1: all), leased; each try may create a context."""
+    wanted = len(candidates) if num_devices == -1 else num_devices
+    usable: list[int] = []
+    occupied: list[int] = []
+    leases: dict[str, lease.Lease] = {}
+    try:
+        for index in candidates:
+            if len(usable) == wanted:
+                break
+            if names[index] not in _own_leases:
+                held = _leased(names[index])
+                if held is None:
+                    occupied.append(index)
+                    continue
+                leases[names[index]] = held
+            if _takes_a_tensor(index):
+                usable.append(index)
+            else:
+                occupied.append(index)
+                if names[index] in leases:
+                    leases.pop(names[index]).release()
+        if not usable or (num_devices != -1 and len(usable) < wanted):
+            raise DeviceError(
+                f"num_devices={num_devices}: only {len(usable)} of {len(candidates)} GPUs are usable now; occupied, or "
+                f"leased by another run: {sorted(occupied)}. Ask for fewer, or wait until another run ends."
+            )
+        _own_leases.update(leases)
+        leases.clear()
+        return sorted(usable)
+    finally:
+        for held in leases.values():
+            held.release()
+
+
+def _leased(name: str) -> lease.Lease | None:
+    """A lease on the GPU, or None where another run has it; empty where there is no place for locks."""
+    if lease.inherited():  # What this process sees is its parent's lease.
+        return lease.Lease({}, [])
+    try:
+        return lease.acquire({"gpu": lease.Request(1, [name])}, timeout_s=0)
+    except ResourceError:
+        return None
+    except OSError:
+        return lease.Lease({}, [])
+
+
+def _takes_a_tensor(index: int) -> bool:
+    import torch
+
+    try:
+        torch.tensor(0.0, device=torch.device("cuda", index))
+    except RuntimeError:  # 'busy or unavailable', out of memory, and torch.AcceleratorError
+        return False
+    return True
