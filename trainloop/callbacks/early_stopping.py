@@ -67,6 +67,11 @@ class EarlyStopping(AbstractCallback):
     def on_train_loop_registration(self) -> None:
         self._metric.check(self.train_loop_obj)
 
+    def on_train_begin(self) -> None:
+        # Whoever calls fit again wants more epochs. (Resuming takes back the count after this.)
+        self.epochs_without_improvement = 0
+        self.stopped_epoch = None
+
     def on_epoch_end(self) -> None:
         loop = self.train_loop_obj
         value = self._metric.new_value(loop)
@@ -128,6 +133,9 @@ class ThresholdEarlyStopping(AbstractCallback):
 
     def on_train_loop_registration(self) -> None:
         self._metric.check(self.train_loop_obj)
+
+    def on_train_begin(self) -> None:
+        self.epochs_below = 0
 
     def on_epoch_end(self) -> None:
         loop = self.train_loop_obj

@@ -73,7 +73,7 @@ class EventFile:
 
     def _open(self, log_dir: str) -> Any:
         if self._remote:
-            from tensorboard.compat import tf  # type: ignore[attr-defined]  # made on first use by tensorboard
+            from tensorboard.compat import tf
 
             tf.io.gfile.makedirs(log_dir)
             return tf.io.gfile.GFile(self.path, "wb")

@@ -135,7 +135,7 @@ class GradientStats(GradientCallbackBase):
     Parameters
     ----------
     every_n_steps : int
-        Steps between two looks, from the first step on.
+        Look at the first step and at every n-th.
     per_parameter : bool
         Each parameter by itself, too.
 
@@ -155,7 +155,8 @@ class GradientStats(GradientCallbackBase):
 
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
         loop = self.train_loop_obj
-        if (loop.global_step + 1) % self.every_n_steps and loop.global_step:
+        step = loop.global_step + 1
+        if step % self.every_n_steps and step != 1:
             return
         suffix = f"/optimizer{optimizer_idx}" if isinstance(loop.optimizer, MultiOptimizer) else ""
         gradients = [p.grad for p in self.parameters(optimizer_idx) if p.grad is not None and p.grad.numel()]

@@ -186,7 +186,7 @@ class TerminateOnNaN(AbstractCallback):
 
 def _named_parameters(model: nn.Module, optimizer: Any, optimizer_idx: int) -> list[tuple[str, Tensor]]:
     """The model's parameters, of several optimizers those of the given one."""
-    named = list(model.named_parameters())
+    named: list[tuple[str, Tensor]] = list(model.named_parameters())
     if not isinstance(optimizer, MultiOptimizer):
         return named
     own = {id(parameter) for parameter in parameters_of(optimizer[optimizer_idx])}

@@ -373,7 +373,7 @@ class LearningRateMonitor(AbstractCallback):
     Parameters
     ----------
     every_n_steps : int
-        Steps between two records, from the first step on.
+        Record the first step and every n-th.
 
     Examples
     --------
@@ -394,8 +394,9 @@ class LearningRateMonitor(AbstractCallback):
 
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
         loop = self.train_loop_obj
+        step = loop.global_step + 1
         # Before the optimizer steps, and so before a scheduler does. Of several optimizers' calls the first will do.
-        if optimizer_idx == 0 and loop.global_step % self.every_n_steps == 0:
+        if optimizer_idx == 0 and (step % self.every_n_steps == 0 or step == 1):
             for name, group in zip(self._names, loop.optimizer.param_groups, strict=True):
                 # The same on all ranks: nothing to average.
                 loop.model.log(name, group["lr"], on_step=True, on_epoch=True, reduce="max", sync_dist=False)

@@ -1,0 +1,70 @@
+"""A tiny model and a loop around it, for tests of callbacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.utils.data import DataLoader
+
+from conftest import make_data
+from trainloop import AbstractCallback, TrainLoop, TTModel
+
+BATCH_SIZE = 16
+STEPS_PER_EPOCH = 7  # 101 samples
+
+
+class Net(TTModel):
+    """A linear classifier that logs its accuracy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        x, y = batch_data
+        y_pred = self(x.to(device))
+        self.log("accuracy", (y_pred.argmax(1) == y.to(device)).float().mean())
+        return criterion(y_pred, y.to(device))
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        x, y = batch_data
+        return self(x.to(device)).argmax(1), y, {}
+
+
+def make_loop(
+    model: TTModel | None = None, *, validation: bool = True, optimizer: Any = None, shuffle: bool = False, **kwargs: Any
+) -> TrainLoop:
+    if model is None:
+        torch.manual_seed(0)
+        model = Net()
+    if optimizer is None:
+        optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return TrainLoop(
+        model,
+        DataLoader(make_data(), BATCH_SIZE, shuffle=shuffle),
+        DataLoader(make_data(33, seed=5), BATCH_SIZE) if validation else None,
+        None,
+        optimizer,
+        nn.CrossEntropyLoss(),
+        progress_bar=False,
+        **{"accelerator": "cpu", **kwargs},
+    )
+
+
+class Scores(AbstractCallback):
+    """Puts given values into the history, one an epoch; None: nothing in that epoch."""
+
+    def __init__(self, values: list[float | None], name: str = "score") -> None:
+        super().__init__("scores")
+        self.values = values
+        self.name = name
+
+    def on_epoch_end(self) -> None:
+        value = self.values[self.train_loop_obj.epoch]
+        if value is not None:
+            self.train_loop_obj.insert_metric_result_into_history(self.name, value)

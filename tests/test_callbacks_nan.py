@@ -1,0 +1,184 @@
+"""The callback that ends training when values are no numbers any more."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from small_loop import STEPS_PER_EPOCH, Net, Scores, make_loop
+from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TTModel
+from trainloop.callbacks import TerminateOnNaN
+from trainloop.callbacks.nan import NonFinite
+from trainloop.errors import ConfigurationError
+
+
+class Breaks(Net):
+    """In one batch the gradient of ``side``, or the loss itself, is no number."""
+
+    def __init__(self, batch: int, what: str) -> None:
+        super().__init__()
+        self.side = nn.Parameter(torch.ones(2))
+        self.batch = batch
+        self.what = what  # of the training batch with the index `batch`
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        loss = super().get_loss(batch_data, criterion, device) + 0.0 * self.side.sum()
+        if not self.training or self.batch < 0:
+            return loss
+        self.batch -= 1
+        if self.batch >= 0:
+            return loss
+        if self.what == "gradient":
+            return loss + torch.sqrt(self.side * 0.0).sum()  # 0, whose derivative is infinity times 0
+        return loss * math.nan if self.what == "nan" else loss + math.inf
+
+
+@pytest.mark.parametrize("every", [None, 1, 3, 100])
+def test_names_step_and_parameter(every: int | None, capsys: pytest.CaptureFixture[str]) -> None:
+    guard = TerminateOnNaN(check_every_n_steps=every)
+    loop = make_loop(Breaks(8, "gradient"))
+    loop.fit(num_epochs=4, callbacks=[guard])
+    # The loss of the broken step is a number still, its gradient of one parameter is not.
+    assert guard.found == NonFinite(1, 9, "the gradient of 'side' is not finite", ("side",))
+    assert loop.global_step == {None: 9, 1: 9, 3: 10, 100: 14}[every]
+    assert "Training ends: the gradient of 'side' is not finite in step 9 (epoch 1)." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", ["nan", "inf"])
+def test_a_loss_that_is_no_number(what: str) -> None:
+    guard = TerminateOnNaN()
+    loop = make_loop(Breaks(3, what))
+    loop.fit(num_epochs=2, callbacks=[guard])
+    assert loop.global_step == 4
+    assert guard.found is not None
+    assert (guard.found.epoch, guard.found.step) == (0, 4)
+    assert guard.found.what.startswith("the loss is not finite")
+
+
+def test_a_loss_alone_when_gradients_are_not_looked_at() -> None:
+    guard = TerminateOnNaN(gradients=False)
+    make_loop(Breaks(3, "nan")).fit(num_epochs=2, callbacks=[guard])
+    assert guard.found == NonFinite(0, 4, "the loss is not finite")
+
+
+def test_the_micro_batch_counts_as_its_step() -> None:
+    guard = TerminateOnNaN(gradients=False, check_every_n_steps=2)
+    loop = make_loop(Breaks(4, "inf"))  # the fifth batch: the first of the third step
+    loop.fit(num_epochs=2, callbacks=[guard], grad_accumulation=2)
+    assert guard.found is not None
+    assert guard.found.step == 3
+
+
+def test_finds_nothing_where_nothing_is() -> None:
+    guard = TerminateOnNaN()
+    loop = make_loop()
+    loop.fit(num_epochs=2, callbacks=[guard])
+    assert guard.found is None
+    assert loop.global_step == 2 * STEPS_PER_EPOCH
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_looks_at_a_metric_after_each_epoch(value: float) -> None:
+    guard = TerminateOnNaN("score")
+    loop = make_loop(validation=False)
+    loop.fit(num_epochs=4, callbacks=[Scores([1.0, value, 1.0, 1.0]), guard])
+    assert guard.found == NonFinite(1, 2 * STEPS_PER_EPOCH, f"score is {value}")
+    assert loop.epoch == 2
+
+
+def test_steps_that_amp_skipped_are_no_concern() -> None:
+    # A scale so large that the first backward passes overflow: the scaler skips the step and halves the scale.
+    loop = make_loop(use_amp={"init_scale": 2.0**40, "growth_interval": 1000})
+    guard = TerminateOnNaN()
+    skipped = CountsSkipped()
+    loop.fit(num_epochs=8, callbacks=[guard, skipped])
+    assert skipped.count > 3
+    assert skipped.count < loop.global_step
+    assert guard.found is None
+
+
+class CountsSkipped(AbstractCallback):
+    count = 0
+
+    def on_after_optimizer_step(self) -> None:
+        self.count += self.train_loop_obj.step_skipped
+
+
+class TwoLosses(TTModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 3)
+        self.b = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x), self.b(x)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> MultiLoss:
+        x, y = batch_data
+        a, b = self(x)
+        return MultiLoss({"a": criterion(a, y), "b": criterion(b, y) + torch.sqrt(self.b.bias * 0.0).sum()})
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        raise NotImplementedError
+
+
+def test_several_optimizers() -> None:
+    torch.manual_seed(0)
+    model = TwoLosses()
+    optimizer = MultiOptimizer([optim.SGD(model.a.parameters(), lr=0.1), optim.SGD(model.b.parameters(), lr=0.1)])
+    guard = TerminateOnNaN()
+    make_loop(model, optimizer=optimizer, validation=False).fit(num_epochs=1, callbacks=[guard])
+    assert guard.found is not None
+    assert (guard.found.step, guard.found.parameters) == (1, ("b.bias",))
+
+
+class Embeds(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 3, sparse=True)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        x, y = batch_data
+        return criterion(self(x) + self.table(y) / (self.table(y).detach().sum() * 0.0), y)
+
+
+def test_sparse_gradients() -> None:
+    torch.manual_seed(0)
+    guard = TerminateOnNaN()
+    model = Embeds()
+    make_loop(model, optimizer=optim.SGD(model.parameters(), lr=0.1)).fit(num_epochs=1, callbacks=[guard])
+    assert guard.found is not None
+    assert "table.weight" in guard.found.parameters
+
+
+def test_large_gradients_are_finite() -> None:
+    """Their sum of squares is not."""
+
+    class Steep(Net):
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+            return super().get_loss(batch_data, criterion, device) * 1e25
+
+    guard = TerminateOnNaN()
+    model = Steep()
+    loop = make_loop(model, optimizer=optim.SGD(model.parameters(), lr=1e-30))
+    loop.fit(num_epochs=1, callbacks=[guard])
+    assert guard.found is None
+
+
+def test_arguments_that_cannot_work() -> None:
+    with pytest.raises(ConfigurationError, match="check_every_n_steps=0: must be 1 or more, or None"):
+        TerminateOnNaN(check_every_n_steps=0)
+    with pytest.raises(ConfigurationError, match="TerminateOnNaN: monitor='f1' is not in the history"):
+        make_loop().fit(num_epochs=1, callbacks=[TerminateOnNaN("f1")])
+
+
+def test_state_goes_into_checkpoints() -> None:
+    guard = TerminateOnNaN()
+    make_loop().fit(num_epochs=2, callbacks=[guard])
+    again = TerminateOnNaN()
+    again.load_state_dict(guard.state_dict())
+    assert again.state_dict() == {"metric": {"seen": 2}}
