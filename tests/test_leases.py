@@ -1,0 +1,297 @@
+"""Leases between real processes: no device twice, an end with the owner, arrival order, nobody waits for ever."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from trainloop.errors import ResourceError
+from trainloop.resources import lease
+from trainloop.resources.lease import Request, acquire
+
+ROOT = str(Path(lease.__file__).parents[2])
+GPUS = [f"gpu-{index}" for index in range(8)]
+
+# A run: takes {kind: [number, pool]}, says so, and does what its standard input says. Imports no torch: it starts soon.
+RUN = """
+import json, os, sys, time
+from trainloop.resources.lease import Request, acquire
+wanted = {kind: Request(*request) for kind, request in json.loads(sys.argv[1]).items()}
+timeout_s = json.loads(sys.argv[2])
+print("asks", flush=True)
+try:
+    held = acquire(wanted, timeout_s=timeout_s)
+except Exception as error:
+    print(json.dumps(f"{type(error).__name__}: {error}"), flush=True)
+    sys.exit()
+print(json.dumps(held.names), flush=True)
+order = sys.stdin.readline().strip()
+if order == "release":
+    held.release()
+elif order == "raise":
+    raise RuntimeError
+elif order == "_exit":
+    os._exit(3)
+elif order == "fork":  # a child that lives on, as a worker of a loader does
+    if os.fork() == 0:
+        print("forked", os.getpid(), flush=True)
+        time.sleep(60)
+    os._exit(0)
+elif order == "memory":
+    import resource
+    resource.setrlimit(resource.RLIMIT_DATA, (2**28, 2**28))
+    bytearray(2**40)
+print("done", flush=True)
+sys.stdin.readline()
+"""
+
+
+class Run:
+    """A process that holds a lease, or waits for one."""
+
+    def __init__(self, folder: Path, timeout_s: float | None = 30, **wanted: list[object]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RUN, json.dumps(wanted), json.dumps(timeout_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": ROOT, "TRAINLOOP_LEASE_DIR": str(folder)},
+        )
+        assert self.line() == "asks"
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def answer(self) -> dict[str, list[str]]:
+        return json.loads(self.line())  # type: ignore[no-any-return]
+
+    def order(self, text: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(text + "\n")
+        self.process.stdin.flush()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=30)
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
+    monkeypatch.setenv("TRAINLOOP_LEASE_DIR", str(tmp_path))
+    runs: list[Run] = []
+
+    def start_one(timeout_s: float | None = 30, **wanted: list[object]) -> Run:
+        runs.append(Run(tmp_path, timeout_s, **wanted))
+        return runs[-1]
+
+    yield start_one
+    for run in runs:
+        run.end()
+
+
+def waits(run: Run, folder: Path, tickets: int) -> None:
+    """Return when so many stand in line, ``run`` the last of them."""
+    deadline = time.monotonic() + 30
+    while len(list(folder.glob("ticket-*.json"))) < tickets:
+        assert time.monotonic() < deadline, "nobody came to wait"
+        assert run.process.poll() is None
+        time.sleep(0.01)
+
+
+def test_eight_runs_that_start_at_once_get_eight_gpus_and_the_ninth_none(start: Callable[..., Run]) -> None:
+    runs = [start(gpu=[1, GPUS], cpu=[2, [f"cpu-{index}" for index in range(16)]]) for _ in range(8)]
+    answers = [run.answer() for run in runs]
+    assert sorted(name for answer in answers for name in answer["gpu"]) == GPUS
+    assert len({name for answer in answers for name in answer["cpu"]}) == 16
+    with pytest.raises(
+        ResourceError, match=r"1 of 8 gpus were not free within 0 s \(leased by other runs: gpu-0, gpu-1"
+    ):
+        acquire({"gpu": Request(1, GPUS)}, timeout_s=0)
+
+
+FIND = """
+import sys
+from trainloop import devices
+from trainloop.resources import gpus
+devices._cuda_count = lambda: 8
+gpus.names = lambda count: [f"gpu-{i}" for i in range(count)]
+gpus._takes_a_tensor = lambda index: True
+print(devices.find_usable_cuda_devices(int(sys.argv[1])), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("each", [1, 2, 4])
+def test_runs_that_look_for_usable_gpus_at_once_get_different_ones(each: int, tmp_path: Path) -> None:
+    environ = {**os.environ, "PYTHONPATH": ROOT, "TRAINLOOP_LEASE_DIR": str(tmp_path)}
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", FIND, str(each)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environ,
+        )
+        for _ in range(8 // each)
+    ]
+    found = [index for run in runs for index in json.loads(run.stdout.readline())]  # type: ignore[union-attr]
+    for run in runs:
+        run.communicate("\n", timeout=30)
+    assert sorted(found) == list(range(8))
+
+
+@pytest.mark.parametrize("end", ["release", "raise", "_exit", "memory", signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+def test_a_lease_ends_with_its_owner_however_that_ends(end: str | int, start: Callable[..., Run]) -> None:
+    run = start(gpu=[8, GPUS])
+    assert run.answer() == {"gpu": GPUS}
+    with pytest.raises(ResourceError, match="were not free"):
+        acquire({"gpu": Request(1, GPUS)}, timeout_s=0)
+    if isinstance(end, str):
+        run.order(end)
+    else:
+        run.process.send_signal(end)
+    with acquire({"gpu": Request(8, GPUS)}, timeout_s=30) as held:
+        assert held.names == {"gpu": GPUS}
+
+
+def test_a_worker_that_outlives_its_killed_owner_holds_no_lease(start: Callable[..., Run]) -> None:
+    filelock = pytest.importorskip("filelock", "3.30")  # older ones leave the descriptor open in a forked child
+    assert filelock
+    run = start(gpu=[8, GPUS])
+    run.answer()
+    run.order("fork")
+    worker = int(run.line().split()[1])
+    try:
+        with acquire({"gpu": Request(8, GPUS)}, timeout_s=30) as held:
+            os.kill(worker, 0)  # still there
+            assert held.names == {"gpu": GPUS}
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_a_large_request_among_many_small_ones_is_served(start: Callable[..., Run], tmp_path: Path) -> None:
+    """Small runs end one by one, new ones keep coming: without an order the large one would never be served."""
+    small = [start(gpu=[1, GPUS]) for _ in range(8)]
+    for run in small:
+        run.answer()
+    large = start(gpu=[8, GPUS])
+    waits(large, tmp_path, 1)
+    later = [start(gpu=[1, GPUS]) for _ in range(4)]
+    waits(later[-1], tmp_path, 5)
+    with pytest.raises(ResourceError, match=r"5 waiting before this one"):
+        acquire({"gpu": Request(1, GPUS)}, timeout_s=0)
+    for run in small:
+        run.order("release")
+    assert large.answer() == {"gpu": GPUS}
+    with pytest.raises(ResourceError, match="4 waiting before this one"):
+        acquire({"gpu": Request(1, GPUS)}, timeout_s=0)
+    large.order("release")
+    assert sorted(run.answer()["gpu"][0] for run in later) == GPUS[:4]
+
+
+def test_who_wants_something_else_does_not_stand_in_that_line(start: Callable[..., Run], tmp_path: Path) -> None:
+    first = start(gpu=[2, ["gpu-0", "gpu-1"]])
+    first.answer()
+    waiting = start(gpu=[2, ["gpu-0", "gpu-1"]], cpu=[0, ["cpu-0"]])
+    waits(waiting, tmp_path, 1)
+    assert start(cpu=[1, ["cpu-0"]], timeout_s=0).answer() == {"cpu": ["cpu-0"]}
+    assert start(gpu=[1, ["gpu-2"]], timeout_s=0).answer() == {"gpu": ["gpu-2"]}
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_a_waiter_that_dies_holds_nobody_up(end: int, start: Callable[..., Run], tmp_path: Path) -> None:
+    first = start(gpu=[1, GPUS])
+    first.answer()
+    waiting = start(gpu=[8, GPUS])
+    waits(waiting, tmp_path, 1)
+    waiting.process.send_signal(end)
+    waiting.process.wait(timeout=30)
+    with acquire({"gpu": Request(7, GPUS)}, timeout_s=30) as held:
+        assert held.names == {"gpu": GPUS[1:]}
+    assert not list(tmp_path.glob("ticket-*"))
+
+
+def test_a_request_is_granted_whole_or_not_at_all(start: Callable[..., Run]) -> None:
+    first = start(cpu=[1, ["cpu-0"]])
+    first.answer()
+    with pytest.raises(ResourceError, match=r"2 of 8 gpus and 1 of 1 cpus were not free .*leased by other runs: cpu-0"):
+        acquire({"gpu": Request(2, GPUS), "cpu": Request(1, ["cpu-0"])}, timeout_s=0.2)
+    with acquire({"gpu": Request(8, GPUS)}, timeout_s=0):
+        pass  # nothing of the refused request is held
+
+
+def test_two_that_want_each_other_s_devices_do_not_wait_for_ever(start: Callable[..., Run]) -> None:
+    """Crosswise requests, over and over: with half-served ones this would stand still soon."""
+    names = ["gpu-0", "gpu-1"]
+    runs = [start(gpu=[2, names[::step]]) for step in (1, -1, 1, -1)]
+    served = 0
+    for run in runs:
+        threading.Thread(target=lambda run=run: (run.answer(), run.order("release"), run.order(""))).start()
+    for run in runs:
+        run.process.wait(timeout=60)
+        served += run.process.returncode == 0
+    assert served == 4
+
+
+def test_what_can_never_be_had_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match="9 of kind 'gpu' can never be had: there are 8 here"):
+        acquire({"gpu": Request(9, GPUS)}, where=tmp_path / "unused")
+    assert not (tmp_path / "unused").exists()
+
+
+def test_a_wait_ends_in_time(start: Callable[..., Run]) -> None:
+    start(gpu=[8, GPUS]).answer()
+    began = time.monotonic()
+    answer = start(gpu=[1, GPUS], timeout_s=0.3).line()
+    assert "ResourceError: 1 of 8 gpus were not free within 0.3 s" in answer
+    assert 0.3 <= time.monotonic() - began < 20
+
+
+def test_as_many_as_there_are_up_to_a_number(start: Callable[..., Run]) -> None:
+    start(gpu=[6, GPUS]).answer()
+    with acquire({"gpu": Request(8, GPUS, least=1)}, timeout_s=0) as held:
+        assert held.names == {"gpu": ["gpu-6", "gpu-7"]}
+        with pytest.raises(ResourceError, match="1 of 8 gpus were not free"):
+            acquire({"gpu": Request(8, GPUS, least=1)}, timeout_s=0)
+
+
+def test_two_requests_of_one_process_exclude_each_other_too(tmp_path: Path) -> None:
+    with acquire({"gpu": Request(1, GPUS)}, where=tmp_path) as first:
+        with acquire({"gpu": Request(1, GPUS)}, where=tmp_path) as second:
+            assert first.names != second.names
+        assert repr(second) == "Lease({'gpu': ['gpu-1']}, released)"
+    first.release()  # again does nothing
+    with acquire({"gpu": Request(8, GPUS)}, where=tmp_path, timeout_s=0) as held:
+        assert repr(held).startswith("Lease({'gpu': ['gpu-0',")
+
+
+def test_the_folder_is_shared_by_all_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = os.umask(0o077)
+    try:
+        acquire({"gpu": Request(1, ["GPU-1/../x y"])}, where=tmp_path / "a" / "b").release()
+    finally:
+        os.umask(old)
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o7777 == 0o1777
+    (held,) = (tmp_path / "a" / "b").glob("held-*")
+    assert held.name == "held-GPU-1_.._x_y.lock"
+    assert held.stat().st_mode & 0o777 == 0o666
+    monkeypatch.delenv("TRAINLOOP_LEASE_DIR", raising=False)
+    assert lease.folder().name == "trainloop-leases"
+
+
+def test_a_child_is_told_that_it_works_within_its_parent_s_lease() -> None:
+    code = "from trainloop.resources import lease; print(lease.inherited()); lease.inherit(); print(lease.inherited())"
+    environ = {**os.environ, "PYTHONPATH": ROOT}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environ)
+    assert done.stdout.split() == ["False", "True"]
