@@ -37,7 +37,12 @@ class Net(TTModel):
 
 
 def make_loop(
-    model: TTModel | None = None, *, validation: bool = True, optimizer: Any = None, shuffle: bool = False, **kwargs: Any
+    model: TTModel | None = None,
+    *,
+    validation: bool = True,
+    optimizer: Any = None,
+    shuffle: bool = False,
+    **kwargs: Any,
 ) -> TrainLoop:
     if model is None:
         torch.manual_seed(0)

@@ -98,7 +98,9 @@ def test_each_of_several_optimizers_is_clipped_by_itself() -> None:
     for name in ("a", "b"):
         new, old = getattr(model, name), getattr(before, name)
         moved = [p - q for p, q in zip(new.parameters(), old.parameters(), strict=True)]
-        assert torch.linalg.vector_norm(torch.cat([m.reshape(-1) for m in moved])).item() == pytest.approx(0.1, rel=1e-3)
+        assert torch.linalg.vector_norm(torch.cat([m.reshape(-1) for m in moved])).item() == pytest.approx(
+            0.1, rel=1e-3
+        )
     # Statistics are of gradients as they came: before clipping, whatever the order of the callbacks.
     assert loop.history["grad_norm/optimizer0"][0] > 0.1
     assert loop.history["grad_norm/optimizer1"][0] > 10.0

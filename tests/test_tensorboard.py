@@ -1,0 +1,447 @@
+"""TensorBoard event files: their bytes against tensorboard's own writer, what a run writes by tensorboard's own reader."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import signal
+import struct
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator, ScalarEvent
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch import Tensor, nn, optim
+from torch.utils.tensorboard import SummaryWriter
+
+from small_loop import STEPS_PER_EPOCH, Net, Scores, make_loop
+from trainloop import AbstractCallback, MultiOptimizer
+from trainloop.callbacks import LearningRateMonitor, LRScheduler, ModelCheckpoint, TensorBoard, event_file
+from trainloop.callbacks.event_file import EventFile
+from trainloop.callbacks.tensorboard import (
+    TensorboardFullTracking,
+    TensorboardTrainBatchLoss,
+    TensorboardTrainHistoryMetric,
+)
+from trainloop.errors import ConfigurationError
+
+
+def read(folder: str | os.PathLike[str]) -> dict[str, list[tuple[int, float]]]:
+    """(step, value) of each scalar, as TensorBoard shows them."""
+    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    reader.Reload()
+    events: dict[str, list[ScalarEvent]] = {tag: reader.Scalars(tag) for tag in reader.Tags()["scalars"]}
+    return {tag: [(event.step, event.value) for event in of_tag] for tag, of_tag in events.items()}
+
+
+def steps(events: list[tuple[int, float]]) -> list[int]:
+    return [step for step, _ in events]
+
+
+def event_files(folder: str | os.PathLike[str]) -> list[Path]:
+    return sorted(Path(folder).glob("events.out.tfevents.*"))
+
+
+def values_of(events: list[tuple[int, float]]) -> list[float]:
+    return [value for _, value in events]
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+finite_or_not = st.floats(width=32) | st.sampled_from([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45])
+step_numbers = st.integers(0, 300) | st.integers(0, 2**62)
+names = st.sampled_from(["loss", "a", "val/größe", "x" * 300])
+rows_of_scalars = st.lists(st.tuples(step_numbers, st.dictionaries(names, finite_or_not, max_size=4)), max_size=8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=rows_of_scalars)
+def test_same_bytes_as_tensorboard_s_writer(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
+    folder = tmp_path_factory.mktemp("events")
+    file = EventFile(str(folder))
+    file.write_scalars(rows)
+    file.close()
+    written = Path(file.path).read_bytes()
+    events = [Event.FromString(data) for data in RawEventFileLoader(file.path).Load()]
+
+    expected = folder / "expected"
+    with open(expected, "wb") as handle:
+        writer = RecordWriter(handle)
+        writer.write(Event(wall_time=events[0].wall_time, file_version="brain.Event:2").SerializeToString())
+        kept = [(step, scalars) for step, scalars in rows if scalars]
+        for (step, scalars), event in zip(kept, events[1:], strict=True):
+            summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()])
+            writer.write(Event(wall_time=event.wall_time, step=step, summary=summary).SerializeToString())
+    assert written == expected.read_bytes()
+
+
+def test_values_past_float32_become_infinite(tmp_path: Path) -> None:
+    file = EventFile(str(tmp_path))
+    file.write_scalars([(1, {"x": 1e300, "y": 1e-300})])
+    file.close()
+    assert read(tmp_path) == {"x": [(1, math.inf)], "y": [(1, 0.0)]}
+
+
+def test_wall_times_are_spread_over_a_block(tmp_path: Path) -> None:
+    file = EventFile(str(tmp_path))
+    begun = file._last_wall_time
+    file.write_scalars([(step, {"x": 0.0}) for step in range(1, 5)])
+    file.close()
+    times = [Event.FromString(data).wall_time for data in RawEventFileLoader(file.path).Load()][1:]
+    gaps = [b - a for a, b in zip([begun, *times], times, strict=False)]
+    assert all(gap == pytest.approx(gaps[0], abs=1e-6) and gap > 0 for gap in gaps)
+
+
+def test_what_is_written_is_on_the_disk(tmp_path: Path) -> None:
+    """A killed run loses nothing that was handed over."""
+    file = EventFile(str(tmp_path))
+    file.write_scalars([(1, {"x": 2.0})])
+    assert read(tmp_path) == {"x": [(1, 2.0)]}
+    file.close()
+
+
+def test_names_sort_in_the_order_in_which_files_were_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_file.time, "time", lambda: 1_000_000_000.0)  # all in one second
+    paths = []
+    for pid in (30, 4, 200):
+        monkeypatch.setattr(event_file.os, "getpid", lambda pid=pid: pid)
+        file = EventFile(str(tmp_path))
+        file.close()
+        paths.append(file.path)
+        assert file.continues == (len(paths) > 1)
+    assert paths == sorted(paths)
+
+
+def test_a_torn_file_does_not_hide_the_next_one(tmp_path: Path) -> None:
+    """A kill in the middle of a write leaves half a record."""
+    first = EventFile(str(tmp_path))
+    first.write_scalars([(step, {"x": 1.0}) for step in (1, 2, 3)])
+    first.close()
+    size = os.path.getsize(first.path)
+    os.truncate(first.path, size - 7)
+    second = EventFile(str(tmp_path))
+    second.purge_from(3)
+    second.write_scalars([(step, {"x": 2.0}) for step in (3, 4)])
+    second.close()
+    assert read(tmp_path) == {"x": [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]}
+
+
+def test_other_file_systems_by_tensorboard_s_own_layer() -> None:
+    fsspec = pytest.importorskip("fsspec")
+    file = EventFile("memory://run")
+    file.write_scalars([(1, {"x": 2.0})])
+    file.write_scalars([(2, {"x": 3.0})])
+    file.close()
+    [path] = fsspec.filesystem("memory").glob("/run/events*")
+    data = fsspec.filesystem("memory").cat(path)
+    found = []
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        found.append(Event.FromString(data[12 : 12 + length]))
+        data = data[16 + length :]
+    assert [(event.step, [v.simple_value for v in event.summary.value]) for event in found[1:]] == [
+        (1, [2.0]),
+        (2, [3.0]),
+    ]
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+
+
+def test_each_value_once_over_the_global_step(tmp_path: Path) -> None:
+    loop = make_loop()
+    board = TensorBoard(tmp_path, log_every_n_steps=1)
+    loop.fit(num_epochs=2, callbacks=[board, Scores([0.25, 0.5])])
+    found = read(tmp_path)
+    every = list(range(1, 2 * STEPS_PER_EPOCH + 1))
+    assert set(found) == {
+        "accuracy", "loss", "lr", "epoch/accuracy", "epoch/loss", "val_accuracy", "val_loss", "score",
+    }  # fmt: skip
+    for name in ("loss", "accuracy"):
+        assert steps(found[name]) == every
+        assert values_of(found[name]) == pytest.approx(loop.history.steps(name), rel=1e-6)
+    assert found["lr"] == [(step, pytest.approx(0.1)) for step in every]
+    for tag, name in (("epoch/loss", "loss"), ("val_loss", "val_loss"), ("score", "score")):
+        assert steps(found[tag]) == [STEPS_PER_EPOCH, 2 * STEPS_PER_EPOCH]
+        assert values_of(found[tag]) == pytest.approx(loop.history[name], rel=1e-6)
+
+
+def test_every_n_steps(tmp_path: Path) -> None:
+    make_loop().fit(num_epochs=2, callbacks=[TensorBoard(tmp_path, log_every_n_steps=4)])
+    found = read(tmp_path)
+    assert steps(found["loss"]) == steps(found["lr"]) == [4, 8, 12]
+
+
+def test_epoch_values_have_the_plain_name_where_there_are_no_step_values(tmp_path: Path) -> None:
+    make_loop().fit(num_epochs=1, callbacks=[TensorBoard(tmp_path, log_every_n_steps=None)])
+    assert set(read(tmp_path)) == {"loss", "accuracy", "val_loss", "val_accuracy"}
+
+
+def test_names_do_not_change_when_the_first_epoch_is_short(tmp_path: Path) -> None:
+    """Step values exist, though none was due yet: the epoch's would otherwise begin under the other name."""
+    make_loop().fit(num_epochs=2, callbacks=[TensorBoard(tmp_path, log_every_n_steps=10)])
+    found = read(tmp_path)
+    assert steps(found["loss"]) == [10]
+    assert steps(found["epoch/loss"]) == [7, 14]
+
+
+def test_the_learning_rate_a_step_was_made_with(tmp_path: Path) -> None:
+    board, monitor = TensorBoard(tmp_path / "own", 1), LearningRateMonitor()
+    halve = LRScheduler(optim.lr_scheduler.ExponentialLR, "step", gamma=0.5)
+    loop = make_loop()
+    loop.fit(num_iterations=4, callbacks=[halve, board])
+    assert values_of(read(tmp_path / "own")["lr"]) == pytest.approx([0.1, 0.05, 0.025, 0.0125])
+    # LearningRateMonitor logs by the same name: it is there once all the same.
+    loop = make_loop()
+    halve = LRScheduler(optim.lr_scheduler.ExponentialLR, "step", gamma=0.5)
+    loop.fit(num_iterations=4, callbacks=[halve, TensorBoard(tmp_path / "both", 1), monitor])
+    assert read(tmp_path / "both")["lr"] == read(tmp_path / "own")["lr"]
+    make_loop().fit(num_iterations=4, callbacks=[TensorBoard(tmp_path / "none", 1, learning_rate=False)])
+    assert "lr" not in read(tmp_path / "none")
+
+
+def test_learning_rates_of_groups_and_optimizers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    groups = optim.SGD(
+        [{"params": [model.fc.weight], "lr": 0.1, "name": "weights"}, {"params": [model.fc.bias]}], lr=0.2
+    )
+    make_loop(model, optimizer=groups).fit(num_iterations=1, callbacks=[TensorBoard(tmp_path / "groups", 1)])
+    found = read(tmp_path / "groups")
+    assert (found["lr/weights"], found["lr/group1"]) == ([(1, pytest.approx(0.1))], [(1, pytest.approx(0.2))])
+    both = MultiOptimizer([optim.SGD([model.fc.weight], lr=torch.tensor(0.1)), optim.SGD([model.fc.bias], lr=0.2)])
+    make_loop(model, optimizer=both).fit(num_iterations=1, callbacks=[TensorBoard(tmp_path / "several", 1)])
+    found = read(tmp_path / "several")
+    assert (found["lr/optimizer0"], found["lr/optimizer1"]) == ([(1, pytest.approx(0.1))], [(1, pytest.approx(0.2))])
+
+
+def test_a_second_fit_goes_on_in_the_folder(tmp_path: Path) -> None:
+    loop = make_loop()
+    board = TensorBoard(tmp_path, 1)
+    with SummaryWriter(str(tmp_path)) as own:  # somebody else's values in the folder stay as they are
+        for epoch in range(2):
+            own.add_scalar("mine", 1.0, epoch * STEPS_PER_EPOCH + 5)
+            loop.fit(num_epochs=1, callbacks=[board])
+    found = read(tmp_path)
+    assert steps(found["loss"]) == list(range(1, 2 * STEPS_PER_EPOCH + 1))
+    assert steps(found["val_loss"]) == [STEPS_PER_EPOCH, 2 * STEPS_PER_EPOCH]
+    assert steps(found["mine"]) == [5, 5 + STEPS_PER_EPOCH]
+
+
+def test_a_second_run_in_the_same_folder_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    make_loop().fit(num_epochs=3, callbacks=[TensorBoard(tmp_path, 1)])
+    loop = make_loop()
+    loop.fit(num_epochs=2, callbacks=[TensorBoard(tmp_path, 1)])
+    found = read(tmp_path)
+    assert steps(found["loss"]) == list(range(1, 2 * STEPS_PER_EPOCH + 1))
+    assert values_of(found["epoch/loss"]) == pytest.approx(loop.history["loss"], rel=1e-6)
+    assert len(event_files(tmp_path)) == 2  # hidden, not deleted
+
+
+KILLED = """
+    import os, signal
+    from test_tensorboard import resumable
+    from trainloop import AbstractCallback
+
+    class Kill(AbstractCallback):
+        def on_batch_end(self):
+            if self.train_loop_obj.global_step == 10:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    resumable(Kill())
+"""
+
+
+def resumable(*callbacks: AbstractCallback) -> None:
+    board, keeper = TensorBoard(log_every_n_steps=1), ModelCheckpoint("checkpoints", every_n_steps=4)
+    make_loop(seed=0, shuffle=True).fit(num_epochs=3, callbacks=[board, keeper, *callbacks], resume_from="last")
+
+
+def test_killed_and_resumed(folder: Path) -> None:
+    """Killed between two checkpoints: the steps after the last one are done again, and are shown once."""
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parent), str(here)])}
+    command = [sys.executable, "-c", textwrap.dedent(KILLED)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    resumable()
+    make_loop(seed=0, shuffle=True).fit(num_epochs=3, callbacks=[TensorBoard(folder / "whole", 1)])
+    [logs] = (folder / "runs").iterdir()
+    assert len(event_files(logs)) == 2
+    assert read(logs) == read(folder / "whole")
+
+
+def test_resumed_at_an_epoch_s_end(tmp_path: Path) -> None:
+    def callbacks() -> list[AbstractCallback]:
+        return [TensorBoard(tmp_path / "logs", 2), ModelCheckpoint(tmp_path / "checkpoints")]
+
+    make_loop(seed=0).fit(num_epochs=1, callbacks=callbacks())
+    loop = make_loop(seed=0)
+    loop.fit(num_epochs=3, callbacks=callbacks(), resume_from="last")
+    found = read(tmp_path / "logs")
+    assert steps(found["val_loss"]) == [7, 14, 21]
+    assert steps(found["loss"]) == list(range(2, 21, 2))
+    assert values_of(found["epoch/loss"]) == pytest.approx(loop.history["loss"], rel=1e-6)
+
+
+def test_default_folder(folder: Path) -> None:
+    loops, boards = [make_loop(), make_loop()], [TensorBoard(), TensorBoard()]
+    for loop, board in zip(loops, boards, strict=True):
+        loop.fit(num_epochs=1, callbacks=[board])
+    first, second = (str(board.log_dir) for board in boards)
+    assert first.startswith("runs/20")
+    assert "_Net" in first
+    assert first != second
+    loops[0].fit(num_epochs=1, callbacks=[boards[0]])
+    assert boards[0].log_dir == first  # the same run goes on
+    assert steps(read(first)["val_loss"]) == [7, 14]
+    make_loop().fit(num_epochs=1, callbacks=[boards[0]])
+    assert boards[0].log_dir not in (first, second)  # another run
+    assert steps(read(boards[0].log_dir or "")["val_loss"]) == [7]
+
+
+def test_the_folder_is_known_after_registration(folder: Path) -> None:
+    class Looks(AbstractCallback):
+        def on_train_loop_registration(self) -> None:
+            self.seen = board.log_dir
+
+    board, looks = TensorBoard(), Looks()
+    make_loop().fit(num_iterations=1, callbacks=[board, looks])
+    assert looks.seen == board.log_dir is not None
+
+
+def test_nothing_is_open_after_an_exception(tmp_path: Path) -> None:
+    class Fails(AbstractCallback):
+        def on_epoch_end(self) -> None:
+            raise OSError("no more")
+
+    board = TensorBoard(tmp_path, 1)
+    with pytest.raises(OSError, match="no more"):
+        make_loop().fit(num_epochs=2, callbacks=[board, Fails()])
+    assert steps(read(tmp_path)["loss"]) == list(range(1, 8))
+
+
+class Noisy(Net):
+    """With what drawing a graph could disturb: randomness, running statistics, a log in ``forward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log("seen", x.mean())
+        return super().forward(self.drop(self.norm(x)))
+
+
+def test_histograms_hyperparameters_and_graph(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Noisy()
+    plain = copy.deepcopy(model)
+    board = TensorBoard(
+        tmp_path,
+        1,
+        histograms_every_n_epochs=2,
+        hyperparameters={"lr": 0.1, "layers": [8, 3]},
+        graph_input=torch.ones(2, 8),
+    )
+    torch.manual_seed(1)
+    loop = make_loop(model)
+    loop.fit(num_epochs=4, callbacks=[board])
+    reader = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0, "histograms": 0})
+    reader.Reload()
+    assert reader.Tags()["graph"]
+    assert "Linear" in str(reader.Graph())
+    assert [event.step for event in reader.Histograms("parameters/fc.weight")] == [14, 28]
+    assert reader.Histograms("parameters/fc.weight")[-1].histogram_value.num == model.fc.weight.numel()
+    session = reader.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    assert b"layers" in session
+    assert b"[8, 3]" in session
+    experiment = reader.SummaryMetadata("_hparams_/experiment").plugin_data.content
+    assert b"val_loss" in experiment
+    assert b"epoch/loss" in experiment
+
+    torch.manual_seed(1)
+    other = make_loop(plain)
+    other.fit(num_epochs=4)
+    assert loop.history.to_dict() == other.history.to_dict()
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
+
+
+def test_histogram_of_weights_that_are_no_numbers(tmp_path: Path) -> None:
+    model = Net()
+    with torch.no_grad():
+        model.fc.weight[0, 0] = math.nan
+        model.fc.bias.fill_(math.inf)
+    make_loop(model).fit(num_epochs=1, callbacks=[TensorBoard(tmp_path, histograms_every_n_epochs=1)])
+    assert event_files(tmp_path)
+
+
+def test_without_options_nothing_but_scalars(tmp_path: Path) -> None:
+    make_loop().fit(num_epochs=1, callbacks=[TensorBoard(tmp_path, 1)])
+    reader = EventAccumulator(str(tmp_path))
+    reader.Reload()
+    tags = reader.Tags()
+    assert not tags["graph"]
+    assert not tags["histograms"]
+    assert not tags["tensors"]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"log_every_n_steps": 0}, "log_every_n_steps=0: must be a whole number above 0, or None"),
+        ({"log_every_n_steps": 2.5}, "log_every_n_steps=2.5: must be a whole number"),
+        ({"histograms_every_n_epochs": -1}, "histograms_every_n_epochs=-1: must be a whole number"),
+    ],
+)
+def test_arguments_that_cannot_work(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        TensorBoard(**arguments)
+    assert words in str(error.value)
+
+
+def test_no_import_before_it_is_used() -> None:
+    code = "import sys, trainloop.callbacks as c; c.TensorBoard('x'); print('tensorboard' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+# -- AIToolbox's names -------------------------------------------------------------------------------------------------
+
+
+def test_aitoolbox_names(tmp_path: Path, folder: Path) -> None:
+    def run(callback: Callable[..., AbstractCallback], name: str, **kwargs: Any) -> dict[str, list[tuple[int, float]]]:
+        make_loop().fit(num_epochs=1, callbacks=[callback(log_dir=tmp_path / name, is_project=False, **kwargs)])
+        return read(tmp_path / name)
+
+    assert set(run(TensorboardTrainBatchLoss, "batch", batch_log_frequency=3)) == {"loss", "accuracy", "lr"}
+    assert set(run(TensorboardTrainHistoryMetric, "history", metric_names=["val_loss"])) == {"val_loss"}
+    full = run(TensorboardFullTracking, "full", metric_names=["loss"], batch_log_frequency=2)
+    assert steps(full["loss"]) == [2, 4, 6]
+    assert set(full) == {"loss", "accuracy", "lr", "epoch/loss"}
+
+
+def test_in_an_experiment_s_folder(tmp_path: Path) -> None:
+    board = TensorboardFullTracking(
+        project_name="project", experiment_name="first", local_model_result_folder_path=str(tmp_path)
+    )
+    loop = make_loop()
+    for _ in range(2):
+        loop.fit(num_epochs=1, callbacks=[board])
+    [logs] = (tmp_path / "project").glob("first*/tensorboard")
+    assert steps(read(logs)["epoch/loss"]) == [7, 14]
+    with pytest.raises(ConfigurationError, match="has no project_name, and neither has the TrainLoop"):
+        make_loop().fit(num_epochs=1, callbacks=[TensorboardFullTracking()])
