@@ -177,7 +177,8 @@ class Recorder:
             bool(sync_dist) and not rank_zero_only,
             bool(rank_zero_only),
         )
-        self._series[key] = _Series(key, options)
+        if key not in self._series or self._series[key].options != options:
+            self._series[key] = _Series(key, options)  # one that is there holds a resumed epoch's values
 
     def compact(self) -> None:
         """Read all pending values, in one transfer for each dtype and device. Waits for the device; no exchange."""
