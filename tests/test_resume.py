@@ -1,0 +1,205 @@
+"""Killed at any moment and resumed, a run ends with the same bits as the one that nobody disturbed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from resume_job import (
+    ACCUMULATION,
+    BATCH,
+    EPOCHS,
+    EVERY,
+    SAMPLES,
+    Jobs,
+    batches_by_step,
+    jobs,
+    steps_done,
+    wait_for_steps,
+)
+from test_checkpoint import same
+
+from trainloop import checkpoint
+
+STEPS_AN_EPOCH = {"single": 9, "ddp": 5}
+STEPS = {mode: EPOCHS * steps for mode, steps in STEPS_AN_EPOCH.items()}
+
+
+@pytest.fixture(autouse=True)
+def the_server_stays(may_leave: Any) -> None:
+    may_leave("resume_job.serve")  # it serves all tests of this file
+
+
+@pytest.fixture(scope="module")
+def job() -> Iterator[Jobs]:
+    with jobs() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def undisturbed(job: Jobs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """By mode: what a run without any checkpoint ends with, and the samples of its steps."""
+    made: dict[str, Any] = {}
+
+    def make(mode: str) -> tuple[Any, dict[int, list[int]]]:
+        if mode not in made:
+            where = tmp_path_factory.mktemp(mode)
+            job.start(where, mode=mode, every=None)
+            assert job.wait() == 0, (where / "output").read_text()
+            made[mode] = end_of(where), batches_by_step(where)
+        return made[mode]
+
+    return type("Undisturbed", (dict,), {"__missing__": lambda _, mode: make(mode)})()
+
+
+def end_of(where: Path) -> Any:
+    return torch.load(where / "end.pt", weights_only=True)
+
+
+def differences(a: Any, b: Any, where: str = "") -> list[str]:
+    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+        return [line for key in a for line in differences(a[key], b[key], f"{where}/{key}")]
+    return [] if same(a, b) else [f"{where}: {a} != {b}"]
+
+
+def kill(pid: int, victim: str, rng: random.Random) -> str:
+    """SIGKILL to the whole job, its main process, or one of its children; what was hit."""
+    main = psutil.Process(pid)
+    children = main.children(recursive=True)
+    chosen = [main]
+    if victim == "all":
+        chosen = [main, *children]
+    elif victim == "child" and children:
+        chosen = [rng.choice(children)]
+    for process in chosen:
+        try:
+            process.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            pass
+    return f"{victim}: {[process.pid for process in chosen]}"
+
+
+def wait_until_gone(processes: list[psutil.Process]) -> None:
+    """Ranks and workers of a killed main process end by themselves; a new run must not find them still writing."""
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert not alive, f"left running: {alive}"
+
+
+def kill_and_resume(
+    job: Jobs, where: Path, mode: str, kills: list[tuple[int, float, str]], **arguments: Any
+) -> list[int]:
+    """Kill the job after so many steps of each attempt and a delay, then let it run to its end.
+
+    Returns
+    -------
+    list of int
+        Steps that each attempt but the first did again.
+    """
+    rng = random.Random(0)
+    repeated = []
+    reached = 0
+    for attempt, (after, delay_s, victim) in enumerate([*kills, (0, 0.0, "nobody")]):
+        pid = job.start(where, mode=mode, attempt=attempt, **arguments)
+        if victim == "nobody":
+            code = job.wait()
+            assert code == 0, (where / "output").read_text()
+        else:
+            wait_for_steps(where, attempt, after, pid)
+            time.sleep(delay_s)
+            everyone: list[psutil.Process] = []
+            try:
+                everyone = psutil.Process(pid).children(recursive=True)
+                kill(pid, victim, rng)
+            except psutil.NoSuchProcess:
+                pass  # it was faster
+            job.wait()
+            wait_until_gone(everyone)
+        lines = (where / f"seen-{attempt:03d}-0").read_text().splitlines() if steps_done(where, attempt) else []
+        if lines:
+            first, last = (int(line[1 : line.index(",")]) for line in (lines[0], lines[-1]))
+            if attempt:
+                repeated.append(max(reached + 1 - first, 0))
+            reached = max(reached, last)
+        if (where / "end.pt").exists():
+            break
+    return repeated
+
+
+def assert_as_undisturbed(where: Path, expected: tuple[Any, dict[int, list[int]]], repeated: list[int]) -> None:
+    assert differences(end_of(where), expected[0]) == []
+    batches = batches_by_step(where)
+    assert batches == expected[1]
+    assert all(steps <= EVERY for steps in repeated), repeated
+    assert "Warning" not in (where / "output").read_text()
+
+
+def random_kills(mode: str, count: int, seed: int) -> list[tuple[int, float, str]]:
+    """Before the first checkpoint, in steps, while saving, in evaluation, near the end."""
+    rng = random.Random(seed)
+    victims = ["main"] if mode == "single" else ["all", "main", "child"]
+    return [
+        (rng.randrange(STEPS[mode]), rng.choice([0.0, rng.uniform(0, 0.02)]), rng.choice(victims)) for _ in range(count)
+    ]
+
+
+def test_checkpoints_change_nothing(job: Jobs, undisturbed: dict[str, Any], tmp_path: Path) -> None:
+    job.start(tmp_path, mode="single")
+    assert job.wait() == 0, (tmp_path / "output").read_text()
+    assert_as_undisturbed(tmp_path, undisturbed["single"], [])
+    expected = undisturbed["single"][1]
+    for epoch in range(EPOCHS):
+        steps = range(epoch * 9 + 1, epoch * 9 + 10)
+        assert sorted(i for step in steps for i in expected[step]) == list(range(SAMPLES))
+    assert len(expected) == STEPS["single"]
+    assert max(map(len, expected.values())) == BATCH * ACCUMULATION
+
+
+@pytest.mark.parametrize("mode, attempts", [("single", 6), ("ddp", 2)])
+def test_killed_and_resumed_it_ends_with_the_same_bits(
+    job: Jobs, undisturbed: dict[str, Any], tmp_path: Path, mode: str, attempts: int
+) -> None:
+    """One run, killed several times."""
+    kills = sorted(random_kills(mode, attempts, seed=1))
+    # Each attempt goes on from the last checkpoint, so it reaches the next kill after fewer steps.
+    relative = [
+        (max(after - (previous - EVERY), 1), *rest) for (previous, *_), (after, *rest) in zip([(7,), *kills], kills)
+    ]
+    repeated = kill_and_resume(job, tmp_path, mode, relative)
+    assert_as_undisturbed(tmp_path, undisturbed[mode], repeated)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["single", "ddp"])
+@pytest.mark.parametrize("kill_number", range(30))
+def test_each_of_30_kills(job: Jobs, undisturbed: dict[str, Any], tmp_path: Path, mode: str, kill_number: int) -> None:
+    kills = random_kills(mode, 1, seed=kill_number)
+    repeated = kill_and_resume(job, tmp_path, mode, kills, async_save=bool(kill_number % 2))
+    assert_as_undisturbed(tmp_path, undisturbed[mode], repeated)
+
+
+@pytest.mark.parametrize("signum, code", [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+def test_a_signal_writes_a_checkpoint_at_that_step(
+    job: Jobs, undisturbed: dict[str, Any], tmp_path: Path, signum: int, code: int
+) -> None:
+    """Checkpoints only at the end and at signals: no step is done again."""
+    for attempt, after in enumerate((4, 8)):
+        pid = job.start(tmp_path, mode="single", attempt=attempt, every=1000)
+        wait_for_steps(tmp_path, attempt, after, pid)
+        os.kill(pid, signum)
+        assert job.wait() == code, (tmp_path / "output").read_text()
+        newest = checkpoint.checkpoints(tmp_path / "checkpoints")[-1].info
+        assert newest is not None
+        assert newest.reason == signal.Signals(signum).name
+    job.start(tmp_path, mode="single", attempt=2, every=1000)
+    assert job.wait() == 0, (tmp_path / "output").read_text()
+    assert_as_undisturbed(tmp_path, undisturbed["single"], [])
+    lines = sum(path.read_text().count("\n") for path in tmp_path.glob("seen-*"))
+    assert lines == STEPS["single"], "steps were done twice"
