@@ -260,10 +260,8 @@ class LoopBase:
         loader = next((x for x in (self.train_loader, self.validation_loader, self.test_loader) if x is not None), None)
         if not lazy or loader is None:
             return
-        with rng.isolated():
-            batch = next(iter(loader))
-        with evaluation.evaluating(self.model):
-            self.model.get_loss(batch, self.criterion, self.model.device)
+        with rng.isolated(), evaluation.evaluating(self.model):
+            self.model.get_loss(next(iter(loader)), self.criterion, self.model.device)
 
     @contextmanager
     def _running(self, stop: StopAgreement, job: FitJob | None) -> Iterator[Run]:

@@ -63,6 +63,8 @@ class Arrival:
         self._stateful = [
             (i, name) for i, callback in enumerate(loop.callbacks) for name in _stateful_attributes(callback)
         ]
+        # A pickled optimizer loses the mark by which torch's schedulers recognise it, and they would warn about it.
+        warnings.filterwarnings("ignore", message=r"Seems like `optimizer\.step\(\)` has been overridden")
         self._attributes = {key: self._dumped(value) for key, value in self._plain_attributes().items()}
 
     def end_state(self, result: Any) -> bytes:

@@ -371,7 +371,7 @@ class TrainLoop(LoopBase):
                     else:
                         loss, weight = evaluation.split_loss(output)
                     if weight is not None:  # a mean over units: made a sum here, divided by all units of the step below
-                        scaled = loss * (weight / run.nominal_weight)
+                        scaled = loss * (_like(loss, weight) / run.nominal_weight)
                         weights.append(weight)
                     elif scales is not None:  # shares that differ in samples
                         scaled = loss * scales[i]
@@ -545,6 +545,13 @@ class TrainLoop(LoopBase):
         from trainloop.preflight import preflight
 
         return preflight(self, **kwargs)
+
+
+def _like(loss: Tensor | MultiLoss, weight: Any) -> Any:
+    """The weight in the loss's precision: an integer tensor divided becomes float32, whatever the loss is."""
+    if not isinstance(weight, Tensor):
+        return weight
+    return weight.to(loss.dtype if isinstance(loss, Tensor) else next(iter(loss.values())).dtype)
 
 
 def _go_on_drawing(run: Run) -> None:
