@@ -225,7 +225,7 @@ def test_a_hook_with_too_many_parameters_is_named() -> None:
         make().fit(num_epochs=1, callbacks=[Wrong()])
 
 
-# -- losses of several kinds ---------------------------------------------------------------------------------------------
+# -- losses of several kinds -----------------------------------------------------------------------------------------
 
 
 class TwoParts(TTModel):
@@ -280,7 +280,8 @@ def test_each_loss_trains_the_parameters_of_its_optimizer(accumulation: int) -> 
         assert torch.equal(own, by_hand)
     assert set(loop.history) == {"loss", "loss_size", "loss_class"}
     parts = loop.evaluate_model_loss(loop.train_loader)
-    assert isinstance(parts, dict) and set(parts) == {"size", "class"}
+    assert isinstance(parts, dict)
+    assert set(parts) == {"size", "class"}
 
 
 class Tokens(TTModel):
@@ -343,7 +344,7 @@ def test_what_get_loss_may_return(returned: Any, words: str) -> None:
         make(model=Odd()).fit(num_epochs=1)
 
 
-# -- evaluation changes nothing ------------------------------------------------------------------------------------------
+# -- evaluation changes nothing --------------------------------------------------------------------------------------
 
 
 class Dropping(Net):
@@ -374,7 +375,7 @@ def test_evaluation_leaves_random_numbers_and_modes_alone() -> None:
     assert model.dropout.training
 
 
-# -- ddp: what comes back --------------------------------------------------------------------------------------------------
+# -- ddp: what comes back --------------------------------------------------------------------------------------------
 
 
 class Attributes(TTModel):
@@ -433,16 +434,21 @@ def test_ddp_brings_everything_back_into_the_callers_objects() -> None:
 
     assert [id(p) for p in model.parameters()] == identities
     assert model.decode.weight is model.encode.weight
-    assert type(model.norm) is nn.BatchNorm1d and int(model.norm.num_batches_tracked) == 10
+    assert type(model.norm) is nn.BatchNorm1d
+    assert int(model.norm.num_batches_tracked) == 10
     assert model.head.weight.shape == (3, 8)
     assert (model.batches, model.note, int(model.seen)) == (10, "after", 100)
-    assert callback.ranks == [0, 0] and callback.model is model and callback.train_loop_obj is loop
-    assert callback.scheduler is scheduler and scheduler.last_epoch == 2
+    assert callback.ranks == [0, 0]
+    assert callback.model is model
+    assert callback.train_loop_obj is loop
+    assert callback.scheduler is scheduler
+    assert scheduler.last_epoch == 2
     assert optimizer.param_groups[0]["lr"] == 0.025
     assert set(optimizer.state) == set(model.parameters())
     assert (loop.epoch, loop.global_step, len(loop.history["loss"])) == (2, 10, 2)
     assert (loop.rank, loop.world_size, loop.is_main_process()) == (0, 1, True)
-    assert torch.equal(torch.get_rng_state(), rng_before) and dict(os.environ) == environment
+    assert torch.equal(torch.get_rng_state(), rng_before)
+    assert dict(os.environ) == environment
     assert not torch.distributed.is_initialized()
 
 
@@ -502,7 +508,8 @@ def test_a_failing_rank_is_named_with_its_traceback() -> None:
     with pytest.raises(WorkerFailedError) as caught:
         make("ddp", 2, model=Fails()).fit(num_epochs=1)
     assert caught.value.rank == 1
-    assert "rank one is broken" in str(caught.value) and "ZeroDivisionError" in caught.value.traceback
+    assert "rank one is broken" in str(caught.value)
+    assert "ZeroDivisionError" in caught.value.traceback
     assert "in get_loss" in caught.value.traceback
 
 
