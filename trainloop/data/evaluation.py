@@ -22,7 +22,7 @@ from trainloop.data.streams import Share, stream_twin
 from trainloop.data.tensors import TensorRows, draw_base_seed, loader_batches
 from trainloop.data.twins import twin
 from trainloop.rng import derive_seed
-from trainloop.sharding import Order
+from trainloop.sharding import IdentityOrder, Order
 
 _UNITS_AT_ONCE = 64
 _END: Any = object()
@@ -189,7 +189,7 @@ class _Indexed:
         self._users_loader = loader
         self.num_batches = length_of(loader)
         index_sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        self._sampler = _RankBatches(index_sampler, len(loader.dataset), rank, world_size, seed)  # type: ignore[arg-type]  # map-style datasets have lengths
+        self._sampler = _RankBatches(index_sampler, length_of(loader.dataset), rank, world_size, seed)
         self._sampler.seeds_workers = seed is not None and loader.num_workers > 0
         slot = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self.loader = twin(loader, **{slot: self._sampler})
@@ -245,15 +245,17 @@ class _RankBatches(BatchSampler):
     ----------
     index_sampler
         The user's own; every rank iterates it whole, or computes its own where the order is known by position.
-    num_samples : int
-        Size of the dataset.
+    num_samples : int or None
+        Size of the dataset; None where it has no length.
     rank, world_size : int
         Which batches to give.
     seed : int or None
         Common to all ranks; None: draw from the global generators, as the index sampler does by itself.
     """
 
-    def __init__(self, index_sampler: Any, num_samples: int, rank: int, world_size: int, seed: int | None) -> None:
+    def __init__(
+        self, index_sampler: Any, num_samples: int | None, rank: int, world_size: int, seed: int | None
+    ) -> None:
         self.base = index_sampler
         self.sampler = getattr(index_sampler, "sampler", index_sampler)
         self.rank, self.world_size, self.seed = rank, world_size, seed
@@ -304,11 +306,14 @@ class _RankBatches(BatchSampler):
 
     def row_order(self, sizes: Sequence[int]) -> Sequence[int] | None:
         """See :meth:`EvalFeed.row_order`."""
+        if isinstance(self._order, IdentityOrder):
+            return None
+        indices: npt.NDArray[np.int64] | None
         if self._order is not None:
-            indices = self._order.at(np.arange(sum(sizes))) if sum(sizes) == len(self._order) else None
-            starts = np.arange(0, sum(sizes), self.batch_size)
-            if indices is None or not np.array_equal(np.cumsum([0, *sizes])[:-1], starts):
-                return None
+            rows = sum(sizes)
+            whole = rows == len(self._order) == self._num_samples
+            cut_alike = all(size == self.batch_size for size in sizes[:-1])
+            indices = self._order.at(np.arange(rows)) if whole and cut_alike else None
         else:
             indices = self._visited_indices(sizes)
         if indices is None or len(indices) != sum(sizes):
@@ -319,7 +324,7 @@ class _RankBatches(BatchSampler):
     def _visited_indices(self, sizes: Sequence[int]) -> npt.NDArray[np.int64] | None:
         """The dataset index of each row, where each index of the dataset was visited once."""
         visited = self._visited
-        if len(visited) != len(sizes):
+        if len(visited) != len(sizes) or self._num_samples is None:
             return None
         if all(isinstance(unit, np.ndarray) for unit in visited):
             if any(len(unit) != size for unit, size in zip(visited, sizes, strict=True)) or not visited:
