@@ -13,6 +13,7 @@ from torch import nn, optim
 from digits import DigitsCNN, arguments, loaders, report
 from trainloop import TrainLoop
 from trainloop.callbacks import ModelCheckpoint, TensorBoard
+from trainloop.distributed import is_global_zero
 
 if __name__ == "__main__":  # each rank is a new Python process that imports this file
     args = arguments(__doc__, epochs=12)
@@ -34,7 +35,8 @@ if __name__ == "__main__":  # each rank is a new Python process that imports thi
     checkpoint = ModelCheckpoint("checkpoints/ddp", monitor="val_loss", keep=1)
     model = tl.fit(num_epochs=args.epochs, callbacks=[TensorBoard("runs/ddp"), checkpoint])
 
-    print(tl.history)
     report(tl)
-    print(f"TensorBoard logs: {Path('runs/ddp').resolve()}   (tensorboard --logdir runs)")
-    print(f"checkpoints:      {Path('checkpoints/ddp').resolve()}")
+    if is_global_zero():
+        print(tl.history)
+        print(f"TensorBoard logs: {Path('runs/ddp').resolve()}   (tensorboard --logdir runs)")
+        print(f"checkpoints:      {Path('checkpoints/ddp').resolve()}")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import TTModel
+from trainloop.distributed import is_global_zero
 
 
 class DigitsCNN(TTModel):
@@ -70,7 +71,8 @@ def report(tl: Any) -> float:
     """Print, and return, the share of the held-out images that the loop's model reads right."""
     y_pred, y_true, _ = tl.predict_on_test_set()
     accuracy = (torch.as_tensor(y_pred) == torch.as_tensor(y_true)).double().mean().item()
-    print(f"test accuracy: {accuracy:.2%} of {len(y_true)} held-out images")
+    if is_global_zero():  # under torchrun every process runs this; one is to speak
+        print(f"test accuracy: {accuracy:.2%} of {len(y_true)} held-out images")
     return accuracy
 
 

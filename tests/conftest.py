@@ -132,6 +132,21 @@ def _made_by_this_process(name: str) -> bool:
     return not (parts[0] == "torch" and len(parts) > 1 and parts[1].isdigit()) or int(parts[1]) == os.getpid()
 
 
+def _held_by_others(name: str) -> bool:
+    """Whether an entry of /dev/shm is mapped or open in a process that has nothing to do with this one."""
+    own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    for pid in psutil.pids():
+        if pid not in own:
+            try:
+                if f"/dev/shm/{name}" in Path(f"/proc/{pid}/maps").read_text():
+                    return True
+                if any(os.readlink(fd).startswith(f"/dev/shm/{name}") for fd in Path(f"/proc/{pid}/fd").iterdir()):
+                    return True
+            except OSError:  # it has ended, or is another user's
+                continue
+    return False
+
+
 def _descriptors() -> dict[int, str]:
     tracker = getattr(resource_tracker._resource_tracker, "_fd", None)
     found = {}
@@ -170,7 +185,8 @@ def left_behind(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     for what, then in before.items():
         now = after[what]
         if what in ("threads", "children", "shared memory"):
-            lines += [f"{what}: {new}" for new in sorted(now - then)]
+            new = sorted(now - then)
+            lines += [f"{what}: {n}" for n in new if what != "shared memory" or not _held_by_others(n)]
         elif what == "file descriptors":
             lines += [f"{what}: {fd} -> {target}" for fd, target in sorted(now.items()) if then.get(fd) != target]
         elif what == "environment":

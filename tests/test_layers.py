@@ -104,7 +104,7 @@ def test_imports_point_down(part: str) -> None:
         for other, line in sorted(imported_parts(path)):
             where = f"{path.relative_to(PACKAGE.parent)}:{line} imports {other}"
             if other not in module_files():
-                wrong.append(f"{where}, which is a public name; import it from its own module")
+                wrong.append(f"{where}, which is no module of this package")
             elif other != part and level_of(other) > level_of(part) and (part, other) not in ALLOWED_UP:
                 wrong.append(f"{where}, which stands above it")
     assert not wrong, "\n".join(wrong)
