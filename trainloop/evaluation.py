@@ -6,7 +6,6 @@ that neither the number of ranks nor the order in which they finish shows in the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,13 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from trainloop.errors import ConfigurationError
-from trainloop.metrics import read_scalars
+from trainloop.metrics import EpochEnd, Recorder
 from trainloop.optim import MultiLoss
 
 __all__ = ["Predictions", "evaluating", "join_rows", "keep_all_batches", "mean_loss", "predictions"]
 
 Predictions = tuple[Any, Any, Any]
 Gather = Callable[[Any], list[Any]]
+
+# What a batch logs is a few numbers, which would add up over a long loader; reading them waits for the device.
+BATCHES_BETWEEN_READINGS = 128
 
 
 @contextmanager
@@ -39,65 +41,38 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def mean_loss(
-    batches: Iterator[tuple[int, Any, int]],
-    get_loss: Callable[[Any, int], Any],
-    gather: Gather | None,
-    name: str,
-) -> float | dict[str, float]:
-    """Mean loss over all samples of a loader (over all units where the loss comes with a weight).
+    batches: Iterator[tuple[int, Any, int]], get_loss: Callable[[Any], Any], recorder: Recorder, name: str
+) -> EpochEnd:
+    """Mean loss over all samples of a loader (over all units where the loss comes with a weight), and what was logged.
 
-    Collective where ``gather`` is given.
+    Collective where there are several ranks: one exchange, at the end.
 
     Parameters
     ----------
     batches : iterator of (batch_index, batch, size)
         This rank's batches.
     get_loss : callable
-        ``get_loss(batch, size)`` -> loss, ``(loss, weight)`` or MultiLoss.
-    gather : callable, optional
-        Every rank's object as a list, on every rank.
+        ``get_loss(batch)`` -> loss, ``(loss, weight)`` or MultiLoss.
+    recorder : Recorder
+        An empty one; emptied again.
     name : str
         Of the loader, for messages.
-
-    Returns
-    -------
-    float, or dict of str to float for a MultiLoss
 
     Raises
     ------
     ConfigurationError
         If the loader has no samples at all.
     """
-    indices: list[int] = []
-    losses: list[dict[str, Any]] = []
-    weights: list[Any] = []
-    for index, batch, size in batches:
-        loss, weight = split_loss(get_loss(batch, size))
-        indices.append(index)
-        losses.append(
-            {k: v.detach() for k, v in loss.items()} if isinstance(loss, MultiLoss) else {"": loss.detach().reshape(())}
-        )
-        weights.append(size if weight is None else weight)
-    names = list(losses[0]) if losses else []
-    columns = {k: read_scalars([loss[k] for loss in losses]) for k in names}
-    mine = (indices, read_scalars(weights), columns)
-    everyone = [mine] if gather is None else gather(mine)
-    if not any(indices for indices, _, _ in everyone):
+    for number, (_, batch, size) in enumerate(batches, start=1):
+        recorder.batch_size = size
+        loss, weight = split_loss(get_loss(batch))
+        recorder.add_loss(loss, size if weight is None else weight)
+        if number % BATCHES_BETWEEN_READINGS == 0:
+            recorder.compact()
+    end = recorder.finish_epoch()
+    if not end.losses:
         raise ConfigurationError(f"{name} has no samples, so there is no loss to average. Give it data.")
-    names = next(list(columns) for _, _, columns in everyone if columns)
-    means = {}
-    for k in names:
-        rows = sorted(
-            (index, value, weight)
-            for indices, weights, columns in everyone
-            if columns
-            for index, value, weight in zip(indices, columns[k], weights, strict=True)
-        )
-        total = math.fsum(weight for _, _, weight in rows)
-        products = [value * weight for _, value, weight in rows]
-        finite = all(map(math.isfinite, products))
-        means[k] = (math.fsum(products) if finite else sum(products)) / total if total else math.nan
-    return means[""] if list(means) == [""] else means
+    return end
 
 
 def predictions(

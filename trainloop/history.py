@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trainloop.errors import ConfigurationError
+from trainloop.metrics import StepValues
 
 __all__ = ["History"]
 
@@ -123,14 +124,13 @@ class History(Mapping[str, list[float]]):
             values.append(value)
             epochs.append(epoch)
 
-    def _extend_rows(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        """Add step values, as (step, values by name)."""
-        for step, values in rows:
-            for name, value in values.items():
-                if name not in self._step_values:
-                    self._step_indices[name], self._step_values[name] = array("q"), array("d")
-                self._step_indices[name].append(step)
-                self._step_values[name].append(value)
+    def _extend_steps(self, steps: StepValues) -> None:
+        """Add step values."""
+        for name, (indices, values) in steps.items():
+            if name not in self._step_values:
+                self._step_indices[name], self._step_values[name] = array("q"), array("d")
+            self._step_indices[name].frombytes(indices.tobytes())
+            self._step_values[name].frombytes(values.tobytes())
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as plain types and tensors."""

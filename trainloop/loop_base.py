@@ -26,7 +26,7 @@ from trainloop.devices import effective_batch_size, resolve_mode
 from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError
 from trainloop.history import History
-from trainloop.metrics import Recorder
+from trainloop.metrics import Recorder, named_losses
 from trainloop.model import TTModel
 from trainloop.optim import MultiOptimizer, optimizers_of
 from trainloop.placement import Placement, placed
@@ -59,10 +59,6 @@ class Run:
     epoch_batches: int = 0
     epoch_finished: bool = False
     skip_steps: int = 0
-    epoch_rng: dict[str, Any] | None = None
-    epoch_feed: dict[str, Any] | None = None
-    resume_rng: dict[str, Any] | None = None
-
     history_epoch: int = 0
 
     @property
@@ -73,6 +69,11 @@ class Run:
     def nominal_weight(self) -> int:
         """About what a batch weighs, the same on all ranks: keeps weighted losses in the range of plain ones."""
         return self.feed.global_batch_size or 1
+
+    def close(self) -> None:
+        """End workers that loaders would keep."""
+        if self.feed is not None:
+            self.feed.close()
 
 
 class LoopBase:
@@ -381,17 +382,22 @@ class LoopBase:
             return self._predict_here(self._run, *args)
         return cast("evaluation.Predictions", self._in_ranks(_alone(LoopBase._predict_here), *args))
 
-    def _evaluate_here(self, run: Run, loader: Any, name: str, prefix: str) -> float | dict[str, float]:
+    def _evaluate_here(
+        self, run: Run, loader: Any, name: str, prefix: str, losses_into_history: bool = False
+    ) -> float | dict[str, float]:
         model, device = run.place.evaluated, run.place.device
 
-        def get_loss(batch: Any, size: int) -> Any:
-            recorder.batch_size = size
+        def get_loss(batch: Any) -> Any:
             with run.place.autocast:
                 return model.get_loss_eval(batch, self.criterion, device)
 
         with self._recording(run, prefix) as recorder:
             feed = self._eval_feed(run, loader, name)
-            return evaluation.mean_loss(feed.batches(), get_loss, run.gather, name)
+            end = evaluation.mean_loss(feed.batches(), get_loss, recorder, name)
+        losses = named_losses(end.losses, prefix) if losses_into_history else {}
+        self._into_history(run, prefix, {**losses, **end.metrics})
+        parts = {part: value for part, value in end.losses.items() if part}
+        return parts or end.losses[""]
 
     def _predict_here(
         self, run: Run, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool
@@ -413,12 +419,18 @@ class LoopBase:
             return output
 
         prefix = {"validation": "val_", "test": "test_", "train": "train_"}.get(dataset_info.get("type", ""), "")
+
+        def gather(mine: Any) -> list[Any]:  # what was logged goes along
+            end = recorder.finish_epoch(mine)
+            self._into_history(run, prefix, end.metrics)
+            return end.riders
+
         with self._recording(run, prefix) as recorder:
             feed = self._eval_feed(run, loader, name)
             return evaluation.predictions(
                 feed.batches(),
                 get_predictions,
-                run.gather,
+                gather,
                 feed.row_order,
                 self.collate_batch_pred_fn,
                 self.pred_transform_fn,
@@ -426,7 +438,7 @@ class LoopBase:
 
     @contextmanager
     def _recording(self, run: Run, prefix: str) -> Iterator[Recorder]:
-        """Evaluation of the model as rank 0 has it; in a training, what is logged goes into the history under a prefix.
+        """Evaluation of the model as rank 0 has it, and what it logs.
 
         Evaluating changes nothing about the training around it: modes and random numbers go on as if it hadn't been.
         """
@@ -435,7 +447,9 @@ class LoopBase:
             _copy_buffers_from_rank_0(self.model)
         with self._listening(recorder), evaluation.evaluating(self.model), rng.isolated():
             yield recorder
-        _, values = recorder.finish_epoch()
+
+    def _into_history(self, run: Run, prefix: str, values: dict[str, float]) -> None:
+        """Values of an evaluation inside a training."""
         if run.feed is not None and prefix:
             for name, value in values.items():
                 self.history._append(name, value, run.history_epoch, replace=True)

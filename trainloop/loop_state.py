@@ -194,8 +194,7 @@ def checkpoint_state(loop: TrainLoop) -> dict[str, Any] | None:
     run = loop._run
     mine = {
         "rng": rng.capture(),
-        "epoch_rng": run.epoch_rng,
-        "feed": run.epoch_feed,
+        "feed": run.feed.state_dict(),
         "metrics": run.recorder.state_dict(),
     }
     ranks = [mine] if run.gather is None else run.gather(mine)
@@ -298,15 +297,14 @@ def load_checkpoint_state(loop: TrainLoop, state: dict[str, Any]) -> None:
     if len(ranks) == loop.world_size:
         mine = ranks[loop.rank]
         run.recorder.load_state_dict(mine["metrics"])
-        run.resume_rng = mine["rng"]
-        run.epoch_rng, run.epoch_feed = mine["epoch_rng"], mine["feed"]
+        rng.restore(mine["rng"])
     else:
         # Sums over ranks stay right wherever the parts are; randomness starts anew, at a place of its own.
         if loop.rank == 0:
-            for saved in ranks:
-                run.recorder.load_state_dict(saved["metrics"])
+            own, *others = (saved["metrics"] for saved in ranks)
+            run.recorder.load_state_dict(own, others)
         rng.seed_all(rng.derive_seed(place["seed"] or 0, "resumed", loop.global_step, loop.rank))
-        run.resume_rng = rng.capture()
+    run.feed.load_state_dict(ranks[loop.rank if len(ranks) == loop.world_size else 0]["feed"])
 
 
 def _check_data(feed: Any, place: dict[str, Any]) -> None:

@@ -80,42 +80,46 @@ class TTModel(nn.Module, ABC):
         on_epoch: bool | None = None,
         reduce: str = "mean",
         sync_dist: bool = True,
-        batch_size: int | None = None,
+        batch_size: Tensor | float | None = None,
         prog_bar: bool = False,
         rank_zero_only: bool = False,
     ) -> None:
         """Record a metric, from any method of the model; outside a running loop it does nothing.
 
-        The value stays on its device until logs are flushed: a call costs about a microsecond and never waits.
+        The value is copied on its device, where it stays until logs are flushed: a call costs a microsecond or two and
+        never waits. What is done to the tensor afterwards doesn't show.
 
         Parameters
         ----------
         name : str
             Name in ``history`` and TensorBoard. In validation and test it is prefixed by ``val_`` and ``test_``.
         value : 0-d Tensor or number
+            A tensor of one element counts as 0-d.
         on_step, on_epoch : bool, optional
             Keep each step's value; keep the epoch's. Default: both in training, the epoch's in evaluation.
         reduce : {'mean', 'sum', 'min', 'max'}
             How values become one, over micro-batches, steps and ranks. A mean is weighed by ``batch_size``.
         sync_dist : bool
             Over all ranks; else each rank keeps its own.
-        batch_size : int, optional
-            Weight of the value. Default: the number of samples in the batch.
+        batch_size : int or 0-d Tensor, optional
+            Weight of the value; with 0 it doesn't count, even where it is nan. Default: the number of samples in the
+            batch.
         prog_bar : bool
-            Show it in the progress bar.
+            Show this rank's newest value in the progress bar.
         rank_zero_only : bool
             Keep rank 0's values, with no exchange. Such a metric can't be monitored.
 
         Raises
         ------
         ConfigurationError
-            If the value is no scalar, or the name was logged with other options before.
+            If the value is no scalar, the name is one the loop records itself, as ``loss``, or it was logged with other
+            options before.
         """
         sink = self.__dict__.get("_log_sink")
         if sink is not None:
             if batch_size is None:
                 batch_size = self.__dict__.get("_log_batch_size")
-            sink(name, value, on_step, on_epoch, reduce, sync_dist, batch_size, prog_bar, rank_zero_only)
+            sink(name, value, (on_step, on_epoch, reduce, sync_dist, prog_bar, rank_zero_only), batch_size)
 
     @property
     def device(self) -> torch.device:
@@ -147,12 +151,12 @@ class TTBasicModel(TTModel, ABC):
 
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
         """``criterion(self(*inputs), target)``."""
-        *inputs, target = batch_data
+        inputs, target = _inputs_and_target(batch_data)
         return criterion(self(*(_to(x, device) for x in inputs)), _to(target, device))
 
     def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
         """The model's outputs as they are, the targets, and no metadata."""
-        *inputs, target = batch_data
+        inputs, target = _inputs_and_target(batch_data)
         return self(*(_to(x, device) for x in inputs)), target, {}
 
 
@@ -197,9 +201,22 @@ class ModelWrap(TTModel):
         return self.batch_model_feed_def.get_predictions(self.model, batch_data, device)
 
 
+def _inputs_and_target(batch_data: Any) -> tuple[list[Any], Any]:
+    if not isinstance(batch_data, (list, tuple)) or len(batch_data) < 2:
+        size = f" of {len(batch_data)}" if isinstance(batch_data, (list, tuple)) else ""
+        raise ConfigurationError(
+            f"TTBasicModel got a batch that is a {type(batch_data).__name__}{size}: it takes (*inputs, target). "
+            "For other batches subclass TTModel, and write get_loss and get_predictions."
+        )
+    return list(batch_data[:-1]), batch_data[-1]
+
+
 def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(_to(item, device) for item in value)
+    if hasattr(value, "to"):  # asked first: a PackedSequence is a tuple, too
+        return value.to(device)
     if isinstance(value, dict):
         return {key: _to(item, device) for key, item in value.items()}
-    return value.to(device) if hasattr(value, "to") else value
+    if isinstance(value, (list, tuple)):
+        items = [_to(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value

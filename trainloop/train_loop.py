@@ -36,7 +36,7 @@ from trainloop.callbacks.base import AbstractCallback
 from trainloop.data import StepShare, train_feed
 from trainloop.errors import ConfigurationError
 from trainloop.loop_base import LoopBase, Run
-from trainloop.metrics import Recorder
+from trainloop.metrics import Recorder, StepValues, named_losses, rows_of
 from trainloop.model import TTModel
 from trainloop.optim import MultiLoss, optimizers_of, parameters_of
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, reduce_gradients
@@ -252,6 +252,7 @@ class TrainLoop(LoopBase):
                 raise
             finally:
                 run.progress.end_epoch()
+                run.close()
                 self._scaler_state = run.scaler.state_dict()
             return ended_by
 
@@ -276,7 +277,7 @@ class TrainLoop(LoopBase):
         run.optimizers = optimizers_of(self.optimizer)
         # DDP's reducer expects one backward a forward; several optimizers make several.
         run.reduce_by_hand = run.gather is not None and len(run.optimizers) > 1
-        run.recorder = Recorder(rank=self.rank, gather=run.gather, reserved=("loss", "val_loss", "test_loss"))
+        run.recorder = Recorder(rank=self.rank, gather=run.gather, reserved=("val_loss", "test_loss"))
         run.start_epoch, run.start_iteration = self.epoch, self.total_iteration_idx
         if run.scaler.is_enabled() and self._scaler_state:
             run.scaler.load_state_dict(self._scaler_state)
@@ -311,14 +312,9 @@ class TrainLoop(LoopBase):
     def _train_epoch(self, run: Run) -> int:
         """One pass over the loader, or what is left of it; returns why it was broken off, 0 if it wasn't."""
         if run.skip_steps == 0:
-            _go_on_drawing(run)
             run.epoch_steps = run.epoch_batches = 0
-            run.epoch_rng, run.epoch_feed = rng.capture(), run.feed.state_dict()
             for hook in run.hooks.on_epoch_begin:
                 hook()
-        elif run.epoch_rng is not None:  # resumed in mid-epoch: the loader draws again what it drew at the beginning
-            rng.restore(run.epoch_rng)
-            run.feed.load_state_dict(run.epoch_feed)
         run.epoch_finished, run.history_epoch = False, self.epoch
         skip, run.skip_steps, run.epoch_steps = run.skip_steps, 0, run.skip_steps
         last_iteration = run.start_iteration + self.num_iterations if self.num_iterations else None
@@ -328,8 +324,6 @@ class TrainLoop(LoopBase):
         run.progress.begin_epoch(self.epoch, total_epochs, run.feed.num_batches)
         ended_by = 0
         for share in run.feed.steps(self.grad_accumulation, skip):
-            if run.resume_rng is not None:
-                _go_on_drawing(run)
             if last_iteration is not None:
                 share = _at_most(share, last_iteration - self.total_iteration_idx)
             self._train_step(run, share)
@@ -342,7 +336,6 @@ class TrainLoop(LoopBase):
             ended_by = run.stop.reached()
             if ended_by or (last_iteration is not None and self.total_iteration_idx >= last_iteration):
                 break
-        _go_on_drawing(run)  # where the checkpoint lay at the epoch's very end
         return ended_by
 
     def _train_step(self, run: Run, share: StepShare) -> None:
@@ -378,7 +371,7 @@ class TrainLoop(LoopBase):
                     else:
                         scaled = loss / count if count > 1 else loss
                     self._backward(run, scaled)
-                self.last_loss = self._record_loss(run, loss, size if weight is None else weight)
+                self.last_loss = run.recorder.add_loss(loss, size if weight is None else weight)
             if last:
                 self._optimizer_step(run, weights, len(batches), by_hand, share.ragged)
             for hook in hooks.on_batch_end:
@@ -398,6 +391,8 @@ class TrainLoop(LoopBase):
         """Gradients complete, clipped, used and dropped."""
         if by_hand:
             reduce_gradients(run.parameters)
+        elif isinstance(run.place.wrapper, TTDistributedDataParallel):
+            run.place.wrapper.check_reduced()
         if weights or ragged:
             self._divide_by_weights(run, weights, batches, ragged)
         for i, optimizer in enumerate(run.optimizers):
@@ -441,21 +436,10 @@ class TrainLoop(LoopBase):
         for gradient in gradients:
             gradient.mul_(factor.to(gradient.dtype))
 
-    def _record_loss(self, run: Run, loss: Tensor | MultiLoss, weight: Any) -> Tensor:
-        if isinstance(loss, MultiLoss):
-            for name, part in loss.items():
-                run.recorder.add(run.recorder.series(f"loss_{name}"), part.detach(), weight)
-            loss = loss.total()
-        loss = loss.detach()
-        if loss.ndim:
-            loss = loss.reshape(())
-        run.recorder.add(run.recorder.series("loss"), loss, weight)
-        return loss
-
     def _finish_epoch(self, run: Run) -> None:
-        rows, values = run.recorder.finish_epoch()
-        self._publish(run, rows)
-        for name, value in values.items():
+        end = run.recorder.finish_epoch()
+        self._publish(run, end.steps)
+        for name, value in {**named_losses(end.losses), **end.metrics}.items():
             self.history._append(name, value, self.epoch, replace=True)
         if self.end_auto_eval and self.validation_loader is not None and (self.epoch + 1) % self.end_auto_eval == 0:
             self._auto_evaluate(run, self.validation_loader, "validation_loader", "val_")
@@ -503,15 +487,16 @@ class TrainLoop(LoopBase):
         else:
             run.recorder.compact()
 
-    def _publish(self, run: Run, rows: list[tuple[int, dict[str, float]]]) -> None:
-        self.history._extend_rows(rows)
-        if rows and self.is_global_zero:
+    def _publish(self, run: Run, steps: StepValues) -> None:
+        self.history._extend_steps(steps)
+        if steps and self.is_global_zero and run.hooks.on_log:
+            rows = rows_of(steps)
             for hook in run.hooks.on_log:
                 hook(rows)
 
     def _bar_values(self) -> dict[str, str]:
         values = {} if self.last_loss is None else {"loss": f"{float(self.last_loss):.4g}"}
-        values.update((name, f"{float(value):.4g}") for name, value in self._run.recorder.bar.items())
+        values.update((name, f"{value:.4g}") for name, value in self._run.recorder.bar_values().items())
         return values
 
     def insert_metric_result_into_history(self, name: str, value: float) -> None:
@@ -533,12 +518,7 @@ class TrainLoop(LoopBase):
         loop_state.load_checkpoint_state(self, state)
 
     def _auto_evaluate(self, run: Run, loader: Any, name: str, prefix: str) -> None:
-        loss = self._evaluate_here(run, loader, name, prefix)
-        parts = loss if isinstance(loss, dict) else {}
-        values = {f"{prefix}loss_{part}": value for part, value in parts.items()}
-        values[f"{prefix}loss"] = sum(parts.values()) if isinstance(loss, dict) else loss
-        for key, value in values.items():
-            self.history._append(key, value, run.history_epoch, replace=True)
+        self._evaluate_here(run, loader, name, prefix, losses_into_history=True)
 
     def preflight(self, **kwargs: Any) -> Any:
         """Look for what would go wrong later, in seconds; see :func:`trainloop.preflight.preflight`."""
@@ -552,13 +532,6 @@ def _like(loss: Tensor | MultiLoss, weight: Any) -> Any:
     if not isinstance(weight, Tensor):
         return weight
     return weight.to(loss.dtype if isinstance(loss, Tensor) else next(iter(loss.values())).dtype)
-
-
-def _go_on_drawing(run: Run) -> None:
-    """In a resumed run, random numbers go on from where the checkpoint was made."""
-    if run.resume_rng is not None:
-        rng.restore(run.resume_rng)
-        run.resume_rng = None
 
 
 def _at_most(share: StepShare, batches: int) -> StepShare:
