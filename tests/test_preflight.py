@@ -1,0 +1,97 @@
+"""preflight: what it finds, and that it leaves the loop as it was."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_data
+from torch import Tensor, nn, optim
+from torch.utils.data import DataLoader
+
+from trainloop import TrainLoop, TTBasicModel
+from trainloop.errors import ConfigurationError
+
+
+class Net(TTBasicModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.dropout = nn.Dropout(0.5)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.dropout(self.norm(self.fc(x))))
+
+
+class Unused(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(2, 2)
+
+
+class ByRank(Net):
+    """Its loss depends on who computes it."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        return super().get_loss(batch_data, criterion, device) * (10 if torch.distributed.is_initialized() else 1)
+
+
+def ragged(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    width = int(samples[0][1]) + 1
+    return torch.stack([x for x, _ in samples])[:, :width], torch.stack([y for _, y in samples])
+
+
+def loop_of(model: nn.Module, **arguments: Any) -> TrainLoop:
+    optimizer = optim.Adam(model.parameters(), lr=0.01)
+    loader = arguments.pop("loader", None) or DataLoader(make_data(), batch_size=8, shuffle=True)
+    return TrainLoop(model, loader, None, None, optimizer, nn.CrossEntropyLoss(), accelerator="cpu", **arguments)
+
+
+def test_a_sound_loop_passes_and_stays_as_it_was() -> None:
+    torch.manual_seed(0)
+    loop = loop_of(Net(), gpu_mode="ddp", devices=2)
+    before, state = copy.deepcopy(loop.model.state_dict()), torch.get_rng_state()
+    report = loop.preflight()
+    assert report.ok, report
+    assert "weights agree" in report["single equals ddp on 2 CPU ranks"].detail
+    assert all(torch.equal(before[key], value) for key, value in loop.model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert loop.global_step == 0
+    assert len(str(report).splitlines()) == len(report.findings)
+
+
+def test_what_it_finds() -> None:
+    loop = loop_of(Unused())
+    loop.model.note = iter([1])  # type: ignore[union-attr, assignment]
+    report = loop.preflight()
+    assert not report.ok
+    assert "model.note" in report["can be sent to ranks"].detail
+    assert "extra.weight, extra.bias" in report["gradients"].detail
+    assert "find_unused_parameters" in report["gradients"].detail
+    assert report["batches alike on all ranks"].ok
+    assert "LOOK" in str(report)
+
+
+def test_it_finds_a_loss_that_depends_on_the_mode() -> None:
+    report = loop_of(ByRank(), seed=3).preflight()
+    assert [finding.check for finding in report.findings if not finding.ok] == ["single equals ddp on 2 CPU ranks"]
+    assert "differs by" in report.findings[-1].detail
+
+
+def test_it_finds_batches_of_several_shapes() -> None:
+    loop = loop_of(Net(), loader=DataLoader(make_data(), batch_size=4, collate_fn=ragged))
+    finding = loop.preflight()["batches alike on all ranks"]
+    assert not finding.ok
+    assert "Pad to one shape" in finding.detail
+
+
+@pytest.mark.parametrize("missing", ["train_loader", "optimizer"])
+def test_it_needs_what_training_needs(missing: str) -> None:
+    loop = loop_of(Net())
+    setattr(loop, missing, None)
+    with pytest.raises(ConfigurationError, match=f"{missing} is None"):
+        loop.preflight()

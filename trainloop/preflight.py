@@ -1,0 +1,280 @@
+"""Checks before a long job, in seconds: what a run of hours would otherwise find out for itself.
+
+:func:`preflight` changes nothing about the loop it looks at: it works on copies of the model and the optimizer, and
+draws from random generators of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from trainloop import rng
+from trainloop.data import train_feed
+from trainloop.errors import ConfigurationError, TrainLoopError
+from trainloop.evaluation import split_loss
+from trainloop.optim import MultiLoss, optimizers_of, parameters_of
+
+if TYPE_CHECKING:
+    from trainloop.train_loop import TrainLoop
+
+__all__ = ["Finding", "PreflightReport", "preflight"]
+
+# Sums in another order differ in the last bits; a few steps of Adam near zero gradients enlarge that.
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found."""
+
+    check: str
+    """What was looked at."""
+    ok: bool
+    """Whether it may stay as it is."""
+    detail: str
+    """What was found, and what to do."""
+    seconds: float
+    """How long the check took."""
+
+
+@dataclass(frozen=True)
+class PreflightReport:
+    """All findings; prints as a table."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every check passed."""
+        return all(finding.ok for finding in self.findings)
+
+    def __getitem__(self, check: str) -> Finding:
+        return next(finding for finding in self.findings if finding.check == check)
+
+    def __str__(self) -> str:
+        width = max(len(finding.check) for finding in self.findings)
+        lines = []
+        for finding in self.findings:
+            first, *rest = finding.detail.splitlines() or [""]
+            mark = "ok  " if finding.ok else "LOOK"
+            lines.append(f"{mark}  {finding.check.ljust(width)}  {finding.seconds:5.1f} s  {first}")
+            lines += [" " * (width + 16) + line for line in rest]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def preflight(loop: TrainLoop, *, steps: int = 3, ranks: int = 2) -> PreflightReport:
+    """Look for what would go wrong later.
+
+    Parameters
+    ----------
+    loop : TrainLoop
+        Ready to train; it stays as it is.
+    steps : int
+        Optimizer steps to compare.
+    ranks : int
+        CPU processes to compare with.
+
+    Returns
+    -------
+    PreflightReport
+        ``report.ok`` tells whether anything was found; ``print(report)`` what.
+
+    Raises
+    ------
+    ConfigurationError
+        If the loop has no ``train_loader`` or no ``optimizer``.
+    """
+    if loop.train_loader is None or loop.optimizer is None:
+        missing = "train_loader" if loop.train_loader is None else "optimizer"
+        raise ConfigurationError(f"preflight tries a few training steps, but {missing} is None. Pass one to the loop.")
+    findings = []
+    checks: dict[str, Callable[[], str]] = {
+        "can be sent to ranks": lambda: _sendable(loop),
+        "one batch": lambda: _one_batch(loop),
+        "gradients": lambda: _gradients(loop),
+        "batches alike on all ranks": lambda: _batches(loop, steps, ranks),
+        f"single equals ddp on {ranks} CPU ranks": lambda: _modes_agree(loop, steps, ranks),
+    }
+    for name, run in checks.items():
+        began = time.perf_counter()
+        try:
+            with rng.isolated(loop.seed or 0):
+                ok, detail = True, run()
+        except _Found as found:
+            ok, detail = False, str(found)
+        except Exception as error:  # whatever the user's code raises is a finding, and the other checks go on
+            known = isinstance(error, TrainLoopError)
+            ok, detail = False, str(error) if known else f"{type(error).__name__}: {error}"
+        findings.append(Finding(name, ok, detail, time.perf_counter() - began))
+    return PreflightReport(tuple(findings))
+
+
+class _Found(Exception):
+    """A check's finding."""
+
+
+def _sendable(loop: TrainLoop) -> str:
+    from trainloop.transfer import pack
+
+    with pack(loop, roots=loop._transfer_roots()):
+        return "model, loaders, optimizer and criterion can be pickled"
+
+
+def _one_batch(loop: TrainLoop) -> str:
+    model, _, criterion = _copies(loop)
+    loss, weight = split_loss(model.get_loss(_first_batch(loop), criterion, torch.device("cpu")))
+    value = float(loss.total() if isinstance(loss, MultiLoss) else loss)
+    if not math.isfinite(value):
+        raise _Found(f"the first batch's loss is {value}. Look at its inputs, and at the model's initial weights.")
+    return f"loss {value:.4g}" + ("" if weight is None else f", weight {float(weight):g}")
+
+
+def _gradients(loop: TrainLoop) -> str:
+    model, optimizer, criterion = _copies(loop)
+    loss, _ = split_loss(model.get_loss(_first_batch(loop), criterion, torch.device("cpu")))
+    (loss.total() if isinstance(loss, MultiLoss) else loss).backward()
+    stepped = {id(p) for single in optimizers_of(optimizer) for p in parameters_of(single)}
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    without = [name for name, p in trainable.items() if p.grad is None]
+    not_finite = [n for n, p in trainable.items() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+    unstepped = [name for name, p in trainable.items() if id(p) not in stepped]
+    lines = []
+    if without:
+        lines.append(
+            f"no gradient: {_some(without)}. Use them in get_loss, freeze them by requires_grad_(False), or pass "
+            "ddp_model_args={'find_unused_parameters': True} to fit."
+        )
+    if not_finite:
+        lines.append(f"gradient not finite: {_some(not_finite)}. Look for divisions, logarithms and roots of zero.")
+    if unstepped:
+        lines.append(f"in no optimizer: {_some(unstepped)}. Add them, or freeze them by requires_grad_(False).")
+    if lines:
+        raise _Found("\n".join(lines))
+    return f"all {len(trainable)} trainable parameters get one"
+
+
+def _batches(loop: TrainLoop, steps: int, ranks: int) -> str:
+    feeds = [
+        train_feed(
+            loop.train_loader,
+            rank=rank,
+            world_size=ranks,
+            seed=loop.seed or 0,
+            exchange_ints=lambda values: [values] * ranks,  # as if the other ranks were like this one
+        )
+        for rank in range(ranks)
+    ]
+    seen = 0
+    for shares in islice(zip(*(feed.steps(1) for feed in feeds), strict=False), steps):
+        forms = [[_form(batch) for batch in share.batches] for share in shares]
+        if any(share.ragged for share in shares):
+            break
+        for rank, form in enumerate(forms[1:], start=1):
+            if form != forms[0]:
+                raise _Found(
+                    f"step {seen + 1}: rank 0 has {forms[0][0]}, rank {rank} has {form[0]}. That trains, but "
+                    "all_gather in get_loss would fail, and steps take as long as the largest batch. "
+                    "Pad to one shape, or sort by length."
+                )
+        seen += 1
+    return f"same shapes and dtypes in {seen} steps" if seen else "fewer samples than ranks: nothing to compare"
+
+
+def _modes_agree(loop: TrainLoop, steps: int, ranks: int) -> str:
+    # One process that accumulates over `ranks` batches sees the samples that so many ranks see in one step.
+    single = _trained(loop, "single", 1, steps * ranks, ranks)
+    many = _trained(loop, "ddp", ranks, steps, 1)
+    worst, where = 0.0, ""
+    for (name, a), b in zip(single.named_parameters(), many.parameters(), strict=True):
+        scale = max(float(a.detach().abs().max()) if a.numel() else 0.0, 1e-6)
+        difference = float((a - b).detach().abs().max()) / scale if a.numel() else 0.0
+        if not difference <= worst:
+            worst, where = difference, name
+    if not worst <= TOLERANCE:
+        raise _Found(
+            f"after {steps} steps {where} differs by {worst:.1e} of its largest value. Does get_loss mean over samples "
+            "(else return (loss, weight)), and does it depend on nothing but the batch?"
+        )
+    return f"weights agree to {worst:.0e} after {steps} steps"
+
+
+def _trained(loop: TrainLoop, mode: str, devices: int, iterations: int, accumulation: int) -> nn.Module:
+    from trainloop.train_loop import TrainLoop
+
+    model, optimizer, criterion = _copies(loop)
+    for module in model.modules():  # what draws or counts per process differs between modes, and rightly so
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            module.eval()
+            module.train = _stay(module)  # type: ignore[method-assign, assignment]
+    trial = TrainLoop(
+        model,
+        loop.train_loader,
+        None,
+        None,
+        optimizer,
+        criterion,
+        gpu_mode=mode,
+        accelerator="cpu",
+        devices=devices,
+        seed=loop.seed or 0,
+        progress_bar=False,
+        timeout=min(loop.timeout, 120.0),
+    )
+    return trial.fit(num_iterations=iterations, grad_accumulation=accumulation)
+
+
+def _stay(module: nn.Module) -> Callable[..., nn.Module]:
+    return lambda mode=True: module
+
+
+def _copies(loop: TrainLoop) -> Any:
+    """Model, optimizer and criterion of their own, on the CPU, still belonging together."""
+    model, optimizer, criterion = copy.deepcopy((loop.model, loop.optimizer, loop.criterion))
+    model.to("cpu").train()
+    if isinstance(criterion, nn.Module):
+        criterion.to("cpu")
+    for single in optimizers_of(optimizer):
+        for state in single.state.values():
+            state.update({k: v.to("cpu") for k, v in state.items() if isinstance(v, Tensor)})
+    return model, optimizer, criterion
+
+
+def _first_batch(loop: TrainLoop) -> Any:
+    for batch in loop.train_loader:
+        return batch
+    raise ConfigurationError("train_loader has no batches: its dataset is empty. Give it data.")
+
+
+def _form(batch: Any) -> str:
+    """Shapes without the number of samples, and dtypes, of a nested batch."""
+
+    def leaves(value: Any) -> Iterator[str]:
+        if isinstance(value, Tensor):
+            yield f"{list(value.shape[1:])} {str(value.dtype).removeprefix('torch.')}"
+        elif isinstance(value, Mapping):
+            for key in value:
+                yield from (f"{key}: {leaf}" for leaf in leaves(value[key]))
+        elif isinstance(value, (list, tuple)) and not all(isinstance(item, (str, int, float)) for item in value):
+            for item in value:
+                yield from leaves(item)
+        else:
+            yield type(value).__name__
+
+    return ", ".join(leaves(batch))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
