@@ -35,7 +35,7 @@ from trainloop.callbacks import AbstractCallback, EarlyStopping, LRScheduler, Mo
 HERE = Path(__file__).parent
 SAMPLES, BATCH, ACCUMULATION, EPOCHS = 213, 8, 3, 4  # the last global batch of two ranks: 3 and 2 samples
 EVERY = 7  # steps between checkpoints
-TIMEOUT_S = 50  # of a job
+TIMEOUT_S = 100  # of a job
 
 seen: list[int] = []  # by this process, since its last step
 
