@@ -1,0 +1,15 @@
+"""Search for parameters, and bags of models, under resource quotas that are enforced.
+
+:func:`tune` is the way in. ``trainloop.resources.plan`` shows beforehand what it would run at once.
+"""
+
+from __future__ import annotations
+
+from trainloop.tuning.fitting import EstimatorLoop
+from trainloop.tuning.folds import Fold
+from trainloop.tuning.predictor import BaggedPredictor
+from trainloop.tuning.result import Trial, TuneResult
+from trainloop.tuning.search import tune
+from trainloop.tuning.space import Choice, Integers, Uniform
+
+__all__ = ["BaggedPredictor", "Choice", "EstimatorLoop", "Fold", "Integers", "Trial", "TuneResult", "Uniform", "tune"]

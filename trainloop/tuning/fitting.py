@@ -1,0 +1,262 @@
+"""What a fold trains: a ``TrainLoop``, or any object with ``fit`` and ``predict``; its score, predictions and model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trainloop.errors import ConfigurationError
+from trainloop.tuning.folds import Fold
+
+__all__ = ["EstimatorLoop", "Outcome", "combine", "describe_data", "fit", "predict_with"]
+
+Metric = str | Callable[[Any, Any], float]
+
+DEFAULT_EPOCHS = 10
+
+
+@dataclass
+class Outcome:
+    """What one fold came to."""
+
+    score: float
+    """The metric on the fold's validation rows."""
+    predictions: Any
+    """Of the validation rows, in their order; None without a validation set."""
+    model: Any
+    """The trained model, on the CPU."""
+    history: dict[str, list[float]]
+    """Values of each epoch by metric; empty for what has no epochs."""
+
+
+class EstimatorLoop:
+    """An object with ``fit`` and ``predict`` (scikit-learn, LightGBM, XGBoost) as something that a fold can train.
+
+    ``make_loop`` may return the object itself where ``tune`` has ``data``; this class is for all else: other data,
+    sample weights, a training that falls back to the CPU.
+
+    Parameters
+    ----------
+    estimator : object
+        With ``fit(x, y, **fit_args)`` and ``predict(x)``; ``predict_proba(x)`` is used where there is one.
+    train, validation : (x, y)
+        Arrays or tables; ``validation`` may be None.
+    fit : callable, optional
+        ``fit(estimator, x, y, **fit_args)`` returns the trained estimator, in place of the estimator's own, e.g. with
+        :func:`trainloop.resources.gpu_or_cpu`.
+    """
+
+    def __init__(
+        self,
+        estimator: Any,
+        train: tuple[Any, Any],
+        validation: tuple[Any, Any] | None = None,
+        *,
+        fit: Callable[..., Any] | None = None,
+    ) -> None:
+        self.estimator = estimator
+        self.train = train
+        self.validation = validation
+        self._fit = fit
+
+    def fit(self, **fit_args: Any) -> Any:
+        """Train the estimator, and return it."""
+        if self._fit is not None:
+            trained = self._fit(self.estimator, *self.train, **fit_args)
+            self.estimator = self.estimator if trained is None else trained
+        else:
+            self.estimator.fit(*self.train, **fit_args)
+        return self.estimator
+
+
+def rows_of(data: Any, rows: np.ndarray[Any, Any]) -> Any:
+    """These rows of an array, a table, a tensor or a list."""
+    if hasattr(data, "iloc"):
+        return data.iloc[rows]
+    return [data[row] for row in rows] if isinstance(data, (list, tuple)) else data[rows]
+
+
+def fit(
+    made: Any,
+    *,
+    fold: Fold | None,
+    data: tuple[Any, Any] | None,
+    fit_args: Mapping[str, Any] | None,
+    params: Mapping[str, Any],
+    metric: Metric,
+) -> Outcome:
+    """Train what ``make_loop`` returned, where it is not trained yet, and score it.
+
+    Raises
+    ------
+    ConfigurationError
+        If it is nothing that can be trained, has no such metric, or predicts other rows than the fold's.
+    """
+    if hasattr(made, "predict_on_validation_set"):
+        outcome = _fit_loop(made, fit_args, params, metric)
+    elif isinstance(made, EstimatorLoop):
+        outcome = _fit_estimator(made, fit_args, metric)
+    elif hasattr(made, "fit") and hasattr(made, "predict"):
+        if data is None or fold is None:
+            raise ConfigurationError(
+                f"make_loop returned a {type(made).__name__} without data to train it on. Give tune data=(x, y) and "
+                "num_bag_folds of 2 or more, or return EstimatorLoop(estimator, train=(x, y), validation=(x, y))."
+            )
+        train, held_out = ((rows_of(data[0], rows), rows_of(data[1], rows)) for rows in (fold.train, fold.validation))
+        outcome = _fit_estimator(EstimatorLoop(made, train, held_out), fit_args, metric)
+    else:
+        raise ConfigurationError(
+            f"make_loop returned a {type(made).__name__}: it must return a TrainLoop, or an object with fit and "
+            "predict."
+        )
+    if fold is not None and (outcome.predictions is None or len(outcome.predictions) != len(fold.validation)):
+        number = 0 if outcome.predictions is None else len(outcome.predictions)
+        raise ConfigurationError(
+            f"the validation set has {number} rows, but the fold holds out {len(fold.validation)}. In make_loop build "
+            "it from fold.validation: DataLoader(Subset(data, fold.validation), batch_size=...)."
+        )
+    return outcome
+
+
+def _fit_loop(loop: Any, fit_args: Mapping[str, Any] | None, params: Mapping[str, Any], metric: Metric) -> Outcome:
+    if not loop.epoch and not len(loop.history):
+        loop.fit(**({"num_epochs": params.get("num_epochs", DEFAULT_EPOCHS)} if fit_args is None else fit_args))
+    predictions, truth = None, None
+    if loop.validation_loader is not None:
+        predictions, truth, _ = loop.predict_on_validation_set()
+        predictions = as_rows(predictions)
+    if callable(metric):
+        score = float(metric(as_rows(truth), predictions))
+    elif metric in loop.history:
+        score = float(loop.history[metric][-1])
+    elif metric == "val_loss" and loop.validation_loader is not None:
+        loss = loop.evaluate_loss_on_validation_set()
+        score = float(sum(loss.values()) if isinstance(loss, Mapping) else loss)
+    else:
+        raise ConfigurationError(
+            f"metric={metric!r} is not in the loop's history, which has "
+            f"{', '.join(sorted(loop.history)) or 'nothing'}. "
+            "Name one of these, log it in the model, or give a validation_loader (val_loss) or a callable "
+            "metric(y_true, y_pred)."
+        )
+    model = loop.model.cpu()
+    return Outcome(score, predictions, model, {name: list(loop.history[name]) for name in loop.history})
+
+
+def _fit_estimator(loop: EstimatorLoop, fit_args: Mapping[str, Any] | None, metric: Metric) -> Outcome:
+    if loop.validation is None:
+        raise ConfigurationError(
+            f"EstimatorLoop({type(loop.estimator).__name__}) has no validation rows to score. Give validation=(x, y)."
+        )
+    estimator = loop.fit(**(fit_args or {}))
+    x, y = loop.validation
+    predictions = predict_with(estimator, x)
+    if callable(metric):
+        score = float(metric(as_rows(y), predictions))
+    elif metric == "val_loss":
+        score = _loss(estimator, predictions, np.asarray(y))
+    else:
+        try:
+            from sklearn.metrics import get_scorer
+        except ImportError as error:
+            raise ConfigurationError(
+                f"metric={metric!r} of a {type(estimator).__name__} needs scikit-learn: pip install scikit-learn, or "
+                "give a callable metric(y_true, y_pred)."
+            ) from error
+        score = float(get_scorer(metric)(estimator, x, y))
+    return Outcome(score, predictions, estimator, {})
+
+
+def _loss(estimator: Any, predictions: np.ndarray[Any, Any], truth: np.ndarray[Any, Any]) -> float:
+    """What ``val_loss`` is for a loop with the usual criterion: cross entropy of classes, squared error of numbers."""
+    if hasattr(estimator, "predict_proba"):
+        columns = np.searchsorted(np.asarray(estimator.classes_), truth)
+        chances = np.clip(predictions[np.arange(len(truth)), columns], 1e-15, 1.0)
+        return float(-np.log(chances).mean())
+    return float(np.square(np.asarray(predictions, dtype=float) - truth).mean())
+
+
+def as_rows(values: Any) -> Any:
+    """Tensors as arrays, arrays as they are, lists as arrays where their items have one shape."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        return values.float().numpy() if str(values.dtype) == "torch.bfloat16" else values.numpy()
+    if isinstance(values, np.ndarray):
+        return values
+    try:
+        return np.asarray(values)
+    except ValueError:  # ragged
+        rows = np.empty(len(values), dtype=object)
+        rows[:] = list(values)
+        return rows
+
+
+def predict_with(model: Any, data: Any) -> Any:
+    """Predictions of one trained model, a row for each row of ``data``.
+
+    Parameters
+    ----------
+    model : object
+        A ``TTModel`` with a ``DataLoader`` or a dataset, or an estimator with an array or a table.
+    """
+    if hasattr(model, "get_predictions"):
+        from torch.utils.data import DataLoader
+
+        from trainloop.train_loop import TrainLoop
+
+        loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=256)
+        return as_rows(TrainLoop(model, None, progress_bar=False).predict_with_model(loader)[0])
+    return as_rows(model.predict_proba(data) if hasattr(model, "predict_proba") else model.predict(data))
+
+
+def combine(predictions: list[Any]) -> Any:
+    """One prediction of several models': the mean of floats, the most frequent of classes (the least of equals)."""
+    rows = [np.asarray(each) for each in predictions]
+    if rows[0].dtype.kind in "fc":
+        return np.mean(rows, axis=0)
+    values, codes = np.unique(np.stack(rows), return_inverse=True)
+    codes = codes.reshape(len(rows), *rows[0].shape)
+    votes = np.stack([(codes == code).sum(axis=0) for code in range(len(values))])
+    return values[votes.argmax(axis=0)]
+
+
+def describe_data(made: Any) -> tuple[int, Any]:
+    """Rows of the training data of what ``make_loop(params, None)`` returned, and their targets where they show.
+
+    Raises
+    ------
+    ConfigurationError
+        If the data has no length.
+    """
+    if isinstance(made, EstimatorLoop):
+        return len(made.train[1]), made.train[1]
+    dataset = getattr(getattr(made, "train_loader", None), "dataset", None)
+    try:
+        length = len(dataset)  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigurationError(
+            "num_bag_folds needs to know the rows of the data. Give tune data=(x, y) or targets=(one for each row), or "
+            "let make_loop(params, None) return a TrainLoop over all of it, with a dataset that has a length."
+        ) from None
+    return length, _targets_of(dataset)
+
+
+def _targets_of(dataset: Any) -> Any:
+    for name in ("targets", "labels", "y"):
+        if getattr(dataset, name, None) is not None:
+            return getattr(dataset, name)
+    if hasattr(dataset, "tensors"):
+        return dataset.tensors[-1]
+    if hasattr(dataset, "indices") and hasattr(dataset, "dataset"):
+        inner = _targets_of(dataset.dataset)
+        return None if inner is None else rows_of(inner, np.asarray(dataset.indices))
+    return None
+
+
+def is_number(score: float | None) -> bool:
+    """Whether there is a score and it can be compared."""
+    return score is not None and not math.isnan(score)

@@ -1,0 +1,85 @@
+"""A bag of models as one: it predicts, and goes to disk and back."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainloop.errors import CheckpointError
+from trainloop.tuning import fitting
+from trainloop.tuning.storage import dumps, loads, write_bytes
+
+__all__ = ["BaggedPredictor"]
+
+_HEAD = b"trainloop bagged predictor 1\n"
+
+
+class BaggedPredictor:
+    """The models of a bag's folds, predicting together.
+
+    Parameters
+    ----------
+    models : sequence of object
+        ``TTModel`` s, or estimators with ``predict``; all of one kind.
+    """
+
+    def __init__(self, models: Sequence[Any]) -> None:
+        self.models = list(models)
+
+    def predict(self, data: Any) -> Any:
+        """Mean over the models, a row for each row of ``data``.
+
+        Parameters
+        ----------
+        data : DataLoader, Dataset or array
+            For a ``TTModel`` a loader or dataset whose batches its ``get_predictions`` takes; for an estimator its
+            ``x``.
+
+        Returns
+        -------
+        numpy.ndarray
+            The mean where predictions are floats (logits, probabilities, numbers). Classes have no mean: the most
+            frequent one, and the least of equally frequent ones.
+        """
+        return fitting.combine([fitting.predict_with(model, data) for model in self.models])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the models into one file, whole or not at all."""
+        body = dumps(self.models, "models")
+        write_bytes(Path(path), _HEAD + hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> BaggedPredictor:
+        """Read what :meth:`save` wrote.
+
+        The file holds pickled objects, which can run any code when they are read: load only files that you trust.
+
+        Raises
+        ------
+        CheckpointError
+            If the file is absent, damaged, or something else.
+        """
+        try:
+            data = Path(path).read_bytes()
+        except OSError as error:
+            raise CheckpointError(
+                f"no predictor at {os.fspath(path)!r}: {error}. Give the path that save() got."
+            ) from error
+        head, digest, body = data[: len(_HEAD)], data[len(_HEAD) : len(_HEAD) + 64], data[len(_HEAD) + 65 :]
+        if head != _HEAD:
+            raise CheckpointError(
+                f"{os.fspath(path)!r} is no bagged predictor. Give a file that BaggedPredictor.save() wrote."
+            )
+        if hashlib.sha256(body).hexdigest().encode() != digest:
+            raise CheckpointError(f"{os.fspath(path)!r} is damaged: its checksum differs. Save the predictor again.")
+        return cls(loads(body))
+
+    def __len__(self) -> int:
+        return len(self.models)
+
+    def __repr__(self) -> str:
+        kinds = sorted({type(model).__name__ for model in self.models})
+        return f"BaggedPredictor({len(self.models)} of {', '.join(kinds)})"

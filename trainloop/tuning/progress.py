@@ -1,0 +1,119 @@
+"""Trials on their way, and how the user sees them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainloop.resources import Plan
+from trainloop.tuning.result import State, Trial, best_of
+
+__all__ = ["Running", "View"]
+
+
+@dataclass
+class Running:
+    """A trial that was begun."""
+
+    number: int
+    params: dict[str, Any]
+    num_folds: int
+    scores: dict[int, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    errors: dict[int, str] = field(default_factory=dict)
+    waiting: list[int] = field(default_factory=list)
+    """Folds that were not started yet."""
+    training: dict[int, int] = field(default_factory=dict)
+    """Folds that train now, and the place of each within the bag."""
+
+    interrupted: bool = False
+    """Whether the search ended before it."""
+
+    @property
+    def over(self) -> bool:
+        return not self.waiting and not self.training
+
+    def interrupt(self) -> None:
+        """What trains and what waits will not come to an end."""
+        self.interrupted = not self.over
+        for fold in self.training:
+            self.errors[fold] = "The search was interrupted while this fold trained."
+        for fold in self.waiting:
+            self.errors[fold] = "The search was interrupted before this fold began."
+        self.training.clear()
+        self.waiting.clear()
+
+    def trial(self) -> Trial:
+        """The trial as it stands."""
+        state: State
+        if len(self.scores) == self.num_folds:
+            state = "done"
+        elif self.interrupted:
+            state = "interrupted"
+        else:
+            state = "partial" if self.scores else "failed"
+        return Trial(
+            self.number,
+            self.params,
+            [self.scores.get(fold) for fold in range(self.num_folds)],
+            self.seconds,
+            state,
+            dict(self.errors),
+        )
+
+
+class View:
+    """Trials, folds and resources in use: a line drawn again and again, or one for each trial that ends in a log."""
+
+    def __init__(self, division: Plan, mode: str, progress: bool) -> None:
+        self._plan = division
+        self._mode = mode
+        self._progress = progress
+        self._live = progress and sys.stderr.isatty()
+        self._printed = 0
+        self._bar: Any = None
+
+    def __enter__(self) -> View:
+        if self._live:
+            from tqdm import tqdm
+
+            total = self._plan.num_trials * self._plan.num_folds
+            shape = "{desc} |{bar}| {n_fmt}/{total_fmt} folds [{elapsed}]{postfix}"
+            self._bar = tqdm(total=total, desc="tune", bar_format=shape, dynamic_ncols=True, file=sys.stderr)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def show(self, begun: list[Running], bags: list[Running | None]) -> None:
+        """Tell how it stands."""
+        over = sum(running.over for running in begun)
+        if self._bar is not None:
+            self._bar.n = sum(len(running.scores) + len(running.errors) for running in begun)
+            self._bar.set_postfix_str(self.line(begun, bags))
+        elif self._progress and over > self._printed:
+            print(f"tune: {self.line(begun, bags)}", file=sys.stderr, flush=True)
+        self._printed = over
+
+    def line(self, begun: list[Running], bags: list[Running | None]) -> str:
+        """How it stands, in one line."""
+        now = [running for running in bags if running is not None and running.training]
+        models = sum(len(running.training) for running in now)
+        quota = self._plan.per_model
+        over = [running.trial() for running in begun if running.over]
+        failed = sum(trial.state != "done" for trial in over)
+        best = best_of(over, self._mode)
+        return (
+            f"trials {len(over) - failed} done, {len(now)} running, {failed} failed of {self._plan.num_trials}; "
+            f"CPUs {models * int(quota.num_cpus)}/{self._plan.total.num_cpus}, "
+            f"GPUs {models * float(quota.num_gpus):.4g}/{float(self._plan.total.num_gpus):.4g}"
+            + ("" if best is None else f"; best {best.score:.5g} by trial {best.number}")
+        )
+
+    def last(self, begun: list[Running], interrupted: bool) -> None:
+        """Tell how it ended."""
+        if self._progress:
+            ended = "interrupted" if interrupted else "over"
+            print(f"tune is {ended}: {self.line(begun, [])}", file=sys.stderr, flush=True)

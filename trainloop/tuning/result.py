@@ -1,0 +1,256 @@
+"""What a search came to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from trainloop.errors import ConfigurationError
+from trainloop.resources import Plan
+from trainloop.tuning.fitting import is_number
+from trainloop.tuning.folds import Fold
+from trainloop.tuning.predictor import BaggedPredictor
+from trainloop.tuning.storage import read
+
+__all__ = ["Trial", "TuneResult", "best_of"]
+
+State = Literal["done", "partial", "failed", "interrupted"]
+
+
+@dataclass
+class Trial:
+    """One setting of the parameters, and what its models came to."""
+
+    number: int
+    """From 0, in the order of proposal."""
+    params: dict[str, Any]
+    """What ``make_loop`` got."""
+    scores: list[float | None]
+    """For each fold its score, None where it has none; one of them without bagging."""
+    seconds: float
+    """Of all its folds together."""
+    state: State
+    """``done``: all folds; ``partial``: some failed; ``failed``: all failed; ``interrupted``: the search was."""
+    errors: dict[int, str] = field(default_factory=dict)
+    """For each fold that failed its traceback, or how its process ended."""
+
+    @property
+    def score(self) -> float | None:
+        """Mean over the folds that have one."""
+        present = [score for score in self.scores if score is not None]
+        return sum(present) / len(present) if present else None
+
+
+def best_of(trials: Sequence[Trial], mode: str) -> Trial | None:
+    """The best trial: a whole one before all others, whatever their scores; None where no trial has a score."""
+    scored = [trial for trial in trials if is_number(trial.score)]
+    whole = [trial for trial in scored if trial.state == "done"]
+    sign = 1 if mode == "min" else -1
+    return min(whole or scored, key=lambda trial: (sign * (trial.score or 0.0), trial.number), default=None)
+
+
+class TuneResult:
+    """Trials of a search, the best of them, and its models.
+
+    Made by :func:`~trainloop.tuning.tune`. ``print`` it for the table.
+    """
+
+    def __init__(
+        self,
+        trials: list[Trial],
+        *,
+        metric: str,
+        mode: str,
+        plan: Plan,
+        folder: Path,
+        folds: list[Fold] | None,
+        interrupted: bool = False,
+        keep: object = None,
+    ) -> None:
+        self.trials = trials
+        """All trials that were begun, in their order."""
+        self.metric = metric
+        """Name of the metric."""
+        self.mode = mode
+        """``min`` or ``max``."""
+        self.plan = plan
+        """Under which they ran."""
+        self.folder = folder
+        """Where parameters, predictions, models and logs are."""
+        self.folds = folds
+        """The bag's folds; None without bagging."""
+        self.interrupted = interrupted
+        """Whether the search was stopped before its end."""
+        self._keep = keep  # a temporary folder lasts as long as the result
+
+    @property
+    def best_trial(self) -> Trial:
+        """The trial with the best score.
+
+        Raises
+        ------
+        ConfigurationError
+            If no trial has a score; the message has the first error.
+        """
+        best = best_of(self.trials, self.mode)
+        if best is None:
+            errors = [error for trial in self.trials for error in trial.errors.values()]
+            first = f" The first error:\n{errors[0]}" if errors else " None was begun."
+            raise ConfigurationError(
+                f"none of {len(self.trials)} trials has a score; result.trials has their errors.{first}"
+            )
+        return best
+
+    @property
+    def best_params(self) -> dict[str, Any]:
+        """Parameters of the best trial."""
+        return self.best_trial.params
+
+    @property
+    def best_score(self) -> float:
+        """Score of the best trial, the mean over its folds."""
+        score = self.best_trial.score
+        assert score is not None
+        return score
+
+    @property
+    def predictor(self) -> BaggedPredictor:
+        """The best trial's models as one; ``save`` it to keep it."""
+        best = self.best_trial
+        folders = self._finished(best)
+        return BaggedPredictor([read(folder / "model.pkl") for _, folder in folders])
+
+    def predict(self, data: Any) -> Any:
+        """Mean of the best trial's models; see :meth:`BaggedPredictor.predict`."""
+        return self.predictor.predict(data)
+
+    @property
+    def out_of_fold_predictions(self) -> Any:
+        """Of the best trial, a row for each row of the data, by the model that did not train on it.
+
+        Rows of a fold that failed are NaN, or None where predictions are no floats.
+
+        Raises
+        ------
+        ConfigurationError
+            Without bagging.
+        """
+        if self.folds is None:
+            raise ConfigurationError("out-of-fold predictions need folds: tune(..., num_bag_folds=2) or more.")
+        parts = {fold: np.asarray(read(folder / "predictions.pkl")) for fold, folder in self._finished(self.best_trial)}
+        first = next(iter(parts.values()))
+        rows = sum(len(fold.validation) for fold in self.folds)
+        lost = len(parts) < len(self.folds)
+        dtype = np.result_type(*parts.values()) if first.dtype.kind in "biufc" else first.dtype
+        if lost and dtype.kind not in "fc":
+            dtype = np.dtype(object)
+        whole = np.full((rows, *first.shape[1:]), np.nan if dtype.kind in "fc" else None if lost else 0, dtype=dtype)
+        for fold, part in parts.items():
+            whole[self.folds[fold].validation] = part
+        return whole
+
+    def _finished(self, trial: Trial) -> list[tuple[int, Path]]:
+        folder = self.folder / f"trial-{trial.number:04d}"
+        return [(fold, folder / f"fold-{fold}") for fold, score in enumerate(trial.scores) if score is not None]
+
+    # -- shown -------------------------------------------------------------------------------------------------------
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A mapping for each trial, the best first: for a table of your own (``pandas.DataFrame(result.rows())``)."""
+        best_first = sorted(
+            self.trials,
+            key=lambda t: (
+                t.state != "done",
+                not is_number(t.score),
+                (t.score or 0.0) * (1 if self.mode == "min" else -1),
+                t.number,
+            ),
+        )
+        return [
+            {
+                "trial": trial.number,
+                **trial.params,
+                self.metric: trial.score,
+                "folds": trial.scores,
+                "seconds": round(trial.seconds, 2),
+                "state": trial.state,
+            }
+            for trial in best_first
+        ]
+
+    def table(self) -> str:
+        """Trials as text, the best first."""
+        names = ["trial", *dict.fromkeys(n for trial in self.trials for n in trial.params)]
+        names += [self.metric, "folds", "seconds", "state"]
+        cells = [names] + [[_cell(row.get(name, "")) for name in names] for row in self.rows()]
+        widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
+        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)).rstrip() for line in cells)
+
+    def __str__(self) -> str:
+        ended = "; interrupted" if self.interrupted else ""
+        done = sum(trial.state == "done" for trial in self.trials)
+        return f"{self.table()}\n{done} of {len(self.trials)} trials done{ended}"
+
+    def __repr__(self) -> str:
+        best = best_of(self.trials, self.mode)
+        score = "no score" if best is None else f"best {self.metric} {best.score:.6g} by trial {best.number}"
+        return f"TuneResult({len(self.trials)} trials, {score}{', interrupted' if self.interrupted else ''})"
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Scores by trial, and by each parameter that is a number.
+
+        Parameters
+        ----------
+        path : path, optional
+            Where to write the figure.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+
+        Raises
+        ------
+        ConfigurationError
+            If matplotlib is not installed (``pip install trainloop[plot]``).
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ConfigurationError("TuneResult.plot needs matplotlib: pip install trainloop[plot].") from error
+        scored = [trial for trial in self.trials if is_number(trial.score)]
+        numeric = [
+            name
+            for name in dict.fromkeys(n for trial in scored for n in trial.params)
+            if all(
+                isinstance(t.params.get(name), (int, float)) and not isinstance(t.params[name], bool) for t in scored
+            )
+        ]
+        figure = Figure(figsize=(4 * (1 + len(numeric)), 3.2), layout="constrained")
+        axes = figure.subplots(1, 1 + len(numeric), squeeze=False)[0]
+        for ax, name in zip(axes, ["trial", *numeric]):
+            xs = [trial.number if name == "trial" else trial.params[name] for trial in scored]
+            for x, trial in zip(xs, scored):
+                folds = [score for score in trial.scores if score is not None]
+                ax.plot([x] * len(folds), folds, ".", color="0.7")
+            ax.plot(xs, [trial.score for trial in scored], "o")
+            if name != "trial" and min(xs, default=0) > 0 and max(xs) > 50 * min(xs):
+                ax.set_xscale("log")
+            ax.set_xlabel(name)
+        axes[0].set_ylabel(self.metric)
+        if path is not None:
+            figure.savefig(os.fspath(path))
+        return figure
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join("-" if each is None else f"{each:.4g}" for each in value)
+    if value is None:
+        return "-"
+    text = f"{value:.5g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 24 else f"{text[:21]}..."

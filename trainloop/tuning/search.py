@@ -1,0 +1,446 @@
+"""``tune``: trials and folds under one plan, until all are done or the search is stopped."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from trainloop.errors import ConfigurationError, ResourceError
+from trainloop.resources import Plan, ResourceQuota, available, enforce, gpus, lease, plan
+from trainloop.resources.quota import exact
+from trainloop.tuning.folds import Fold, class_targets, make_folds
+from trainloop.tuning.local import Ended, LocalBackend
+from trainloop.tuning.progress import Running, View
+from trainloop.tuning.result import TuneResult, best_of
+from trainloop.tuning.space import Searcher, make_searcher
+from trainloop.tuning.storage import Storage, read, write
+from trainloop.tuning.worker import Job
+
+__all__ = ["tune"]
+
+
+class Backend(Protocol):
+    """Where folds run."""
+
+    def start(self, job: Job, bag: int) -> None: ...
+
+    def wait(self, timeout_s: float) -> list[Ended]: ...
+
+    def close(self) -> list[Job]: ...
+
+
+def tune(
+    make_loop: Callable[[dict[str, Any], Fold | None], Any],
+    space: Mapping[str, Any],
+    *,
+    num_trials: int,
+    searcher: Any = "random",
+    num_bag_folds: int = 1,
+    total: ResourceQuota | None = None,
+    per_bag: ResourceQuota | None = None,
+    per_model: ResourceQuota | None = None,
+    metric: str | Callable[[Any, Any], float] = "val_loss",
+    mode: Literal["min", "max"] = "min",
+    backend: Literal["local", "ray"] = "local",
+    seed: int | None = None,
+    storage: str | os.PathLike[str] | None = None,
+    fit_args: Mapping[str, Any] | None = None,
+    data: tuple[Any, Any] | None = None,
+    targets: Any = None,
+    parallel_folds: bool = True,
+    progress: bool = True,
+    lease_timeout_s: float | None = None,
+) -> TuneResult:
+    """Search for the best parameters, each trial one model or a bag of them, under quotas that are enforced.
+
+    Every model trains in a process of its own, on CPUs and GPUs of its own (:func:`trainloop.resources.plan`). One that
+    fails or is killed is recorded with its traceback, and the others go on. Ctrl-C ends the search and returns what
+    there is; with a ``storage`` the same call goes on later.
+
+    Parameters
+    ----------
+    make_loop : callable
+        ``make_loop(params, fold)`` returns a :class:`~trainloop.TrainLoop`, trained or not yet; or an object with
+        ``fit`` and ``predict``; or an :class:`EstimatorLoop`. It runs in the model's process, and may be defined
+        anywhere. ``fold.train`` and ``fold.validation`` are row numbers; ``fold`` is None without bagging.
+    space : mapping of str to list, range or distribution
+        See :func:`~trainloop.tuning.space.parse_space`. An empty one trains one model, with a warning.
+    num_trials : int
+        Settings to try; a smaller space ends sooner.
+    searcher : {'random', 'grid', 'optuna'} or an Optuna sampler
+        What proposes the parameters.
+    num_bag_folds : int
+        2 or more: each trial is a bag of so many models, each of which is scored on the rows that it did not train on.
+        Folds are stratified where targets are classes.
+    total : ResourceQuota, optional
+        What the search holds, leased from other runs on this machine; all this process may use by default (with Ray:
+        all of the cluster).
+    per_bag, per_model : ResourceQuota, optional
+        Share of a trial, and of a model.
+    metric : str or callable
+        A name in the loop's history, of which the last value counts (``val_loss`` of an estimator: log loss or mean
+        squared error; other names: scikit-learn's scorers), or ``metric(y_true, y_pred)`` of the validation rows.
+    mode : {'min', 'max'}
+        Which scores are better.
+    backend : {'local', 'ray'}
+        This machine, or a Ray cluster (``pip install trainloop[ray]``).
+    seed : int, optional
+        Of parameters, folds and models.
+    storage : path, optional
+        Folder of the search. One that was begun there goes on, and trains no finished fold again.
+    fit_args : mapping, optional
+        Arguments of ``fit``, where ``make_loop`` returns an untrained loop: ``{'num_epochs': 5}``. By default
+        ``num_epochs`` is the parameter of that name, or 10.
+    data : (x, y), optional
+        For objects with ``fit`` and ``predict``: each fold trains on its rows of these.
+    targets : sequence, optional
+        A target for each row of the data, for the folds. By default ``y`` of ``data``, or those of the dataset in
+        ``make_loop(params, None).train_loader``.
+    parallel_folds : bool
+        False trains a trial's folds one after the other.
+    progress : bool
+        Whether to show trials done, running and failed, and resources in use.
+    lease_timeout_s : float, optional
+        How long to wait for CPUs and GPUs that other runs hold; for ever by default.
+
+    Returns
+    -------
+    TuneResult
+
+    Raises
+    ------
+    ConfigurationError
+        For arguments that can't work, before any process starts.
+    ResourceError
+        If the machine can't give what is asked for, or not in time.
+    """
+    if not callable(make_loop):
+        raise ConfigurationError(f"make_loop={make_loop!r}: must be callable as make_loop(params, fold).")
+    if mode not in ("min", "max"):
+        raise ConfigurationError(f"mode={mode!r}: must be 'min' or 'max'.")
+    if backend not in ("local", "ray"):
+        raise ConfigurationError(f"backend={backend!r}: must be 'local' or 'ray'.")
+    if data is not None and (not isinstance(data, (tuple, list)) or len(data) != 2 or len(data[0]) != len(data[1])):
+        raise ConfigurationError("data must be (x, y), with as many rows in x as in y.")
+    if isinstance(space, Mapping) and not space:
+        warnings.warn(
+            "space is empty: one model is trained, and nothing searched. Name parameters, e.g. "
+            "space={'lr': [0.1, 0.01]}.",
+            stacklevel=2,
+        )
+        num_trials = min(num_trials, 1)
+    proposals = make_searcher(searcher, space, seed=0 if seed is None else seed, mode=mode)  # errors come early
+    with ExitStack() as undo:
+        if backend == "ray":
+            from trainloop.tuning.on_ray import RayBackend
+
+            ray_backend = undo.enter_context(RayBackend.connected(total))
+            total = ray_backend.total
+        else:
+            total = _machine_total(total)
+        division = plan(
+            total,
+            num_trials=num_trials,
+            num_bag_folds=num_bag_folds,
+            per_bag=per_bag,
+            per_model=per_model,
+            parallel_folds=parallel_folds,
+        )
+        keep = None
+        if storage is None:
+            keep = tempfile.TemporaryDirectory(prefix="trainloop-tune-", ignore_cleanup_errors=True)
+        store = Storage(
+            Path(keep.name if storage is None and keep is not None else os.fspath(storage or "")),
+            {
+                "version": 1,
+                "space": {name: repr(values) for name, values in space.items()},
+                "num_bag_folds": division.num_folds,
+                "metric": _name_of(metric),
+                "mode": mode,
+                "seed": seed,
+            },
+        )
+        undo.callback(store.close)
+        chosen_seed = store.fix_seed(secrets.randbelow(2**31) if seed is None else seed)
+        if chosen_seed != seed:
+            proposals = make_searcher(searcher, space, seed=chosen_seed, mode=mode)
+        runner: Backend
+        if backend == "ray":
+            ray_backend.begin(division)
+            runner, slots = ray_backend, _Slots(division, None, None)
+        else:
+            held = _lease_total(division.total, lease_timeout_s, undo)
+            runner, slots = LocalBackend(), _Slots(division, *held)
+        undo.callback(runner.close)
+        work = {"make_loop": make_loop, "fit_args": fit_args, "data": data, "metric": metric}
+        search = _Search(store, division, proposals, runner, slots, work, chosen_seed, mode, progress)
+        search.settle_folds(num_bag_folds, targets)
+        search.run()
+        return TuneResult(
+            [running.trial() for running in search.begun],
+            metric=_name_of(metric),
+            mode=mode,
+            plan=division,
+            folder=store.folder,
+            folds=search.folds,
+            interrupted=search.interrupted,
+            keep=keep,
+        )
+
+
+def _name_of(metric: str | Callable[..., float]) -> str:
+    return metric if isinstance(metric, str) else getattr(metric, "__name__", type(metric).__name__)
+
+
+# -- what the search holds -------------------------------------------------------------------------------------------
+
+
+def _machine_total(total: ResourceQuota | None) -> ResourceQuota:
+    machine = available()
+    if total is None:
+        return ResourceQuota(machine.num_cpus, machine.num_gpus)
+    cpus = machine.num_cpus if total.num_cpus == "auto" else total.num_cpus
+    num_gpus = machine.num_gpus if total.num_gpus == "auto" else total.num_gpus
+    # A run may hold one and a half GPUs, which its models share; check the rest as for any run.
+    enforce.check_quota(ResourceQuota(cpus, math.ceil(exact(num_gpus)), total.memory), machine=machine)
+    return ResourceQuota(cpus, num_gpus, total.memory)
+
+
+def _lease_total(total: ResourceQuota, timeout_s: float | None, undo: ExitStack) -> tuple[list[int], list[int]]:
+    """CPUs and indices of GPUs that this search has for itself."""
+    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    num_cpus, num_gpus = int(total.num_cpus), math.ceil(exact(total.num_gpus))
+    names = gpus.names(available().num_gpus) if num_gpus else []
+    if lease.inherited():
+        return cpus[:num_cpus], list(range(num_gpus))
+    # The GPUs that nobody else computes on first.
+    others = gpus.strangers(names)
+    requests = {
+        "cpu": lease.Request(num_cpus, [f"cpu-{cpu}" for cpu in cpus]),
+        "gpu": lease.Request(num_gpus, sorted(names, key=lambda name: others.get(name, 0) > 0)),
+    }
+    try:
+        held = lease.acquire(requests, timeout_s=0)
+    except OSError:  # no place for locks
+        return cpus[:num_cpus], list(range(num_gpus))
+    except ResourceError as busy:
+        if timeout_s == 0:
+            raise
+        print(f"tune waits for other runs: {busy}", file=sys.stderr)
+        held = lease.acquire(requests, timeout_s=timeout_s)
+    undo.enter_context(held)
+    return [int(name.removeprefix("cpu-")) for name in held.names["cpu"]], sorted(
+        names.index(name) for name in held.names["gpu"]
+    )
+
+
+class _Slots:
+    """Which CPUs and GPUs the j-th model of the b-th bag has; the same for all that run there, one after the other."""
+
+    def __init__(self, division: Plan, cpus: list[int] | None, devices: list[int] | None) -> None:
+        self._plan = division
+        self._cpus = cpus
+        self._devices = devices
+        quota = division.per_model
+        self.quota = (quota.num_cpus, quota.num_gpus, quota.memory)
+
+    def cpus(self, bag: int, model: int) -> list[int]:
+        if self._cpus is None:
+            return []
+        each = int(self._plan.per_model.num_cpus)
+        start = bag * int(self._plan.per_bag.num_cpus) + model * each
+        return self._cpus[start : start + each]
+
+    def environment(self, bag: int, model: int) -> dict[str, str]:
+        from trainloop.devices import child_mask, visible_devices
+
+        variables = enforce.child_environment(self._plan.per_model)
+        if self._devices is not None:
+            own = self._plan.placement[bag * self._plan.folds_in_parallel + model]
+            variables["CUDA_VISIBLE_DEVICES"] = child_mask([self._devices[d] for d in own], visible_devices())
+        return variables
+
+
+# -- the search ------------------------------------------------------------------------------------------------------
+
+
+class _Search:
+    """The bags in progress: a place for each trial that the plan lets run at once."""
+
+    def __init__(
+        self,
+        store: Storage,
+        division: Plan,
+        searcher: Searcher,
+        backend: Backend,
+        slots: _Slots,
+        work: dict[str, Any],
+        seed: int,
+        mode: str,
+        progress: bool,
+    ) -> None:
+        self._store = store
+        self._plan = division
+        self._searcher = searcher
+        self._backend = backend
+        self._slots = slots
+        self._work = work
+        self._seed = seed
+        self._mode = mode
+        self._view = View(division, mode, progress)
+        self._bags: list[Running | None] = [None] * division.trials_in_parallel
+        self._next = 0
+        self.begun: list[Running] = []
+        self.folds: list[Fold] | None = None
+        self.interrupted = False
+
+    # -- folds -------------------------------------------------------------------------------------------------------
+
+    def settle_folds(self, num_bag_folds: int, targets: Any) -> None:
+        """The bag's folds, from the targets or the data, and the file that all children read."""
+        if num_bag_folds > 1:
+            path = self._store.folder / "folds.pkl"
+            if path.exists():
+                self.folds = read(path)
+            else:
+                length, targets = self._describe(targets)
+                self.folds = make_folds(length, num_bag_folds, seed=self._seed, classes=class_targets(targets))
+                write(path, self.folds)
+        write(self._store.folder / "work.pkl", {**self._work, "folds": self.folds}, "tune")
+
+    def _describe(self, targets: Any) -> tuple[int, Any]:
+        if targets is None and self._work["data"] is not None:
+            targets = self._work["data"][1]
+        if targets is not None:
+            return len(targets), targets
+        # Only the loop knows its data: a child makes one and looks.
+        write(self._store.folder / "work.pkl", {**self._work, "folds": None}, "tune")
+        params = self._store.params(0) or self._searcher.propose(0) or {}
+        self._store.begin_trial(0, params)
+        ended = self._probe()
+        folder = Path(ended.job.folder)
+        if ended.error:
+            raise ConfigurationError(
+                "make_loop(params, None) was called to learn the rows of the data for the folds, and failed. Give tune "
+                f"data=(x, y) or targets=(one for each row), or mend it:\n{ended.error}"
+            )
+        found = read(folder / "result.pkl")
+        return found["length"], found["targets"]
+
+    def _probe(self) -> Ended:
+        folder = self._store.folder / "data"
+        folder.mkdir(exist_ok=True)
+        for name in ("result.pkl", "error.txt"):
+            (folder / name).unlink(missing_ok=True)
+        self._backend.start(self._job(0, 0, folder, bag=0, place=0, probe=True), 0)
+        while True:
+            for ended in self._backend.wait(1.0):
+                return ended
+
+    def _job(self, number: int, fold: int, folder: Path, *, bag: int, place: int, probe: bool = False) -> Job:
+        return Job(
+            trial=number,
+            fold=fold,
+            folder=str(folder),
+            work=str(self._store.folder / "work.pkl"),
+            params=str(self._store.trial_folder(number) / "params.pkl"),
+            seed=int(np.random.SeedSequence([self._seed, number, fold]).generate_state(1)[0]),
+            quota=self._slots.quota,
+            cpus=self._slots.cpus(bag, place),
+            environment=self._slots.environment(bag, place),
+            probe=probe,
+        )
+
+    # -- the run -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until every trial is over, or Ctrl-C."""
+        try:
+            with self._view:
+                while self._fill():
+                    self._view.show(self.begun, self._bags)
+                    for ended in self._backend.wait(1.0):
+                        self._record(ended)
+        except KeyboardInterrupt:
+            self.interrupted = True
+            self._backend.close()
+            for running in self.begun:
+                running.interrupt()
+        self._view.last(self.begun, self.interrupted)
+
+    def _fill(self) -> bool:
+        """Give every free place something to train; whether anything trains."""
+        for bag in range(len(self._bags)):
+            while True:
+                running = self._bags[bag]
+                if running is None or running.over:
+                    running = self._bags[bag] = self._begin_next()
+                if running is None or not running.over:
+                    break  # A trial that an earlier run finished takes no place.
+            if running is None:
+                continue
+            while running.waiting and len(running.training) < self._plan.folds_in_parallel:
+                fold = running.waiting.pop(0)
+                place = min(set(range(self._plan.folds_in_parallel)) - set(running.training.values()))
+                running.training[fold] = place
+                folder = self._store.clean_fold(running.number, fold)
+                self._backend.start(self._job(running.number, fold, folder, bag=bag, place=place), bag)
+        return any(running is not None and running.training for running in self._bags)
+
+    def _begin_next(self) -> Running | None:
+        number = self._next
+        if number >= self._plan.num_trials:
+            return None
+        params = self._store.params(number)
+        if params is None:
+            params = self._searcher.propose(number)
+        if params is None:
+            self._next = self._plan.num_trials
+            return None
+        self._next += 1
+        running = Running(number, params, self._plan.num_folds)
+        self.begun.append(running)
+        self._store.begin_trial(number, params)
+        for fold in range(self._plan.num_folds):
+            result = self._store.result(number, fold)
+            if result is None:
+                running.waiting.append(fold)
+            else:
+                running.scores[fold] = result["score"]
+                running.seconds += result["seconds"]
+        if running.over:
+            self._end(running)
+        return running
+
+    def _record(self, ended: Ended) -> None:
+        running = self.begun[ended.job.trial]
+        fold = ended.job.fold
+        running.training.pop(fold, None)
+        result = self._store.result(running.number, fold)
+        if result is None:
+            running.errors[fold] = ended.error
+        else:
+            running.scores[fold] = result["score"]
+            running.seconds += result["seconds"]
+        if running.over:
+            self._end(running)
+
+    def _end(self, running: Running) -> None:
+        trial = running.trial()
+        self._searcher.tell(running.number, running.params, trial.score if trial.state == "done" else None)
+        over = [other.trial() for other in self.begun if other.over]
+        best = best_of(over, self._mode)
+        for other in over:
+            # A partial one may be whole after another run, and then the best.
+            if other.state == "done" and best is not None and other.number != best.number:
+                self._store.forget_models(other.number)

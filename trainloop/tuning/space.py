@@ -1,0 +1,292 @@
+"""Search spaces, and the searchers that walk them: random, grid, and Optuna's samplers.
+
+Which parameters a trial has depends on the seed and the trial's number alone (for Optuna also on the scores before
+it), not on which backend ran it or when it ended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from trainloop.errors import ConfigurationError
+
+__all__ = ["Choice", "Integers", "Searcher", "Uniform", "make_searcher", "parse_space"]
+
+_ENUMERABLE = 1_000_000  # settings; below so many a random search never tries one twice
+
+
+class Dimension(Protocol):
+    """Values of one parameter."""
+
+    def sample(self, rng: np.random.Generator) -> Any:
+        """One of them, at random."""
+        ...
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of several values of any type; a list, tuple or range in a space means this."""
+
+    values: Sequence[Any]
+    """The values, in the order of the grid."""
+
+    def sample(self, rng: np.random.Generator) -> Any:
+        return self.values[int(rng.integers(len(self.values)))]
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """A float between two bounds."""
+
+    low: float
+    """Least value."""
+    high: float
+    """Greatest value."""
+    log: bool = False
+    """Whether its logarithm is uniform instead, as suits a learning rate."""
+
+    def __post_init__(self) -> None:
+        _check_bounds(self, 0.0)
+
+    def sample(self, rng: np.random.Generator) -> float:
+        if self.log:
+            value = math.exp(rng.uniform(math.log(self.low), math.log(self.high)))
+            return min(max(value, self.low), self.high)
+        return float(rng.uniform(self.low, self.high))
+
+
+@dataclass(frozen=True)
+class Integers:
+    """An int between two bounds, both included."""
+
+    low: int
+    """Least value."""
+    high: int
+    """Greatest value."""
+    log: bool = False
+    """Whether small values are as likely as large ones by order of magnitude."""
+
+    def __post_init__(self) -> None:
+        _check_bounds(self, 1)
+
+    def sample(self, rng: np.random.Generator) -> int:
+        if self.log:
+            value = math.exp(rng.uniform(math.log(self.low - 0.5), math.log(self.high + 0.5)))
+            return min(max(round(value), self.low), self.high)
+        return int(rng.integers(self.low, self.high, endpoint=True))
+
+
+@dataclass(frozen=True)
+class _Distribution:
+    """Anything with scipy's ``rvs``."""
+
+    frozen: Any
+
+    def sample(self, rng: np.random.Generator) -> Any:
+        value = self.frozen.rvs(random_state=rng)
+        return value.item() if isinstance(value, np.generic) else value
+
+
+def _check_bounds(dimension: Uniform | Integers, above: float) -> None:
+    finite = all(isinstance(v, (int, float)) and math.isfinite(v) for v in (dimension.low, dimension.high))
+    if not finite or dimension.low > dimension.high:
+        raise ConfigurationError(f"{dimension}: low and high must be finite numbers, low the lesser one.")
+    if dimension.log and (dimension.low < above or dimension.low <= 0):
+        raise ConfigurationError(f"{dimension}: with log=True the bounds must be positive. Raise low above 0.")
+
+
+def parse_space(space: Mapping[str, Any]) -> dict[str, Dimension]:
+    """Dimensions of a search space, by the name of the parameter.
+
+    Parameters
+    ----------
+    space : mapping of str to list, tuple, range, array or distribution
+        A distribution is :class:`Uniform`, :class:`Integers`, :class:`Choice`, or one of ``scipy.stats``.
+
+    Raises
+    ------
+    ConfigurationError
+        For anything else, with the name.
+    """
+    if not isinstance(space, Mapping):
+        raise ConfigurationError(
+            f"space={space!r}: must map names to lists, ranges or distributions, e.g. "
+            "space={'lr': Uniform(1e-4, 1e-1, log=True), 'width': [32, 64]}."
+        )
+    dimensions: dict[str, Dimension] = {}
+    for name, values in space.items():
+        if not isinstance(name, str):
+            raise ConfigurationError(f"space has the name {name!r}: names of parameters are strings.")
+        if isinstance(values, np.ndarray):
+            values = values.tolist()
+        if isinstance(values, (Uniform, Integers)):
+            dimensions[name] = values
+        elif hasattr(values, "rvs"):
+            dimensions[name] = _Distribution(values)
+        elif isinstance(values, Choice) or (isinstance(values, Sequence) and not isinstance(values, (str, bytes))):
+            choice = values if isinstance(values, Choice) else Choice(values)
+            if len(choice.values) == 0:
+                raise ConfigurationError(f"space[{name!r}] is empty: give at least one value, or leave the name out.")
+            dimensions[name] = choice
+        else:
+            raise ConfigurationError(
+                f"space[{name!r}]={values!r}: must be a list, a range or a distribution. For one fixed value write "
+                f"[{values!r}]."
+            )
+    return dimensions
+
+
+class Searcher(Protocol):
+    """Proposes parameters, and may learn from scores."""
+
+    def propose(self, number: int) -> dict[str, Any] | None:
+        """Parameters of trial ``number``; None where the space is exhausted."""
+        ...
+
+    def tell(self, number: int, params: Mapping[str, Any], score: float | None) -> None:
+        """The trial's score, or None where it failed; also for trials of an earlier run that goes on."""
+        ...
+
+
+def make_searcher(searcher: Any, space: Mapping[str, Any], *, seed: int, mode: str) -> Searcher:
+    """The searcher that a name or an Optuna sampler means.
+
+    Raises
+    ------
+    ConfigurationError
+        If there is no such searcher, the space doesn't suit it, or Optuna is not installed.
+    """
+    dimensions = parse_space(space)
+    if searcher == "random":
+        return _Random(dimensions, seed)
+    if searcher == "grid":
+        return _Grid(dimensions)
+    if searcher == "optuna" or hasattr(searcher, "sample_relative"):
+        return _Optuna(dimensions, None if searcher == "optuna" else searcher, seed, mode)
+    if hasattr(searcher, "propose") and hasattr(searcher, "tell"):
+        return searcher
+    raise ConfigurationError(
+        f"searcher={searcher!r}: must be 'random', 'grid', 'optuna', an Optuna sampler, or an object with "
+        "propose(number) and tell(number, params, score)."
+    )
+
+
+def _grid_size(dimensions: Mapping[str, Dimension]) -> int | None:
+    """Settings in a space of choices alone, else None."""
+    sizes = [len(d.values) if isinstance(d, Choice) else None for d in dimensions.values()]
+    return None if None in sizes else math.prod(size for size in sizes if size is not None)
+
+
+def _setting(dimensions: Mapping[str, Dimension], index: int) -> dict[str, Any]:
+    """Setting ``index`` of the grid, the last parameter the fastest."""
+    params = {}
+    for name, dimension in reversed(list(dimensions.items())):
+        assert isinstance(dimension, Choice)
+        index, position = divmod(index, len(dimension.values))
+        params[name] = dimension.values[position]
+    return {name: params[name] for name in dimensions}
+
+
+class _Random:
+    def __init__(self, dimensions: dict[str, Dimension], seed: int) -> None:
+        self._dimensions = dimensions
+        self._seed = seed
+        size = _grid_size(dimensions)
+        self._order = None
+        if size is not None and size <= _ENUMERABLE:
+            self._order = np.random.default_rng(seed).permutation(size)
+
+    def propose(self, number: int) -> dict[str, Any] | None:
+        if self._order is not None:
+            return _setting(self._dimensions, int(self._order[number])) if number < len(self._order) else None
+        rng = np.random.default_rng([self._seed, number])
+        return {name: dimension.sample(rng) for name, dimension in self._dimensions.items()}
+
+    def tell(self, number: int, params: Mapping[str, Any], score: float | None) -> None:
+        pass
+
+
+class _Grid:
+    def __init__(self, dimensions: dict[str, Dimension]) -> None:
+        for name, dimension in dimensions.items():
+            if not isinstance(dimension, Choice):
+                raise ConfigurationError(
+                    f"space[{name!r}]={dimension!r} has no end: searcher='grid' takes lists and ranges. "
+                    "List its values, or use searcher='random'."
+                )
+        self._dimensions = dimensions
+        self._size = _grid_size(dimensions) or 1
+
+    def propose(self, number: int) -> dict[str, Any] | None:
+        return _setting(self._dimensions, number) if number < self._size else None
+
+    def tell(self, number: int, params: Mapping[str, Any], score: float | None) -> None:
+        pass
+
+
+class _Optuna:
+    """Ask and tell; a choice is sampled by its index, so that its values may be of any type."""
+
+    def __init__(self, dimensions: dict[str, Dimension], sampler: Any, seed: int, mode: str) -> None:
+        try:
+            import optuna
+        except ImportError as error:
+            raise ConfigurationError("searcher='optuna' needs Optuna: pip install trainloop[optuna].") from error
+        self._optuna = optuna
+        self._dimensions = dimensions
+        self._distributions: dict[str, Any] = {}
+        for name, dimension in dimensions.items():
+            if isinstance(dimension, Choice):
+                self._distributions[name] = optuna.distributions.CategoricalDistribution(range(len(dimension.values)))
+            elif isinstance(dimension, Uniform):
+                self._distributions[name] = optuna.distributions.FloatDistribution(
+                    dimension.low, dimension.high, log=dimension.log
+                )
+            elif isinstance(dimension, Integers):
+                self._distributions[name] = optuna.distributions.IntDistribution(
+                    dimension.low, dimension.high, log=dimension.log
+                )
+            else:
+                raise ConfigurationError(
+                    f"space[{name!r}]: Optuna can't sample a scipy distribution. Use Uniform, Integers or a list, "
+                    "or searcher='random'."
+                )
+        before = optuna.logging.get_verbosity()
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        try:
+            self._study = optuna.create_study(
+                direction="minimize" if mode == "min" else "maximize",
+                sampler=optuna.samplers.TPESampler(seed=seed) if sampler is None else sampler,
+            )
+        finally:
+            optuna.logging.set_verbosity(before)
+        self._open: dict[int, Any] = {}
+
+    def propose(self, number: int) -> dict[str, Any] | None:
+        self._open[number] = asked = self._study.ask(self._distributions)
+        return {name: self._value(name, chosen) for name, chosen in asked.params.items()}
+
+    def _value(self, name: str, chosen: Any) -> Any:
+        dimension = self._dimensions[name]
+        return dimension.values[chosen] if isinstance(dimension, Choice) else chosen
+
+    def tell(self, number: int, params: Mapping[str, Any], score: float | None) -> None:
+        failed = score is None or math.isnan(score)
+        state = self._optuna.trial.TrialState.FAIL if failed else self._optuna.trial.TrialState.COMPLETE
+        if number in self._open:
+            self._study.tell(self._open.pop(number), None if failed else score, state=state)
+            return
+        chosen = {}
+        for name, value in params.items():
+            dimension = self._dimensions[name]
+            chosen[name] = list(dimension.values).index(value) if isinstance(dimension, Choice) else value
+        self._study.add_trial(
+            self._optuna.trial.create_trial(
+                params=chosen, distributions=self._distributions, value=None if failed else score, state=state
+            )
+        )

@@ -1,0 +1,132 @@
+"""The process that trains one fold: from its first line to its last.
+
+It takes its CPUs before it imports anything that counts them, ends when its parent does, and leaves what it came to in
+the fold's folder. Nothing of it runs in the searching process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Job", "command", "main"]
+
+
+@dataclass
+class Job:
+    """One fold to train, as the child is told of it."""
+
+    trial: int
+    """Number of the trial."""
+    fold: int
+    """Number of the fold; 0 without bagging."""
+    folder: str
+    """Where the child writes what it came to."""
+    work: str
+    """File with what all folds of the search share."""
+    params: str
+    """File with the trial's parameters."""
+    seed: int
+    """For all random generators, so that a fold's score doesn't depend on where it ran."""
+    quota: tuple[Any, Any, Any]
+    """CPUs, GPUs and memory of the model."""
+    cpus: list[int] = field(default_factory=list)
+    """CPUs of the child; all it finds where the list is empty."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables that must be there before the interpreter starts."""
+    probe: bool = False
+    """Only look at the data, for its length and targets."""
+
+    def write(self) -> Path:
+        path = Path(self.folder) / "job.json"
+        path.write_text(json.dumps({**asdict(self), "sys_path": [os.path.abspath(p) for p in sys.path]}))
+        return path
+
+
+def command(job_file: Path) -> list[str]:
+    """How the child is started. By ``-c``: nothing of it is called ``__main__``, as the user's own things may be."""
+    return [sys.executable, "-c", "from trainloop.tuning.worker import main; main()", str(job_file)]
+
+
+def main() -> None:
+    """Train the fold that the first argument tells of."""
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    told = json.loads(Path(sys.argv[1]).read_text())
+    sys.path[:] = list(dict.fromkeys([*told.pop("sys_path"), *sys.path]))
+    job = Job(**told)
+    if job.cpus and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, job.cpus)
+    folder = Path(job.folder)
+    try:
+        _train(job, folder)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        from trainloop.tuning.storage import write_bytes
+
+        write_bytes(folder / "error.txt", traceback.format_exc().encode(errors="replace"))
+        # At once: threads and children that the failure left behind may never end.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _end_with_the_parent() -> None:
+    """Standard input is a pipe that only the parent's end closes. All of the fold's processes are in one group."""
+    while os.read(0, 1024):
+        pass
+    if os.getpgid(0) == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
+
+
+def _train(job: Job, folder: Path) -> None:
+    from trainloop.resources import ResourceQuota, enforce, lease
+    from trainloop.tuning.storage import read, write
+
+    lease.inherit()
+    quota = ResourceQuota(*job.quota)
+    began = time.monotonic()
+    device = None
+    if 0 < float(quota.num_gpus) < 1:
+        import torch
+
+        device = torch.device("cuda", 0)
+    with enforce.applied(quota, device=device):
+        _seed(job.seed)
+        work = read(Path(job.work))
+        params = read(Path(job.params))
+        from trainloop.tuning import fitting
+
+        if job.probe:
+            length, targets = fitting.describe_data(work["make_loop"](dict(params), None))
+            write(folder / "result.pkl", {"length": length, "targets": fitting.as_rows(targets)})
+            return
+        fold = work["folds"][job.fold] if work["folds"] is not None else None
+        made = work["make_loop"](dict(params), fold)
+        outcome = fitting.fit(
+            made, fold=fold, data=work["data"], fit_args=work["fit_args"], params=params, metric=work["metric"]
+        )
+        write(folder / "model.pkl", outcome.model)
+        write(folder / "predictions.pkl", outcome.predictions)
+        result = {"score": outcome.score, "history": outcome.history, "seconds": time.monotonic() - began}
+        write(folder / "result.pkl", result)
+
+
+def _seed(seed: int) -> None:
+    import random
+
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
