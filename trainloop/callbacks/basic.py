@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.callbacks.early_stopping import EarlyStopping, ThresholdEarlyStopping, TimeLimit
@@ -142,7 +142,8 @@ class DataSubsetTestRun(AbstractCallback):
 
 def _first_batches(loader: Any, number: int) -> Any:
     """A loader of the first batches of another one."""
-    if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
+    indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    if indexed and loader.batch_sampler is not None:
         indices = [list(batch) for batch in islice(loader.batch_sampler, number)]
         # Without workers: they cost more than a few batches.
         return DataLoader(loader.dataset, batch_sampler=indices, collate_fn=loader.collate_fn)

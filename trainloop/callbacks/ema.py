@@ -152,7 +152,8 @@ class ExponentialMovingAverage(AbstractCallback):
         return {**self.__dict__, "average": _to_cpu(self.average), "_trained": trained, "_pairs": ([], [])}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"average": dict(self.average), "updates": self.updates}
+        # A checkpoint of the very end holds the average as the model's weights.
+        return {"average": dict(self.average), "updates": self.updates, "trained": dict(self._trained or {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         weights = self._weights()
@@ -164,6 +165,8 @@ class ExponentialMovingAverage(AbstractCallback):
             )
         self.average = {name: value.clone() for name, value in state["average"].items()}
         self.updates = state["updates"]
+        if state["trained"]:
+            _copy(weights, state["trained"])  # what training goes on from
         self._pair(weights)
 
 

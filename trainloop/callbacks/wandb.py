@@ -1,0 +1,252 @@
+"""Experiment tracking with Weights & Biases (extra ``wandb``)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trainloop.callbacks.base import AbstractCallback
+from trainloop.errors import ConfigurationError
+
+__all__ = ["AlertConfig", "WandBTracking"]
+
+
+@dataclass(frozen=True)
+class AlertConfig:
+    """When Weights & Biases should send a message.
+
+    Raises
+    ------
+    ConfigurationError
+        If ``objective`` is neither of the two.
+    """
+
+    metric_name: str
+    """Name in ``history``."""
+    threshold_value: float
+    """Beyond this the alert is sent."""
+    objective: Literal["maximize", "minimize"] = "maximize"
+    """``'maximize'``: sent when the metric is below; ``'minimize'``: when it is above."""
+    wandb_alert_level: Any = None
+    """A ``wandb.AlertLevel``."""
+
+    def __post_init__(self) -> None:
+        if self.objective not in ("maximize", "minimize"):
+            raise ConfigurationError(f"AlertConfig: objective={self.objective!r}: must be 'maximize' or 'minimize'.")
+
+    def message(self, value: float) -> tuple[str, str] | None:
+        """Title and text for a value that is beyond the threshold, else ``None``."""
+        low = self.objective == "maximize" and value < self.threshold_value
+        high = self.objective == "minimize" and value > self.threshold_value
+        if not low and not high:
+            return None
+        word, side = ("low", "below") if low else ("high", "above")
+        text = f"{self.metric_name} is {value:.6g}, {side} the threshold of {self.threshold_value:.6g}."
+        return f"{self.metric_name} is too {word}", text
+
+
+class WandBTracking(AbstractCallback):
+    """Send the run to Weights & Biases, from rank 0.
+
+    Step values go by their names, epoch values as ``epoch/<name>``, all over ``global_step``. The run is started in the
+    process that trains, when training begins, and finished at its end. A resumed run goes on in the same one.
+
+    Parameters
+    ----------
+    metric_names : sequence of str, optional
+        Metrics of the history to send. Default: all.
+    batch_log_frequency : int, optional
+        Send the values of every n-th step. Default: epochs only.
+    hyperparams : mapping, optional
+        The run's configuration. Default: that of a tracking loop, if it is one.
+    tags : sequence of str, optional
+        Of the run.
+    alerts : sequence of AlertConfig, optional
+        Looked at after each epoch.
+    wandb_pre_initialized : bool
+        Use the run that is active already, and leave it open; only where training is in the calling process.
+    source_dirs : sequence of str
+        Folders whose code is stored with the run.
+    log_dir : str, optional
+        Where wandb keeps its own files.
+    project_name, experiment_name : str, optional
+        Project and name of the run; taken from a tracking loop where left out.
+    **kwargs
+        More for ``wandb.init``, such as ``mode='offline'``.
+
+    Raises
+    ------
+    ConfigurationError
+        If wandb is missing, or an alert is no :class:`AlertConfig`.
+
+    Examples
+    --------
+    >>> tl.fit(num_epochs=10, callbacks=[WandBTracking(batch_log_frequency=50, project_name="digits")])
+    """
+
+    def __init__(
+        self,
+        metric_names: Sequence[str] | None = None,
+        batch_log_frequency: int | None = None,
+        hyperparams: Mapping[str, Any] | None = None,
+        tags: Sequence[str] | None = None,
+        alerts: Sequence[AlertConfig] | None = None,
+        wandb_pre_initialized: bool = False,
+        source_dirs: Sequence[str] = (),
+        log_dir: str | os.PathLike[str] | None = None,
+        project_name: str | None = None,
+        experiment_name: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__("WandBTracking", execution_order=97, device_idx_execution=0)
+        for alert in alerts or ():
+            if not isinstance(alert, AlertConfig):
+                raise ConfigurationError(f"WandBTracking: alerts holds {alert!r}: it must be an AlertConfig.")
+        if batch_log_frequency is not None and batch_log_frequency < 1:
+            raise ConfigurationError(
+                f"WandBTracking: batch_log_frequency={batch_log_frequency}: must be 1 or more, or None."
+            )
+        self.metric_names = None if metric_names is None else list(metric_names)
+        self.batch_log_frequency = batch_log_frequency
+        self.hyperparams = hyperparams
+        self.tags = None if tags is None else list(tags)
+        self.alerts = list(alerts or ())
+        self.wandb_pre_initialized = wandb_pre_initialized
+        self.source_dirs = list(source_dirs)
+        self.log_dir = None if log_dir is None else os.path.expanduser(os.fspath(log_dir))
+        self.project_name = project_name
+        self.experiment_name = experiment_name
+        self.init_kwargs = kwargs
+        self.run_id: str | None = None
+        self._run: Any = None
+        self._lengths: dict[str, int] = {}
+
+    def on_train_loop_registration(self) -> None:
+        _import_wandb()
+        loop = self.train_loop_obj
+        if loop.global_step == 0:
+            self.run_id = None  # another training, another run
+        self.project_name = self.project_name or getattr(loop, "project_name", None)
+        self.experiment_name = self.experiment_name or getattr(loop, "experiment_name", None)
+        if self.hyperparams is None:
+            self.hyperparams = getattr(loop, "hyperparams", None)
+        if self.wandb_pre_initialized and loop.gpu_mode == "ddp":
+            raise ConfigurationError(
+                "WandBTracking(wandb_pre_initialized=True): the run that is active here does not exist in the ranks of "
+                "ddp. Leave it out: the run is then started on rank 0."
+            )
+
+    def _active_run(self) -> Any:
+        """The run, begun at the first thing to send: which one a resumed training goes on in is known by then."""
+        if self._run is not None:
+            return self._run
+        wandb = _import_wandb()
+        if self.wandb_pre_initialized:
+            self._run = wandb.run
+            if self._run is None:
+                raise ConfigurationError(
+                    "WandBTracking(wandb_pre_initialized=True): no run is active. Call wandb.init(...) before fit, or "
+                    "leave it out."
+                )
+        else:
+            known = {} if self.run_id is None else {"id": self.run_id, "resume": "allow"}
+            self._run = wandb.init(
+                **{
+                    "project": self.project_name,
+                    "name": self.experiment_name,
+                    "config": None if self.hyperparams is None else dict(self.hyperparams),
+                    "tags": self.tags,
+                    "dir": self.log_dir,
+                    **known,
+                    **self.init_kwargs,
+                }
+            )
+            self.run_id = self._run.id
+        for folder in self.source_dirs:
+            self._run.log_code(folder)
+        # wandb's own step must rise with each call; epoch values belong to a step that is sent already.
+        self._run.define_metric("global_step")
+        self._run.define_metric("*", step_metric="global_step")
+        return self._run
+
+    def on_train_begin(self) -> None:
+        if self.train_loop_obj.global_step == 0:
+            self._lengths = {}
+
+    def on_log(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
+        every = self.batch_log_frequency
+        if every is None:
+            return
+        for step, scalars in rows:
+            if step % every == 0:
+                self._active_run().log({**scalars, "global_step": step})
+
+    def on_epoch_end(self) -> None:
+        values = self._send_epoch_values()
+        for alert in self.alerts:
+            if alert.metric_name not in self.train_loop_obj.history:
+                names = ", ".join(map(repr, self.train_loop_obj.history))
+                raise ConfigurationError(
+                    f"WandBTracking: an alert is set on {alert.metric_name!r}, which is not in the history. "
+                    f"There are: {names}."
+                )
+            message = alert.message(values[alert.metric_name]) if alert.metric_name in values else None
+            if message is not None:
+                title, text = message
+                level = {} if alert.wandb_alert_level is None else {"level": alert.wandb_alert_level}
+                self._active_run().alert(title=title, text=text, **level)
+
+    def _send_epoch_values(self) -> dict[str, float]:
+        loop = self.train_loop_obj
+        values = new_epoch_values(loop.history, self._lengths)
+        chosen = {
+            f"epoch/{name}": value
+            for name, value in values.items()
+            if self.metric_names is None or name in self.metric_names
+        }
+        if chosen:
+            self._active_run().log({**chosen, "epoch": loop.epoch, "global_step": loop.global_step})
+        return values
+
+    def on_train_end(self) -> None:
+        self._send_epoch_values()
+        self._finish(0)
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._finish(1)
+
+    def _finish(self, exit_code: int) -> None:
+        if self._run is not None and not self.wandb_pre_initialized:
+            self._run.finish(exit_code=exit_code)
+        self._run = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_run": None}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"run_id": self.run_id, "lengths": dict(self._lengths)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.run_id = state["run_id"]
+        self._lengths = dict(state["lengths"])
+
+
+def new_epoch_values(history: Mapping[str, list[float]], lengths: dict[str, int]) -> dict[str, float]:
+    """The newest value of each metric that has more values than ``lengths`` says, which is brought up to date."""
+    values = {}
+    for name in history:
+        series = history[name]
+        if len(series) > lengths.get(name, 0):
+            values[name] = series[-1]
+        lengths[name] = len(series)
+    return values
+
+
+def _import_wandb() -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigurationError("WandBTracking needs wandb: pip install 'trainloop[wandb]'.") from error
+    return wandb
