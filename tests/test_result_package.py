@@ -1,0 +1,203 @@
+"""Metrics, held to scikit-learn's, and what evaluate_result_package takes."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trainloop import result_package as rp
+from trainloop.errors import ConfigurationError
+from trainloop.result_package import evaluate_result_package
+
+skm = pytest.importorskip("sklearn.metrics")
+N = 211
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("classes", [2, 3, 10])
+def test_classification_is_that_of_scikit_learn(seed: int, classes: int) -> None:
+    scores = rng(seed).normal(size=(N, classes))
+    # The last class of many never occurs among the targets, so that one has no rows of its own.
+    y_true = rng(seed + 100).integers(0, max(classes - 1, 2), N)
+    y_pred = scores.argmax(1)
+    macro = {"average": "macro", "zero_division": 0}
+    expected = {
+        "accuracy": skm.accuracy_score(y_true, y_pred),
+        "precision": skm.precision_score(y_true, y_pred, **macro),
+        "recall": skm.recall_score(y_true, y_pred, **macro),
+        "f1": skm.f1_score(y_true, y_pred, **macro),
+    }
+    package = rp.ClassificationResultPackage()
+    one_hot = np.eye(classes)[y_true]
+    for predicted, targets in [
+        (scores, y_true),
+        (y_pred, y_true),
+        (torch.tensor(scores), torch.tensor(y_true)),
+        (torch.tensor(y_pred).unsqueeze(1), torch.tensor(y_true)),
+        (list(y_pred), list(y_true)),
+        ([torch.tensor(row) for row in scores], torch.tensor(y_true)),
+        (scores, one_hot),
+    ]:
+        assert evaluate_result_package(package, predicted, targets) == pytest.approx(expected, abs=1e-12)
+
+
+def test_classes_may_be_words_or_one_for_each_token() -> None:
+    assert rp.accuracy(["a", "b", "c"], ["a", "b", "b"]) == pytest.approx(2 / 3)
+    assert rp.f1(["a", "b", "c"], ["a", "b", "b"]) == pytest.approx(
+        skm.f1_score(["a", "b", "b"], ["a", "b", "c"], average="macro")
+    )
+    tokens = torch.tensor([[3, 4, 5], [5, 4, 3]])
+    assert rp.accuracy(tokens, torch.tensor([[3, 4, 0], [5, 4, 3]])) == pytest.approx(5 / 6)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("ties", [False, True])
+def test_binary_is_that_of_scikit_learn(seed: int, ties: bool) -> None:
+    scores = rng(seed).random(N)
+    if ties:
+        scores = scores.round(1)
+    y_true = (rng(seed + 100).random(N) < scores).astype(int)
+    chosen = scores >= 0.5
+    precisions, recalls, _ = skm.precision_recall_curve(y_true, scores)
+    expected = {
+        "accuracy": skm.accuracy_score(y_true, chosen),
+        "precision": skm.precision_score(y_true, chosen),
+        "recall": skm.recall_score(y_true, chosen),
+        "f1": skm.f1_score(y_true, chosen),
+        "roc_auc": skm.roc_auc_score(y_true, scores),
+        "pr_auc": skm.auc(recalls, precisions),
+    }
+    both = np.stack([1 - scores, scores], axis=1)
+    for predicted in (scores, scores[:, None], torch.tensor(both), list(scores)):
+        found = evaluate_result_package(rp.BinaryClassificationResultPackage(), predicted, y_true)
+        assert found == pytest.approx(expected, abs=1e-12)
+    logits = np.log(scores.clip(1e-9) / (1 - scores).clip(1e-9))
+    by_logits = evaluate_result_package(rp.BinaryClassificationResultPackage(positive_class_thresh=0.0), logits, y_true)
+    assert by_logits == pytest.approx(expected, abs=1e-12)
+
+
+def test_one_class_alone_has_no_area() -> None:
+    found = evaluate_result_package(rp.BinaryClassificationResultPackage(), [0.1, 0.2], [0, 0])
+    assert np.isnan(found["roc_auc"])
+    assert np.isnan(found["pr_auc"])
+    assert (found["accuracy"], found["precision"], found["recall"], found["f1"]) == (1.0, 0.0, 0.0, 0.0)
+
+
+def test_regression_is_that_of_scikit_learn() -> None:
+    y_true, y_pred = rng(0).normal(size=(2, N))
+    expected = {
+        "mse": skm.mean_squared_error(y_true, y_pred),
+        "rmse": skm.mean_squared_error(y_true, y_pred) ** 0.5,
+        "mae": skm.mean_absolute_error(y_true, y_pred),
+        "r2": skm.r2_score(y_true, y_pred),
+    }
+    package = rp.RegressionResultPackage()
+    assert evaluate_result_package(package, y_pred, y_true) == pytest.approx(expected, abs=1e-12)
+    # (n, 1) against (n,) is no (n, n)
+    assert evaluate_result_package(package, torch.tensor(y_pred)[:, None], y_true) == pytest.approx(expected, abs=1e-12)
+    half = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
+    assert rp.mse(half, [1.0, 4.0]) == 2.0
+    assert np.isnan(rp.r2([1.0, 2.0], [3.0, 3.0]))
+
+
+@pytest.mark.parametrize("metric", [rp.mse, rp.accuracy])
+def test_unequal_lengths_are_told(metric: Any) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"predictions have shape \(3,\) and targets \(2,\): give one for each"
+    ):
+        metric([1, 2, 3], [1, 2])
+
+
+def test_functions_lists_and_dicts() -> None:
+    def rows(y_pred: Any, y_true: Any, metadata: Any) -> int:
+        return len(y_pred) + metadata["more"]
+
+    def two(y_pred: Any, y_true: Any, metadata: Any) -> dict[str, Any]:
+        return {"a": torch.tensor(1.5), "b": np.float32(2)}
+
+    data = ([0, 1], [0, 0], {"more": 5})
+    assert evaluate_result_package(rows, *data) == {"rows": 7.0}
+    assert evaluate_result_package([rows, two], *data) == {"rows": 7.0, "a": 1.5, "b": 2.0}
+    assert evaluate_result_package({"n": rows, "x": two}, *data) == {"n": 7.0, "x_a": 1.5, "x_b": 2.0}
+    general = rp.GeneralResultPackage([rows, rp.accuracy], pkg_name="mine")
+    assert evaluate_result_package(general, *data) == {"rows": 7.0, "accuracy": 0.5}
+    assert str(general) == "rows: 7.0\naccuracy: 0.5"
+    assert all(type(v) is float for v in evaluate_result_package(two, *data).values())
+
+
+def test_a_users_package_sees_what_aitoolbox_gave() -> None:
+    class Mine(rp.AbstractResultPackage):
+        def prepare_results_dict(self) -> dict[str, Any]:
+            assert isinstance(self.y_true, np.ndarray)
+            assert self.additional_results == {"additional_results": {"loss": 0.25}}
+            return {"wrong": int((self.y_true != self.y_predicted).sum())}
+
+    package = Mine("mine", strict_content_check=True, threshold=3)
+    assert package.package_metadata == {"threshold": 3}
+    with pytest.raises(ConfigurationError, match=r"mine has no results yet. Call prepare_result_package first"):
+        package.get_results()
+    assert evaluate_result_package(package, [0, 1], [0, 0], {"loss": 0.25}) == {"wrong": 1.0}
+    assert len(package.y_true) == 2
+
+
+def test_ragged_rows_stay_a_list() -> None:
+    class Lengths(rp.AbstractResultPackage):
+        def prepare_results_dict(self) -> dict[str, Any]:
+            return {"longest": max(len(row) for row in self.y_predicted)}
+
+    assert evaluate_result_package(Lengths(), [[1], [1, 2, 3]], [0, 1]) == {"longest": 3.0}
+
+
+def test_packages_pickle_without_the_predictions() -> None:
+    package = rp.RegressionResultPackage()
+    evaluate_result_package(package, np.zeros(100_000), np.ones(100_000))
+    data = pickle.dumps(package)
+    assert len(data) < 2000
+    assert pickle.loads(data).get_results()["mse"] == 1.0
+
+
+def test_results_known_before() -> None:
+    assert evaluate_result_package(rp.PreCalculatedResultPackage({"bleu": 0.3}), [1], [1]) == {"bleu": 0.3}
+
+
+@pytest.mark.parametrize(
+    "package, message",
+    [
+        (3, r"3 can't score predictions. Pass a result package such as ClassificationResultPackage\(\), a function"),
+        ("accuracy", r"'accuracy' can't score predictions"),
+        (rp.ClassificationResultPackage, r"can't score predictions. It is a class: call it"),
+        (lambda *_: np.zeros(3), r"metric '<lambda>' gave a ndarray of shape \(3,\), but must give one number"),
+        (lambda *_: {"x": None}, r"metric 'x' gave a NoneType, but must give one number, or a dict of numbers"),
+    ],
+)
+def test_what_can_not_score_is_told(package: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        evaluate_result_package(package, [1, 2, 3], [1, 2, 3])
+
+
+def test_torchmetrics() -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    scores = torch.tensor(rng(0).normal(size=(N, 3)))
+    y_true = torch.tensor(rng(1).integers(0, 3, N))
+    kind = {"task": "multiclass", "num_classes": 3}
+    single = torchmetrics.Accuracy(**kind, average="micro")
+    expected = float((scores.argmax(1) == y_true).double().mean())
+    for rows in ((scores, y_true), (scores.numpy(), y_true.tolist())):
+        assert evaluate_result_package(single, *rows) == {"MulticlassAccuracy": pytest.approx(expected)}
+    assert single.sync_on_compute
+    both = torchmetrics.MetricCollection(
+        {"acc": torchmetrics.Accuracy(**kind, average="micro"), "f1": torchmetrics.F1Score(**kind)}
+    )
+    found = evaluate_result_package(rp.TorchMetricsPackage(both), scores, y_true)
+    assert found["acc"] == pytest.approx(expected)
+    assert set(found) == {"acc", "f1"}
+    again = evaluate_result_package({"a": single, "b": both}, scores, y_true)
+    assert set(again) == {"a", "b_acc", "b_f1"}
