@@ -134,7 +134,7 @@ def _sendable(loop: TrainLoop) -> str:
 def _one_batch(loop: TrainLoop) -> str:
     model, _, criterion = _copies(loop)
     loss, weight = split_loss(model.get_loss(_first_batch(loop), criterion, torch.device("cpu")))
-    value = float(loss.total() if isinstance(loss, MultiLoss) else loss)
+    value = float((loss.total() if isinstance(loss, MultiLoss) else loss).detach())
     if not math.isfinite(value):
         raise _Found(f"the first batch's loss is {value}. Look at its inputs, and at the model's initial weights.")
     return f"loss {value:.4g}" + ("" if weight is None else f", weight {float(weight):g}")
