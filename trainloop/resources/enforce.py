@@ -30,6 +30,7 @@ __all__ = [
     "child_environment",
     "cpu_shares",
     "devices_under",
+    "free_cpus",
 ]
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -309,15 +310,15 @@ def _narrow_affinity(
         # The process that started this rank has taken the run's CPUs, and this one inherited them.
         cpus = cpu_shares(quota, ranks, before)[local_rank]
     elif quota is not None and quota.num_cpus != "auto":
-        cpus = _free_cpus(quota.num_cpus, before, undo)
+        cpus = free_cpus(quota.num_cpus, before, undo)
     if cpus != before and hasattr(os, "sched_setaffinity"):
         undo.callback(os.sched_setaffinity, 0, before)
         os.sched_setaffinity(0, cpus)
     return len(cpus)
 
 
-def _free_cpus(number: int, allowed: list[int], undo: contextlib.ExitStack) -> list[int]:
-    """So many of the CPUs, leased where no other run holds them; the last ones shared where too few are free."""
+def free_cpus(number: int, allowed: list[int], undo: contextlib.ExitStack) -> list[int]:
+    """So many of the CPUs, leased until ``undo`` is; where too few are free, others are shared, from the last on."""
     free: list[int] = []
     if not lease.inherited():
         pool = [f"cpu-{cpu}" for cpu in allowed]

@@ -1,0 +1,221 @@
+"""Folds as tasks of a Ray cluster.
+
+Ray schedules: it counts CPUs and GPUs, and enforces neither. So a task only supervises; the fold trains in the same
+kind of process as on one machine, on CPUs leased on its node, under the same quota. A task that is lost with its node
+runs again elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from trainloop.errors import ConfigurationError, ResourceError
+from trainloop.resources import Plan, ResourceQuota, available
+from trainloop.resources.enforce import free_cpus
+from trainloop.resources.quota import as_number, exact
+from trainloop.tuning.local import Child, Ended, read_end
+from trainloop.tuning.storage import write_bytes
+from trainloop.tuning.worker import Job
+
+__all__ = ["RayBackend"]
+
+_RESULTS = ("result.pkl", "predictions.pkl", "model.pkl", "error.txt", "log.txt")
+_RETRIES = 3  # of a task whose node or worker is lost
+
+
+class RayBackend:
+    """Starts tasks, and tells of those that ended."""
+
+    def __init__(self, ray: Any, total: ResourceQuota) -> None:
+        self._ray = ray
+        self.total = total
+        """What the search may use of the cluster."""
+        self._plan: Plan | None = None
+        self._running: dict[Any, Job] = {}
+        self._files: dict[str, Any] = {}
+        self._groups: dict[int, tuple[int, Any]] = {}  # by bag: the trial it has, and its placement group
+
+    @classmethod
+    @contextmanager
+    def connected(cls, total: ResourceQuota | None) -> Iterator[RayBackend]:
+        """On the cluster this process is connected to, the one that ``RAY_ADDRESS`` names, or a local one.
+
+        Raises
+        ------
+        ConfigurationError
+            If Ray is not installed.
+        ResourceError
+            If the cluster has less than ``total``.
+        """
+        try:
+            import ray
+        except ImportError as error:
+            raise ConfigurationError("backend='ray' needs Ray: pip install trainloop[ray].") from error
+        own = not ray.is_initialized()
+        if own:
+            _connect(ray, total)
+        try:
+            backend = cls(ray, _cluster_total(ray, total))
+            try:
+                yield backend
+            finally:
+                backend.close()
+        finally:
+            if own:
+                ray.shutdown()
+
+    def begin(self, division: Plan) -> None:
+        """Check that a node of the cluster holds a model.
+
+        Raises
+        ------
+        ResourceError
+            If none does: such a task would wait for ever.
+        """
+        self._plan = division
+        model = division.per_model
+        for node in self._ray.nodes():
+            have = node["Resources"]
+            if node["Alive"] and have.get("CPU", 0) >= model.num_cpus and have.get("GPU", 0) >= model.num_gpus:
+                return
+        raise ResourceError(
+            f"one model takes {model.num_cpus} CPUs and {model.num_gpus} GPUs, and no node of the Ray cluster has "
+            "both. Lower per_model, or add a larger node."
+        )
+
+    def start(self, job: Job, bag: int) -> None:
+        assert self._plan is not None
+        model = self._plan.per_model
+        options: dict[str, Any] = {
+            "num_cpus": model.num_cpus,
+            "num_gpus": float(model.num_gpus),
+            "max_retries": _RETRIES,
+        }
+        if model.memory != "auto":
+            options["memory"] = model.memory
+        if float(model.num_gpus) > 1:
+            options["scheduling_strategy"] = self._group_of(job.trial, bag)
+        task = self._ray.remote(**options)(_supervise)
+        reference = task.remote(dataclasses.asdict(job), self._shared(job.work), Path(job.params).read_bytes())
+        self._running[reference] = job
+
+    def wait(self, timeout_s: float) -> list[Ended]:
+        """The folds that ended, at once where there are some, else those of the next ``timeout_s`` seconds."""
+        if not self._running:
+            return []
+        ready, _ = self._ray.wait(list(self._running), num_returns=1, timeout=timeout_s)
+        ends = []
+        for reference in ready:
+            job = self._running.pop(reference)
+            try:
+                exitcode, files = self._ray.get(reference)
+            except self._ray.exceptions.RayError as error:
+                exitcode, files = 1, {"error.txt": f"Ray lost the fold: {error}".encode()}
+            for name, data in files.items():
+                write_bytes(Path(job.folder) / name, data)
+            ends.append(read_end(job, exitcode))
+        return ends
+
+    def close(self) -> list[Job]:
+        """End all; the jobs that were running."""
+        jobs = list(self._running.values())
+        for reference in self._running:
+            self._ray.cancel(reference, force=True)  # the fold's process ends with its supervisor
+        self._running.clear()
+        for _, group in self._groups.values():
+            self._ray.util.remove_placement_group(group)
+        self._groups.clear()
+        return jobs
+
+    def _shared(self, path: str) -> Any:
+        """The file in the object store, sent to each node once."""
+        data = Path(path).read_bytes()
+        for known, reference in self._files.values():
+            if known == data:
+                return reference
+        self._files = {path: (data, self._ray.put(data))}
+        return self._files[path][1]
+
+    def _group_of(self, trial: int, bag: int) -> Any:
+        """All that a trial's folds need at once, reserved whole or not at all: a bundle a fold, none for who waits."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        assert self._plan is not None
+        owner, group = self._groups.get(bag, (None, None))
+        if owner != trial:
+            if group is not None:
+                self._ray.util.remove_placement_group(group)
+            model = self._plan.per_model
+            bundle = {"CPU": model.num_cpus, "GPU": float(model.num_gpus)}
+            group = self._ray.util.placement_group([bundle] * self._plan.folds_in_parallel, strategy="PACK")
+            self._groups[bag] = trial, group
+        return PlacementGroupSchedulingStrategy(placement_group=group)
+
+
+def _connect(ray: Any, total: ResourceQuota | None) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(log_to_driver=False)
+        return
+    machine = available()
+    asked = ResourceQuota() if total is None else total
+    from ray._private import ray_constants
+
+    # Without this switch (Ray's own on macOS) 127.0.0.1 is replaced by the machine's address, and all the world may
+    # connect.
+    before = getattr(ray_constants, "ENABLE_RAY_CLUSTER", None)
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            num_cpus=machine.num_cpus if asked.num_cpus == "auto" else asked.num_cpus,
+            num_gpus=machine.num_gpus if asked.num_gpus == "auto" else math.ceil(exact(asked.num_gpus)),
+            log_to_driver=False,
+        )
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def _cluster_total(ray: Any, total: ResourceQuota | None) -> ResourceQuota:
+    have = ray.cluster_resources()
+    cluster = ResourceQuota(max(1, int(have.get("CPU", 0))), as_number(exact(have.get("GPU", 0))))
+    if total is None:
+        return cluster
+    num_cpus = cluster.num_cpus if total.num_cpus == "auto" else total.num_cpus
+    num_gpus = cluster.num_gpus if total.num_gpus == "auto" else total.num_gpus
+    if int(num_cpus) > int(cluster.num_cpus) or exact(num_gpus) > exact(cluster.num_gpus):
+        raise ResourceError(
+            f"total={total!r}: the Ray cluster has {cluster.num_cpus} CPUs and {cluster.num_gpus} GPUs. "
+            "Ask for no more than these."
+        )
+    return ResourceQuota(num_cpus, num_gpus, total.memory)
+
+
+def _supervise(told: dict[str, Any], work: bytes, params: bytes) -> tuple[int, dict[str, bytes]]:
+    """In a task, on some node: train the fold in a child, and bring back its files."""
+    folder = Path(tempfile.mkdtemp(prefix="trainloop-fold-"))
+    try:
+        (folder / "work.pkl").write_bytes(work)
+        (folder / "params.pkl").write_bytes(params)
+        job = Job(**{**told, "folder": str(folder), "work": str(folder / "work.pkl")})
+        job.params = str(folder / "params.pkl")
+        with ExitStack() as undo:
+            if hasattr(os, "sched_getaffinity"):
+                job.cpus = free_cpus(int(job.quota[0]), sorted(os.sched_getaffinity(0)), undo)
+            child = Child(job)
+            undo.callback(child.end)
+            child.wait()
+            exitcode = child.end()
+        found = ((name, folder / name) for name in _RESULTS)
+        return exitcode, {name: path.read_bytes() for name, path in found if path.exists()}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
