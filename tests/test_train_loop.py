@@ -521,3 +521,26 @@ def test_data_can_be_made_in_the_ranks() -> None:
     loop = make("ddp", 2, train_loader=None)
     loop.fit(num_epochs=1, in_process_data_load=Load())
     assert loop.global_step == 4
+
+
+class Normed(TTBasicModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def test_synchronised_batchnorm_equals_one_process_where_a_rank_has_no_samples() -> None:
+    models = []
+    for mode, devices, batch_size in (("single", "auto", 30), ("ddp", 3, 10)):
+        torch.manual_seed(0)
+        model = Normed().double()
+        # 62 = 2 x 30 + 2: the third rank has none of the last global batch.
+        dataset = data(62, torch.float64)
+        loop = make(mode, devices, model=model, dataset=dataset, batch_size=batch_size, sync_batchnorm=mode == "ddp")
+        loop.fit(num_epochs=2)
+        models.append(model)
+    for one, many in zip(models[0].state_dict().values(), models[1].state_dict().values(), strict=True):
+        torch.testing.assert_close(one, many, rtol=0, atol=1e-9)

@@ -30,12 +30,30 @@ class Placement:
     """Around forward; may be entered again and again."""
     scaler: torch.amp.GradScaler
     """Disabled, and then a no-op, unless the dtype is fp16."""
+    syncs_batchnorm: bool = False
+    """Whether BatchNorm is over all ranks."""
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         """Around forward and backward: in ``ddp`` gradients are reduced in a step's last micro-batch only."""
         if last or not isinstance(self.wrapper, TTDistributedDataParallel):
             return _NOTHING
         return self.wrapper.no_sync()
+
+    def alone(self, counts: list[int] | None, i: int) -> AbstractContextManager[Any]:
+        """Around forward and backward of a micro-batch whose gradients are reduced by hand afterwards.
+
+        Parameters
+        ----------
+        counts : list of int or None
+            Micro-batches of each rank in this step, where they differ.
+        i : int
+            Index of the micro-batch: synchronised BatchNorm is among those ranks that have one.
+        """
+        if counts is None or not self.syncs_batchnorm:
+            return _NOTHING
+        from trainloop import sync_batchnorm
+
+        return sync_batchnorm.participating(self.model, [rank for rank, n in enumerate(counts) if n > i])
 
     @property
     def evaluated(self) -> Any:
@@ -101,6 +119,7 @@ def placed(
             device,
             _NOTHING if amp.dtype is None else torch.autocast(device.type, amp.dtype),
             torch.amp.GradScaler(device.type, enabled=amp.scales, **amp.scaler),
+            sync_batchnorm_over_ranks,
         )
 
 

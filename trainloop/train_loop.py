@@ -343,8 +343,9 @@ class TrainLoop(LoopBase):
         hooks, place = run.hooks, run.place
         batches, sizes, scales = share.batches, share.sizes, share.scales
         by_hand = share.ragged or run.reduce_by_hand
+        counts = None if not share.ragged else [n for (n,) in distributed.exchange_ints([len(batches)])]
         # A rank with fewer micro-batches still goes through every hook, as callbacks may exchange values in them.
-        count = len(batches) if not share.ragged else max(n for (n,) in distributed.exchange_ints([len(batches)]))
+        count = len(batches) if counts is None else max(counts)
         weights: list[Any] = []
         run.recorder.step = self.global_step + 1
         for i in range(count):
@@ -355,7 +356,7 @@ class TrainLoop(LoopBase):
             last = i == count - 1
             if i < len(batches):
                 run.recorder.batch_size = size = sizes[i]
-                with place.gradient_sync(last and not by_hand):
+                with place.alone(counts, i) if by_hand else place.gradient_sync(last):
                     with place.autocast:
                         model = place.model if by_hand else place.wrapper
                         output = model.get_loss(batches[i], self.criterion, place.device)
@@ -451,6 +452,7 @@ class TrainLoop(LoopBase):
         if run.progress.enabled:
             run.progress.row(next((row for row in reversed(self.history.rows()) if row["epoch"] == self.epoch + 1), {}))
         self.epoch += 1
+        run.epoch_finished, run.epoch_steps, run.epoch_batches = False, 0, 0
 
     def _agree_at_epoch_end(self, run: Run) -> int:
         """Stop after this epoch if a callback of any rank wants it, or a signal came."""
