@@ -86,6 +86,10 @@ class Folder(ABC):
         """Complete files in it, sorted; not what is being written. Empty where there is no such folder."""
 
     @abstractmethod
+    def folders(self) -> list[str]:
+        """Folders in it, sorted; empty where there is no such folder."""
+
+    @abstractmethod
     def open(self, name: str) -> BinaryIO:
         """The file ``name``, open for reading; seekable. Raises FileNotFoundError."""
 
@@ -132,6 +136,13 @@ class _LocalFolder(Folder):
         try:
             with os.scandir(self.location) as entries:
                 return sorted(e.name for e in entries if not e.name.endswith(_TEMPORARY) and e.is_file())
+        except FileNotFoundError:
+            return []
+
+    def folders(self) -> list[str]:
+        try:
+            with os.scandir(self.location) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir())
         except FileNotFoundError:
             return []
 
@@ -223,6 +234,12 @@ class _RemoteFolder(Folder):
         return system, path.rstrip("/")
 
     def names(self) -> list[str]:
+        return [name for name in self._entries("file") if not name.endswith(_TEMPORARY)]
+
+    def folders(self) -> list[str]:
+        return self._entries("directory")
+
+    def _entries(self, kind: str) -> list[str]:
         system, path = self._connect()
         # A listing kept from before would not show what another process has written or deleted since.
         system.invalidate_cache(path)
@@ -230,8 +247,7 @@ class _RemoteFolder(Folder):
             entries = system.ls(path, detail=True)
         except FileNotFoundError:
             return []
-        names = [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "file"]
-        return sorted(name for name in names if not name.endswith(_TEMPORARY))
+        return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == kind)
 
     def open(self, name: str) -> BinaryIO:
         system, path = self._connect()

@@ -1,0 +1,398 @@
+"""What the tracking loops add: a folder for each experiment, which tells what it was and what came out.
+
+::
+
+    <local_model_result_folder_path>/<project_name>/<experiment_name>_<time stamp>/
+        hyperparams.json        as given, in JSON
+        train.py                the script that made the loop, as it was then
+        source_code.zip         source_dirs, where there are any
+        checkpoints/            ExperimentCheckpoint
+        model.pt                ExperimentEndSave: the last state, a checkpoint like any other
+        results/report.txt      and report.json: results, hyperparameters, history
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import sys
+import time
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from trainloop import checkpoint
+from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.checkpoint import ModelCheckpoint
+from trainloop.checkpoint import Folder
+from trainloop.errors import ConfigurationError
+from trainloop.history import format_table
+from trainloop.result_package import evaluate_result_package
+
+__all__ = ["Experiment", "ExperimentCheckpoint", "ExperimentEndSave", "ExperimentRecord"]
+
+_STAMP = "%Y-%m-%d_%H-%M-%S"
+
+
+class Experiment:
+    """One experiment of a project: its folder, its hyperparameters and the source it was started from.
+
+    Parameters
+    ----------
+    project_name, experiment_name : str
+        Names of folders.
+    local_model_result_folder_path : str or path
+        Where projects are: a folder, or an fsspec URL such as ``s3://bucket/results`` (extra ``cloud``).
+    hyperparams : dict, optional
+        Anything; what JSON has no form for is written as text. ``hyperparams['experiment_file_path']`` names the
+        script, where it is not the file that made the loop.
+    source_dirs : sequence of str or path
+        Folders of source that is kept too, as a zip.
+
+    Attributes
+    ----------
+    timestamp : str
+        When it began, ``2026-01-31_23-59-59``; that of the earlier run where one is resumed.
+    folder : trainloop.checkpoint.Folder
+
+    Raises
+    ------
+    ConfigurationError
+        If a name can't be that of a folder, ``hyperparams`` is no dict, or a source folder does not exist.
+    """
+
+    def __init__(
+        self,
+        project_name: str,
+        experiment_name: str,
+        local_model_result_folder_path: str | os.PathLike[str],
+        hyperparams: Mapping[str, Any] | None = None,
+        source_dirs: Sequence[str | os.PathLike[str]] = (),
+    ) -> None:
+        for what, name in (("project_name", project_name), ("experiment_name", experiment_name)):
+            if not isinstance(name, str) or not name or "/" in name or name in (".", ".."):
+                raise ConfigurationError(f"{what}={name!r}: must be the name of a folder, such as 'digits'.")
+        if hyperparams is not None and not isinstance(hyperparams, Mapping):
+            raise ConfigurationError(
+                f"hyperparams={hyperparams!r}: must be a dict. vars(args) makes one of parsed arguments."
+            )
+        self.project_name = project_name
+        self.experiment_name = experiment_name
+        self.local_model_result_folder_path = os.path.expanduser(os.fspath(local_model_result_folder_path))
+        self.hyperparams = dict(hyperparams or {})
+        self.source_dirs = [Path(path).expanduser().absolute() for path in source_dirs]
+        for path in self.source_dirs:
+            if not path.is_dir():
+                raise ConfigurationError(f"source_dirs: {path} is no folder. Name folders that exist.")
+        self._project = checkpoint.folder(local_model_result_folder_path) / project_name
+        self._script = _read_script(self.hyperparams.get("experiment_file_path"))
+        self.timestamp = self._new_timestamp()
+
+    @property
+    def folder(self) -> Folder:
+        return self._project / f"{self.experiment_name}_{self.timestamp}"
+
+    def check_writable(self) -> None:
+        """Raise ConfigurationError where no file can be made in the folder."""
+        self.folder.check_writable()
+
+    def earlier_timestamps(self) -> list[str]:
+        """Those of this experiment's earlier runs, newest first."""
+        prefix = f"{self.experiment_name}_"
+        stamps = [name[len(prefix) :] for name in self._project.folders() if name.startswith(prefix)]
+        return [stamp for stamp in reversed(stamps) if _is_timestamp(stamp)]
+
+    def _new_timestamp(self) -> str:
+        stamp = time.strftime(_STAMP)
+        taken = set(self.earlier_timestamps())
+        if stamp in taken:  # a second run in this second
+            stamp = next(s for i in range(2, 10**6) if (s := f"{stamp}-{i}") not in taken)
+        return stamp
+
+    def record(self) -> None:
+        """Write hyperparameters and source; what stands there already and differs stays beside it."""
+        hyperparams = {**self.hyperparams, **({"experiment_file_path": self._script[1]} if self._script else {})}
+        self._write_beside("hyperparams.json", _json(hyperparams).encode("utf-8"))
+        if self._script is not None:
+            name, _, text = self._script
+            self._write_beside(name, text)
+        if self.source_dirs:
+            self._write_beside("source_code.zip", _zipped(self.source_dirs))
+
+    def _write_beside(self, name: str, content: bytes) -> None:
+        folder = self.folder
+        stem, dot, ending = name.rpartition(".")
+        present = set(folder.names())
+        for version in range(1, 10**6):
+            candidate = name if version == 1 else f"{stem or ending}_{version}{dot}{ending if stem else ''}"
+            if candidate not in present:
+                folder.write(candidate, lambda file: file.write(content))
+                return
+            with folder.open(candidate) as file:
+                if file.read() == content:
+                    return
+
+
+class ExperimentRecord(AbstractCallback):
+    """Write the experiment's hyperparameters and source when training begins.
+
+    Parameters
+    ----------
+    experiment : Experiment
+    """
+
+    def __init__(self, experiment: Experiment) -> None:
+        super().__init__("ExperimentRecord", execution_order=-100)
+        self.experiment = experiment
+
+    def on_train_loop_registration(self) -> None:
+        self.experiment.check_writable()
+
+    def on_train_begin(self) -> None:
+        if self.train_loop_obj.is_global_zero:
+            self.experiment.record()
+
+
+class ExperimentCheckpoint(ModelCheckpoint):
+    """Checkpoints in the experiment's folder.
+
+    ``fit(resume_from='last')`` goes on in the folder of the newest earlier run of the experiment that has a checkpoint.
+
+    Parameters
+    ----------
+    experiment : Experiment
+    rm_subopt_local_models : bool or str
+        Whether to keep only the best: ``True`` by ``loss``, a metric's name by that one (lower is better for names with
+        ``loss`` or ``error`` in them). Default: all stay.
+    num_best_checkpoints_kept : int
+        How many then.
+    iteration_save_freq : int
+        Write every so many optimizer steps instead of after each epoch; 0 for after each epoch.
+    **more
+        Other arguments of :class:`ModelCheckpoint`, which come first.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        rm_subopt_local_models: bool | str = False,
+        num_best_checkpoints_kept: int = 2,
+        iteration_save_freq: int = 0,
+        **more: Any,
+    ) -> None:
+        if isinstance(iteration_save_freq, bool) or not isinstance(iteration_save_freq, int) or iteration_save_freq < 0:
+            raise ConfigurationError(
+                f"iteration_save_freq={iteration_save_freq!r}: must be a number of steps, or 0 for after each epoch."
+            )
+        arguments: dict[str, Any] = {"keep": None}
+        if rm_subopt_local_models is not False:
+            monitor = "loss" if rm_subopt_local_models is True else rm_subopt_local_models
+            arguments = {"monitor": monitor, "mode": "auto", "keep": num_best_checkpoints_kept}
+        if iteration_save_freq:
+            arguments.update(every_n_epochs=None, every_n_steps=iteration_save_freq)
+        self.experiment = experiment
+        super().__init__((experiment.folder / "checkpoints").location, **{**arguments, **more})
+
+    def last_state(self) -> dict[str, Any] | None:
+        for stamp in self.experiment.earlier_timestamps():
+            self.experiment.timestamp = stamp
+            self._folder = self.experiment.folder / "checkpoints"
+            state = super().last_state()
+            if state is not None:
+                return state
+        self.experiment.timestamp = self.experiment._new_timestamp()
+        self._folder = self.experiment.folder / "checkpoints"
+        return None
+
+
+class ExperimentEndSave(AbstractCallback):
+    """At the end of training evaluate result packages, and save the model and a report.
+
+    What goes wrong in an evaluation, or in writing, becomes a warning and stands in the report: the model that was
+    trained is not to be lost by it.
+
+    Parameters
+    ----------
+    experiment : Experiment
+    val_result_package, test_result_package
+        What :func:`trainloop.result_package.evaluate_result_package` takes, evaluated on that dataset's predictions.
+
+    Attributes
+    ----------
+    results : dict
+        ``{'validation': {metric: value}, 'test': ...}``, after training.
+
+    Raises
+    ------
+    ConfigurationError
+        At ``fit``, if there is a package for a dataset that the loop hasn't.
+    """
+
+    def __init__(self, experiment: Experiment, val_result_package: Any = None, test_result_package: Any = None) -> None:
+        # After ModelCheckpoint, which is then on the disk already.
+        super().__init__("ExperimentEndSave", execution_order=1001)
+        self.experiment = experiment
+        self.val_result_package = val_result_package
+        self.test_result_package = test_result_package
+        self.results: dict[str, dict[str, float]] = {}
+
+    def on_train_loop_registration(self) -> None:
+        self.experiment.check_writable()
+        loop = self.train_loop_obj
+        for name, package, loader in (
+            ("val_result_package", self.val_result_package, "validation_loader"),
+            ("test_result_package", self.test_result_package, "test_loader"),
+        ):
+            if package is not None and getattr(loop, loader) is None:
+                raise ConfigurationError(f"{name} is given, but no {loader} to evaluate it on. Pass one to the loop.")
+            set_folder = getattr(package, "set_experiment_dir_path_for_additional_results", None)
+            if set_folder is not None:
+                it = self.experiment
+                set_folder(it.project_name, it.experiment_name, it.timestamp, it.local_model_result_folder_path)
+
+    def on_train_end(self) -> None:
+        loop = self.train_loop_obj
+        self.results, problems = {}, []
+        for part, package, predict, loss in (
+            ("validation", self.val_result_package, "validation_set", loop.evaluate_loss_on_validation_set),
+            ("test", self.test_result_package, "test_set", loop.evaluate_loss_on_test_set),
+        ):
+            if package is None:
+                continue
+            # All ranks predict together; one scores.
+            y_pred, y_true, metadata = getattr(loop, f"predict_on_{predict}")()
+            if getattr(package, "requires_loss", False):
+                metadata = {**metadata, "loss": loss()}
+            if loop.is_global_zero:
+                score = partial(self._score, part, package, y_pred, y_true, metadata)
+                problems += self._try(f"the {part} result package", score)
+        state = loop.checkpoint_state()
+        if state is not None:
+            where = self.experiment.folder
+            info = checkpoint.CheckpointInfo(loop.epoch, loop.global_step, reason="end")
+            problems += self._try("the model", lambda: checkpoint.save(where.path("model.pt"), state, info))
+            self._try("the report", lambda: self._write_report(problems))
+
+    def _score(self, part: str, package: Any, y_pred: Any, y_true: Any, metadata: Any) -> None:
+        if hasattr(package, "hyperparameters"):
+            package.hyperparameters = self.experiment.hyperparams
+        self.results[part] = evaluate_result_package(package, y_pred, y_true, metadata)
+
+    def _try(self, what: str, work: Callable[[], None]) -> list[str]:
+        try:
+            work()
+        except Exception as error:
+            problem = f"{what} failed: {type(error).__name__}: {error}"
+            warnings.warn(f"{problem}. The trained model is not touched by it.", RuntimeWarning, stacklevel=2)
+            return [problem]
+        return []
+
+    def _write_report(self, problems: list[str]) -> None:
+        loop, it = self.train_loop_obj, self.experiment
+        where = it.folder / "results"
+        report = {
+            "project": it.project_name,
+            "experiment": it.experiment_name,
+            "timestamp": it.timestamp,
+            "epochs": loop.epoch,
+            "steps": loop.global_step,
+            "results": self.results,
+            "problems": problems,
+            "hyperparams": it.hyperparams,
+            "history": loop.history.to_dict(),
+        }
+        where.write_text("report.json", _json(report))
+        title = f"{it.project_name}: {it.experiment_name} ({it.timestamp})"
+        lines = [title, "=" * len(title), f"{loop.epoch} epochs, {loop.global_step} steps", ""]
+        for heading, values in (*self.results.items(), ("hyperparameters", it.hyperparams)):
+            if values:
+                width = max(len(str(name)) for name in values)
+                lines += [heading.capitalize(), "-" * len(heading)]
+                lines += [f"{name!s:<{width}}  {_shown(value)}" for name, value in values.items()]
+                lines += [""]
+        if problems:
+            lines += ["Problems", "--------", *problems, ""]
+        lines += ["History", "-------", format_table(loop.history.rows()) if len(loop.history) else "empty", ""]
+        where.write_text("report.txt", "\n".join(lines))
+
+
+# -- source and JSON ---------------------------------------------------------------------------------------------------
+
+
+def _read_script(path: Any) -> tuple[str, str, bytes] | None:
+    """Name, path and content of the script: the named one, or the file that called into trainloop from outside."""
+    if path is None:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] == "trainloop":
+            frame = frame.f_back
+        path = frame.f_code.co_filename
+    try:
+        return os.path.basename(path), os.path.abspath(path), Path(path).expanduser().read_bytes()
+    except OSError:
+        cells = _notebook_cells()
+        if cells is not None:
+            return "notebook.py", str(path), cells.encode("utf-8")
+        return None
+
+
+def _notebook_cells() -> str | None:
+    """The cells that were run so far, where this is a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is None:
+        return None
+    return "\n\n".join(f"# In [{i}]\n{cell}" for i, cell in enumerate(shell.user_ns.get("In", [])) if cell)
+
+
+def _zipped(folders: Sequence[Path]) -> bytes:
+    """Files of the folders, without compiled ones; the same bytes for the same content."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for folder in folders:
+            for path in sorted(folder.rglob("*")):
+                if path.is_file() and "__pycache__" not in path.parts:
+                    entry = zipfile.ZipInfo(str(Path(folder.name) / path.relative_to(folder)))
+                    archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
+    return buffer.getvalue()
+
+
+def _is_timestamp(text: str) -> bool:
+    try:
+        time.strptime(text[:19], _STAMP)
+    except ValueError:
+        return False
+    return True
+
+
+def _json(value: Any) -> str:
+    return json.dumps(_jsonable(value), indent=2, ensure_ascii=False) + "\n"
+
+
+def _jsonable(value: Any) -> Any:
+    """JSON's own types: arrays as lists, what has no form as text. NaN and infinity are no JSON, so text too."""
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, (Tensor, np.ndarray, np.generic)):
+        return _jsonable(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    name = getattr(value, "__qualname__", None)
+    return f"{value.__module__}.{name}" if name else repr(value)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
