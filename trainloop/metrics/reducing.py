@@ -1,0 +1,162 @@
+"""From logged values to a metric's value of a step and of an epoch, over all ranks: arithmetic, no torch, no exchange.
+
+An epoch's sums are exact: its values depend neither on when logs were read nor on which rank had which samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trainloop.errors import ConfigurationError
+
+__all__ = [
+    "REDUCTIONS",
+    "Options",
+    "StepValues",
+    "by_name",
+    "epoch_value",
+    "exact_sum",
+    "reduced",
+    "rows_of",
+    "step_values",
+]
+
+REDUCTIONS = ("mean", "sum", "min", "max")
+
+Row = tuple[int, dict[str, float]]
+StepValues = dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]]
+"""Steps, ascending, and the value of each, by metric."""
+
+
+class Options(NamedTuple):
+    """What becomes of a metric's values; sent to the other ranks along with them."""
+
+    on_step: bool
+    on_epoch: bool
+    reduce: str
+    shared: bool
+    """Over all ranks; else this rank keeps its own."""
+    part: str | None
+    """Of the loop's own loss: the part's name, empty for the whole. ``None``: a metric that the user logs."""
+
+
+def exact_sum(values: Iterable[float]) -> list[float]:
+    """Floats whose sum is exactly that of ``values``: the rounded sum, what it lacks, what that lacks, ...
+
+    Mostly one or two, and none for 0. Sums of parts can be added up to those of the whole, in any order.
+
+    Examples
+    --------
+    >>> exact_sum([1e16, 1.0, 1.0, 1.0])
+    [1.0000000000000004e+16, -1.0]
+    """
+    values = list(values)
+    try:
+        rest = math.fsum(values)
+        parts: list[float] = []
+        while rest and math.isfinite(rest):
+            parts.append(rest)
+            rest = math.fsum([*values, *(-part for part in parts)])
+        return [rest] if rest else parts
+    except (OverflowError, ValueError):  # fsum refuses inf - inf, and sums that are too large on the way
+        return [sum(values)]
+
+
+def reduced(reduce: str, values: list[float]) -> list[float]:
+    """The values as fewer with the same sum, least or greatest; reducing some first makes no difference."""
+    if reduce in ("mean", "sum"):
+        return exact_sum(values)
+    # Not Python's min and max: they let nan pass or not depending on where it stands.
+    return [float(np.min(values) if reduce == "min" else np.max(values))] if values else []
+
+
+def by_name(everyone: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Each metric's entries in the order of ranks, and the names in an order that is the same on all of them.
+
+    Parameters
+    ----------
+    everyone : sequence of dict
+        What each rank has: entries by name, each beginning with its :class:`Options`.
+
+    Raises
+    ------
+    ConfigurationError
+        On every rank, where ranks logged one name with different options.
+    """
+    found: dict[str, list[Any]] = {}
+    first: dict[str, int] = {}
+    for rank, entries in enumerate(everyone):
+        for name, entry in entries.items():
+            known = found.setdefault(name, [])
+            if known and known[0][0] != entry[0]:
+                ours, theirs = known[0][0]._asdict(), entry[0]._asdict()
+                differing = [option for option in ours if ours[option] != theirs[option]]
+                raise ConfigurationError(
+                    f"log({name!r}, ...): rank {first[name]} logs it with "
+                    f"{', '.join(f'{option}={ours[option]!r}' for option in differing)}, rank {rank} with "
+                    f"{', '.join(f'{option}={theirs[option]!r}' for option in differing)}. "
+                    "Use one set of options for a name."
+                )
+            first.setdefault(name, rank)
+            known.append(entry)
+    return found
+
+
+def step_values(found: Mapping[str, Sequence[tuple[Options, Any, Any, Any]]]) -> StepValues:
+    """Each metric's value of each step, from (options, steps, values, weights) of each rank."""
+    return {
+        name: _reduced_in_steps(
+            entries[0][0].reduce, *(np.concatenate([entry[i] for entry in entries]) for i in (1, 2, 3))
+        )
+        for name, entries in found.items()
+    }
+
+
+def _reduced_in_steps(
+    reduce: str, steps: npt.NDArray[np.int64], values: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    first = int(steps.min())
+    places = steps - first  # steps of one flush lie close together: no need to sort
+    counts = np.bincount(places)
+    result: npt.NDArray[np.float64]
+    if reduce == "mean":
+        with np.errstate(divide="ignore", invalid="ignore"):
+            products = np.where(weights == 0, 0.0, values * weights)
+            result = np.bincount(places, products) / np.bincount(places, weights)
+        lone = (counts[places] == 1) & (weights > 0)
+        result[places[lone]] = values[lone]  # as it was logged: multiplying and dividing may round
+    elif reduce == "sum":
+        result = np.bincount(places, values).astype(np.float64)
+    else:
+        result = np.full(len(counts), np.inf if reduce == "min" else -np.inf)
+        (np.minimum if reduce == "min" else np.maximum).at(result, places, values)
+    present = np.flatnonzero(counts)
+    return present + first, result[present]
+
+
+def epoch_value(entries: Sequence[tuple[Options, list[float], list[float]]]) -> float:
+    """A metric's value of an epoch, from (options, total, weight) of each rank."""
+    reduce = entries[0][0].reduce
+    total = _rounded(reduced(reduce, [part for _, parts, _ in entries for part in parts]))
+    if reduce != "mean":
+        return total
+    weight = _rounded(exact_sum(part for _, _, parts in entries for part in parts))
+    return total / weight if weight else math.nan
+
+
+def _rounded(exact: list[float]) -> float:
+    return exact[0] if exact else 0.0
+
+
+def rows_of(steps: StepValues) -> list[Row]:
+    """Step values as one row a step."""
+    rows: dict[int, dict[str, float]] = {}
+    for name, (indices, values) in steps.items():
+        for step, value in zip(indices.tolist(), values.tolist(), strict=True):
+            rows.setdefault(step, {})[name] = value
+    return sorted(rows.items())
