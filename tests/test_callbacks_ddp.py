@@ -1,0 +1,126 @@
+"""Callbacks between ranks: the same decisions on all, one that writes, and state that comes back."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_loop import Net, make_loop
+from test_callbacks_evaluation import Counts
+from test_tensorboard import event_files, read, steps, values_of
+from torch import nn, optim
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, TensorDataset
+
+from conftest import make_data
+from trainloop import TrainLoop
+from trainloop.callbacks import (
+    AllPredictionsSame,
+    EarlyStopping,
+    ExponentialMovingAverage,
+    FunctionOnTrainLoop,
+    GradientStats,
+    LearningRateMonitor,
+    LRScheduler,
+    ModelPerformanceEvaluation,
+    TensorBoard,
+    TerminateOnNaN,
+    TimeLimit,
+)
+from trainloop.schedulers.warmup import LinearWithWarmupScheduler
+
+
+class StopsOnOneRank(TimeLimit):
+    """The time is up on rank 1 only, in its tenth step."""
+
+    def on_batch_end(self) -> None:
+        if self.train_loop_obj.rank == 1 and self.train_loop_obj.global_step == 10:
+            self.limit_s = 1e-9
+        super().on_batch_end()
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """One run with nearly all of them, since starting ranks is what takes the time."""
+    loop = make_loop(gpu_mode="ddp", devices=2)
+    board = TensorBoard(tmp_path, log_every_n_steps=1)
+    limit = StopsOnOneRank(hours=1)
+    stopper = EarlyStopping("val_loss", patience=9)
+    by_epoch = LRScheduler(lr_scheduler.LambdaLR, lr_lambda=lambda n: 0.5**n)  # a lambda, sent and brought back
+    ema = ExponentialMovingAverage(0.9, evaluate=True)
+    called: list[int] = []
+    loop.fit(
+        num_epochs=5,
+        callbacks=[
+            board, limit, stopper, by_epoch, ema, GradientStats(2), LearningRateMonitor(), AllPredictionsSame(7),
+            ModelPerformanceEvaluation(Counts(), on_iteration_frequency=4),
+            FunctionOnTrainLoop(lambda tl: called.append(tl.rank), epoch_end=True),
+        ],
+    )  # fmt: skip
+    # Ranks that did not agree on the step would hang; the agreement may take a step or two itself.
+    last = loop.global_step
+    assert last in (10, 11, 12)
+    assert limit.limit_s == 3600.0  # callbacks come back with what rank 0's copies reached
+    assert stopper.best == loop.history["val_loss"][-1]
+    assert called == []  # the caller's own list is no part of the callback
+
+    # Each sample once, over ranks.
+    assert loop.history["val_rows"] == [33.0] * 3
+    assert set(loop.history["iterfreq4_val_rows"]) == {33.0}
+
+    # The schedule: its own optimizer, where it was.
+    assert by_epoch.scheduler.optimizer is loop.optimizer
+    assert by_epoch.scheduler.last_epoch == 3
+    assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**3)
+    assert loop.history["lr"] == pytest.approx([0.1, 0.05, 0.025])
+
+    # The average is in the model, and was evaluated on all ranks.
+    assert torch.equal(ema.average["fc.weight"], loop.model.fc.weight)
+    assert len(loop.history["ema_val_loss"]) == 3
+    assert loop.history.step_indices("grad_norm") == [1, *range(2, last + 1, 2)]
+
+    # One file, by rank 0, with the values over all ranks.
+    assert len(event_files(tmp_path)) == 1
+    found = read(tmp_path)
+    assert steps(found["loss"]) == list(range(1, last + 1))
+    assert values_of(found["loss"]) == pytest.approx(loop.history.steps("loss"), rel=1e-6)
+    assert steps(found["epoch/loss"]) == steps(found["val_rows"]) == [4, 8, last]
+    assert board._lengths == {name: len(loop.history[name]) for name in loop.history}
+
+
+def test_bad_data_on_one_rank(capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:
+    """It spoils the gradients of all: all stop, and rank 0 names the parameters. A second fit goes on, too."""
+    dataset = make_data()
+    dataset.tensors[0][48:64] = math.nan  # the fourth batch: rank 1's second
+    torch.manual_seed(0)
+    model = Net()
+    loop = TrainLoop(
+        model, DataLoader(TensorDataset(*dataset.tensors), 16), None, None, optim.SGD(model.parameters(), lr=0.1),
+        nn.CrossEntropyLoss(), gpu_mode="ddp", accelerator="cpu", devices=2, progress_bar=False,
+    )  # fmt: skip
+    guard = TerminateOnNaN()
+    warmup = LinearWithWarmupScheduler(4, 8)
+    loop.fit(num_iterations=1, callbacks=[guard, warmup])
+    assert guard.found is None
+    loop.fit(num_epochs=2, callbacks=[guard, warmup])
+    assert guard.found is not None
+    assert guard.found.parameters == ("fc.weight", "fc.bias")
+    assert guard.found.step == 1 + 2
+    assert 3 <= loop.global_step == warmup.scheduler.last_epoch <= 5
+    printed = capfd.readouterr()
+    assert printed.out.count("Training ends: ") == 1
+    assert "lr_scheduler" not in printed.err  # no warning about a wrong order of calls
+
+
+def test_needs_no_more_than_the_loop(tmp_path: Path) -> None:
+    """All of them at once in one process too, so that a failure above can be told from one of the ranks."""
+    loop = make_loop()
+    callbacks: list[Any] = [
+        TensorBoard(tmp_path), TerminateOnNaN(), EarlyStopping(), ExponentialMovingAverage(evaluate=True),
+        GradientStats(2), LearningRateMonitor(), AllPredictionsSame(7), ModelPerformanceEvaluation(Counts()),
+        TimeLimit(hours=1), LRScheduler(lr_scheduler.StepLR, step_size=1),
+    ]  # fmt: skip
+    loop.fit(num_epochs=1, callbacks=callbacks)
+    assert loop.history["val_rows"] == [33.0]
