@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from html import escape
 from typing import Any
 
 import torch
@@ -59,12 +63,12 @@ class History(Mapping[str, list[float]]):
         return {name: list(values) for name, values in self._values.items()}
 
     def plot(self, path: str | None = None) -> Any:
-        """Plot every metric over epochs; training and validation values of one metric share a panel.
+        """Plot every metric over epochs; training, validation and test values of one metric share a panel.
 
         Parameters
         ----------
         path : str, optional
-            File to write, its ending gives the format.
+            File to write; its ending gives the format.
 
         Returns
         -------
@@ -79,17 +83,24 @@ class History(Mapping[str, list[float]]):
             raise ConfigurationError("history is empty: nothing to plot. Call fit first.")
         try:
             from matplotlib.figure import Figure
+            from matplotlib.ticker import MaxNLocator
         except ImportError as error:
             raise ConfigurationError("history.plot needs matplotlib: pip install 'trainloop[plot]'.") from error
+        if "ipykernel" in sys.modules:
+            import matplotlib.pyplot  # noqa: F401  # which makes the notebook show figures as pictures
         panels: dict[str, list[str]] = {}
         for name in self._values:
-            panels.setdefault(name.removeprefix("val_").removeprefix("test_"), []).append(name)
-        figure = Figure(figsize=(5 * len(panels), 3.5), layout="constrained")
-        for axes, (title, names) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+            panels.setdefault(re.sub("^(train|val|test)_", "", name), []).append(name)
+        columns = min(len(panels), 3)
+        rows = -(-len(panels) // columns)
+        figure = Figure(figsize=(5 * columns, 3.5 * rows), layout="constrained")
+        for i, (title, names) in enumerate(panels.items(), start=1):
+            axes = figure.add_subplot(rows, columns, i)
             for name in names:
                 epochs = [epoch + 1 for epoch in self._epochs[name]]
                 axes.plot(epochs, self._values[name], marker="o", markersize=3, label=name)
             axes.set(title=title, xlabel="epoch")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.legend(frameon=False)
             axes.grid(alpha=0.3)
         if path is not None:
@@ -101,16 +112,29 @@ class History(Mapping[str, list[float]]):
         rows: dict[int, dict[str, float]] = {}
         for name, values in self._values.items():
             for epoch, value in zip(self._epochs[name], values, strict=True):
-                rows.setdefault(epoch, {"epoch": epoch + 1})[name] = value
+                rows.setdefault(epoch, {"epoch": 0})[name] = value
+        for epoch, row in rows.items():
+            row["epoch"] = epoch + 1  # whatever a metric of that name says
         return [rows[epoch] for epoch in sorted(rows)]
+
+    def row(self, epoch: int) -> dict[str, float]:
+        """The row of one epoch, counted from 0, as in :meth:`rows`."""
+        found: dict[str, float] = {"epoch": epoch + 1}
+        for name, epochs in self._epochs.items():
+            i = bisect_right(epochs, epoch) - 1
+            if i >= 0 and epochs[i] == epoch:
+                found[name] = self._values[name][i]
+        found["epoch"] = epoch + 1
+        return found
 
     def __repr__(self) -> str:
         return format_table(self.rows()) if self._values else "History(empty)"
 
     def _repr_html_(self) -> str:
-        names = ["epoch", *self._values]
-        head = "".join(f"<th>{name}</th>" for name in names)
-        body = "".join("<tr>" + "".join(f"<td>{_cell(row, n)}</td>" for n in names) + "</tr>" for row in self.rows())
+        rows = self.rows()
+        names = list(dict.fromkeys(["epoch", *self._values]))
+        head = "".join(f"<th>{escape(name)}</th>" for name in names)
+        body = "".join("<tr>" + "".join(f"<td>{_cell(row, name)}</td>" for name in names) + "</tr>" for row in rows)
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
     # -- written by the loop only ------------------------------------------------------------------------------------

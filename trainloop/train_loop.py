@@ -24,6 +24,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Any, cast
 
 import torch
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 from trainloop import arguments as check
 from trainloop import distributed, evaluation, loop_state, rng
 from trainloop.arguments import FitJob
-from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.base import AbstractCallback, overrides
 from trainloop.data import StepShare, train_feed
 from trainloop.errors import ConfigurationError
 from trainloop.loop_base import LoopBase, Run
@@ -46,6 +47,8 @@ __all__ = ["TrainLoop"]
 
 # Steps between two readings of the logs: they wait for the device, and ranks exchange what they logged.
 STEPS_BETWEEN_FLUSHES = 128
+# Step values are held twice until they are exchanged.
+MOST_STEPS_BETWEEN_EXCHANGES = 32 * STEPS_BETWEEN_FLUSHES
 
 
 class TrainLoop(LoopBase):
@@ -248,6 +251,7 @@ class TrainLoop(LoopBase):
                 with self._listening(run.recorder):
                     ended_by = self._train_epochs(run)
             except BaseException as exception:
+                run.progress.end_epoch()
                 self._tell_exception(run, exception)
                 raise
             finally:
@@ -321,7 +325,7 @@ class TrainLoop(LoopBase):
         self.model.train()
         run.feed.set_epoch(self.epoch)
         total_epochs = run.start_epoch + self.num_epochs if self.num_epochs else 0
-        run.progress.begin_epoch(self.epoch, total_epochs, run.feed.num_batches)
+        run.progress.begin_epoch(self.epoch, total_epochs, run.feed.num_batches, run.epoch_batches)
         ended_by = 0
         for share in run.feed.steps(self.grad_accumulation, skip):
             if last_iteration is not None:
@@ -329,8 +333,8 @@ class TrainLoop(LoopBase):
             self._train_step(run, share)
             if run.epoch_steps % STEPS_BETWEEN_FLUSHES == 0:
                 self.flush_logs()
-            if run.epoch_steps >= run.progress.next_look:
-                run.progress.look(run.epoch_steps, run.epoch_batches, self._bar_values)
+            if perf_counter() >= run.progress.next_look:
+                run.progress.look(run.epoch_batches, self._bar_values)
             if self.early_stop:
                 run.stop.request(EARLY_STOP)
             ended_by = run.stop.reached()
@@ -438,6 +442,7 @@ class TrainLoop(LoopBase):
             gradient.mul_(factor.to(gradient.dtype))
 
     def _finish_epoch(self, run: Run) -> None:
+        run.progress.end_epoch()  # before anybody prints
         end = run.recorder.finish_epoch()
         self._publish(run, end.steps)
         for name, value in {**named_losses(end.losses), **end.metrics}.items():
@@ -448,9 +453,8 @@ class TrainLoop(LoopBase):
         for hook in run.hooks.on_epoch_end:
             hook()
         self.message_service.end_of_epoch_trigger()
-        run.progress.end_epoch()
         if run.progress.enabled:
-            run.progress.row(next((row for row in reversed(self.history.rows()) if row["epoch"] == self.epoch + 1), {}))
+            run.progress.row(self.history.row(self.epoch))
         self.epoch += 1
         run.epoch_finished, run.epoch_steps, run.epoch_batches = False, 0, 0
 
@@ -484,7 +488,9 @@ class TrainLoop(LoopBase):
         run = self._run
         if run is None:
             return
-        if any(type(callback).on_log is not AbstractCallback.on_log for callback in self.callbacks):
+        # The same answer on all ranks: hooks of one rank make all exchange. Without hooks, now and then is enough.
+        heard = any(overrides(callback, "on_log") for callback in self.callbacks)
+        if heard or run.epoch_steps % MOST_STEPS_BETWEEN_EXCHANGES == 0:
             self._publish(run, run.recorder.exchange_steps())
         else:
             run.recorder.compact()
@@ -496,10 +502,9 @@ class TrainLoop(LoopBase):
             for hook in run.hooks.on_log:
                 hook(rows)
 
-    def _bar_values(self) -> dict[str, str]:
-        values = {} if self.last_loss is None else {"loss": f"{float(self.last_loss):.4g}"}
-        values.update((name, f"{value:.4g}") for name, value in self._run.recorder.bar_values().items())
-        return values
+    def _bar_values(self) -> dict[str, float]:
+        loss = {} if self.last_loss is None else {"loss": float(self.last_loss)}
+        return {**loss, **self._run.recorder.bar_values()}
 
     def insert_metric_result_into_history(self, name: str, value: float) -> None:
         """Append a value to the history of a metric, for the running epoch (outside ``fit``: the last one)."""

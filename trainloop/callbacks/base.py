@@ -9,7 +9,7 @@ from typing import Any
 
 from trainloop.errors import ConfigurationError
 
-__all__ = ["AbstractCallback", "HookTable"]
+__all__ = ["AbstractCallback", "HookTable", "overrides"]
 
 Hook = Callable[..., Any]
 
@@ -79,6 +79,7 @@ class AbstractCallback:
 
     def register_train_loop_object(self, train_loop_obj: Any) -> AbstractCallback:
         """Take the loop this callback works for, then call :meth:`on_train_loop_registration`."""
+        HookTable([self], self.device_idx_execution or 0)  # a hook that can't be called is an error before ranks start
         self.train_loop_obj = train_loop_obj
         self.message_service = getattr(train_loop_obj, "message_service", None)
         self.on_train_loop_registration()
@@ -146,45 +147,47 @@ class HookTable:
     callbacks : iterable of AbstractCallback
     rank : int
         Rank of this process: callbacks restricted to another rank are left out.
+
+    Raises
+    ------
+    ConfigurationError
+        If a hook can't be called with what the loop gives to it.
     """
 
     def __init__(self, callbacks: Iterable[AbstractCallback], rank: int = 0) -> None:
         here = [cb for cb in callbacks if cb.device_idx_execution in (None, rank)]
         here.sort(key=lambda cb: cb.execution_order)  # stable: equal ones stay in the order they were passed
         for name in AbstractCallback.HOOKS:
-            hooks = tuple(_hook(cb, name) for cb in here if _overrides(cb, name))
-            setattr(self, name, hooks)
+            setattr(self, name, tuple(_hook(cb, name) for cb in here if overrides(cb, name)))
 
     def __getattr__(self, name: str) -> tuple[Hook, ...]:
         # Only for type checkers and typing errors: every real hook is set in __init__.
         raise AttributeError(f"no hook {name!r}; hooks are {', '.join(AbstractCallback.HOOKS)}")
 
 
-def _overrides(callback: AbstractCallback, name: str) -> bool:
-    # An attribute set on the instance counts too: cb.on_epoch_end = function.
+def overrides(callback: AbstractCallback, name: str) -> bool:
+    """Whether a hook does anything; one set on the instance, ``callback.on_epoch_end = function``, counts too."""
     return name in callback.__dict__ or getattr(type(callback), name) is not getattr(AbstractCallback, name)
 
 
 def _hook(callback: AbstractCallback, name: str) -> Hook:
+    """The hook, to be called with all the arguments that the loop gives, whichever of the first ones it takes."""
     method: Hook = getattr(callback, name)
     offered = _OFFERED[name]
     try:
-        parameters = inspect.signature(method).parameters.values()
+        signature = inspect.signature(method)
     except (TypeError, ValueError):  # a builtin without a signature
         return method
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return method
-    taken = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-    needed = sum(
-        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-        for p in parameters
+    for count in range(offered, -1, -1):
+        try:
+            signature.bind(*[None] * count)
+        except TypeError:
+            continue
+        return method if count == offered else partial(_call_with_fewer, method, count)
+    raise ConfigurationError(
+        f"{type(callback).__name__}.{name}{signature} can't be called with the {offered} arguments of the loop. "
+        f"Its signature is {name}{inspect.signature(getattr(AbstractCallback, name))}."
     )
-    if needed > offered:
-        raise ConfigurationError(
-            f"{type(callback).__name__}.{name} needs {needed} arguments, but the loop gives {offered}. "
-            f"Its signature is {name}{inspect.signature(getattr(AbstractCallback, name))}."
-        )
-    return method if taken >= offered else partial(_call_with_fewer, method, taken)
 
 
 def _call_with_fewer(method: Hook, taken: int, *arguments: Any) -> Any:

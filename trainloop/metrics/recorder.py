@@ -6,6 +6,7 @@ import math
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Mapping
+from operator import mul
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -73,17 +74,20 @@ class _Series:
     def settle(self, numbers: Mapping[int, float]) -> None:
         """Take in what is pending; ``numbers`` holds those in slots, by the slot's id."""
         pending, self.pending = self.pending, []
-        values = [numbers[id(value)] if isinstance(value, Tensor) else value for _, value, _ in pending]
-        weights = [numbers[id(weight)] if isinstance(weight, Tensor) else weight for _, _, weight in pending]
+        steps, kept_values, kept_weights = zip(*pending)
+        values: list[Any] = list(map(numbers.get, map(id, kept_values), kept_values))
+        weights: list[Any] = list(map(numbers.get, map(id, kept_weights), kept_weights))
         self.latest = values[-1]
         if self.options.on_step:
-            self.steps.extend([step for step, _, _ in pending])
+            self.steps.extend(steps)
             self.values.extend(values)
             self.weights.extend(weights)
         if self.options.on_epoch:
             if self.options.reduce == "mean":
-                # Nothing weighs nothing, even where it is nan: the mean over no samples.
-                values = [value * weight for value, weight in zip(values, weights, strict=True) if weight]
+                if not all(weights):  # nothing weighs nothing, even where it is nan: the mean over no samples
+                    values = [value for value, weight in zip(values, weights) if weight]
+                    weights = [weight for weight in weights if weight]
+                values = list(map(mul, values, weights))
                 self.weight = exact_sum([*self.weight, *weights])
             self.total = reduced(self.options.reduce, [*self.total, *values])
             self.count += len(pending)
@@ -132,6 +136,7 @@ class Recorder:
         self.rank_zero_only_names: set[str] = set()
         self._rank = rank
         self._gather = gather
+        self._exchanged_step = 0
         self._on_step = on_step
         self._prefix = prefix
         self._reserved = reserved
@@ -157,7 +162,7 @@ class Recorder:
             series = self._register(name, value, Asked(*asked))
         if isinstance(value, Tensor):
             try:
-                value = self._kept(value)
+                value = (self._cpu if value.is_cpu else self._slots_on(value.device)).keep(value)
             except RuntimeError as error:
                 if value.numel() == 1:
                     raise
@@ -280,8 +285,14 @@ class Recorder:
                 series.settle(numbers)
 
     def exchange_steps(self) -> StepValues:
-        """Step values since the last call, over all ranks. Collective where there are several ranks."""
+        """Step values since the last call, over all ranks. Collective where there are several ranks.
+
+        Nothing is exchanged, nor returned, where no step was begun since the last exchange: all ranks know that alike.
+        """
         self.compact()
+        if self.step == self._exchanged_step:
+            return {}
+        self._exchanged_step = self.step
         (steps,), _ = self._exchanged(self._new_steps())
         return step_values(steps)
 
@@ -307,6 +318,7 @@ class Recorder:
                 losses[part] = epoch_value(entries)
         for series in self._series.values():
             series.clear()
+        self._exchanged_step = self.step
         return EpochEnd(step_values(steps), losses, metrics, riders)
 
     def _new_steps(self) -> dict[str, Any]:
