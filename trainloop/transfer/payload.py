@@ -189,7 +189,7 @@ def _lay_out(
     nbytes = np.fromiter((view.nbytes for view in raw), np.int64, count)
     region_of, first, last = _regions(begin, begin + nbytes)
     sizes = last - first
-    unmoved = {_address(memoryview(copy).cast("B")) for copy in copies if copy.nbytes}
+    unmoved = {copy.__array_interface__["data"][0] for copy in copies}
     large = np.flatnonzero(sizes >= _MOVED)
     moved = set(large[np.argsort(sizes[large])[::-1][:_MOST_MOVED]].tolist())
     pages = MovedPages(fd)

@@ -16,7 +16,6 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -65,6 +64,8 @@ class Pickler(cloudpickle.Pickler):
         self.copies: list[np.ndarray[Any, Any]] = []
         """Arrays that were made for the stream, so that their memory is no user's."""
         self._by_value: dict[str, bool] = {}
+        # Functions of (pickler, object): a method bound to the pickler would make a cycle, and so keep memory for long.
+        self._reducers: dict[type, Callable[[Pickler, Any], Any] | None] = {}
 
     def dump(self, obj: Any) -> None:
         """Pickle ``obj``; may be called again for more in the same stream, read by the same unpickler."""
@@ -78,32 +79,19 @@ class Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """How ``obj`` is pickled; ``NotImplemented`` for the usual way."""
-        if isinstance(obj, (type, types.FunctionType)):
-            self._note_definition(obj)
-        elif isinstance(obj, torch.UntypedStorage):
-            return self._reduce_storage(obj)
-        elif isinstance(obj, torch.storage.TypedStorage):
-            return _typed_storage, (obj._untyped_storage, obj.dtype)
-        elif isinstance(obj, np.ndarray):
-            if obj.nbytes >= _VIEWED and (reduced := self._reduce_array(obj)) is not None:
-                return reduced
-        elif isinstance(obj, memoryview):
-            return _memoryview, (pickle.PickleBuffer(obj), obj.format, obj.shape)
-        elif isinstance(obj, io.TextIOBase):
-            for name in _STANDARD_STREAMS:
-                if obj is getattr(sys, name):
-                    return getattr, (sys, name)
-            if type(obj) is io.TextIOWrapper:  # cloudpickle sends a copy of its contents
-                raise TypeError("cannot pickle '_io.TextIOWrapper' object")
-        elif isinstance(obj, Connection):
-            return ForkingPickler._extra_reducers[Connection](obj)  # type: ignore[attr-defined]
-        elif isinstance(obj, (torch.Stream, torch.Event)):
-            raise TypeError(f"cannot pickle {type(obj).__qualname__!r} object")  # it would be another stream there
-        elif isinstance(obj, DataLoader) and getattr(obj, "_iterator", None) is not None:
-            return _without_iterator(obj)
-        return super().reducer_override(obj)
+        # Called for every object that is not of a simple built-in type: what is right for its class is looked up once.
+        kind = type(obj)
+        try:
+            reduce = self._reducers[kind]
+        except KeyError:
+            reduce = self._reducers[kind] = _reducer_of(kind)
+        return NotImplemented if reduce is None else reduce(self, obj)
 
     # -- classes and functions -------------------------------------------------------------------------------------
+
+    def _reduce_definition(self, obj: Any) -> Any:
+        self._note_definition(obj)
+        return super().reducer_override(obj)
 
     def _note_definition(self, obj: Any) -> None:
         """Remember what ``__main__`` has of it; let modules that a new process couldn't import travel by value."""
@@ -137,15 +125,22 @@ class Pickler(cloudpickle.Pickler):
             self.copies.append(data)
         return _storage_from_buffer, (pickle.PickleBuffer(memoryview(data)), not on_cpu)  # type: ignore[arg-type]
 
+    def _reduce_text_stream(self, stream: Any) -> Any:
+        for name in _STANDARD_STREAMS:
+            if stream is getattr(sys, name):
+                return getattr, (sys, name)
+        # cloudpickle would send a copy of an open file's contents.
+        return _refuse(self, stream) if type(stream) is io.TextIOWrapper else NotImplemented
+
     def _reduce_array(self, array: np.ndarray[Any, Any]) -> Any:
-        """An array as a view of memory, whatever its strides; ``None`` where numpy has to do it."""
+        """An array as a view of memory, whatever its strides."""
         kind = type(array)
-        if array.dtype.hasobject:
-            return None
+        if array.nbytes < _VIEWED or array.dtype.hasobject:
+            return NotImplemented
         if isinstance(array, np.memmap) and (reduced := _reduce_memmap(array)) is not None:
             return reduced
         if kind.__reduce_ex__ is not np.ndarray.__reduce_ex__ or kind.__reduce__ is not np.ndarray.__reduce__:
-            return None
+            return NotImplemented
         low, high = _bounds(array)
         if high - low > 2 * array.nbytes:  # a thin slice of something large
             array = np.array(array, copy=True, order="C", subok=True)
@@ -154,9 +149,9 @@ class Pickler(cloudpickle.Pickler):
         memory = (ctypes.c_ubyte * (high - low)).from_address(low)
         memory._array = array  # type: ignore[attr-defined]  # keeps the memory alive
         start = array.__array_interface__["data"][0] - low
-        view_of = None if kind is np.ndarray or isinstance(array, np.memmap) else kind
+        view_of = None if kind is np.ndarray else kind
         return _array_from_buffer, (
-            pickle.PickleBuffer(memory),  # type: ignore[arg-type]  # ctypes arrays are buffers
+            pickle.PickleBuffer(memory),
             array.dtype,
             array.shape,
             array.strides,
@@ -164,6 +159,19 @@ class Pickler(cloudpickle.Pickler):
             array.flags.writeable,
             view_of,
         )
+
+
+def _reducer_of(kind: type) -> Callable[[Pickler, Any], Any] | None:
+    """How objects of a class are pickled here; ``None`` for the usual way."""
+    for base, reduce in _SPECIAL:
+        if issubclass(kind, base):
+            return reduce
+    # Connections, shared values and the like, as multiprocessing sends them to a process it starts; its module
+    # `reduction` is about sockets and methods, which are not wanted.
+    theirs = ForkingPickler._extra_reducers.get(kind)  # type: ignore[attr-defined]
+    if theirs is None or not theirs.__module__.startswith("multiprocessing.") or "reduction" in theirs.__module__:
+        return None
+    return lambda pickler, obj: theirs(obj)
 
 
 def _importable(module: types.ModuleType) -> bool:
@@ -180,8 +188,22 @@ def _importable(module: types.ModuleType) -> bool:
     return importlib.machinery.PathFinder.find_spec(top, None) is not None
 
 
-def _without_iterator(loader: DataLoader[Any]) -> Any:
+def _reduce_typed_storage(pickler: Pickler, storage: torch.storage.TypedStorage) -> Any:
+    return _typed_storage, (storage._untyped_storage, storage.dtype)
+
+
+def _reduce_memoryview(pickler: Pickler, view: memoryview) -> Any:
+    return _memoryview, (pickle.PickleBuffer(view), view.format, view.shape)
+
+
+def _refuse(pickler: Pickler, obj: Any) -> Any:
+    raise TypeError(f"cannot pickle {type(obj).__qualname__!r} object")
+
+
+def _without_iterator(pickler: Pickler, loader: DataLoader[Any]) -> Any:
     """A loader with persistent workers that has run keeps its iterator, which belongs to this process."""
+    if getattr(loader, "_iterator", None) is None:
+        return NotImplemented
     reduced = list(object.__reduce_ex__(loader, 4))
     if isinstance(reduced[2], dict):
         reduced[2] = {**reduced[2], "_iterator": None}
@@ -217,7 +239,19 @@ def _reduce_memmap(array: np.memmap[Any, Any]) -> Any:
     start = array.__array_interface__["data"][0] - low
     mode = "r" if array.mode == "r" else "r+"
     place = map_start + low - first
-    return _memmap_of_file, (str(path), mode, place, high - low, array.dtype, array.shape, array.strides, start)
+    return _memmap_of_file, (path, mode, place, high - low, array.dtype, array.shape, array.strides, start)
+
+
+_SPECIAL: list[tuple[Any, Callable[[Any, Any], Any]]] = [
+    ((type, types.FunctionType), lambda pickler, obj: pickler._reduce_definition(obj)),
+    (torch.UntypedStorage, lambda pickler, obj: pickler._reduce_storage(obj)),
+    (torch.storage.TypedStorage, _reduce_typed_storage),
+    (np.ndarray, lambda pickler, obj: pickler._reduce_array(obj)),
+    (memoryview, _reduce_memoryview),
+    (io.TextIOBase, lambda pickler, obj: pickler._reduce_text_stream(obj)),
+    ((torch.Stream, torch.Event), _refuse),  # they would be others there
+    (DataLoader, _without_iterator),
+]
 
 
 # -- in the process that reads -----------------------------------------------------------------------------------------
@@ -265,7 +299,7 @@ def _array_from_buffer(
 
 
 def _memmap_of_file(
-    path: str,
+    path: Any,
     mode: Any,
     place: int,
     nbytes: int,
@@ -277,7 +311,7 @@ def _memmap_of_file(
     memory = np.memmap(path, dtype=np.uint8, mode=mode, offset=place, shape=(nbytes,))
     array = np.ndarray.__new__(np.memmap, shape, dtype, memory, start, strides)
     array._mmap, array.filename, array.mode = memory._mmap, memory.filename, memory.mode  # type: ignore[attr-defined]
-    array.offset = place  # type: ignore[attr-defined]
+    array.offset = place
     return array
 
 

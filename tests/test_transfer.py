@@ -1,0 +1,664 @@
+"""What travels between processes: every kind of array and object, memory held once, and what can't be sent."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+import ctypes
+import enum
+import functools
+import io
+import logging
+import mmap
+import multiprocessing
+import os
+import select
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from trainloop import transfer
+from trainloop.errors import UnpicklableError
+from trainloop.transfer import pack
+from trainloop.transfer.pages import MovedPages, anonymous_file
+
+MIB = 1 << 20
+
+
+_sent: list[transfer.Payload] = []
+
+
+@pytest.fixture(autouse=True)
+def give_back() -> Iterator[None]:
+    """What was read is valid as long as the sender keeps it: to the test's end."""
+    yield
+    while _sent:
+        _sent.pop().close()
+
+
+def there_and_back(obj: Any) -> Any:
+    """``obj`` as a rank would get it, read in this process; valid to the test's end."""
+    _sent.append(pack(obj))
+    return _sent[-1].parcel.open()
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    return type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape and bool(np.all(a == b))
+
+
+# -- tensors and arrays ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 5000, 70_000], ids=lambda n: f"{n} elements")
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64, torch.uint8],
+    ids=lambda d: str(d).removeprefix("torch."),
+)
+def test_tensors(length: int, dtype: torch.dtype) -> None:
+    t = torch.arange(length).to(dtype)
+    assert equal(there_and_back(t), t)
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 5000, 70_000], ids=lambda n: f"{n} elements")
+@pytest.mark.parametrize("dtype", ["f4", "f2", "?", "i8", "c16", "U3", "S5", "datetime64[s]", "timedelta64[ms]", ">i4"])
+def test_arrays(length: int, dtype: str) -> None:
+    a = (np.arange(length) % 1000).astype(dtype)
+    b = there_and_back(a)
+    assert equal(b, a)
+    assert b.flags.writeable
+
+
+class Recarray(np.recarray):
+    """A user's subclass."""
+
+
+BIG = np.arange(60_000, dtype=np.int64)
+ARRAYS: dict[str, Callable[[], np.ndarray[Any, Any]]] = {
+    "every second": lambda: BIG[::2],
+    "backwards": lambda: BIG[::-1],
+    "transposed": lambda: BIG.reshape(300, 200).T,
+    "Fortran order": lambda: np.asfortranarray(BIG.reshape(300, 200)),
+    "a column": lambda: BIG.reshape(30_000, 2)[:, 1],
+    "one in a thousand": lambda: BIG.reshape(6, 10_000)[:, ::1000],
+    "thin slice of a large one": lambda: np.zeros((1000, 1000))[:, :3],
+    "broadcast": lambda: np.broadcast_to(BIG[:10], (1000, 10)),
+    "read-only": lambda: readonly(BIG.copy()),
+    "zero dimensions": lambda: np.array(3.5),
+    "structured": lambda: np.zeros(3000, dtype=[("a", "i4"), ("b", "f8", (2,))]),
+    "record": lambda: np.zeros(3000, dtype=[("a", "i4"), ("b", "f8")]).view(Recarray),
+    "matrix": lambda: np.asmatrix(BIG.reshape(300, 200)),
+    "objects": lambda: np.array([1, "a", None, (2,)] * 2000, dtype=object),
+    "masked": lambda: np.ma.masked_array(BIG, BIG % 2 == 1),
+}
+
+
+def readonly(a: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    a.flags.writeable = False
+    return a
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_of_every_form(name: str) -> None:
+    a = ARRAYS[name]()
+    b = there_and_back(a)
+    assert equal(b, a)
+    assert b.flags.writeable == a.flags.writeable
+
+
+def test_a_thin_slice_does_not_drag_its_base_along() -> None:
+    with pack(np.zeros((1000, 1000))[:, :3]) as payload:
+        assert payload.parcel.size < 100_000
+
+
+@pytest.mark.parametrize("mode", ["r", "r+", "c"])
+def test_a_mapped_file_is_mapped_there_too(tmp_path: Path, mode: Any) -> None:
+    path = tmp_path / "data.bin"
+    np.arange(100_000, dtype=np.int32).tofile(path)
+    whole = np.memmap(path, dtype=np.int32, mode=mode)
+    if mode == "c":
+        whole[5] = -1  # not in the file: its memory travels
+    for a in (whole, whole[1000:90_000:3], whole[50_000:].reshape(100, 500)):
+        with pack(a) as payload:
+            b = payload.parcel.open()
+            assert equal(b, a)
+            assert b.flags.writeable == a.flags.writeable
+            if mode != "c":
+                assert payload.parcel.size < 4096
+                assert b.filename == whole.filename
+
+
+class Tagged(torch.Tensor):
+    """A user's subclass."""
+
+
+TENSORS: dict[str, Callable[[], torch.Tensor]] = {
+    "transposed": lambda: torch.arange(60_000.0).view(300, 200).T,
+    "every third": lambda: torch.arange(60_000.0)[::3],
+    "expanded": lambda: torch.arange(10.0).expand(500, 10),
+    "requires grad": lambda: torch.ones(5000, requires_grad=True),
+    "parameter": lambda: nn.Parameter(torch.ones(5000)),
+    "subclass": lambda: torch.ones(5000).as_subclass(Tagged),
+    "conjugate": lambda: torch.ones(5000, dtype=torch.complex64).conj(),
+    "zero dimensions": lambda: torch.tensor(2.0),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors_of_every_form(name: str) -> None:
+    t = TENSORS[name]()
+    u = there_and_back(t)
+    assert equal(u, t)
+    assert (u.stride(), u.requires_grad) == (t.stride(), t.requires_grad)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
+def test_sparse_quantized_and_meta_tensors() -> None:
+    coo = torch.eye(100).to_sparse()
+    csr = torch.eye(100).to_sparse_csr()
+    quantized = torch.quantize_per_tensor(torch.arange(100.0), 0.5, 1, torch.quint8)
+    meta = torch.empty(10, 10, device="meta")
+    a, b, c, e = there_and_back((coo, csr, quantized, meta))
+    assert torch.equal(a.to_dense(), torch.eye(100))
+    assert a.is_sparse
+    assert torch.equal(b.to_dense(), torch.eye(100))
+    assert b.layout == torch.sparse_csr
+    assert torch.equal(c.dequantize(), quantized.dequantize())
+    assert (e.device.type, e.shape) == ("meta", (10, 10))
+
+
+def test_what_shares_memory_goes_on_sharing_it() -> None:
+    base = torch.zeros(100_000)
+    array = np.zeros(100_000)
+    lin = nn.Linear(300, 300)
+    lin.tied = lin.weight
+    t, view, a, tail, from_array, module = there_and_back(
+        (base, base[10:].view(9, -1), array, array[500:], torch.from_numpy(array), lin)
+    )
+    t[10], a[500] = 1.0, 2.0
+    assert view[0, 0] == 1.0
+    assert (tail[0], from_array[500]) == (2.0, 2.0)
+    assert module.tied is module.weight
+    assert base[10] == 0
+    assert array[500] == 0  # the sender's own is untouched
+
+
+def test_optimizer_state_stays_bound_to_its_parameters() -> None:
+    model = nn.Linear(200, 200)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 200)).sum().backward()
+    optimizer.step()
+    there, opt = there_and_back((model, optimizer))
+    assert opt.param_groups[0]["params"][0] is there.weight
+    assert torch.equal(opt.state[there.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+    before = model.weight.detach().clone()
+    there(torch.ones(1, 200)).sum().backward()
+    opt.step()
+    assert not torch.equal(there.weight, before)
+    assert torch.equal(model.weight, before)
+
+
+def test_small_storages_can_be_resized() -> None:
+    t = there_and_back(torch.ones(10))
+    t.resize_(1000)
+    assert t.shape == (1000,)
+
+
+# -- held once ---------------------------------------------------------------------------------------------------------
+
+
+def private_bytes() -> int:
+    """Memory of this process that nobody else has."""
+    with open("/proc/self/smaps_rollup") as file:
+        return sum(int(line.split()[1]) * 1024 for line in file if line.startswith("Private_Dirty"))
+
+
+def file_bytes(fd: int) -> int:
+    return os.fstat(fd).st_blocks * 512
+
+
+LARGE: dict[str, Callable[[], Any]] = {
+    "tensor": lambda: torch.arange(8 * MIB),
+    "array": lambda: np.arange(8 * MIB),
+    "list of arrays": lambda: [np.full(MIB // 8, i) for i in range(64)],
+    "rows of an array": lambda: list(np.arange(8 * MIB).reshape(64, -1)),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_large_data_is_held_once_and_comes_back(kind: str) -> None:
+    size = 64 * MIB
+    data, expected = LARGE[kind](), LARGE[kind]()
+    head, expected_head = (data[0], expected[0]) if isinstance(data, list) else (data, expected)
+    before = private_bytes()
+    with pack(data) as payload:
+        assert payload.shared_in_place > 0.98 * size
+        assert private_bytes() < before - 0.95 * size  # it is the file's now
+        assert file_bytes(payload.parcel.fd) < 1.05 * size
+        there = payload.parcel.open()
+        pairs = zip(data, there, strict=True) if isinstance(data, list) else [(data, there)]
+        assert all(equal(b, a) for a, b in pairs)
+        there_head = there[0] if isinstance(data, list) else there
+        head[1], there_head[2] = -5, -6  # each side's writes are its own
+        assert there_head[1] == expected_head[1]
+        assert head[2] == expected_head[2]
+        del there, there_head, pairs
+    expected_head[1] = -5
+    assert equal(head, expected_head)
+    assert private_bytes() > before - 0.1 * size
+    assert "trainloop-payload" not in Path("/proc/self/maps").read_text()
+
+
+def test_memory_is_given_back_when_the_sender_is_done() -> None:
+    used = []
+    for _ in range(25):
+        data = torch.ones(4 * MIB)
+        with pack(data) as payload:
+            payload.parcel.open()
+        del data
+        used.append(private_bytes())
+    # malloc keeps some for itself after the first.
+    assert used[-1] < used[4] + 8 * MIB, used
+
+
+def test_a_forked_child_sees_its_own_memory_while_it_is_shared() -> None:
+    data = np.zeros(MIB)
+    with pack(data):
+        pid = os.fork()
+        if pid == 0:
+            data[1000] = 1.0
+            os._exit(int(data[1000]) + 40)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 41
+        assert data[1000] == 0
+
+
+def test_many_small_arrays_are_one_mapping() -> None:
+    data = [np.full(600, i, np.int16) for i in range(20_000)]
+    with pack(data) as payload:
+        there = payload.parcel.open()
+        with open("/proc/self/maps") as file:
+            assert sum("trainloop-payload" in line for line in file) < 10
+        assert all(equal(a, b) for a, b in zip(data, there, strict=True))
+
+
+def test_unusual_memory_stays_where_it_is(tmp_path: Path) -> None:
+    """What is mapped from a file, or is shared, is copied, not moved."""
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(MIB))
+    of_file: Any = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=MIB)
+    anonymous = mmap.mmap(-1, MIB)  # shared with forked children
+    array = np.frombuffer(anonymous, dtype=np.uint8)
+    with pack((torch.empty(0, dtype=torch.uint8).set_(of_file), array)) as payload:
+        assert payload.shared_in_place == 0
+        t, a = payload.parcel.open()
+        assert (t.sum(), a.sum()) == (0, 0)
+        array[5] = 1
+        assert a[5] == 0
+    del array
+    anonymous.close()
+
+
+def test_pages_move_only_within_one_kind_of_memory() -> None:
+    fd = anonymous_file("test")
+    try:
+        pages = MovedPages(fd)
+        data = np.ones(MIB, np.uint8)
+        address = data.__array_interface__["data"][0]
+        assert not pages.write(address, MIB, 1)  # not at the same place within a page
+        assert pages.write(address, MIB, 2 * MIB + address % mmap.PAGESIZE)
+        assert pages.nbytes >= MIB - 2 * mmap.PAGESIZE
+        data[:] += 1
+        pages.restore()
+        assert pages.nbytes == 0
+        assert (data == 2).all()
+    finally:
+        os.close(fd)
+
+
+def test_without_memfd_a_temporary_file_without_a_name_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pack(np.arange(100_000)) as payload:
+        assert equal(payload.parcel.open(), np.arange(100_000))
+        assert not list(tmp_path.iterdir())
+
+
+# -- objects of every origin -------------------------------------------------------------------------------------------
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+def test_closures_lambdas_and_local_classes() -> None:
+    scale = 3
+
+    class Local:
+        def __init__(self) -> None:
+            self.f = lambda x: x * scale
+
+    there = there_and_back(Local())
+    assert there.f(2) == 6
+    assert there_and_back(Colour.RED) is Colour.RED
+
+
+def test_definitions_of_main_are_found_by_name_there() -> None:
+    main = sys.modules["__main__"]
+    exec("class Batch(tuple):\n    pass", main.__dict__)
+    try:
+        batch = main.Batch
+        with pack([batch((1, 2))]) as payload:
+            del main.Batch
+            (there,) = payload.parcel.open()
+            assert main.Batch is type(there)
+            assert tuple(there) == (1, 2)
+    finally:
+        main.__dict__.pop("Batch", None)
+
+
+def test_modules_that_a_new_process_could_not_import_travel_by_value() -> None:
+    module = types.ModuleType("made_by_hand")
+    exec("def double(x):\n    return helper(x)\ndef helper(x):\n    return 2 * x", module.__dict__)
+    sys.modules["made_by_hand"] = module
+    try:
+        with pack(module.double) as payload:
+            del sys.modules["made_by_hand"]
+            assert payload.parcel.open()(4) == 8
+    finally:
+        sys.modules.pop("made_by_hand", None)
+
+
+def test_standard_streams_and_loggers_travel_by_name() -> None:
+    stream, log = there_and_back((sys.stderr, logging.getLogger("some.name")))
+    assert stream is sys.stderr
+    assert log is logging.getLogger("some.name")
+
+
+def test_memoryviews_keep_their_form() -> None:
+    view = memoryview(np.arange(6000, dtype=np.int32).reshape(3, 2000))  # type: ignore[arg-type]
+    there = there_and_back(view)
+    assert (there.shape, there.format, there[2, 1999]) == ((3, 2000), "i", 5999)
+
+
+class Squares(Dataset[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index * index
+
+
+def test_a_loader_with_living_workers_travels_without_them() -> None:
+    loader = DataLoader(Squares(), num_workers=1, persistent_workers=True)
+    list(loader)
+    there = there_and_back(loader)
+    assert there._iterator is None
+    assert len(there.dataset) == 4
+    assert loader._iterator is not None
+    loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
+
+
+def test_a_generator_of_random_numbers_keeps_its_place() -> None:
+    generator = torch.Generator().manual_seed(3)
+    torch.rand(5, generator=generator)
+    there = there_and_back(generator)
+    assert torch.equal(torch.rand(3, generator=there), torch.rand(3, generator=generator))
+
+
+def test_both_sides_objects_meet_in_the_state_that_returns() -> None:
+    class Callback:
+        def __init__(self) -> None:
+            self.best: Any = None
+
+    mine, other = Callback(), nn.Linear(2, 2)
+    with pack([mine, other]) as payload:
+        there, other_there = payload.parcel.open()
+        there.best = {"model": other_there, "again": there, "t": torch.ones(3), "kind": type(there)}
+        data = transfer.dump_state(there.__dict__, [there, other_there])
+    state = transfer.load_state(data, [mine, other])
+    assert state["best"]["model"] is other
+    assert state["best"]["again"] is mine
+    assert state["best"]["kind"] is Callback
+    assert torch.equal(state["best"]["t"], torch.ones(3))
+
+
+def test_a_class_that_is_gone_is_named() -> None:
+    from trainloop.transfer.pickling import _tracked_class
+
+    with pytest.raises(Exception, match="no longer exists in the process that sent it"):
+        _tracked_class("unknown")
+
+
+@pytest.mark.gpu
+def test_cuda_tensors_go_to_the_device_of_the_rank() -> None:
+    model = nn.Linear(100, 100).cuda()
+    with pack(model) as payload:
+        on_cpu = payload.parcel.open(torch.device("cpu"))
+        on_gpu = payload.parcel.open(torch.device("cuda", 0))
+    assert on_cpu.weight.device.type == "cpu"
+    assert on_gpu.weight.device == torch.device("cuda", 0)
+    assert torch.equal(on_cpu.weight, model.weight.cpu())
+    assert torch.equal(on_gpu.weight, model.weight)
+
+
+# -- what can't be sent ------------------------------------------------------------------------------------------------
+
+
+def generator() -> Iterator[int]:
+    yield 1
+
+
+async def coroutine() -> None:
+    pass
+
+
+def running_frame() -> types.FrameType:
+    return sys._getframe()
+
+
+class Resources:
+    """Things that must be closed after a test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.file = open(folder / "notes.txt", "w+")  # noqa: SIM115
+        self.binary = open(folder / "notes.bin", "wb")  # noqa: SIM115
+        self.database = sqlite3.connect(":memory:")
+        self.socket = socket.socket()
+        self.executor = concurrent.futures.ThreadPoolExecutor(1)
+        self.loop = asyncio.new_event_loop()
+        self.program = subprocess.Popen([sys.executable, "-c", ""])
+        self.poll = select.epoll()
+        self.coroutine = coroutine()
+
+    def close(self) -> None:
+        self.file.close()
+        self.binary.close()
+        self.database.close()
+        self.socket.close()
+        self.executor.shutdown()
+        self.loop.close()
+        self.program.wait()
+        self.poll.close()
+        self.coroutine.close()
+
+
+@pytest.fixture
+def resources(tmp_path: Path) -> Iterator[Resources]:
+    made = Resources(tmp_path)
+    yield made
+    made.close()
+
+
+KINDS: dict[str, tuple[Callable[[Resources], Any], str, str]] = {
+    "text file": (lambda r: r.file, "TextIOWrapper", "keep its path"),
+    "binary file": (lambda r: r.binary, "BufferedWriter", "keep its path"),
+    "lock": (lambda r: threading.Lock(), "lock", "A lock belongs"),
+    "recursive lock": (lambda r: threading.RLock(), "RLock", "A lock belongs"),
+    "generator": (lambda r: generator(), "generator", "keep the function"),
+    "coroutine": (lambda r: r.coroutine, "coroutine", "keep the function"),
+    "socket": (lambda r: r.socket, "socket", "keep its address"),
+    "thread": (lambda r: threading.current_thread(), "_MainThread|Thread", "A thread, and"),
+    "database": (lambda r: r.database, "Connection", "keep its path"),
+    "executor": (lambda r: r.executor, "ThreadPoolExecutor", "An executor's workers"),
+    "event loop": (lambda r: r.loop, "_UnixSelectorEventLoop", "An event loop and"),
+    "weak reference": (lambda r: weakref.ref(r), "ReferenceType|weakref", "keep the object itself"),
+    "frame": (lambda r: running_frame(), "frame", "keep the values"),
+    "pointer": (lambda r: ctypes.pointer(ctypes.c_int(1)), "LP_c_int", "Memory of C code"),
+    "program": (lambda r: r.program, "Popen", "A running program"),
+    "poll object": (lambda r: r.poll, "epoll", "leave it out"),
+    "thread-local data": (lambda r: threading.local(), "_local", "threads share"),
+    "log handler": (lambda r: logging.StreamHandler(), "StreamHandler", "keep the logger"),
+    "mapped file": (lambda r: mmap.mmap(-1, 10), "mmap", "leave it out"),
+    "stream": (lambda r: torch.Stream(device="cpu"), "Stream", "A stream belongs"),
+    "multiprocessing lock": (lambda r: multiprocessing.get_context("fork").Lock(), "Lock|SemLock", "spawn"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_cannot_be_sent_is_named_with_its_path(kind: str, resources: Resources) -> None:
+    make, type_name, advice = KINDS[kind]
+    try:
+        thing = make(resources)
+    except RuntimeError as error:  # torch without streams for the CPU
+        pytest.skip(str(error))
+    dataset = Squares()
+    dataset.transform = types.SimpleNamespace(thing=thing)  # type: ignore[attr-defined]
+    loader = DataLoader(dataset)
+    with pytest.raises(UnpicklableError) as caught:
+        pack([1, loader], roots={"model": nn.Linear(1, 1), "train_loader": loader})
+    message = str(caught.value)
+    path, _, found = message.splitlines()[1].strip().partition(": ")
+    assert path == "train_loader.dataset.transform.thing", message
+    assert found in type_name.split("|"), message
+    assert advice in message, message
+
+
+class WithSlots:
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+
+class WithDefault:
+    def __init__(self, lock: Any) -> None:
+        self.lock = lock
+
+    def method(self) -> None:
+        pass
+
+
+PATHS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "list": (lambda x: [1, [2, x]], "root[1][1]"),
+    "dict value": (lambda x: {"a": {"b": x}}, "root['a']['b']"),
+    "dict key": (lambda x: {x: 1}, "root<key lock>"),
+    "tuple in a set": (lambda x: (0, {x}), "root[1][0]"),
+    "slots": (lambda x: WithSlots(x), "root.inner"),
+    "partial": (lambda x: functools.partial(print, x, end=""), "root.args[0]"),
+    "partial's keyword": (lambda x: functools.partial(print, end=x), "root.keywords['end']"),
+    "bound method": (lambda x: WithDefault(x).method, "root.__self__.lock"),
+    "closure": (lambda x: lambda: x, "root.<closure x>"),
+    "default": (lambda x: lambda a, b=x: b, "root.<default b>"),
+    "keyword default": (lambda x: lambda *, b=x: b, "root.<default b>"),
+    "module": (lambda x: with_attribute(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), x), "root[1].thing"),
+    "named module": (lambda x: with_attribute(nn.ModuleDict({"a": nn.ReLU()}), x), "root.a.thing"),
+    "hook": (lambda x: hooked(x), "root._forward_hooks[...].<closure x>"),
+    "deque": (lambda x: collections.deque([1, x]), "root[1]"),
+    "default dict": (lambda x: collections.defaultdict(list, {"k": [x]}), "root['k'][0]"),
+    "ordered dict": (lambda x: collections.OrderedDict(k=x), "root['k']"),
+    "exception": (lambda x: ValueError(x), "root.<argument 0>"),
+    "one of many": (lambda x: [*range(100_000), x, *range(100_000)], "root[100000]"),
+    "class attribute": (lambda x: type("Local", (), {"shared": x}), "root.shared"),
+    "object array": (lambda x: np.array([1, x], dtype=object), "root"),
+    "cycle": (lambda x: cyclic(x), "root.lock"),
+}
+
+
+def with_attribute(module: nn.Module, x: Any) -> nn.Module:
+    list(module.children())[-1].thing = x
+    return module
+
+
+def hooked(x: Any) -> nn.Module:
+    module = nn.ReLU()
+    module.register_forward_hook(lambda *args: print(x))
+    return module
+
+
+def cyclic(x: Any) -> WithDefault:
+    made = WithDefault(x)
+    made.itself = [made]  # type: ignore[attr-defined]
+    return made
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_paths_through_every_kind_of_holder(name: str) -> None:
+    make, path = PATHS[name]
+    obj = make(threading.Lock())
+    with pytest.raises(UnpicklableError) as caught:
+        pack(obj, roots={"root": obj})
+    line = str(caught.value).splitlines()[1].strip()
+    before, _, after = path.partition("...")
+    assert line.startswith(before)
+    assert f"{after}: " in line, line
+
+
+def test_all_of_several_are_named_the_nearest_first() -> None:
+    lock = threading.Lock()
+    data = {"deep": [[threading.Lock()]], "near": lock, "again": [lock]}
+    with pytest.raises(UnpicklableError) as caught:
+        pack(data, roots={"data": data})
+    paths = [line.strip().partition(": ")[0] for line in str(caught.value).splitlines() if ": lock" in line]
+    assert paths == ["data['near']", "data['deep'][0][0]"]
+
+
+def test_a_global_of_a_function_of_main() -> None:
+    main = sys.modules["__main__"]
+    scope = {"__name__": "__main__", "LOCK": threading.Lock()}
+    exec("def work():\n    return LOCK", scope)
+    assert main.__name__ == "__main__"
+    with pytest.raises(UnpicklableError, match=r"root.<global LOCK>: lock"):
+        pack(scope["work"], roots={"root": scope["work"]})
+
+
+class Refuses:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("not me")
+
+
+def test_an_object_that_refuses_says_why() -> None:
+    with pytest.raises(UnpicklableError, match=r"(?s)a\.b: Refuses.*not me.*leave it out of __getstate__"):
+        pack([Refuses()], roots={"a": types.SimpleNamespace(b=Refuses())})
+
+
+def test_without_a_culprit_the_error_itself_is_told() -> None:
+    with pytest.raises(UnpicklableError, match=r"can't be pickled: not me"):
+        pack(Refuses(), roots={"model": nn.Linear(1, 1)})
+
+
+def test_a_failed_try_leaves_no_descriptor() -> None:
+    before = os.listdir("/proc/self/fd")
+    for _ in range(3):
+        with pytest.raises(UnpicklableError):
+            pack(TensorDataset(torch.ones(100_000)).__dict__ | {"x": io.BytesIO().getbuffer, "l": threading.Lock()})
+    assert len(os.listdir("/proc/self/fd")) == len(before)
