@@ -1,0 +1,92 @@
+"""Going on from an experiment's checkpoint, by AIToolbox's name."""
+
+from __future__ import annotations
+
+import os
+
+from trainloop import checkpoint
+from trainloop.callbacks.abstract import AbstractExperimentCallback
+from trainloop.errors import CheckpointError
+
+__all__ = ["ModelLoadContinueTraining"]
+
+
+class ModelLoadContinueTraining(AbstractExperimentCallback):
+    """Go on from a checkpoint of an earlier experiment: weights, optimizer, schedulers, history, place in the epoch.
+
+    ``fit(resume_from=path)`` does the same with a path, and ``resume_from='last'`` with the newest one.
+
+    Parameters
+    ----------
+    saved_experiment_timestamp : str
+        That of the earlier experiment's folder, ``<experiment_name>_<time stamp>``.
+    saved_model_dir : str
+        Folder in it that holds the checkpoints.
+    epoch_num : int, optional
+        Index of the epoch the checkpoint was written in, the newest of them. Default: the newest of all.
+    project_name, experiment_name, local_model_result_folder_path : str, optional
+        Of the earlier experiment; taken from a tracking loop where left out.
+
+    Raises
+    ------
+    CheckpointError
+        At ``fit``, if there is no such checkpoint; or if it belongs to another model.
+    ConfigurationError
+        At ``fit``, if the folder is not known.
+
+    Examples
+    --------
+    >>> load = ModelLoadContinueTraining("2026-01-31_23-59-59", project_name="digits", experiment_name="cnn",
+    ...                                  local_model_result_folder_path="~/results")
+    >>> tl.fit(num_epochs=10, callbacks=[load])
+    """
+
+    def __init__(
+        self,
+        saved_experiment_timestamp: str,
+        saved_model_dir: str = "checkpoints",
+        epoch_num: int | None = None,
+        project_name: str | None = None,
+        experiment_name: str | None = None,
+        local_model_result_folder_path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        # After all others have begun, as when the loop itself resumes.
+        super().__init__(
+            "ModelLoadContinueTraining",
+            project_name,
+            experiment_name,
+            local_model_result_folder_path,
+            execution_order=1_000_000,
+        )
+        self.saved_experiment_timestamp = saved_experiment_timestamp
+        self.saved_model_dir = saved_model_dir
+        self.epoch_num = epoch_num
+        self._path = ""
+
+    def on_train_loop_registration(self) -> None:
+        self.try_infer_experiment_details()
+        assert self.local_model_result_folder_path is not None
+        assert self.project_name is not None
+        name = f"{self.experiment_name}_{self.saved_experiment_timestamp}"
+        folder = checkpoint.folder(
+            os.path.join(self.local_model_result_folder_path, self.project_name, name, self.saved_model_dir)
+        )
+        found = [file for file in checkpoint.checkpoints(folder) if file.info is not None]
+        wanted = [file for file in found if self.epoch_num in (None, file.info.epoch if file.info else None)]
+        if not wanted:
+            epochs = ", ".join(sorted({str(file.info.epoch) for file in found if file.info is not None}))
+            which = "no checkpoint" if self.epoch_num is None else f"no checkpoint of epoch_num={self.epoch_num}"
+            there = f"there are those of epochs {epochs}" if epochs else "there is none at all"
+            raise CheckpointError(
+                f"ModelLoadContinueTraining: {which} in {folder.location}; {there}. "
+                "Look at saved_experiment_timestamp, saved_model_dir and epoch_num."
+            )
+        self._path = wanted[-1].path
+
+    def on_train_begin(self) -> None:
+        loop = self.train_loop_obj
+        if loop.global_step == 0:  # a second fit goes on from the first
+            state = checkpoint.load(self._path)
+            # Who kept the earlier experiment's checkpoints does not keep this one's.
+            others = [entry for entry in state["callbacks"] if entry["name"] != "ModelCheckpoint"]
+            loop.load_checkpoint_state({**state, "callbacks": others})
