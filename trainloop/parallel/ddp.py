@@ -88,6 +88,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
                 device_ids = [trained[0].device]
         super().__init__(module, device_ids, output_device, **ddp_args)
         self._tt_exchanges = True
+        self._tt_static_passes = 0
         self._become_transparent()
 
     def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +97,10 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             args, kwargs = self._moved(args, kwargs)
             return function(*args, **kwargs)
         # The body of DistributedDataParallel.forward, with another function in the place of the module.
-        with torch.autograd.profiler.record_function(f"DistributedDataParallel.{method}"):
+        with (
+            torch.autograd.profiler.record_function(f"DistributedDataParallel.{method}"),
+            self._first_of_static_graph(),
+        ):
             args, kwargs = self._pre_forward(*args, **kwargs)
             with self._inside_ddp_forward():
                 output = function(*args, **kwargs)
@@ -107,7 +111,8 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         if not self._tt_exchanges:
             inputs, kwargs = self._moved(inputs, kwargs)
             return self.module(*inputs, **kwargs)
-        return super().forward(*inputs, **kwargs)
+        with self._first_of_static_graph():
+            return super().forward(*inputs, **kwargs)
 
     def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments on the wrapper's GPU, as DDP moves them; on the CPU as they are."""
@@ -121,6 +126,23 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             return super()._pre_forward(*inputs, **kwargs)
         except RuntimeError as e:
             raise _explained(e, self) from e
+
+    @contextlib.contextmanager
+    def _first_of_static_graph(self) -> Iterator[None]:
+        """Exchange gradients in the first two backwards of a static graph, also under ``no_sync()``.
+
+        torch's reducer (to 2.13 at least) counts in the first backward how often each parameter is used, and takes all
+        backwards up to the second exchange for the first: accumulation from the start fails an internal assertion, or
+        leaves it waiting for uses that don't come. To average a sum of gradients in parts comes to the same.
+        """
+        before = self.require_backward_grad_sync
+        if self.static_graph and self._tt_static_passes < 2 and torch.is_grad_enabled():
+            self._tt_static_passes += 1
+            self.require_backward_grad_sync = True
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
 
     @contextlib.contextmanager
     def no_exchange(self) -> Iterator[None]:
@@ -154,7 +176,13 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
 
 
 # What TTDistributedDataParallel uses of DistributedDataParallel beyond its public face; unchanged since torch 2.1.
-for _name in ("_pre_forward", "_post_forward", "_inside_ddp_forward", "_check_reducer_finalized", "to_kwargs"):
+for _name in (
+    "_pre_forward",
+    "_post_forward",
+    "_inside_ddp_forward",
+    "_check_reducer_finalized",
+    "to_kwargs",
+):
     if not callable(getattr(DistributedDataParallel, _name, None)):
         raise ImportError(
             f"torch {torch.__version__}: DistributedDataParallel has no {_name} any more, which trainloop builds on. "
@@ -281,4 +309,5 @@ def _reduce_sparse(parameters: list[Tensor], world_size: int, group: dist.Proces
         present = [part for part in parts if part is not None]
         indices = torch.cat([indices for indices, _ in present], dim=1)
         values = torch.cat([values for _, values in present]) / world_size
-        p.grad = torch.sparse_coo_tensor(indices, values, p.shape, device=p.device).coalesce()
+        summed = torch.sparse_coo_tensor(indices, values, p.shape, device=p.device, check_invariants=False)
+        p.grad = summed.coalesce()

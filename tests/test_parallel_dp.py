@@ -1,0 +1,450 @@
+"""TTDataParallel's replicas on the CPU against one module; how a batch is cut and results are put together."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import contextvars
+import copy
+import dataclasses
+import threading
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from parallel_models import (
+    CPU,
+    Net,
+    TwoLosses,
+    Weighted,
+    WithBatchNorm,
+    batch_of,
+    furthest,
+    gradients,
+    total_of,
+)
+from torch import Tensor, nn
+
+from trainloop.errors import ConfigurationError
+from trainloop.optim import MultiLoss
+from trainloop.parallel import TTDataParallel
+from trainloop.parallel import scatter as parts
+
+# -- DP: cutting and putting together ----------------------------------------------------------------------------------
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    x: Any
+    names: Any
+    fixed: int = 3
+
+
+class Sample:
+    """An object that says nothing about itself."""
+
+    def __init__(self, i: int) -> None:
+        self.i = i
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sample) and other.i == self.i
+
+
+def plain(value: Any) -> Any:
+    """Tensors and arrays as lists, with a mark, so that ``==`` compares."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return (type(value).__name__, value.tolist())
+    if isinstance(value, dict):
+        return type(value)({key: plain(item) for key, item in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(plain, value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(plain, value))
+    if dataclasses.is_dataclass(value):
+        return (type(value), [plain(getattr(value, f.name)) for f in dataclasses.fields(value)])
+    return value
+
+
+@pytest.mark.parametrize("length", range(1, 13))
+@pytest.mark.parametrize("num_chunks", range(1, 9))
+def test_chunks_are_those_of_torch(length: int, num_chunks: int) -> None:
+    expected = [len(chunk) for chunk in torch.arange(length).chunk(num_chunks)]
+    assert parts.chunk_sizes(length, num_chunks) == expected
+
+
+t = torch.arange
+ONE, ONES, NAN = torch.tensor(1.0), torch.ones(3), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("value", "num_chunks", "expected"),
+    [
+        (t(5), 2, [t(3), t(3, 5)]),
+        ([t(5), np.arange(5) * 2], 2, [[t(3), np.arange(3) * 2], [t(3, 5), np.arange(3, 5) * 2]]),
+        ((t(3), "constant", None, 7), 2, [(t(2), "constant", None, 7), (t(2, 3), "constant", None, 7)]),
+        ({"x": t(3), "names": ["a", "b", "c"]}, 2, [{"x": t(2), "names": ["a", "b"]}, {"x": t(2, 3), "names": ["c"]}]),
+        ([t(3), ("a", "b", "c")], 2, [[t(2), ("a", "b")], [t(2, 3), ("c",)]]),
+        ([t(2), [Sample(0), Sample(1)]], 2, [[t(1), [Sample(0)]], [t(1, 2), [Sample(1)]]]),
+        (Point(t(2), {"y": t(2)}), 2, [Point(t(1), {"y": t(1)}), Point(t(1, 2), {"y": t(1, 2)})]),
+        (Batch(t(2), ["a", "b"]), 2, [Batch(t(1), ["a"]), Batch(t(1, 2), ["b"])]),
+        # Of another length than the batch: class weights, a scalar.
+        ([t(4), ONES, ONE], 2, [[t(2), ONES, ONE], [t(2, 4), ONES, ONE]]),
+        # Two tensors are no list of two samples, and neither are lists of lists.
+        ([t(2), t(2)], 2, [[t(1), t(1)], [t(1, 2), t(1, 2)]]),
+        ((["a", "b", "c"], [1, 2, 3]), 2, [(["a", "b"], [1, 2]), (["c"], [3])]),
+        # Fewer parts than asked for, one part, none that can be cut.
+        (t(5), 4, [t(2), t(2, 4), t(4, 5)]),
+        (t(1), 4, [t(1)]),
+        (t(0), 2, [t(0)]),
+        ("text", 2, ["text"]),
+        ((), 2, [()]),
+        ({"a": 1}, 2, [{"a": 1}]),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_scatter(value: Any, num_chunks: int, expected: list[Any]) -> None:
+    before = copy.deepcopy(value)
+    assert plain(parts.scatter(value, num_chunks)) == plain(expected)
+    assert plain(value) == plain(before)
+
+
+def test_scatter_along_another_dimension() -> None:
+    first, second = parts.scatter([torch.ones(2, 5), torch.ones(3)], 2, dim=1)
+    assert (first[0].shape, second[0].shape, second[1].shape) == ((2, 3), (2, 2), (3,))
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes", "expected"),
+    [
+        ([torch.tensor(1.0), torch.tensor(4.0)], [4, 2], torch.tensor(2.0)),
+        ([(torch.tensor(1.0), 30), (torch.tensor(4.0), 10)], [1, 1], (torch.tensor(1.75), 40)),
+        ([(ONE, torch.tensor(30)), (4 * ONE, torch.tensor(10))], [1, 1], (1.75 * ONE, torch.tensor(40))),
+        ([(torch.tensor(2.0), 3), (torch.tensor(float("nan")), 0)], [1, 1], (torch.tensor(2.0), 3)),
+        ([(2 * ONE, torch.tensor(3)), (NAN * ONE, torch.tensor(0))], [1, 1], (2 * ONE, torch.tensor(3))),
+        ([{"a": torch.tensor(1.0)}, {"a": torch.tensor(4.0)}], [2, 1], {"a": torch.tensor(2.0)}),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_losses_combine(given: list[Any], sizes: list[int], expected: Any) -> None:
+    assert plain(parts.combine_losses(given, sizes)) == plain(expected)
+
+
+def test_multi_losses_combine_by_name() -> None:
+    one, two = (MultiLoss({"a": torch.tensor(a), "b": torch.tensor(8.0)}, {"a": 1, "b": 0}, False) for a in (1.0, 4.0))
+    combined = parts.combine_losses([one, two], [2, 1])
+    assert combined.item() == {"a": 2.0, "b": 8.0}
+    assert (combined.loss_optimizer_map, combined.retain_graph_until_last) == ({"a": 1, "b": 0}, False)
+    combined, weight = parts.combine_losses([(one, 1), (two, 3)], [2, 1])
+    assert (combined.item(), weight) == ({"a": 3.25, "b": 8.0}, 4)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (torch.ones(2), r"get_loss returned a tensor of shape \(2,\): must be a 0-d tensor"),
+        (3.0, r"get_loss returned float: 3.0: must be"),
+        ((torch.tensor(1.0), torch.ones(2)), r"get_loss returned tuple: \(tensor.*\(loss, weight\)"),
+        (None, "get_loss returned NoneType: None"),
+    ],
+)
+def test_what_is_no_loss_is_refused(loss: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        parts.combine_losses([loss, loss], [1, 1])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([t(2), t(2, 3)], t(3)),
+        ([np.arange(2), np.arange(1)], np.array([0, 1, 0])),
+        ([["a", "b"], ["c"]], ["a", "b", "c"]),
+        ([("a", "b"), ("c",)], ("a", "b", "c")),
+        ([(t(1), ["a"], {}), (t(1), ["b"], {})], (torch.tensor([0, 0]), ["a", "b"], {})),
+        ([Point(t(1), 2), Point(t(1), 3)], Point(torch.tensor([0, 0]), 2)),
+        ([{"a": {"b": t(1)}}, {"a": {"b": t(1)}, "late": 5}], {"a": {"b": torch.tensor([0, 0])}, "late": 5}),
+        ([torch.tensor(1.0), torch.tensor(2.0)], torch.tensor(1.0)),
+        (["one", "one"], "one"),
+        ([None, None], None),
+        ([[], ["a"]], ["a"]),
+    ],
+    ids=repr,
+)
+def test_predictions_combine(given: list[Any], expected: Any) -> None:
+    assert plain(parts.combine_predictions(given)) == plain(expected)
+
+
+def test_forward_outputs_are_gathered_as_dataparallel_does() -> None:
+    one = {"a": t(2), "b": [t(1), None], "c": Point(torch.tensor(1), torch.tensor(2))}
+    two = {"a": t(1), "b": [t(1), None], "c": Point(torch.tensor(3), torch.tensor(4))}
+    expected = {
+        "a": torch.tensor([0, 1, 0]),
+        "b": [torch.tensor([0, 0]), None],
+        "c": Point(torch.tensor([1, 3]), torch.tensor([2, 4])),
+    }
+    assert plain(parts.gather([one, two])) == plain(expected)
+
+
+# -- DP: replicas on the CPU -------------------------------------------------------------------------------------------
+
+
+class Recurrent(Net):
+    """Layers that keep their weights elsewhere than in their parameters' dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(4, 4, batch_first=True)
+        self.norm = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.rnn(torch.stack([x, x + 1], dim=1))
+        mixed, _ = self.attention(states, states, states)
+        return super().forward(self.norm(mixed[:, 0]))
+
+
+class Penalised(Net):
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        x, y = batch_data
+        return criterion(self(x), y) + 0.1 * sum(p.square().sum() for p in self.parameters())
+
+
+DP_MODELS: list[type[Net]] = [Net, Weighted, TwoLosses, Recurrent, Penalised]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", [1, 7])
+@pytest.mark.parametrize("cls", DP_MODELS)
+def test_dp_trains_as_single(cls: type[Net], size: int, replicas: int) -> None:
+    torch.manual_seed(0)
+    model = cls()
+    reference = copy.deepcopy(model)
+    wrapper = TTDataParallel(model, devices=replicas)
+    criterion = nn.CrossEntropyLoss()
+    outputs = []
+    for net, get_loss in ((model, wrapper.get_loss), (reference, reference.get_loss)):
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        for step in range(3):
+            optimizer.zero_grad()
+            output = get_loss(batch_of(step, size), criterion, CPU)
+            total_of(output).backward()
+            optimizer.step()
+        outputs.append(output)
+    assert furthest(gradients(model), gradients(reference)) < 1e-6
+    assert furthest(dict(model.state_dict()), dict(reference.state_dict())) < 1e-6
+    assert type(outputs[0]) is type(outputs[1])
+    assert total_of(outputs[0]).item() == pytest.approx(total_of(outputs[1]).item(), abs=1e-6)
+    if isinstance(outputs[1], tuple):
+        assert outputs[0][1] == outputs[1][1]
+
+
+def test_dp_with_more_precision_is_as_exact() -> None:
+    model = Net().double()
+    reference = copy.deepcopy(model)
+    x, y = batch_of(0, 7)
+    TTDataParallel(model, devices=3).get_loss((x.double(), y), nn.CrossEntropyLoss(), CPU).backward()
+    reference.get_loss((x.double(), y), nn.CrossEntropyLoss(), CPU).backward()
+    assert furthest(gradients(model), gradients(reference)) < 1e-14
+
+
+def test_dp_predicts_as_single() -> None:
+    model = Net()
+    wrapper = TTDataParallel(model, devices=3)
+    batch = batch_of(0, 7)
+    predicted, true, metadata = wrapper.get_predictions(batch, CPU)
+    expected, _, expected_metadata = model.get_predictions(batch, CPU)
+    assert predicted.tolist() == expected.tolist()
+    assert true.tolist() == batch[1].tolist()
+    assert metadata == expected_metadata
+    with torch.no_grad():
+        loss = wrapper.get_loss_eval(batch, nn.CrossEntropyLoss(), CPU)
+    assert not loss.requires_grad
+    assert loss.item() == pytest.approx(model.get_loss(batch, nn.CrossEntropyLoss(), CPU).item(), abs=1e-6)
+    torch.testing.assert_close(wrapper(batch[0]), model(batch[0]))
+    torch.testing.assert_close(wrapper(x=batch[0]), model(batch[0]))
+
+
+class Spy(Net):
+    """Writes down what a replica finds around itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder.register_buffer("seen", torch.zeros(()))
+        self.notes: list[dict[str, Any]] = []
+        self.written = "before"
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        names, x = batch_data
+        self.encoder.seen += len(x)
+        self.written = "in a replica"
+        noise = torch.rand(2)
+        self.notes.append(
+            {
+                "thread": threading.current_thread().name,
+                "size": len(x),
+                "names": names,
+                "logged as": self.__dict__.get("_log_batch_size"),
+                "grad": torch.is_grad_enabled(),
+                "inference": torch.is_inference_mode_enabled(),
+                "autocast": torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+                "device": self.device,
+                "tied": self.tied.weight is self.encoder.weight,
+                "own weights": self.encoder.weight is not SPIED[0].encoder.weight,
+                "shares memory": self.encoder.weight.data_ptr() == SPIED[0].encoder.weight.data_ptr(),
+                "parameters": len(list(self.parameters())),
+                "noise": noise.tolist(),
+                "context": CONTEXT.get(),
+            }
+        )
+        return self(x).mean()
+
+
+SPIED: list[Spy] = []
+CONTEXT: contextvars.ContextVar[str] = contextvars.ContextVar("CONTEXT", default="default")
+
+
+def spied(**surroundings: Any) -> list[dict[str, Any]]:
+    model = Spy()
+    SPIED[:] = [model]
+    wrapper = TTDataParallel(model, devices=2)
+    with contextlib.ExitStack() as stack:
+        for context in surroundings.values():
+            stack.enter_context(context)
+        wrapper.get_loss((list("abcdefg"), batch_of(0, 7)[0]), None, CPU)
+    assert model.written == "before"  # as with nn.DataParallel
+    assert model.encoder.seen.item() == 4  # the first replica's buffers are the module's
+    assert "_log_batch_size" not in vars(model)
+    return model.notes
+
+
+def test_a_replica_has_its_part_and_its_own_module() -> None:
+    first, second = spied()
+    assert (first["size"], first["names"], first["logged as"]) == (4, list("abcd"), 4)
+    assert (second["size"], second["names"], second["logged as"]) == (3, list("efg"), 3)
+    for i, note in enumerate((first, second)):
+        assert note["thread"] == f"TTDataParallel replica {i}"
+        assert note["device"] == CPU
+        assert note["tied"]
+        assert note["own weights"]
+        assert note["shares memory"]
+        assert note["parameters"] == len(list(SPIED[0].parameters()))
+        assert (note["grad"], note["inference"], note["autocast"], note["context"]) == (True, False, None, "default")
+
+
+def test_a_replica_has_the_callers_modes() -> None:
+    CONTEXT.set("mine")
+    for note in spied(no_grad=torch.no_grad(), autocast=torch.autocast("cpu", torch.float16)):
+        assert (note["grad"], note["autocast"], note["context"]) == (False, torch.float16, "mine")
+    CONTEXT.set("default")
+    for note in spied(inference=torch.inference_mode()):
+        assert (note["grad"], note["inference"]) == (False, True)
+
+
+def test_random_numbers_in_replicas_are_those_of_the_seed() -> None:
+    torch.manual_seed(5)
+    expected = [torch.rand(2).tolist() for _ in range(2)]
+    for _ in range(5):
+        model = Spy()
+        SPIED[:] = [model]
+        torch.manual_seed(5)
+        TTDataParallel(model, devices=2).get_loss((list("ab"), batch_of(0, 2)[0]), None, CPU)
+        assert [note["noise"] for note in model.notes] == expected
+
+
+class Odd(Exception):
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} {b}")
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(ValueError("bad label"), ValueError), (Odd(1, 2), RuntimeError), (SystemExit(3), SystemExit)]
+)
+def test_what_a_replica_raises_comes_out_with_its_number(error: BaseException, raised: type[BaseException]) -> None:
+    class Raising(Net):
+        def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+            if len(batch_data[0]) == 2:
+                raise error
+            return super().get_loss(batch_data, criterion, device)
+
+    wrapper = TTDataParallel(Raising(), devices=2)
+    with pytest.raises(raised, match=rf"(?s)Caught {type(error).__name__} in replica 1 on cpu.*in get_loss"):
+        wrapper.get_loss(batch_of(0, 5), nn.CrossEntropyLoss(), CPU)
+
+
+def test_user_hooks_fire_in_each_replica_and_once_on_the_sum() -> None:
+    model = Net()
+    fired: collections.Counter[str] = collections.Counter()
+    sums = []
+    model.head.weight.register_hook(lambda grad: sums.append(grad.clone()))
+    model.head.weight.register_post_accumulate_grad_hook(lambda _: fired.update(["accumulated"]))
+    model.head.register_forward_hook(lambda *_: fired.update(["forward"]))
+    model.head.register_full_backward_hook(lambda *_: fired.update(["backward"]))
+    TTDataParallel(model, devices=2).get_loss(batch_of(0), nn.CrossEntropyLoss(), CPU).backward()
+    assert fired == {"accumulated": 1, "forward": 6, "backward": 6}
+    assert len(sums) == 1
+    assert torch.equal(sums[0], model.head.weight.grad)
+
+
+def test_batchnorm_keeps_the_statistics_of_the_first_part() -> None:
+    model, reference = WithBatchNorm(), WithBatchNorm()
+    x, y = batch_of(0, 7)
+    TTDataParallel(model, devices=2).get_loss((x, y), nn.CrossEntropyLoss(), CPU)
+    reference.get_loss((x[:4], y[:4]), nn.CrossEntropyLoss(), CPU)
+    assert furthest(dict(model.named_buffers()), dict(reference.named_buffers())) == 0
+
+
+def test_training_goes_on_after_an_in_place_change_of_weights() -> None:
+    """Replicas hold views of the weights: an optimizer step between forward and backward is found out, as ever."""
+    model = Net()
+    wrapper = TTDataParallel(model, devices=2)
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(3):
+        wrapper.get_loss(batch_of(step), nn.CrossEntropyLoss(), CPU).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loss = wrapper.get_loss(batch_of(0), nn.CrossEntropyLoss(), CPU)
+    with torch.no_grad():
+        model.head.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"devices": 0}, "devices=0: must be the number of replicas on the CPU"),
+        ({"devices": True}, "devices=True: must be"),
+        ({"devices": "2"}, "devices='2': must be"),
+        (
+            {"devices": 2, "device_ids": [0]},
+            r"devices=2 asks for replicas on the CPU, device_ids=\[0\].*one or the other",
+        ),
+    ],
+)
+def test_dp_refuses_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        TTDataParallel(Net(), **arguments)
+
+
+def test_dp_refuses_a_module_that_is_elsewhere() -> None:
+    with pytest.raises(ConfigurationError, match=r"the module is on meta: call module.cpu"):
+        TTDataParallel(nn.Linear(2, 2, device="meta"), devices=2)
+    wrapper = TTDataParallel(nn.Linear(2, 2), devices=2)
+    wrapper.module.to("meta")
+    with pytest.raises(RuntimeError, match="must be on cpu, its first device, but has a tensor on meta"):
+        wrapper(torch.ones(2, 2))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there, it runs on the GPUs")
+def test_dp_without_gpus_calls_the_module_as_it_is() -> None:
+    model = Net()
+    wrapper = TTDataParallel(model)
+    assert (
+        wrapper.get_loss(batch_of(0), nn.CrossEntropyLoss(), CPU).item()
+        == model.get_loss(batch_of(0), nn.CrossEntropyLoss(), CPU).item()
+    )
