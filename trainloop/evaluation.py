@@ -75,76 +75,24 @@ def mean_loss(
     return end
 
 
-def predictions(
-    batches: Iterator[tuple[int, Any, int]],
-    get_predictions: Callable[[Any, int], Predictions],
-    gather: Gather | None,
-    row_order: Callable[[list[int]], Sequence[int] | None],
-    collate: Callable[[Any, list[Any]], list[Any]] | None = None,
-    transform: Callable[[list[Any]], Any] | None = None,
-) -> Predictions:
-    """``(y_pred, y_true, metadata)`` of a whole loader, rows in dataset order, on every rank.
-
-    Collective where ``gather`` is given.
-
-    Parameters
-    ----------
-    batches : iterator of (batch_index, batch, size)
-        This rank's batches.
-    get_predictions : callable
-        ``get_predictions(batch, size)`` -> the batch's (y_pred, y_true, metadata).
-    gather : callable, optional
-        Every rank's object as a list, on every rank.
-    row_order : callable
-        From the sizes of all batches in order to the permutation that puts rows into dataset order, or ``None``.
-    collate : callable, optional
-        ``collate(y_batch, collected) -> collected``, for each batch of y_pred and of y_true. Default: append.
-    transform : callable, optional
-        From what was collected to what is returned. Default: rows of tensors, arrays, lists and nested ones joined.
-    """
-    mine = [(index, size, *on_cpu(get_predictions(batch, size))) for index, batch, size in batches]
-    everyone = [mine] if gather is None else gather(mine)
-    rows = sorted((row for part in everyone for row in part), key=lambda row: row[0])
-    sizes = [row[1] for row in rows]
-    collected: list[Any] = []
-    for column in (2, 3):
-        values: list[Any] = []
-        for row in rows:
-            values = [*values, row[column]] if collate is None else collate(row[column], values)
-        collected.append(join_rows(values) if transform is None else transform(values))
-    collected.append(join_rows([row[4] for row in rows], empty={}))
-    order = row_order(sizes)
-    if order is not None:
-        collected = [_reordered(value, order) for value in collected]
-    return collected[0], collected[1], collected[2]
-
-
 def keep_all_batches(y_batch: Any, collected: list[Any]) -> list[Any]:
     """The usual ``collate_batch_pred_fn``: append the batch."""
     collected.append(y_batch)
     return collected
 
 
-def split_loss(output: Any) -> tuple[Any, Any]:
-    """A loss and its weight, ``None`` where ``get_loss`` gave no weight."""
-    if isinstance(output, tuple):
-        if len(output) != 2:
-            raise ConfigurationError(
-                f"get_loss returned a tuple of {len(output)}: return a loss, or (loss, weight), for instance with the "
-                "number of tokens the loss is a mean over."
-            )
-        return output
-    if not isinstance(output, (Tensor, MultiLoss)):
-        raise ConfigurationError(
-            f"get_loss returned a {type(output).__name__}: return a 0-d tensor, (loss, weight) or a MultiLoss."
-        )
-    return output, None
-
-
 def join_rows(batches: list[Any], empty: Any = None) -> Any:
-    """Batches of rows as one: tensors and arrays concatenated, lists chained, dicts and tuples by their entries.
+    """Batches of rows as one: the usual ``pred_transform_fn``.
 
-    Tensors whose rows differ in shape become a list of rows. Dtypes are kept.
+    Tensors and arrays are concatenated, lists chained, dicts and tuples joined by their entries; dtypes are kept.
+    Tensors whose rows differ in shape become a list of rows, and so do tuples of rows: such as hold text or numbers, or
+    have not as many entries in each batch. What has no rows (a number a batch) becomes a list.
+
+    Parameters
+    ----------
+    batches : list
+    empty : object, optional
+        What no batches give. Default: a tensor without rows.
 
     Examples
     --------
@@ -156,34 +104,102 @@ def join_rows(batches: list[Any], empty: Any = None) -> Any:
     first = batches[0]
     if all(batch is None for batch in batches):
         return None
-    if isinstance(first, Tensor):
-        if first.ndim == 0:
-            return torch.stack(batches)
-        if all(batch.shape[1:] == first.shape[1:] for batch in batches):
-            return torch.cat(batches)
-        return [row for batch in batches for row in batch]
-    if isinstance(first, np.ndarray):
-        if first.ndim == 0:
-            return np.stack(batches)
-        if all(batch.shape[1:] == first.shape[1:] for batch in batches):
-            return np.concatenate(batches)
-        return [row for batch in batches for row in batch]
+    for kind, stack, concatenate in ((Tensor, torch.stack, torch.cat), (np.ndarray, np.stack, np.concatenate)):
+        if all(isinstance(batch, kind) for batch in batches):
+            if first.ndim == 0:
+                return stack(batches)
+            alike = all(batch.shape[1:] == first.shape[1:] for batch in batches)
+            return concatenate(batches) if alike else [row for batch in batches for row in batch]
     if isinstance(first, Mapping):
         keys = dict.fromkeys(key for batch in batches for key in batch)
-        joined = {key: join_rows([batch[key] for batch in batches if key in batch]) for key in keys}
-        return joined if type(first) is not dict or joined or empty is None else empty
-    if isinstance(first, tuple):
+        return {key: join_rows([batch[key] for batch in batches if key in batch]) for key in keys}
+    if isinstance(first, tuple) and not _has_rows(batches):
         parts = [join_rows(list(column)) for column in zip(*batches, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
-    if isinstance(first, list):
+    if isinstance(first, (list, tuple, Tensor, np.ndarray)):
         return [row for batch in batches for row in batch]
     return list(batches)  # one value a batch: numbers, text, objects
+
+
+def _has_rows(batches: list[tuple[Any, ...]]) -> bool:
+    """Whether the entries of tuples are rows, rather than columns that hold the rows."""
+    if hasattr(batches[0], "_fields"):
+        return False
+    scalars = any(isinstance(item, (str, bytes, int, float)) for batch in batches for item in batch)
+    return scalars or any(len(batch) != len(batches[0]) for batch in batches)
+
+
+def predictions(
+    batches: Iterator[tuple[int, Any, int]],
+    get_predictions: Callable[[Any, int], Predictions],
+    gather: Gather,
+    row_order: Callable[[list[int]], Sequence[int] | None],
+    collate: Callable[[Any, list[Any]], list[Any]] = keep_all_batches,
+    transform: Callable[[list[Any]], Any] = join_rows,
+) -> Predictions:
+    """``(y_pred, y_true, metadata)`` of a whole loader, rows in dataset order, on every rank.
+
+    Collective where ``gather`` is: one exchange, at the end.
+
+    Parameters
+    ----------
+    batches : iterator of (batch_index, batch, size)
+        This rank's batches.
+    get_predictions : callable
+        ``get_predictions(batch, size)`` -> the batch's (y_pred, y_true, metadata).
+    gather : callable
+        Every rank's object as a list, on every rank; called once.
+    row_order : callable
+        From the sizes of all batches in order to the permutation that puts rows into dataset order, or ``None``.
+    collate : callable
+        ``collate(y_batch, collected) -> collected``, for each batch of y_pred and of y_true.
+    transform : callable
+        From what was collected to what is returned.
+    """
+    mine = [(index, size, *on_cpu(get_predictions(batch, size))) for index, batch, size in batches]
+    rows = sorted((row for part in gather(mine) for row in part), key=lambda row: row[0])
+    results: list[Any] = []
+    for column in (2, 3):
+        collected: list[Any] = []
+        for row in rows:
+            collected = collate(row[column], collected)
+        results.append(transform(collected))
+    results.append(join_rows([row[4] for row in rows], empty={}))
+    order = row_order([row[1] for row in rows])
+    y_pred, y_true, metadata = results if order is None else [_reordered(result, order) for result in results]
+    return y_pred, y_true, metadata
+
+
+def split_loss(output: Any) -> tuple[Any, Any]:
+    """A loss and its weight, ``None`` where ``get_loss`` gave no weight."""
+    if isinstance(output, tuple):
+        if len(output) != 2:
+            raise ConfigurationError(
+                f"get_loss returned a tuple of {len(output)}: return a loss, or (loss, weight), for instance with the "
+                "number of tokens the loss is a mean over."
+            )
+        loss, weight = output
+    else:
+        loss, weight = output, None
+    if not isinstance(loss, (Tensor, MultiLoss)):
+        raise ConfigurationError(
+            f"get_loss returned a {type(loss).__name__}{' as the loss' if weight is not None else ''}: "
+            "return a 0-d tensor, (loss, weight) or a MultiLoss."
+        )
+    if isinstance(loss, Tensor) and loss.numel() != 1:
+        raise ConfigurationError(
+            f"get_loss returned a tensor of shape {tuple(loss.shape)}: return a 0-d loss, for instance its .mean()."
+        )
+    return loss, weight
 
 
 def on_cpu(value: Any) -> Any:
     """The same nested value with its tensors on the CPU, so that predictions don't fill the device."""
     if isinstance(value, Tensor):
-        return value.detach().cpu()
+        here = value.detach().cpu()
+        # A slice would keep all that it is a slice of, and send it to the other ranks.
+        whole = here.layout is not torch.strided or here.untyped_storage().nbytes() <= here.nbytes
+        return here if whole else here.clone()
     if isinstance(value, Mapping):
         return {key: on_cpu(item) for key, item in value.items()}
     if isinstance(value, tuple):

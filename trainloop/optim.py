@@ -44,11 +44,16 @@ class MultiLoss(Mapping[str, Tensor]):
     ) -> None:
         if not isinstance(loss_dict, Mapping) or not loss_dict:
             raise ConfigurationError(f"loss_dict={loss_dict!r}: must be a dict with at least one named loss.")
+        for name, loss in loss_dict.items():
+            if not isinstance(loss, Tensor):
+                raise ConfigurationError(
+                    f"loss_dict[{name!r}]={loss!r}: must be a 0-d tensor, as a criterion gives it."
+                )
         if loss_optimizer_map is None:
             loss_optimizer_map = {name: i for i, name in enumerate(loss_dict)}
-        if set(loss_optimizer_map) != set(loss_dict):
+        if loss_optimizer_map.keys() != loss_dict.keys():
             raise ConfigurationError(
-                f"loss_optimizer_map names {sorted(loss_optimizer_map)}, the losses are {sorted(loss_dict)}: "
+                f"loss_optimizer_map names {list(loss_optimizer_map)}, the losses are {list(loss_dict)}: "
                 "give each loss the index of its optimizer."
             )
         self.loss_dict = dict(loss_dict)
@@ -64,7 +69,16 @@ class MultiLoss(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.loss_dict)
 
-    def map(self, function: Callable[[Tensor], Any]) -> MultiLoss:
+    def check_optimizers(self, number: int) -> None:
+        """Refuse losses that none of so many optimizers would minimise."""
+        for name, optimizer_idx in self.loss_optimizer_map.items():
+            if optimizer_idx not in range(number):
+                raise ConfigurationError(
+                    f"loss {name!r} is for optimizer {optimizer_idx!r}, but there are {number}, counted from 0. "
+                    "Give MultiLoss a loss_optimizer_map with an optimizer for each loss."
+                )
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> MultiLoss:
         """The same losses, each after ``function``."""
         mapped = {name: function(loss) for name, loss in self.loss_dict.items()}
         return MultiLoss(mapped, self.loss_optimizer_map, self.retain_graph_until_last)
@@ -87,7 +101,8 @@ class MultiLoss(Mapping[str, Tensor]):
 
     def total(self) -> Tensor:
         """Sum of all losses."""
-        return torch.stack([loss.float() if not loss.is_floating_point() else loss for loss in self.values()]).sum()
+        first, *others = self.values()
+        return sum(others, first)
 
     def for_optimizer(self, optimizer_idx: int) -> Tensor | None:
         """Sum of the losses of one optimizer, ``None`` if it has none."""
@@ -105,7 +120,7 @@ class MultiLoss(Mapping[str, Tensor]):
             Only these get gradients. Default: every leaf of the graph.
         """
         loss = self.total() if optimizer_idx is None else self.for_optimizer(optimizer_idx)
-        if loss is None:
+        if loss is None or (inputs is not None and not inputs):  # torch refuses to differentiate by nothing
             return
         last = optimizer_idx is None or optimizer_idx == max(self.loss_optimizer_map.values())
         loss.backward(
@@ -134,8 +149,7 @@ class MultiOptimizer:
             for parameter in parameters_of(optimizer):
                 if seen.setdefault(id(parameter), i) != i:
                     raise ConfigurationError(
-                        f"optimizers {seen[id(parameter)]} and {i} share a parameter of shape "
-                        f"{tuple(parameter.shape)}: "
+                        f"optimizers {seen[id(parameter)]} and {i} share a parameter of shape {tuple(parameter.shape)}: "
                         "give each parameter to one optimizer."
                     )
         self.optimizer_list = optimizers

@@ -43,7 +43,7 @@ from trainloop.optim import MultiLoss, optimizers_of, parameters_of
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, reduce_gradients
 from trainloop.stopping import CHECKPOINT, EARLY_STOP, INTERRUPT, TERMINATE, StopAgreement
 
-__all__ = ["TrainLoop"]
+__all__ = ["TrainLoop", "TrainLoopCheckpoint", "TrainLoopCheckpointEndSave", "TrainLoopEndSave"]  # noqa: F822  # see below
 
 # Steps between two readings of the logs: they wait for the device, and ranks exchange what they logged.
 STEPS_BETWEEN_FLUSHES = 128
@@ -388,6 +388,7 @@ class TrainLoop(LoopBase):
         elif len(run.optimizers) == 1:
             run.scaler.scale(loss.total()).backward()
         else:
+            loss.check_optimizers(len(run.optimizers))
             loss = loss.map(run.scaler.scale)
             for i, optimizer in enumerate(run.optimizers):
                 loss.backward(i, inputs=[p for p in parameters_of(optimizer) if p.requires_grad])
@@ -550,3 +551,12 @@ def _at_most(share: StepShare, batches: int) -> StepShare:
         sizes=share.sizes[:batches],
         total=share.total * batches // len(share.batches),
     )
+
+
+def __getattr__(name: str) -> Any:
+    # The tracking loops build on this module: imported by name, they are found where old scripts look for them.
+    if name in __all__:
+        from trainloop import tracking_loops
+
+        return getattr(tracking_loops, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
