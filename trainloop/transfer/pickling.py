@@ -42,6 +42,8 @@ def load_device(device: torch.device | None) -> Iterator[None]:
         yield
     finally:
         _loading.device = before
+        # torch notes sparse tensors while they are rebuilt, for torch.load to check them, and keeps them until then.
+        torch._utils._validate_loaded_sparse_tensors()
 
 
 class Pickler(cloudpickle.Pickler):
