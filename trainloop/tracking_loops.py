@@ -1,0 +1,146 @@
+"""Loops that keep an experiment's folder: each is a :class:`TrainLoop` with the callbacks that do the work.
+
+``from trainloop.train_loop import *`` gives these too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.tracking import Experiment, ExperimentCheckpoint, ExperimentEndSave, ExperimentRecord
+from trainloop.model import TTModel
+from trainloop.optim import MultiOptimizer
+from trainloop.train_loop import TrainLoop
+
+__all__ = ["TrainLoopCheckpoint", "TrainLoopCheckpointEndSave", "TrainLoopEndSave"]
+
+
+class _TrackingLoop(TrainLoop):
+    """A loop with an experiment."""
+
+    def __init__(
+        self,
+        model: TTModel,
+        train_loader: Any,
+        validation_loader: Any,
+        test_loader: Any,
+        optimizer: Any | MultiOptimizer,
+        criterion: Any,
+        project_name: str,
+        experiment_name: str,
+        local_model_result_folder_path: str | os.PathLike[str],
+        hyperparams: Mapping[str, Any] | None = None,
+        *,
+        source_dirs: Sequence[str | os.PathLike[str]] = (),
+        **loop_arguments: Any,
+    ) -> None:
+        super().__init__(model, train_loader, validation_loader, test_loader, optimizer, criterion, **loop_arguments)
+        self.experiment = Experiment(
+            project_name, experiment_name, local_model_result_folder_path, hyperparams, source_dirs
+        )
+        self._brought: list[AbstractCallback] = [ExperimentRecord(self.experiment)]
+
+    def _own_callbacks(self) -> list[AbstractCallback]:
+        return self._brought
+
+    @property
+    def project_name(self) -> str:
+        """Folder of the project."""
+        return self.experiment.project_name
+
+    @property
+    def experiment_name(self) -> str:
+        """Folder of the experiment, without its time stamp."""
+        return self.experiment.experiment_name
+
+    @property
+    def local_model_result_folder_path(self) -> str:
+        """Where projects are."""
+        return self.experiment.local_model_result_folder_path
+
+    @property
+    def experiment_timestamp(self) -> str:
+        """When the experiment began."""
+        return self.experiment.timestamp
+
+    @property
+    def hyperparams(self) -> dict[str, Any]:
+        """As given."""
+        return self.experiment.hyperparams
+
+
+class TrainLoopCheckpoint(_TrackingLoop):
+    """A loop that writes checkpoints into an experiment's folder, from which ``resume_from='last'`` goes on.
+
+    Parameters
+    ----------
+    model, train_loader, validation_loader, test_loader, optimizer, criterion
+        As in :class:`TrainLoop`.
+    project_name, experiment_name : str
+        The folder is ``<local_model_result_folder_path>/<project_name>/<experiment_name>_<time stamp>``.
+    local_model_result_folder_path : str or path
+        Where projects are; any fsspec URL, such as ``s3://bucket/results``, with the extra ``cloud``.
+    hyperparams : dict, optional
+        Kept as JSON beside the results.
+    source_dirs : sequence of path
+        Source to keep beside the script itself.
+    rm_subopt_local_models : bool or str
+        Keep only the best checkpoints, by ``loss`` or by this metric.
+    num_best_checkpoints_kept : int
+        How many then.
+    iteration_save_freq : int
+        Write every so many steps; 0: after each epoch.
+    **loop_arguments
+        The other arguments of :class:`TrainLoop`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        rm_subopt_local_models: bool | str = False,
+        num_best_checkpoints_kept: int = 2,
+        iteration_save_freq: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._brought.append(
+            ExperimentCheckpoint(
+                self.experiment, rm_subopt_local_models, num_best_checkpoints_kept, iteration_save_freq
+            )
+        )
+
+
+class TrainLoopEndSave(_TrackingLoop):
+    """A loop that at its end evaluates result packages, and saves the model and a report.
+
+    Parameters
+    ----------
+    model, train_loader, validation_loader, test_loader, optimizer, criterion
+        As in :class:`TrainLoop`.
+    project_name, experiment_name, local_model_result_folder_path, hyperparams, source_dirs
+        As in :class:`TrainLoopCheckpoint`.
+    val_result_package, test_result_package : optional
+        What :func:`trainloop.result_package.evaluate_result_package` takes: a package, metric functions over
+        ``(y_pred, y_true, metadata)``, torchmetrics.
+    **loop_arguments
+        The other arguments of :class:`TrainLoop`.
+    """
+
+    def __init__(
+        self, *args: Any, val_result_package: Any = None, test_result_package: Any = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.end_save = ExperimentEndSave(self.experiment, val_result_package, test_result_package)
+        self._brought.append(self.end_save)
+
+    @property
+    def results(self) -> dict[str, dict[str, float]]:
+        """``{'validation': {metric: value}, 'test': ...}`` after training."""
+        return self.end_save.results
+
+
+class TrainLoopCheckpointEndSave(TrainLoopEndSave, TrainLoopCheckpoint):
+    """Both: checkpoints on the way, and results, model and report at the end; see the two classes."""
