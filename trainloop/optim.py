@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -149,8 +148,8 @@ class MultiOptimizer:
             for parameter in parameters_of(optimizer):
                 if seen.setdefault(id(parameter), i) != i:
                     raise ConfigurationError(
-                        f"optimizers {seen[id(parameter)]} and {i} share a parameter of shape {tuple(parameter.shape)}: "
-                        "give each parameter to one optimizer."
+                        f"optimizers {seen[id(parameter)]} and {i} share a parameter of shape "
+                        f"{tuple(parameter.shape)}: give each parameter to one optimizer."
                     )
         self.optimizer_list = optimizers
 

@@ -124,17 +124,17 @@ def _reduced_in_steps(
     places = steps - first  # steps of one flush lie close together: no need to sort
     counts = np.bincount(places)
     result: npt.NDArray[np.float64]
-    if reduce == "mean":
-        with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):  # nan is an answer, here as elsewhere
+        if reduce == "mean":
             products = np.where(weights == 0, 0.0, values * weights)
             result = np.bincount(places, products) / np.bincount(places, weights)
-        lone = (counts[places] == 1) & (weights > 0)
-        result[places[lone]] = values[lone]  # as it was logged: multiplying and dividing may round
-    elif reduce == "sum":
-        result = np.bincount(places, values).astype(np.float64)
-    else:
-        result = np.full(len(counts), np.inf if reduce == "min" else -np.inf)
-        (np.minimum if reduce == "min" else np.maximum).at(result, places, values)
+            lone = (counts[places] == 1) & (weights > 0)
+            result[places[lone]] = values[lone]  # as it was logged: multiplying and dividing may round
+        elif reduce == "sum":
+            result = np.bincount(places, values).astype(np.float64)
+        else:
+            result = np.full(len(counts), np.inf if reduce == "min" else -np.inf)
+            (np.minimum if reduce == "min" else np.maximum).at(result, places, values)
     present = np.flatnonzero(counts)
     return present + first, result[present]
 
