@@ -7,6 +7,7 @@ evaluates and predicts there. :class:`trainloop.TrainLoop` adds ``fit``.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,8 @@ from trainloop.arguments import FitJob
 from trainloop.callbacks.base import AbstractCallback, HookTable
 from trainloop.callbacks.messages import MessageService
 from trainloop.data import eval_feed
-from trainloop.devices import effective_batch_size, resolve_mode
+from trainloop.data.twins import with_workers
+from trainloop.devices import effective_batch_size, find_usable_cuda_devices, resolve_mode
 from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError
 from trainloop.history import History
@@ -31,6 +33,7 @@ from trainloop.model import TTModel
 from trainloop.optim import MultiOptimizer, optimizers_of
 from trainloop.placement import Placement, placed
 from trainloop.progress import Progress
+from trainloop.resources.enforce import applied, cap_workers, child_environment, devices_under
 from trainloop.stopping import StopAgreement
 
 __all__ = ["LoopBase", "Run"]
@@ -212,8 +215,14 @@ class LoopBase:
 
     # -- one process or many -----------------------------------------------------------------------------------------
 
-    def _settle_devices(self, num_gpus: Any = None, on_gpu: Any = None) -> None:
-        self._devices = check.devices_for(self._gpu_mode, self._accelerator, self._device_request, num_gpus, on_gpu)
+    def _settle_devices(self, num_gpus: Any = None, on_gpu: Any = None, *, select: bool = False) -> None:
+        """Decide where the following runs are; with ``select``, on GPUs that are free now, which are then leased."""
+        found = check.devices_for(self._gpu_mode, self._accelerator, self._device_request, num_gpus, on_gpu)
+        if select and self._auto_select_gpus and isinstance(self._device_request, (int, str)):
+            if found[0].type != "cuda":
+                raise ConfigurationError("auto_select_gpus=True: there is no GPU to select from here. Leave it out.")
+            found = [torch.device("cuda", i) for i in find_usable_cuda_devices(len(found))]
+        self._devices = devices_under(self._quota, found, self._device_request)
         self.gpu_mode: str = resolve_mode(
             self._gpu_mode, len(self._devices), self.num_nodes, kind=self._devices[0].type
         )
@@ -221,11 +230,11 @@ class LoopBase:
     def _in_ranks(self, work: Callable[..., Any], *args: Any) -> Any:
         """What ``work(self, stop, *args)`` returns, here or in every rank of ``ddp``; state comes back from there."""
         from trainloop import launch
-        from trainloop.resources.enforce import applied, child_environment
 
         if self.gpu_mode != "ddp":
             stop = stopping.LocalStop()
-            with applied(self._quota, device=self._devices[0]), stopping.signals(stop):
+            workers = self._loader_workers(1)
+            with applied(self._quota, device=self._devices[0], loader_workers=workers), stopping.signals(stop):
                 return work(self, stop, *args)
         self._initialize_lazy_parameters()
         self._shared_seed = rng.peek_seed()
@@ -249,6 +258,13 @@ class LoopBase:
                 **options,
             )
         return loop_state.receive_end_state(self, data)
+
+    def _loader_workers(self, ranks: int) -> int:
+        """Workers that load beside a rank, under the quota."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the loader's own turn to warn comes
+            loaders = (self.train_loader, self.validation_loader, self.test_loader)
+            return max(cap_workers(getattr(loader, "num_workers", 0), self._quota, ranks) for loader in loaders)
 
     def _transfer_roots(self) -> dict[str, Any]:
         """Names under which an error speaks of what can't be sent."""
@@ -457,7 +473,7 @@ class LoopBase:
     def _feed(self, make: Callable[..., Any], loader: Any, name: str) -> Any:
         run = self._run
         return make(
-            loader,
+            self._capped(loader),
             rank=self.rank,
             world_size=self.world_size,
             seed=run.seed,
@@ -465,6 +481,12 @@ class LoopBase:
             exchange_ints=None if run.gather is None else distributed.exchange_ints,
             device=run.place.device,
         )
+
+    def _capped(self, loader: Any) -> Any:
+        """The loader with as few workers as the quota allows."""
+        workers = getattr(loader, "num_workers", 0)
+        most = cap_workers(workers, self._quota, self._rank.local_world_size) if workers else 0
+        return loader if most == workers else with_workers(loader, most)
 
     def _eval_feed(self, run: Run, loader: Any, name: str) -> Any:
         if id(loader) not in run.eval_feeds:  # kept for the run, with the workers of loaders that keep theirs
@@ -493,13 +515,12 @@ def _in_rank(
     loop: LoopBase, work: Callable[..., Any], args: tuple[Any, ...], stop: Any, *, joined: bool = False
 ) -> Any:
     """In a rank of ``ddp``: do the work; what comes back is the loop's state and the work's result."""
-    from trainloop.resources.enforce import applied
-
     loop._rank = rank = _rank_here()
     loop._shared_seed = distributed.broadcast_object(loop._shared_seed)
     device = loop._devices[rank.local_rank]
     arrival = None if joined else loop_state.Arrival(loop)
-    with applied(loop._quota, local_rank=rank.local_rank, ranks=rank.local_world_size, device=device):
+    ranks, workers = rank.local_world_size, loop._loader_workers(rank.local_world_size)
+    with applied(loop._quota, local_rank=rank.local_rank, ranks=ranks, device=device, loader_workers=workers):
         result = work(loop, stop, *args)
     return result if arrival is None else arrival.end_state(result)
 

@@ -217,7 +217,7 @@ class TrainLoop(LoopBase):
         from trainloop.launch import joined
 
         self.num_nodes = num_nodes
-        self._settle_devices(num_gpus, on_gpu)
+        self._settle_devices(num_gpus, on_gpu, select=True)
         check.check_meeting_point(num_nodes, node_rank, init, joined=joined() is not None)
         self._node_rank = node_rank
         self._meeting_options = {"backend": check.check_backend(backend), "init_method": init}

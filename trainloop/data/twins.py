@@ -22,3 +22,11 @@ def twin(loader: Loader, **changes: Any) -> Loader:
     copy.__dict__.update(_iterator=None, _IterableDataset_len_called=None)
     copy.__dict__.update(changes)
     return copy
+
+
+def with_workers(loader: Loader, num_workers: int) -> Loader:
+    """The loader with another number of workers; with none, without what only workers have."""
+    if num_workers:
+        return twin(loader, num_workers=num_workers)
+    context = {"_DataLoader__multiprocessing_context": None}
+    return twin(loader, num_workers=0, timeout=0, prefetch_factor=None, persistent_workers=False, **context)
