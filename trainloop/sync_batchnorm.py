@@ -84,8 +84,9 @@ def revert(module: nn.Module) -> nn.Module:
 def participating(module: nn.Module, ranks: Sequence[int]) -> Iterator[None]:
     """Within, the synchronised layers of a module normalise over some ranks only.
 
-    For a step in which other ranks have no batch left: they run no forward that could take part. Collective over
-    ``ranks``, which alone call it, all with the same ``ranks``, around forward **and** backward.
+    For a step in which other ranks have no batch left: they run no forward that could take part. Collective: **every**
+    rank calls it with the same ``ranks``, those that are not among them too, which run nothing within. Around forward
+    **and** backward.
 
     Parameters
     ----------
@@ -96,7 +97,9 @@ def participating(module: nn.Module, ranks: Sequence[int]) -> Iterator[None]:
 
     Notes
     -----
-    The first time with these ranks makes a process group of them, which is kept as long as the default group lives.
+    The first time with these ranks makes a process group of them, which every rank must take part in (torch can make
+    one among its members alone, but fails where some of them have made more groups before than others, as here). It is
+    kept as long as the default group lives.
     """
     layers = [layer for layer in module.modules() if _CLASS_BEFORE in layer.__dict__]
     if not layers or not dist.is_initialized():
@@ -120,8 +123,7 @@ def _group_of(ranks: tuple[int, ...]) -> Any:
     default = dist.group.WORLD
     made_beside, group = _groups.get(ranks, (None, None))
     if made_beside is not default:
-        # Only these ranks are here, so only they may be needed to make it.
-        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        group = dist.new_group(list(ranks))
         _groups[ranks] = (default, group)
     return group
 
