@@ -331,11 +331,11 @@ def free_cpus(number: int, allowed: list[int], undo: contextlib.ExitStack) -> li
 
 
 def _set_threads(threads: int, undo: contextlib.ExitStack, *, at_most: bool = False) -> None:
-    import torch
-
-    before = torch.get_num_threads()
-    if at_most:  # Nobody asked for a number: a lower one that is set stays.
-        threads = min(threads, before)
+    # Where torch comes later, or never (a fold of scikit-learn), it takes its threads from the environment.
+    torch = sys.modules.get("torch")
+    if at_most and torch is not None:  # Nobody asked for a number: a lower one that is set stays.
+        threads = min(threads, torch.get_num_threads())
+    before = 0 if torch is None else torch.get_num_threads()
     values = _thread_variables(threads, os.environ)
     # threadpoolctl sets the last one when it is imported.
     for name in (*values, "KMP_DUPLICATE_LIB_OK"):
@@ -347,8 +347,9 @@ def _set_threads(threads: int, undo: contextlib.ExitStack, *, at_most: bool = Fa
         pass
     else:
         undo.enter_context(threadpoolctl.threadpool_limits(threads))
-    undo.callback(torch.set_num_threads, before)
-    torch.set_num_threads(threads)
+    if torch is not None:
+        undo.callback(torch.set_num_threads, before)
+        torch.set_num_threads(threads)
 
 
 def _set_variable(name: str, value: str | None) -> None:

@@ -103,6 +103,10 @@ def _physical_memory() -> int:
 
 
 def _visible_gpus() -> int:
+    from trainloop.devices import visible_devices
+
+    if visible_devices() == []:  # torch takes seconds to import, and would say the same
+        return 0
     import torch
 
     return torch.cuda.device_count()

@@ -70,7 +70,6 @@ class TuneResult:
         folder: Path,
         folds: list[Fold] | None,
         interrupted: bool = False,
-        keep: object = None,
     ) -> None:
         self.trials = trials
         """All trials that were begun, in their order."""
@@ -81,12 +80,11 @@ class TuneResult:
         self.plan = plan
         """Under which they ran."""
         self.folder = folder
-        """Where parameters, predictions, models and logs are."""
+        """Where parameters, predictions, models and logs are; without a ``storage`` as long as the result is."""
         self.folds = folds
         """The bag's folds; None without bagging."""
         self.interrupted = interrupted
         """Whether the search was stopped before its end."""
-        self._keep = keep  # a temporary folder lasts as long as the result
 
     @property
     def best_trial(self) -> Trial:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import os
 import secrets
+import shutil
 import sys
 import tempfile
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -156,11 +158,13 @@ def tune(
             per_model=per_model,
             parallel_folds=parallel_folds,
         )
-        keep = None
-        if storage is None:
-            keep = tempfile.TemporaryDirectory(prefix="trainloop-tune-", ignore_cleanup_errors=True)
+        temporary = storage is None
+        folder = tempfile.mkdtemp(prefix="trainloop-tune-") if storage is None else os.fspath(storage)
+        unless_returned = undo.enter_context(ExitStack())
+        if temporary:
+            unless_returned.callback(shutil.rmtree, folder, ignore_errors=True)
         store = Storage(
-            Path(keep.name if storage is None and keep is not None else os.fspath(storage or "")),
+            Path(folder),
             {
                 "version": 1,
                 "space": {name: repr(values) for name, values in space.items()},
@@ -186,7 +190,7 @@ def tune(
         search = _Search(store, division, proposals, runner, slots, work, chosen_seed, mode, progress)
         search.settle_folds(num_bag_folds, targets)
         search.run()
-        return TuneResult(
+        result = TuneResult(
             [running.trial() for running in search.begun],
             metric=_name_of(metric),
             mode=mode,
@@ -194,8 +198,11 @@ def tune(
             folder=store.folder,
             folds=search.folds,
             interrupted=search.interrupted,
-            keep=keep,
         )
+        if temporary:
+            unless_returned.pop_all()
+            weakref.finalize(result, shutil.rmtree, folder, ignore_errors=True)  # its models are there
+        return result
 
 
 def _name_of(metric: str | Callable[..., float]) -> str:
@@ -373,7 +380,9 @@ class _Search:
                         self._record(ended)
         except KeyboardInterrupt:
             self.interrupted = True
-            self._backend.close()
+            for job in self._backend.close():
+                if self._store.result(job.trial, job.fold) is not None:  # it had just finished
+                    self._record(Ended(job))
             for running in self.begun:
                 running.interrupt()
         self._view.last(self.begun, self.interrupted)

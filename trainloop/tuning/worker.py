@@ -101,9 +101,9 @@ def _train(job: Job, folder: Path) -> None:
 
         device = torch.device("cuda", 0)
     with enforce.applied(quota, device=device):
-        _seed(job.seed)
         work = read(Path(job.work))
         params = read(Path(job.params))
+        _seed(job.seed)
         from trainloop.tuning import fitting
 
         if job.probe:
@@ -125,8 +125,9 @@ def _seed(seed: int) -> None:
     import random
 
     import numpy as np
-    import torch
 
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)
+    # Where the work needs torch it is there by now; imported later, its default seed is a constant too.
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)

@@ -1,0 +1,326 @@
+"""Searches with real folds: scores, resumption, folds that fail, searches that are interrupted, CPUs and threads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
+from tuning_kinds import MakeBusy, MakeFailing, Scaled, make_broken, make_scaled, rows
+
+from trainloop.resources import ResourceQuota, lease
+from trainloop.tuning import BaggedPredictor, tune
+
+Q = ResourceQuota
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="affinities and process groups of Linux")
+two_cpus = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+
+
+@pytest.fixture(autouse=True)
+def own_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINLOOP_LEASE_DIR", str(tmp_path / "leases"))
+
+
+def search(make_loop: Callable[..., Any], space: dict[str, Any], **changed: Any) -> Any:
+    options = {"searcher": "grid", "num_trials": 9, "num_bag_folds": 2, "data": rows(), "seed": 0, "progress": False}
+    return tune(make_loop, space, **{**options, **changed})
+
+
+def test_a_search_finds_the_best_and_its_bag_predicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    x, y = rows()
+    found = search(make_scaled, {"scale": [0.0, 0.5]}, storage=tmp_path / "search", progress=True)
+    assert (found.best_params, found.best_score) == ({"scale": 0.5}, 0.0)
+    assert [trial.state for trial in found.trials] == ["done", "done"]
+    assert all(trial.seconds > 0 for trial in found.trials)
+    # each row is predicted by the model that did not train on it, in the order of the data
+    assert found.out_of_fold_predictions.tolist() == (x[:, 0] / 2).tolist()
+    assert found.predict(x).tolist() == y.tolist()
+    held = [fold.validation for fold in found.folds]
+    means = [model.mean for model in found.predictor.models]
+    assert means == [np.delete(y, rows_).mean() for rows_ in held]
+    found.predictor.save(tmp_path / "bag")
+    assert BaggedPredictor.load(tmp_path / "bag").predict(x).tolist() == y.tolist()
+    # a beaten trial keeps its scores, not its models
+    assert len(list((tmp_path / "search").glob("trial-*/fold-*/result.pkl"))) == 4
+    assert len(list((tmp_path / "search" / "trial-0000").glob("fold-*/model.pkl"))) == 0
+    assert "trials 2 done, 0 running, 0 failed of 9" in capsys.readouterr().err
+
+
+def test_without_a_storage_the_files_last_as_long_as_the_result() -> None:
+    with pytest.warns(UserWarning, match="space is empty: one model is trained"):
+        found = search(lambda params, fold: Scaled(0.5), {}, num_bag_folds=3, num_trials=4)
+    assert len(found.trials) == 1
+    folder = found.folder
+    assert (folder / "trial-0000" / "fold-2" / "model.pkl").exists()
+    del found
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    "do, error",
+    [
+        ("raise", "ValueError: this fold raises"),
+        ("kill", "killed by SIGKILL, as the system does when memory runs out.\nIts last output:\nabout to kill"),
+        pytest.param(
+            *("orphan", "ended with exit code 7, without a result.\nIts last output:\nabout to orphan"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("exit", "SystemExit: 3", marks=pytest.mark.slow),
+    ],
+)
+def test_a_fold_that_fails_is_lost_alone_and_trained_again_by_the_next_search(
+    do: str, error: str, tmp_path: Path
+) -> None:
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    make = MakeFailing(marks)
+    options: dict[str, Any] = {"storage": tmp_path / "search", "num_bag_folds": 3}
+    found = search(make, {"do": [do, "nothing"]}, **options)
+    lost, whole = found.trials
+    assert (lost.state, whole.state) == ("partial", "done")
+    assert [score is None for score in lost.scores] == [False, True, False]
+    assert list(lost.errors) == [1]
+    assert error in lost.errors[1]
+    assert whole.scores == [0.0] * 3
+    assert not (psutil.Process().children())
+    # a best trial of parts has holes in its out-of-fold predictions
+    found.trials.remove(whole)
+    assert np.isnan(found.out_of_fold_predictions).sum() == len(found.folds[1].validation)
+    assert np.isfinite(found.predict(rows()[0])).all()
+    # the next search trains what is missing, and nothing else
+    again = search(make, {"do": [do, "nothing"]}, **options)
+    assert [trial.state for trial in again.trials] == ["done", "done"]
+    runs = sorted(path.name for path in marks.iterdir())
+    assert runs == sorted([f"{do}-0-0", f"{do}-1-0", f"{do}-1-1", f"{do}-2-0", *(f"nothing-{k}-0" for k in range(3))])
+    assert again.out_of_fold_predictions.tolist() == rows()[1].tolist()
+
+
+RUN = """
+import sys
+from pathlib import Path
+from tuning_kinds import MakeFailing, rows
+from trainloop.tuning import tune
+marks = Path(sys.argv[1])
+found = tune(MakeFailing(marks), {"do": ["hang", "nothing"]}, searcher="grid", num_trials=2, num_bag_folds=2, seed=0,
+             data=rows(), storage=marks.parent / "search", progress=False)
+print([trial.state for trial in found.trials], [list(trial.errors) for trial in found.trials], found.interrupted)
+print(found.trials[0].errors.get(1))
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_search_that_is_ended_leaves_no_process_and_goes_on_later(end: int, tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    path = os.pathsep.join([str(Path(lease.__file__).parents[2]), str(Path(__file__).parent)])
+    run = subprocess.Popen(
+        [sys.executable, "-c", RUN, str(marks)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    try:
+        first = tmp_path / "search" / "trial-0000" / "fold-0" / "result.pkl"
+        wait_until(lambda: (marks / "hang-1-0").exists() and first.exists(), run)
+        hanging = psutil.Process(int((marks / "hang-1-0").read_text()))
+        run.send_signal(end)
+        output, errors = run.communicate(timeout=60)
+    finally:
+        run.kill()
+        run.communicate()
+    if end == signal.SIGINT:  # what there is comes back
+        assert run.returncode == 0, errors
+        assert output.splitlines()[0] == "['interrupted'] [[1]] True"
+        assert "interrupted while this fold trained" in output
+    psutil.wait_procs([hanging], timeout=30)
+    assert not hanging.is_running()
+    found = search(MakeFailing(marks), {"do": ["hang", "nothing"]}, num_trials=2, storage=tmp_path / "search")
+    assert [trial.state for trial in found.trials] == ["done", "done"]
+    runs = sorted(path.name for path in marks.iterdir())
+    assert runs == ["hang-0-0", "hang-1-0", "hang-1-1", "nothing-0-0", "nothing-1-0"]
+
+
+def wait_until(condition: Callable[[], bool], run: subprocess.Popen[str] | None = None, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come"
+        assert run is None or run.poll() is None, run.communicate()
+        time.sleep(0.02)
+
+
+class Watch(threading.Thread):
+    """Counts the runnable threads of all folds together, and reads their affinities, again and again."""
+
+    def __init__(self, marks: Path) -> None:
+        super().__init__(name="watch")
+        self.marks = marks
+        self.samples: list[tuple[int, int, list[frozenset[int]]]] = []
+        """Folds, their runnable threads, and their affinities, at one time."""
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        while not self.over.wait(0.02):
+            pids = []
+            for mark in self.marks.glob("fold-?"):
+                try:
+                    pids.append(int(mark.read_text()))
+                except (OSError, ValueError):
+                    continue
+            try:
+                affinities = [frozenset(os.sched_getaffinity(pid)) for pid in pids]
+                self.samples.append((len(pids), sum(map(runnable_threads, pids)), affinities))
+            except OSError:
+                continue
+
+
+def runnable_threads(pid: int) -> int:
+    number = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        number += state == "R"
+    return number
+
+
+@two_cpus
+def test_folds_keep_to_their_cpus_and_their_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    watch = Watch(marks)
+    watch.start()
+    try:
+        found = search(MakeBusy(marks, 1.5), {"a": [0]}, num_bag_folds=4, total=Q(2, 0), num_trials=1)
+    finally:
+        watch.over.set()
+        watch.join()
+    assert [trial.state for trial in found.trials] == ["done"]
+    assert (found.plan.folds_in_parallel, found.plan.per_model.num_cpus) == (2, 1)
+    together = [sample for sample in watch.samples if sample[0] == 2]
+    assert len(together) > 5, "two folds were never seen together"
+    assert max(folds for folds, _, _ in watch.samples) == 2
+    # the plan's two, and no more than one above for each fold
+    assert max(threads for _, threads, _ in together) <= 2 + 2
+    assert sorted(threads for _, threads, _ in together)[len(together) // 2] <= 2
+    for _, _, affinities in together:
+        assert all(len(cpus) == 1 for cpus in affinities)
+        assert not affinities[0] & affinities[1]
+
+
+@two_cpus
+def test_a_search_waits_for_other_runs_or_gives_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from trainloop.errors import ResourceError
+
+    everything = [f"cpu-{cpu}" for cpu in sorted(os.sched_getaffinity(0))]
+    with lease.acquire({"cpu": lease.Request(1, everything)}, timeout_s=0):
+        with pytest.raises(ResourceError, match=r"were not free within 0\.2 s"):
+            search(make_scaled, {"scale": [0.5]}, lease_timeout_s=0.2)
+        assert "tune waits for other runs" in capsys.readouterr().err
+        with pytest.raises(ResourceError, match="were not free within 0 s"):
+            search(make_scaled, {"scale": [0.5]}, lease_timeout_s=0)
+        # what fits beside the other run starts at once
+        found = search(make_scaled, {"scale": [0.5]}, total=Q(1, 0), lease_timeout_s=0, num_bag_folds=2)
+    assert found.best_score == 0
+
+
+# -- TrainLoop and estimators ----------------------------------------------------------------------------------------
+
+
+def net(width: int) -> nn.Module:
+    from trainloop import TTBasicModel
+
+    class Net(TTBasicModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x)
+
+        def get_predictions(self, batch_data: Any, device: torch.device) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            x, y = batch_data
+            return self(x.to(device)).softmax(1), y, {}
+
+    return Net()
+
+
+def blobs(length: int = 61) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(length, 4, generator=generator)
+    return x, (x[:, 0] > 0).long()
+
+
+def make_either(params: dict[str, Any], fold: Any) -> Any:
+    """A ``TrainLoop``, or scikit-learn's model on the same rows."""
+    from trainloop import TrainLoop
+
+    x, y = blobs()
+    if params["kind"] == "linear":
+        from sklearn.linear_model import LogisticRegression
+
+        return LogisticRegression()
+    data = TensorDataset(x, y)
+    model = net(params["width"])
+    train = Subset(data, fold.train) if fold is not None else data
+    held_out = Subset(data, fold.validation) if fold is not None else data
+    return TrainLoop(
+        model,
+        DataLoader(train, batch_size=8, shuffle=True),
+        DataLoader(held_out, batch_size=8),
+        optimizer=torch.optim.Adam(model.parameters(), lr=0.05),
+        criterion=nn.CrossEntropyLoss(),
+        progress_bar=False,
+    )
+
+
+@pytest.mark.slow
+def test_a_train_loop_and_scikit_learn_in_one_search(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    x, y = blobs()
+    options: dict[str, Any] = {"data": (x.numpy(), y.numpy()), "fit_args": None, "num_trials": 2}
+    space = {"kind": ["net", "linear"], "width": [8], "num_epochs": [4]}
+    found = search(make_either, space, storage=tmp_path / "search", **options)
+    assert [trial.state for trial in found.trials] == ["done", "done"], [trial.errors for trial in found.trials]
+    assert all(0 < trial.score < 0.7 for trial in found.trials)
+    assert found.out_of_fold_predictions.shape == (61, 2)
+    for trial in list(found.trials):
+        if trial is not found.best_trial:
+            continue
+        data = TensorDataset(x, y) if trial.params["kind"] == "net" else x.numpy()
+        assert (found.predict(data).argmax(1) == y.numpy()).mean() > 0.85
+    # the same seed gives the same scores
+    assert [trial.scores for trial in search(make_either, space, **options).trials] == [t.scores for t in found.trials]
+
+
+@pytest.mark.slow
+def test_the_rows_are_learnt_from_the_loop_where_nobody_tells(tmp_path: Path) -> None:
+    space = {"kind": ["net"], "width": [4], "num_epochs": [1]}
+    found = search(make_either, space, data=None, storage=tmp_path / "search", num_trials=1)
+    assert sum(len(fold.validation) for fold in found.folds) == 61
+    classes = blobs()[1].numpy()
+    shares = [classes[fold.validation].mean() for fold in found.folds]
+    assert abs(shares[0] - shares[1]) < 0.05  # stratified
+    assert found.predict(TensorDataset(*blobs())).shape == (61, 2)
+
+
+def test_a_loop_that_cannot_be_made_is_told_before_the_search() -> None:
+    from trainloop.errors import ConfigurationError
+
+    with pytest.raises(ConfigurationError, match=r"make_loop\(params, None\) was called .*(?s:.*)no data here"):
+        search(make_broken, {"a": [1]}, data=None)
