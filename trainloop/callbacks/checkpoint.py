@@ -118,6 +118,7 @@ class ModelCheckpoint(AbstractCallback):
         self._ask_step = 0  # the step at which rank 0's clock is next asked
         self._asked = (0.0, 0)
         self._failed = False
+        self._prepared = False
         self._host_copy = checkpoint.HostCopy()
         self._writing: _Writing | None = None
 
@@ -222,10 +223,13 @@ class ModelCheckpoint(AbstractCallback):
     def on_train_begin(self) -> None:
         self._saved_step = None
         self._failed = False
+        self._prepared = not self.async_save
         self._restart_clock()
 
     def on_after_optimizer_step(self) -> None:
         step = self.train_loop_obj.global_step
+        if not self._prepared:
+            self._prepare()
         if step == self._saved_step:
             return  # AMP has skipped this one
         if self.every_n_steps is not None and step % self.every_n_steps == 0:
@@ -250,6 +254,13 @@ class ModelCheckpoint(AbstractCallback):
 
     def on_exception(self, exception: BaseException) -> None:
         self._finish_writing()
+
+    def _prepare(self) -> None:
+        """After the first step, when optimizers have their state: find the memory that copies will need."""
+        self._prepared = True
+        loop = self.train_loop_obj
+        if loop.is_global_zero:
+            self._host_copy.prepare([loop.model.state_dict(), loop.optimizer.state_dict()])
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -306,7 +317,8 @@ class ModelCheckpoint(AbstractCallback):
         return self._files
 
     def _finish_writing(self) -> None:
-        """Wait for the thread, if there is one, and tell what went wrong in it."""
+        """Wait for the threads, where there are any, and tell what went wrong in writing."""
+        self._host_copy.close()
         if self._writing is not None:
             writing, self._writing = self._writing, None
             self._report(writing.wait(), writing.step)

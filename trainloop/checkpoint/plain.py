@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -137,6 +138,16 @@ class HostCopy:
 
     def __init__(self) -> None:
         self._block: np.ndarray[Any, Any] | None = None
+        self._preparing: threading.Thread | None = None
+
+    def prepare(self, state: Any) -> None:
+        """Find memory for a state about as large as this one, in a thread: the first :meth:`copy` is fast then too."""
+        tensors = _tensors(state)[0]
+        size = self._layout(tensors)[1]
+        size += size // 64 + (1 << 20)  # for what comes on top
+        pinned = any(tensor.is_cuda for tensor in tensors)
+        self._preparing = threading.Thread(target=self._reserve, args=(size, pinned), name="host memory")
+        self._preparing.start()
 
     def copy(self, state: Any) -> Any:
         """``plain(state)`` with every tensor copied; valid until the next call.
@@ -151,15 +162,10 @@ class HostCopy:
         CheckpointError
             As :func:`plain`.
         """
-        tensors: list[Tensor] = []
-        state = plain(state, tensor=lambda t: tensors.append(t) or t)  # type: ignore[func-returns-value]
-        places: dict[tuple[Any, ...], int] = {}
-        size = 0
-        for tensor in tensors:
-            if _identity(tensor) not in places and _has_storage(tensor):
-                places[_identity(tensor)] = size
-                size += -(-tensor.nbytes // self._ALIGNMENT) * self._ALIGNMENT
-        block = self._reserve(size)
+        self.close()
+        tensors, state = _tensors(state)
+        places, size = self._layout(tensors)
+        block = self._reserve(size, any(tensor.is_cuda for tensor in tensors))
         copied: dict[tuple[Any, ...], Tensor] = {}
         for tensor in tensors:
             key = _identity(tensor)
@@ -178,14 +184,42 @@ class HostCopy:
         in_order = iter(tensors)  # plain() walks in the same order each time
         return plain(state, tensor=lambda _: copied[_identity(next(in_order))])
 
-    def _reserve(self, size: int) -> np.ndarray[Any, Any]:
+    def close(self) -> None:
+        """Wait for :meth:`prepare`."""
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+
+    def _layout(self, tensors: list[Tensor]) -> tuple[dict[tuple[Any, ...], int], int]:
+        """Where in the block each distinct tensor goes, and how large the block must be."""
+        places: dict[tuple[Any, ...], int] = {}
+        size = 0
+        for tensor in tensors:
+            if _identity(tensor) not in places and _has_storage(tensor):
+                places[_identity(tensor)] = size
+                size += -(-tensor.nbytes // self._ALIGNMENT) * self._ALIGNMENT
+        return places, size
+
+    def _reserve(self, size: int, pinned: bool) -> np.ndarray[Any, Any]:
         if self._block is None or self._block.nbytes < size:
             self._block = None  # let go first: not both at once
-            if torch.cuda.is_available():
+            if pinned:
                 self._block = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
             else:
                 self._block = np.empty(size, dtype=np.uint8)
+                torch.from_numpy(self._block).zero_()  # now the system has to find the pages
         return self._block
+
+
+def _tensors(state: Any) -> tuple[list[Tensor], Any]:
+    """The tensors of ``plain(state)`` in the order of its walk, and that state, which holds them."""
+    tensors: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    return tensors, plain(state, tensor=keep)
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:

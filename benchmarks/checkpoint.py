@@ -1,0 +1,124 @@
+"""What a checkpoint of a 200 MB model costs the loop, at once or in a thread: python -m benchmarks.checkpoint"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainloop import AbstractCallback, TrainLoop, TTModel
+from trainloop.callbacks import ModelCheckpoint
+
+STEPS, EVERY = 60, 12
+
+
+class Wide(TTModel):
+    """50 million parameters, 200 MB, of which a step uses few: steps are short beside a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(512, 512)
+        self.rest = nn.ParameterList([nn.Parameter(torch.randn(1000, 1000)) for _ in range(50)])
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        (x,) = batch_data
+        for _ in range(20):
+            x = self.used(x).tanh()
+        return x.square().mean()
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> tuple[Any, Any, dict[str, Any]]:
+        raise NotImplementedError
+
+
+class Clock(AbstractCallback):
+    """Notes the time after each optimizer step, before or after the callback that writes checkpoints."""
+
+    def __init__(self, execution_order: int) -> None:
+        super().__init__("clock", execution_order)
+        self.times: list[float] = []
+
+    def on_after_optimizer_step(self) -> None:
+        self.times.append(time.perf_counter())
+
+
+@dataclass
+class Costs:
+    """Seconds, of one run or of several."""
+
+    first: list[float] = field(default_factory=list)
+    """The loop stood still for a run's first checkpoint, for which memory has to be found."""
+    later: list[float] = field(default_factory=list)
+    """The same for its later ones."""
+    total: list[float] = field(default_factory=list)
+    """A run's steps, checkpoints and all."""
+    cpu: list[float] = field(default_factory=list)
+    """The processor's time for it, in all threads: what the machine's other work changes least."""
+
+    def add(self, run: Costs) -> None:
+        self.first += run.first
+        self.later += run.later
+        self.total += run.total
+        self.cpu += run.cpu
+
+
+def run(where: str | None, async_save: bool = False) -> Costs:
+    """Train, with a checkpoint every ``EVERY`` steps, or none where ``where`` is None."""
+    torch.manual_seed(0)
+    model = Wide()
+    optimizer = torch.optim.SGD(model.used.parameters(), lr=0.1)
+    data = DataLoader(TensorDataset(torch.randn(STEPS * 64, 512)), batch_size=64)
+    before, after = Clock(999), Clock(1001)
+    callbacks: list[AbstractCallback] = [before, after]
+    if where is not None:
+        callbacks.append(
+            ModelCheckpoint(where, every_n_epochs=None, every_n_steps=EVERY, keep=1, async_save=async_save)
+        )
+    loop = TrainLoop(model, data, optimizer=optimizer, end_auto_eval=False, progress_bar=False)
+    cpu = time.process_time()
+    loop.fit(num_epochs=1, callbacks=callbacks)
+    cpu = time.process_time() - cpu
+    waits = [after.times[i] - before.times[i] for i in range(EVERY - 1, STEPS, EVERY)]
+    return Costs(waits[:1], waits[1:], [after.times[-1] - after.times[0]], [cpu])
+
+
+def measure(rounds: int, where: str) -> dict[str, Costs]:
+    """Interleaved rounds, so that a machine that slows down slows all; one more before them to warm up."""
+    costs = {"no checkpoints": Costs(), "synchronous": Costs(), "async_save": Costs()}
+    for turn in range(rounds + 1):
+        for name, total in costs.items():
+            with tempfile.TemporaryDirectory(dir=where) as folder:
+                once = run(None if name == "no checkpoints" else folder, name == "async_save")
+            if turn:
+                total.add(once)
+    return costs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dir", default=".", help="where to write: the disk that is measured (.)")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    costs = measure(args.rounds, args.dir)
+    print(f"load {os.getloadavg()[0]:.1f}; {args.rounds} runs of {STEPS} steps, a checkpoint every {EVERY}; medians")
+    for name, cost in costs.items():
+        first, later = (1e3 * statistics.median(seconds) for seconds in (cost.first, cost.later))
+        total, cpu = statistics.median(cost.total), statistics.median(cost.cpu)
+        print(
+            f"{name:14}  the loop waits {later:6.1f} ms (the first time {first:6.1f}); "
+            f"in all {total:5.2f} s, {cpu:5.2f} s of CPU"
+        )
+    ratio = statistics.median(costs["async_save"].later) / statistics.median(costs["synchronous"].later)
+    print(f"async_save stalls the loop {ratio:.1%} of what a synchronous save does (aim: under 20 %)")
+
+
+if __name__ == "__main__":
+    main()
