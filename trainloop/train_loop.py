@@ -358,29 +358,31 @@ class TrainLoop(LoopBase):
             for hook in hooks.on_batch_begin:
                 hook()
             last = i == count - 1
-            if i < len(batches):
-                run.recorder.batch_size = size = sizes[i]
-                with place.alone(counts, i) if by_hand else place.gradient_sync(last):
-                    with place.autocast:
-                        model = place.model if by_hand else place.wrapper
-                        output = model.get_loss(batches[i], self.criterion, place.device)
-                    if isinstance(output, Tensor):
-                        loss, weight = output, None
-                    else:
-                        loss, weight = evaluation.split_loss(output)
-                    if weight is not None:  # a mean over units: made a sum here, divided by all units of the step below
-                        scaled = loss * (_like(loss, weight) / run.nominal_weight)
-                        weights.append(weight)
-                    elif scales is not None:  # shares that differ in samples
-                        scaled = loss * scales[i]
-                    else:
-                        scaled = loss / count if count > 1 else loss
-                    self._backward(run, scaled)
-                self.last_loss = run.recorder.add_loss(loss, size if weight is None else weight)
+            with place.alone(counts, i) if by_hand else place.gradient_sync(last):
+                if i < len(batches):
+                    model = place.model if by_hand else place.wrapper
+                    scale = None if scales is None else scales[i]
+                    weights.append(self._micro_batch(run, model, batches[i], sizes[i], scale, count))
             if last:
-                self._optimizer_step(run, weights, len(batches), by_hand, share.ragged)
+                self._optimizer_step(run, weights, by_hand, share.ragged)
             for hook in hooks.on_batch_end:
                 hook()
+
+    def _micro_batch(self, run: Run, model: Any, batch: Any, size: int, scale: float | None, count: int) -> Any:
+        """Forward and backward of one of ``count`` micro-batches; returns the weight ``get_loss`` gave, or ``None``."""
+        run.recorder.batch_size = size
+        with run.place.autocast:
+            output = model.get_loss(batch, self.criterion, run.place.device)
+        loss, weight = (output, None) if isinstance(output, Tensor) else evaluation.split_loss(output)
+        if weight is not None:  # a mean over units: made a sum here, divided by all units of the step afterwards
+            scaled = loss * (_like(loss, weight) / run.nominal_weight)
+        elif scale is not None:  # micro-batches that differ in samples
+            scaled = loss * scale
+        else:
+            scaled = loss / count if count > 1 else loss
+        self._backward(run, scaled)
+        self.last_loss = run.recorder.add_loss(loss, size if weight is None else weight)
+        return weight
 
     def _backward(self, run: Run, loss: Tensor | MultiLoss) -> None:
         if isinstance(loss, Tensor):
@@ -393,14 +395,14 @@ class TrainLoop(LoopBase):
             for i, optimizer in enumerate(run.optimizers):
                 loss.backward(i, inputs=[p for p in parameters_of(optimizer) if p.requires_grad])
 
-    def _optimizer_step(self, run: Run, weights: list[Any], batches: int, by_hand: bool, ragged: bool) -> None:
+    def _optimizer_step(self, run: Run, weights: list[Any], by_hand: bool, ragged: bool) -> None:
         """Gradients complete, clipped, used and dropped."""
         if by_hand:
             reduce_gradients(run.parameters)
         elif isinstance(run.place.wrapper, TTDistributedDataParallel):
             run.place.wrapper.check_reduced()
-        if weights or ragged:
-            self._divide_by_weights(run, weights, batches, ragged)
+        if ragged or any(weight is not None for weight in weights):
+            self._divide_by_weights(run, weights, ragged)
         for i, optimizer in enumerate(run.optimizers):
             run.scaler.unscale_(optimizer)  # before clipping: torch's notes on AMP
             for hook in run.hooks.on_after_gradient_update:
@@ -424,17 +426,18 @@ class TrainLoop(LoopBase):
         for hook in run.hooks.on_after_optimizer_step:
             hook()
 
-    def _divide_by_weights(self, run: Run, weights: list[Any], batches: int, ragged: bool) -> None:
+    def _divide_by_weights(self, run: Run, weights: list[Any], ragged: bool) -> None:
         """Where ``get_loss`` gives weights: from sums to the mean over all units of all ranks."""
-        if ragged and not any(n for (n,) in distributed.exchange_ints([len(weights)])):
+        given = [weight for weight in weights if weight is not None]
+        if ragged and not any(n for (n,) in distributed.exchange_ints([len(given)])):
             return
-        if len(weights) != batches:
+        if len(given) != len(weights):
             raise ConfigurationError(
-                f"get_loss returned (loss, weight) for {len(weights)} of {batches} micro-batches of a step. "
+                f"get_loss returned (loss, weight) for {len(given)} of {len(weights)} micro-batches of a step. "
                 "Return a weight always or never."
             )
         total = torch.zeros((), dtype=torch.float64 if run.place.device.type != "mps" else torch.float32)
-        total = total.to(run.place.device) + sum(weights)
+        total = total.to(run.place.device) + sum(given)
         if run.gather is not None:
             total = distributed.all_reduce(total, "sum")
         factor = run.nominal_weight * self.world_size / total.clamp(min=1e-12)
