@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
@@ -21,6 +22,8 @@ def twin(loader: Loader, **changes: Any) -> Loader:
     # The user's own persistent workers, and what it counted, stay with the user's loader.
     copy.__dict__.update(_iterator=None, _IterableDataset_len_called=None)
     copy.__dict__.update(changes)
+    if copy.num_workers > 0 and copy.multiprocessing_context is None and _spawned_by_inheritance():
+        copy.multiprocessing_context = multiprocessing.get_all_start_methods()[0]
     return copy
 
 
@@ -30,3 +33,14 @@ def with_workers(loader: Loader, num_workers: int) -> Loader:
         return twin(loader, num_workers=num_workers)
     context = {"_DataLoader__multiprocessing_context": None}
     return twin(loader, num_workers=0, timeout=0, prefetch_factor=None, persistent_workers=False, **context)
+
+
+def _spawned_by_inheritance() -> bool:
+    """Whether workers would be spawned only because this process, a rank, was.
+
+    Python hands the method that started a process on to its children as their default. Spawned workers each import
+    everything anew (seconds), get a copy of the data, and can't be sent what forked ones, which the same loader has
+    outside of ranks, simply have.
+    """
+    platforms_own = multiprocessing.get_all_start_methods()[0]
+    return multiprocessing.parent_process() is not None and multiprocessing.get_start_method() != platforms_own
