@@ -120,6 +120,7 @@ def tables(rounds: int = 7) -> list[Table]:
             "Start-up, two ranks",
             "From the call to its return, one step in between; ``by hand`` is a bare ``mp.spawn`` with the same work.",
             unit="ms",
+            in_process=False,
             aims={"trainloop": 1.1},
         ),
         rounds=rounds,

@@ -27,9 +27,10 @@ def quietly(function: Train) -> Train:
     """Without the library's own messages, which would be timed."""
 
     def run(model: nn.Module, loader: DataLoader[Any], epochs: int) -> None:
-        with warnings.catch_warnings(), open(os.devnull, "w") as null, contextlib.redirect_stderr(null):
+        with warnings.catch_warnings(), open(os.devnull, "w") as null:
             warnings.simplefilter("ignore")
-            function(model, loader, epochs)
+            with contextlib.redirect_stderr(null), contextlib.redirect_stdout(null):
+                function(model, loader, epochs)
 
     return run
 

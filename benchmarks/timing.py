@@ -24,7 +24,11 @@ class Table:
     note: str
     unit: str = "µs a step"
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    cpu_seconds: dict[str, list[float]] = field(default_factory=dict)
+    """Of this process, all its threads: what the contender itself used, however busy the machine is."""
     steps: int = 1
+    in_process: bool = True
+    """Whether the work is done in this very process, so that its CPU time can be told."""
     aims: dict[str, float] = field(default_factory=dict)
     """What a contender's ratio is meant to stay under."""
 
@@ -34,17 +38,28 @@ class Table:
     def ratio(self, name: str) -> float:
         return self.median(name) / self.median(BY_HAND)
 
+    def cpu_ratio(self, name: str) -> float:
+        return statistics.median(self.cpu_seconds[name]) / statistics.median(self.cpu_seconds[BY_HAND])
+
     def text(self) -> str:
         """The table as reStructuredText, cheapest first."""
         scale = 1e6 / self.steps if self.unit.startswith("µs") else 1e3 if self.unit.startswith("ms") else 1.0
-        rows = [("loop", self.unit, "ratio", "quartiles of the ratio", "aim")]
+        rows = [("loop", self.unit, "ratio", "its quartiles", "ratio of CPU time", "aim")]
         base = self.median(BY_HAND)
         for name in sorted(self.seconds, key=self.median):
             values = sorted(s / base for s in self.seconds[name])
             low, high = values[len(values) // 4], values[(3 * len(values)) // 4]
             aim = f"{self.aims[name]:.2f}" if name in self.aims else ""
+            cpu = f"{self.cpu_ratio(name):.2f}" if name in self.cpu_seconds else ""
             rows.append(
-                (name, f"{self.median(name) * scale:.1f}", f"{self.ratio(name):.2f}", f"{low:.2f} to {high:.2f}", aim)
+                (
+                    name,
+                    f"{self.median(name) * scale:.1f}",
+                    f"{self.ratio(name):.2f}",
+                    f"{low:.2f} to {high:.2f}",
+                    cpu,
+                    aim,
+                )
             )
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         rule = " ".join("=" * width for width in widths)
@@ -65,11 +80,13 @@ def interleaved(
     for turn in range(rounds + warm_up):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             gc.collect()
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             own = contenders[name]()
-            seconds = own if own is not None else time.perf_counter() - start
+            seconds, cpu = time.perf_counter() - start, time.process_time() - cpu_start
             if turn >= warm_up:
-                table.seconds.setdefault(name, []).append(seconds)
+                table.seconds.setdefault(name, []).append(seconds if own is None else own)
+                if own is None and table.in_process:
+                    table.cpu_seconds.setdefault(name, []).append(cpu)
     print(table.text(), flush=True)
     return table
 

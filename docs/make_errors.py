@@ -192,23 +192,35 @@ def output_of(mistake: Mistake) -> str:
             timeout=300,
             env={**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"},
         )
-        return last_error(done.stderr).replace(folder, "/home/you").strip()
+        said = last_error(done.stderr) if done.returncode else done.stdout
+        return said.replace(folder, "/home/you").strip()
 
 
 def last_error(stderr: str) -> str:
-    """The message of the last traceback, or all of it where there is none."""
+    """The message of the last traceback, or all of it where there is none, without the library's own frames."""
     lines = stderr.rstrip().split("\n")
-    starts = [i for i, line in enumerate(lines) if re.match(r"^(trainloop\.)?[\w.]*(Error|Exit|Warning)\b", line)]
-    text = "\n".join(lines[starts[0] :] if starts else lines)
-    for i in starts:
-        if lines[i].startswith("trainloop."):
-            text = "\n".join(lines[i:])
-            break
-    text = re.sub(r'File "[^"]*/(trainloop|torch)/', r'File ".../\1/', text)
-    text = re.sub(r'(File "\.\.\.[^"]*", line) \d+', r"\1 ...", text)
+    ours = [i for i, line in enumerate(lines) if line.startswith("trainloop.errors.")]
+    others = [i for i, line in enumerate(lines) if re.match(r"^[A-Z]\w*(Error|Exit|Warning|Interrupt)\b", line)]
+    start = (ours or others or [0])[0]
+    text = "\n".join(without_library_frames(lines[start:]))
     text = re.sub(r"\b0x[0-9a-f]+\b", "0x...", text)
     text = re.sub(r"\b(pid|process) \d+\b", r"\1 ...", text)
     return text.removeprefix("trainloop.errors.")
+
+
+def without_library_frames(lines: list[str]) -> list[str]:
+    kept, inside = [], False
+    for line in lines:
+        if re.match(r'^\s+File "', line):
+            library = re.search(r'File "[^"]*/(trainloop|site-packages)/', line) is not None
+            if library and not inside:
+                kept.append("  ...")
+            inside = library
+        elif not line.startswith("    "):
+            inside = False
+        if not inside:
+            kept.append(line)
+    return kept
 
 
 def shown(mistake: Mistake) -> str:

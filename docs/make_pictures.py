@@ -1,6 +1,6 @@
 """Makes the pictures of the documentation from the demo's training: python docs/make_pictures.py
 
-``history.png`` by ``history.plot``; ``tensorboard.png`` by TensorBoard itself, in a headless Chromium (needed on the PATH).
+``history.png`` by ``history.plot``; ``tensorboard.png`` by TensorBoard itself in headless Chromium, which must be there.
 """
 
 from __future__ import annotations
