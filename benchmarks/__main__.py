@@ -25,8 +25,8 @@ def main() -> None:
     title = "Benchmark results"
     lines = [
         f"{title}\n{'=' * len(title)}\n",
-        f"Written by ``make bench`` in {(time.perf_counter() - begin) / 60:.0f} minutes: medians of {rounds} interleaved\n"
-        "rounds, one thread a process. Ratios are to the loop written by hand, over the same rounds.\n",
+        f"Written by ``make bench`` in {(time.perf_counter() - begin) / 60:.0f} minutes: medians of {rounds} rounds, in\n"
+        "turns, one thread a process. Ratios are to the loop written by hand.\n",
         where,
         "",
     ]

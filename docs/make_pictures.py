@@ -1,6 +1,6 @@
 """Makes the pictures of the documentation from the demo's training: python docs/make_pictures.py
 
-``history.png`` by ``history.plot``; ``tensorboard.png`` by TensorBoard itself in headless Chromium, which must be there.
+``history.png`` by ``history.plot``; ``tensorboard.png`` by TensorBoard itself, in headless Chromium (must be there).
 """
 
 from __future__ import annotations
