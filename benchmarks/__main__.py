@@ -22,11 +22,12 @@ def main() -> None:
         ("With two ranks", ddp.tables(rounds)),
         ("Import, evaluation, long epochs", [*growth.tables(rounds), growth.long_epoch()]),
     ]
+    minutes = (time.perf_counter() - begin) / 60
     title = "Benchmark results"
     lines = [
         f"{title}\n{'=' * len(title)}\n",
-        f"Written by ``make bench`` in {(time.perf_counter() - begin) / 60:.0f} minutes: medians of {rounds} rounds, in\n"
-        "turns, one thread a process. Ratios are to the loop written by hand.\n",
+        f"Written by ``make bench`` in {minutes:.0f} minutes: medians of {rounds} rounds,\n"
+        "one thread a process. Ratios are to the loop written by hand.\n",
         where,
         "",
     ]
