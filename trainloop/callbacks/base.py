@@ -96,7 +96,10 @@ class AbstractCallback:
         """In the caller's process, before anything starts: check arguments here."""
 
     def on_multiprocess_start(self) -> None:
-        """In ``ddp``, on each rank, before its loaders are split: the place to make data in the rank itself."""
+        """On each rank, before its loaders are split: the place to make data in the rank itself.
+
+        In ``single`` and ``dp`` it is called too, so that the same script works there.
+        """
 
     def on_train_begin(self) -> None:
         """On each rank, with model and loaders in place."""

@@ -1,0 +1,260 @@
+"""Callbacks: their order, which hooks are called and with what, and the messages they leave for each other."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+from small_loop import make_loop
+
+from trainloop import AbstractCallback
+from trainloop.callbacks.base import HookTable, overrides
+from trainloop.callbacks.messages import KEEP_FOREVER, OVERWRITE, UNTIL_END_OF_EPOCH, UNTIL_READ, MessageService
+from trainloop.errors import ConfigurationError
+
+
+class Notes(AbstractCallback):
+    """Writes down its name when an epoch ends."""
+
+    def __init__(self, notes: list[str], name: str, **arguments: Any) -> None:
+        super().__init__(name, **arguments)
+        self.notes = notes
+
+    def on_epoch_end(self) -> None:
+        self.notes.append(self.callback_name)
+
+
+# -- which, and in which order -----------------------------------------------------------------------------------------
+
+
+def test_order_is_execution_order_then_as_passed() -> None:
+    notes: list[str] = []
+    orders = {"c": 5, "a": -1, "d": 5, "b": 0}
+    table = HookTable([Notes(notes, name, execution_order=order) for name, order in orders.items()])
+    for hook in table.on_epoch_end:
+        hook()
+    assert notes == ["a", "b", "c", "d"]
+
+
+def test_a_hook_nobody_overrides_is_empty() -> None:
+    table = HookTable([Notes([], "a"), AbstractCallback()])
+    assert {name: len(getattr(table, name)) for name in AbstractCallback.HOOKS if getattr(table, name)} == {
+        "on_epoch_end": 1
+    }
+
+
+def test_inherited_and_borrowed_hooks_count() -> None:
+    class Mixin:
+        def on_batch_end(self) -> None:
+            pass
+
+    class Both(Mixin, Notes):
+        pass
+
+    callback = Both([], "both")
+    callback.on_train_end = lambda: None  # type: ignore[method-assign]  # set on the instance
+    assert [name for name in AbstractCallback.HOOKS if overrides(callback, name)] == [
+        "on_batch_end",
+        "on_epoch_end",
+        "on_train_end",
+    ]
+    table = HookTable([callback])
+    assert len(table.on_batch_end) == len(table.on_epoch_end) == len(table.on_train_end) == 1
+
+
+@pytest.mark.parametrize("restricted_to, rank, runs", [(None, 3, True), (0, 0, True), (0, 1, False), (1, 1, True)])
+def test_a_callback_may_be_restricted_to_a_rank(restricted_to: int | None, rank: int, runs: bool) -> None:
+    table = HookTable([Notes([], "a", device_idx_execution=restricted_to)], rank)
+    assert bool(table.on_epoch_end) is runs
+
+
+def test_a_wrong_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"no hook 'on_epoch_ends'; hooks are on_train_loop_registration, "):
+        HookTable([]).on_epoch_ends  # noqa: B018
+
+
+# -- with which arguments ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "function, given",
+    [
+        (lambda self: "none", "none"),
+        (lambda self, y_pred: y_pred, 1),
+        (lambda self, y_pred, y_true, metadata: (y_pred, y_true, metadata), (1, 2, 3)),
+        (lambda self, a, b, c, d: (a, b, c, d), (1, 2, 3, 4)),
+        (lambda self, a, *rest: (a, rest), (1, (2, 3, 4))),
+        (lambda self, *everything, **more: (everything, more), ((1, 2, 3, 4), {})),
+        (lambda self, a, b=None, *, extra="default": (a, b, extra), (1, 2, "default")),
+        (lambda self, a, b, c, d, e="more": (a, b, c, d, e), (1, 2, 3, 4, "more")),
+    ],
+    ids=lambda value: str(value) if isinstance(value, (str, int, tuple)) else "",
+)
+def test_a_hook_may_take_fewer_arguments(function: Any, given: Any) -> None:
+    callback = type("Custom", (AbstractCallback,), {"on_after_batch_prediction": function})()
+    (hook,) = HookTable([callback]).on_after_batch_prediction
+    assert hook(1, 2, 3, 4) == given
+
+
+def test_a_builtin_without_a_signature_gets_everything() -> None:
+    callback = AbstractCallback()
+    callback.on_log = print  # type: ignore[method-assign]
+    assert len(HookTable([callback]).on_log) == 1
+
+
+@pytest.mark.parametrize(
+    "name, function, message",
+    [
+        (
+            "on_epoch_end",
+            lambda self, epoch: None,
+            r"Custom.on_epoch_end\(epoch\) can't be called with the 0 arguments of the loop. "
+            r"Its signature is on_epoch_end\(self\)",
+        ),
+        ("on_log", lambda self, rows, *, step: None, r"Custom.on_log\(rows, \*, step\) can't be called with the 1 arg"),
+        ("on_exception", lambda self, *, error: None, r"Its signature is on_exception\(self, exception"),
+    ],
+    ids=["too many", "keyword", "keyword only"],
+)
+def test_a_hook_that_can_not_be_called_is_refused_at_registration(name: str, function: Any, message: str) -> None:
+    callback = type("Custom", (AbstractCallback,), {name: function})()
+    with pytest.raises(ConfigurationError, match=message):
+        callback.register_train_loop_object(object())
+    with pytest.raises(ConfigurationError, match=message):
+        make_loop().fit(num_epochs=1, callbacks=[callback])
+
+
+def test_every_hook_is_a_method_with_a_docstring() -> None:
+    hooks = [name for name in dir(AbstractCallback) if name.startswith("on_")]
+    assert sorted(AbstractCallback.HOOKS) == sorted(hooks)
+    assert all(inspect.getdoc(getattr(AbstractCallback, name)) for name in hooks)
+
+
+# -- in the loop -------------------------------------------------------------------------------------------------------
+
+
+class Everything(AbstractCallback):
+    """Writes down each hook, in order."""
+
+    def __init__(self, heard: list[str]) -> None:
+        super().__init__("everything")
+        self.heard = heard
+
+
+def _noting(name: str) -> Any:
+    def hook(self: Everything, *arguments: Any) -> None:
+        self.heard.append(name)
+
+    return hook
+
+
+for _name in AbstractCallback.HOOKS:
+    setattr(Everything, _name, _noting(_name))
+
+
+def test_hooks_come_in_order() -> None:
+    heard: list[str] = []
+    make_loop().fit(num_iterations=4, grad_accumulation=2, callbacks=[Everything(heard)])
+    micro_batch = ["on_batch_begin", "on_batch_end"]
+    last = ["on_batch_begin", "on_after_gradient_update", "on_after_optimizer_step", "on_batch_end"]
+    assert heard == [
+        "on_train_loop_registration",
+        "on_multiprocess_start",
+        "on_train_begin",
+        "on_epoch_begin",
+        *(micro_batch + last) * 2,
+        "on_log",
+        "on_epoch_end",
+        "on_train_end",
+    ]
+
+
+def test_an_exception_is_told_and_goes_on() -> None:
+    class Breaks(AbstractCallback):
+        def on_batch_end(self) -> None:
+            raise ZeroDivisionError("on purpose")
+
+    heard: list[str] = []
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        make_loop().fit(num_epochs=1, callbacks=[Breaks(), Everything(heard)])
+    assert heard[-1] == "on_exception"
+    assert "on_train_end" not in heard
+
+
+def test_a_callback_knows_its_loop() -> None:
+    class Looks(AbstractCallback):
+        def on_train_loop_registration(self) -> None:
+            self.at_registration = (self.train_loop_obj, self.message_service)
+
+    tl, looks = make_loop(), Looks()
+    tl.fit(num_iterations=1, callbacks=[looks])
+    assert looks.at_registration == (tl, tl.message_service)
+    assert looks.callback_name == "Looks"
+    assert repr(looks) == "Looks(execution_order=0)"
+    assert looks.state_dict() == {}
+
+
+def test_an_override_of_registration_is_kept() -> None:
+    """Old code overrides register_train_loop_object and calls super()."""
+
+    class Old(AbstractCallback):
+        def register_train_loop_object(self, train_loop_obj: Any) -> Any:
+            self.before = self.train_loop_obj
+            return super().register_train_loop_object(train_loop_obj)
+
+    old, tl = Old(), make_loop()
+    assert old.register_train_loop_object(tl) is old
+    assert (old.before, old.train_loop_obj) == (None, tl)
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def test_messages_stay_as_long_as_they_should() -> None:
+    board = MessageService()
+    for setting in (KEEP_FOREVER, UNTIL_END_OF_EPOCH, UNTIL_READ):
+        board.write_message("k", setting, setting)
+    assert board.read_messages("k") == [KEEP_FOREVER, UNTIL_END_OF_EPOCH, UNTIL_READ]
+    assert board.read_messages("k") == [KEEP_FOREVER, UNTIL_END_OF_EPOCH]
+    board.end_of_epoch_trigger()
+    assert board.read_messages("k") == [KEEP_FOREVER]
+    assert board.read_messages("other") == []
+
+
+def test_settings_combine() -> None:
+    board = MessageService()
+    board.write_message("k", 1)
+    board.write_message("k", 2, [OVERWRITE, UNTIL_READ, UNTIL_END_OF_EPOCH])
+    assert board.read_messages("k") == [2]
+    board.write_message("k", 3, (UNTIL_READ, UNTIL_END_OF_EPOCH))
+    board.end_of_epoch_trigger()
+    assert board.read_messages("k") == []
+
+
+def test_unknown_settings_are_refused() -> None:
+    with pytest.raises(
+        ConfigurationError,
+        match=r"settings='forever': must be among 'keep_forever', 'until_end_of_epoch', 'until_read', 'overwrite'.",
+    ):
+        MessageService().write_message("k", 1, "forever")
+    with pytest.raises(ConfigurationError, match=r"settings=\[\]: must be among"):
+        MessageService().write_message("k", 1, [])
+
+
+def test_callbacks_of_one_loop_share_a_board() -> None:
+    class Writes(AbstractCallback):
+        def on_epoch_begin(self) -> None:
+            self.message_service.write_message("epoch", self.train_loop_obj.epoch, UNTIL_END_OF_EPOCH)
+
+    class Reads(AbstractCallback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.read: list[Any] = []
+
+        def on_epoch_end(self) -> None:
+            self.read.append(self.message_service.read_messages("epoch"))
+
+    reads = Reads()
+    make_loop().fit(num_epochs=2, callbacks=[Writes(), reads])
+    assert reads.read == [[0], [1]]

@@ -1,0 +1,238 @@
+"""Several losses for several optimizers."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.utils.data import DataLoader
+
+from conftest import make_data
+from trainloop import MultiLoss, MultiOptimizer, TrainLoop, TTModel
+from trainloop.errors import ConfigurationError
+from trainloop.optim import optimizers_of, parameters_of
+
+
+def losses(**values: float) -> MultiLoss:
+    return MultiLoss({name: torch.tensor(value) for name, value in values.items()})
+
+
+# -- MultiLoss ---------------------------------------------------------------------------------------------------------
+
+
+def test_is_a_mapping() -> None:
+    both = losses(a=1.0, b=3.0)
+    assert list(both) == ["a", "b"]
+    assert len(both) == 2
+    assert both["b"].item() == 3.0
+    assert both.item() == {"a": 1.0, "b": 3.0}
+    assert repr(both) == "MultiLoss(a -> optimizer 0, b -> optimizer 1)"
+
+
+def test_arithmetic_keeps_names_and_optimizers() -> None:
+    both = MultiLoss({"a": torch.tensor(1.0), "b": torch.tensor(3.0)}, {"a": 1, "b": 0}, retain_graph_until_last=False)
+    for changed, factor in ((both / 2, 0.5), (both * 3, 3.0), (3 * both, 3.0), (both.detach(), 1.0)):
+        assert changed.item() == {"a": factor, "b": 3 * factor}
+        assert changed.loss_optimizer_map == {"a": 1, "b": 0}
+        assert changed.retain_graph_until_last is False
+    assert both.total().item() == 4.0
+    assert losses(a=1.0).total().item() == 1.0
+
+
+def test_losses_of_an_optimizer() -> None:
+    three = MultiLoss({name: torch.tensor(v) for name, v in zip("abc", (1.0, 2.0, 4.0))}, {"a": 0, "b": 1, "c": 0})
+    assert three.for_optimizer(0).item() == 5.0  # type: ignore[union-attr]
+    assert three.for_optimizer(1).item() == 2.0  # type: ignore[union-attr]
+    assert three.for_optimizer(2) is None
+
+
+def graph() -> tuple[Tensor, Tensor, MultiLoss]:
+    """Two parameters, and losses that reach both of them through a shared part."""
+    g, d = torch.tensor(2.0, requires_grad=True), torch.tensor(3.0, requires_grad=True)
+    fake = g * g
+    return g, d, MultiLoss({"g": d * fake, "d": -(d * fake)})
+
+
+def test_backward_reaches_what_it_should() -> None:
+    g, d, both = graph()
+    both.backward(0, inputs=[g])
+    both.backward(1, inputs=[d])
+    assert (g.grad.item(), d.grad.item()) == (12.0, -4.0)  # type: ignore[union-attr]
+    g, d, both = graph()
+    both.backward()
+    assert (g.grad.item(), d.grad.item()) == (0.0, 0.0)  # type: ignore[union-attr]
+
+
+def test_backward_of_nothing_does_nothing() -> None:
+    g, d, both = graph()
+    both.backward(7)
+    both.backward(0, inputs=[])  # all of its parameters frozen
+    assert g.grad is None
+    assert d.grad is None
+
+
+def test_without_retaining_a_shared_graph_is_gone() -> None:
+    g, d, both = graph()
+    both.backward(0, inputs=[g, d])
+    both.backward(1, inputs=[g, d])
+    g, d, both = graph()
+    both.retain_graph_until_last = False
+    both.backward(0, inputs=[g, d])
+    with pytest.raises(RuntimeError, match=r"second time"):
+        both.backward(1, inputs=[g, d])
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (({},), r"loss_dict=\{\}: must be a dict with at least one named loss."),
+        (([1.0],), r"loss_dict=\[1.0\]: must be a dict"),
+        (({"a": 0.5},), r"loss_dict\['a'\]=0.5: must be a 0-d tensor, as a criterion gives it."),
+        (
+            ({"a": torch.tensor(0.0)}, {"b": 0}),
+            r"loss_optimizer_map names \['b'\], the losses are \['a'\]: give each loss the index of its optimizer.",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_refused_losses(arguments: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        MultiLoss(*arguments)
+
+
+def test_a_loss_needs_an_optimizer() -> None:
+    losses(a=0.0, b=0.0).check_optimizers(2)
+    with pytest.raises(
+        ConfigurationError,
+        match=r"loss 'b' is for optimizer 1, but there are 1, counted from 0. Give MultiLoss a loss_optimizer_map",
+    ):
+        losses(a=0.0, b=0.0).check_optimizers(1)
+    with pytest.raises(ConfigurationError, match=r"loss 'a' is for optimizer 'first', but there are 2"):
+        MultiLoss({"a": torch.tensor(0.0)}, {"a": "first"}).check_optimizers(2)  # type: ignore[dict-item]
+
+
+# -- MultiOptimizer ----------------------------------------------------------------------------------------------------
+
+
+def two() -> tuple[nn.Linear, nn.Linear, MultiOptimizer]:
+    torch.manual_seed(0)
+    a, b = nn.Linear(2, 1), nn.Linear(2, 1)
+    return a, b, MultiOptimizer([optim.SGD(a.parameters(), lr=0.1), optim.Adam(b.parameters(), lr=0.2)])
+
+
+def test_is_a_sequence_of_optimizers() -> None:
+    _, b, both = two()
+    assert len(both) == 2
+    assert list(both) == [both[0], both[1]]
+    assert [group["lr"] for group in both.param_groups] == [0.1, 0.2]
+    assert repr(both).startswith("MultiOptimizer([SGD (")
+    assert optimizers_of(both) == [both[0], both[1]]
+    assert optimizers_of(both[0]) == [both[0]]
+    assert optimizers_of(None) == []
+    assert [p is q for p, q in zip(parameters_of(both[1]), b.parameters())] == [True, True]
+
+
+def test_steps_all_or_one() -> None:
+    a, b, both = two()
+    for chosen, moved in ((None, [True, True]), (0, [True, False]), (1, [False, True])):
+        (a(torch.ones(2)) + b(torch.ones(2))).sum().backward()
+        before = [a.weight.clone(), b.weight.clone()]
+        both.step(chosen)
+        assert [not torch.equal(layer.weight, w) for layer, w in zip((a, b), before)] == moved
+        both.zero_grad(chosen)
+        assert [layer.weight.grad is None for layer in (a, b)] == moved
+        both.zero_grad()
+
+
+def test_state_goes_into_another() -> None:
+    a, b, both = two()
+    (a(torch.ones(2)) + b(torch.ones(2))).sum().backward()
+    both.step()
+    _, _, other = two()
+    other.load_state_dict(pickle.loads(pickle.dumps(both.state_dict())))
+    assert other[1].state_dict()["state"][0]["step"] == 1
+    with pytest.raises(ConfigurationError, match=r"1 state dicts for 2 optimizers: they must be as many."):
+        both.load_state_dict(both.state_dict()[:1])
+
+
+def test_refused_optimizers() -> None:
+    layer = nn.Linear(2, 1)
+    sgd = optim.SGD(layer.parameters(), lr=0.1)
+    for wrong in ([], sgd, [sgd, "sgd"], (optimizer for optimizer in [sgd])):
+        with pytest.raises(ConfigurationError, match=r"(?s)optimizer_list=.*: must be a list of torch optimizers."):
+            MultiOptimizer(wrong)  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigurationError,
+        match=r"optimizers 0 and 1 share a parameter of shape \(1,\): give each parameter to one optimizer.",
+    ):
+        MultiOptimizer([sgd, optim.SGD([layer.bias], lr=0.1)])
+
+
+# -- in the loop -------------------------------------------------------------------------------------------------------
+
+
+class Pair(TTModel):
+    """A generator and a discriminator, on numbers: each loss passes through both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.g, self.d = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> MultiLoss:
+        x = batch_data[0]
+        return MultiLoss({"g": self.d(self.g(x)).mean(), "d": self.d(x).mean() - self.d(self.g(x)).mean()})
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        return batch_data[0], batch_data[1], {}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_each_loss_moves_its_own_parameters(accumulation: int) -> None:
+    model, reference = Pair(), Pair()
+    loader = DataLoader(make_data(32), 8)
+    own = [optim.SGD(part.parameters(), lr=0.1) for part in (reference.g, reference.d)]
+    batches = list(loader)
+    for i in range(0, len(batches), accumulation):
+        gradients: dict[nn.Parameter, Tensor] = {}
+        for batch in batches[i : i + accumulation]:
+            given = reference.get_loss(batch, None, torch.device("cpu"))
+            for loss, part in ((given["g"], reference.g), (given["d"], reference.d)):
+                parameters = list(part.parameters())
+                for p, grad in zip(parameters, torch.autograd.grad(loss, parameters, retain_graph=True)):
+                    gradients[p] = gradients.get(p, torch.zeros_like(p)) + grad / accumulation
+        for p, grad in gradients.items():
+            p.grad = grad
+        for optimizer in own:
+            optimizer.step()
+    tl = TrainLoop(
+        model,
+        loader,
+        optimizer=MultiOptimizer([optim.SGD(part.parameters(), lr=0.1) for part in (model.g, model.d)]),
+        progress_bar=False,
+        accelerator="cpu",
+    )
+    tl.fit(num_epochs=1, grad_accumulation=accumulation)
+    for ours, theirs in zip(model.parameters(), reference.parameters()):
+        torch.testing.assert_close(ours, theirs)
+    assert set(tl.history) == {"loss", "loss_g", "loss_d"}
+
+
+def test_a_loss_without_an_optimizer_ends_the_run() -> None:
+    model = Pair()
+    parts = list(model.g.children()) or [model.g]
+    halves = [optim.SGD([p], lr=0.1) for p in parts[0].parameters()]
+    tl = TrainLoop(
+        model, DataLoader(make_data(8), 4), optimizer=MultiOptimizer(halves), progress_bar=False, accelerator="cpu"
+    )
+
+    def three(batch_data: Any, criterion: Any, device: torch.device) -> MultiLoss:
+        loss = model.g(batch_data[0]).mean()
+        return MultiLoss({"a": loss, "b": loss, "c": loss})
+
+    model.get_loss = three  # type: ignore[method-assign]
+    with pytest.raises(ConfigurationError, match=r"loss 'c' is for optimizer 2, but there are 2, counted from 0."):
+        tl.fit(num_epochs=1)

@@ -1,0 +1,113 @@
+"""Random number generators: seeded together, captured as plain data, put back."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainloop import rng
+
+
+def draw() -> list[float]:
+    return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(()).item()]
+
+
+@pytest.fixture(autouse=True)
+def own_randomness() -> Any:
+    before = rng.capture()
+    yield
+    rng.restore(before)
+
+
+def test_a_seed_fixes_all_generators() -> None:
+    for seed in (0, 2**63 - 1):
+        rng.seed_all(seed)
+        first = draw()
+        assert draw() != first
+        rng.seed_all(seed)
+        assert draw() == first
+
+
+def test_restored_generators_go_on_exactly() -> None:
+    rng.seed_all(3)
+    draw()  # an odd number of gaussians: each generator holds one back
+    state = rng.capture()
+    expected = [draw() for _ in range(3)]
+    rng.seed_all(4)
+    rng.restore(state)
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_state_is_plain_enough_for_a_checkpoint(tmp_path: Any) -> None:
+    rng.seed_all(5)
+    draw()
+    torch.save(rng.capture(), tmp_path / "state.pt")
+    expected = draw()
+    rng.restore(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert draw() == expected
+
+
+def test_isolated_leaves_no_trace() -> None:
+    rng.seed_all(6)
+    expected = [draw(), draw()]
+    rng.seed_all(6)
+    first = draw()
+    with rng.isolated():
+        draw()
+    with rng.isolated(1):
+        inside = draw()
+    with pytest.raises(ValueError, match="inside"), rng.isolated(1):
+        assert draw() == inside
+        raise ValueError("inside")
+    assert [first, draw()] == expected
+
+
+def test_peeking_changes_nothing_and_depends_on_the_state() -> None:
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    seed = rng.peek_seed()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert rng.peek_seed() == seed
+    torch.rand(())
+    assert rng.peek_seed() != seed
+    assert 0 <= seed < 2**63
+
+
+@given(st.lists(st.one_of(st.integers(), st.text()), max_size=4))
+def test_derived_seeds_are_in_range_and_repeatable(parts: list[Any]) -> None:
+    seed = rng.derive_seed(*parts)
+    assert 0 <= seed < 2**63
+    assert rng.derive_seed(*parts) == seed
+
+
+def test_derived_seeds_differ_in_every_part() -> None:
+    many = [(seed, kind, rank) for seed in range(10) for kind in ("order", "rank") for rank in range(10)]
+    assert len({rng.derive_seed(*parts) for parts in many}) == len(many)
+    assert rng.derive_seed(1, 23) != rng.derive_seed(12, 3)
+    assert rng.derive_seed("1") != rng.derive_seed(1)
+
+
+def test_derived_seeds_are_the_same_in_every_process() -> None:
+    code = "from trainloop import rng; print(rng.derive_seed(1, 'rank', 2))"
+    environment = {"PYTHONHASHSEED": "77", "PATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True, env=environment
+    )
+    assert int(done.stdout) == rng.derive_seed(1, "rank", 2)
+
+
+@pytest.mark.gpu
+def test_generators_of_gpus_go_along() -> None:
+    torch.rand((), device="cuda")
+    state = rng.capture()
+    expected = torch.rand(3, device="cuda").tolist()
+    rng.restore(state)
+    assert torch.rand(3, device="cuda").tolist() == expected
