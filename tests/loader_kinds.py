@@ -320,7 +320,8 @@ MAP_KINDS = [
 
 WORKER_KINDS = [
     Kind(
-        "workers", lambda b: DataLoader(Rows(), b, shuffle=True, num_workers=2, worker_init_fn=seed_nothing, timeout=30)
+        "workers",
+        lambda b: DataLoader(Rows(), b, shuffle=True, num_workers=2, worker_init_fn=seed_nothing, timeout=300),
     ),
     Kind(
         "workers persistent",
@@ -350,7 +351,7 @@ class Exchange:
     def __init__(self, world_size: int) -> None:
         self.calls = 0
         self._turn = threading.Lock()
-        self._barrier = threading.Barrier(world_size, timeout=30)
+        self._barrier = threading.Barrier(world_size, timeout=300)
         self._values: list[list[int]] = [[] for _ in range(world_size)]
 
     def of_rank(self, rank: int) -> Callable[[list[int]], list[list[int]]]:
