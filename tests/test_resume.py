@@ -112,7 +112,9 @@ def kill_and_resume(
             wait_for_steps(where, attempt, after, pid)
             time.sleep(delay_s)
             kill(pid, mode, victim, rng)
-            job.wait()
+            code = job.wait()
+            if victim != "rank" and not (where / "end.pt").exists():
+                assert code == -signal.SIGKILL, (where / "output").read_text()
         lines = (where / f"seen-{attempt:03d}-0").read_text().splitlines() if steps_done(where, attempt) else []
         if lines:
             first, last = (int(line[1 : line.index(",")]) for line in (lines[0], lines[-1]))
@@ -156,8 +158,8 @@ def test_checkpoints_change_nothing(job: Jobs, undisturbed: dict[str, Any], tmp_
 def test_killed_again_and_again_it_ends_with_the_same_bits(
     job: Jobs, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
-    """One run, killed six times."""
-    kills = sorted(random_kills("single", 6, seed=1))
+    """One run, killed three times."""
+    kills = sorted(random_kills("single", 3, seed=1))
     # Each attempt goes on from the last checkpoint, so it reaches the next kill after fewer steps.
     before = [0, *(after for after, *_ in kills)]
     relative = [(max(after - (b - b % EVERY), 1), *rest) for b, (after, *rest) in zip(before, kills)]
