@@ -70,9 +70,8 @@ def test_all_predictions_same_needs_a_validation_loader() -> None:
         make_loop(validation=False).fit(num_epochs=1, callbacks=[AllPredictionsSame()])
 
 
-@pytest.mark.parametrize("ddp", [False, True])
-def test_data_subset(ddp: bool) -> None:
-    loop = make_loop(**({"gpu_mode": "ddp", "devices": 1} if ddp else {}), shuffle=True)
+def test_data_subset() -> None:
+    loop = make_loop(shuffle=True)
     whole = loop.train_loader
     loop.fit(num_epochs=2, callbacks=[DataSubsetTestRun(num_train_batches=3, num_val_batches=1)])
     assert loop.global_step == 6

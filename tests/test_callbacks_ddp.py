@@ -91,7 +91,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 def test_bad_data_on_one_rank(capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:
-    """It spoils the gradients of all: all stop, and rank 0 names the parameters. A second fit goes on, too."""
+    """It spoils the gradients of all: all stop, and rank 0 names the parameters."""
     dataset = make_data()
     dataset.tensors[0][48:64] = math.nan  # the fourth batch: rank 1's second
     torch.manual_seed(0)
@@ -102,13 +102,11 @@ def test_bad_data_on_one_rank(capfd: pytest.CaptureFixture[str], recwarn: pytest
     )  # fmt: skip
     guard = TerminateOnNaN()
     warmup = LinearWithWarmupScheduler(4, 8)
-    loop.fit(num_iterations=1, callbacks=[guard, warmup])
-    assert guard.found is None
     loop.fit(num_epochs=2, callbacks=[guard, warmup])
     assert guard.found is not None
     assert guard.found.parameters == ("fc.weight", "fc.bias")
-    assert guard.found.step == 1 + 2
-    assert 3 <= loop.global_step == warmup.scheduler.last_epoch <= 5
+    assert guard.found.step == 2
+    assert 2 <= loop.global_step == warmup.scheduler.last_epoch <= 4
     printed = capfd.readouterr()
     assert printed.out.count("Training ends: ") == 1
     assert "lr_scheduler" not in printed.err  # no warning about a wrong order of calls

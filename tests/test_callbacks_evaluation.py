@@ -13,6 +13,7 @@ from small_loop import STEPS_PER_EPOCH, Scores, make_loop
 
 from trainloop.callbacks import (
     EarlyStopping,
+    ExponentialMovingAverage,
     MetricHistoryRename,
     ModelPerformanceEvaluation,
     ModelPerformancePrintReport,
@@ -91,6 +92,17 @@ def test_how_often(arguments: dict[str, Any], in_history: int, asked: int) -> No
     assert len(loop.history.get("val_rows", [])) == in_history
     assert len(loop.history["train_end_val_rows"]) == 1
     assert package.asked == asked
+
+
+def test_weights_that_changed_at_the_end_are_evaluated_anew() -> None:
+    loop, ema = make_loop(), ExponentialMovingAverage(0.99)
+    loop.fit(num_epochs=2, callbacks=[ModelPerformanceEvaluation({"mean": mean_prediction}), ema])
+    assert loop.history["train_end_val_mean"] == [mean_prediction(*loop.predict_on_validation_set())]
+    assert loop.history["train_end_val_mean"] != loop.history["val_mean"][-1:]
+
+
+def mean_prediction(y_pred: Any, y_true: Any, metadata: Any) -> float:
+    return float(y_pred.double().mean())
 
 
 def test_between_epochs() -> None:

@@ -333,6 +333,60 @@ def test_nothing_is_open_after_an_exception(tmp_path: Path) -> None:
     assert steps(read(tmp_path)["loss"]) == list(range(1, 8))
 
 
+def test_a_full_disk_does_not_end_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    board = TensorBoard(tmp_path, 1)
+
+    class Fills(AbstractCallback):
+        def on_epoch_begin(self) -> None:
+            if self.train_loop_obj.epoch == 1:
+                monkeypatch.setattr(board._file, "_write", no_space)
+
+    def no_space(data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    loop = make_loop()
+    with pytest.warns(
+        RuntimeWarning, match=r"writing to .* failed .*No space left on device.* Training goes on"
+    ) as warned:
+        loop.fit(num_epochs=3, callbacks=[board, Fills()])
+    assert len(warned) == 1
+    assert loop.epoch == 3
+    assert steps(read(tmp_path)["loss"]) == list(range(1, 8))
+
+
+def test_a_short_write_is_gone_on_with(tmp_path: Path) -> None:
+    class Slow:
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def write(self, data: Any) -> int:
+            return self.file.write(data[:50])
+
+        def close(self) -> None:
+            self.file.close()
+
+    file = EventFile(str(tmp_path))
+    file._file = Slow(file._file)
+    file.write_scalars([(step, {"x": 1.0}) for step in range(1, 9)])
+    file.close()
+    assert steps(read(tmp_path)["x"]) == list(range(1, 9))
+
+
+def test_a_file_in_the_way_is_found_before_training(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    loop = make_loop()
+    with pytest.raises(ConfigurationError, match=r"runs is no folder\. Choose another log_dir"):
+        loop.fit(num_epochs=1, callbacks=[TensorBoard(tmp_path / "runs" / "first")])
+    assert loop.global_step == 0
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_is_write_protected_is_found_before_training(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigurationError, match=r"can't be written to\. Choose another log_dir"):
+        make_loop().fit(num_epochs=1, callbacks=[TensorBoard(tmp_path / "first")])
+
+
 class Noisy(Net):
     """With what drawing a graph could disturb: randomness, running statistics, a log in ``forward``."""
 

@@ -81,9 +81,13 @@ class EventFile:
         return open(self.path, "xb", buffering=0)
 
     def _write(self, data: bytes) -> None:
-        self._file.write(data)
         if self._remote:
+            self._file.write(data)
             self._file.flush()
+            return
+        rest = memoryview(data)
+        while rest:  # an unbuffered write may take a part only
+            rest = rest[self._file.write(rest) :]
 
     def write_event(self, event: Any) -> None:
         """Write one ``Event`` protocol buffer of any kind."""

@@ -94,7 +94,7 @@ class ModelPerformanceEvaluation(AbstractCallback):
         self.eval_frequency = eval_frequency
         self.on_iteration_frequency = on_iteration_frequency
         self.if_available_output_to_project_dir = if_available_output_to_project_dir
-        self._latest: tuple[int, dict[str, float]] | None = None  # global step, metrics
+        self._latest: tuple[Any, dict[str, float]] | None = None  # state of the weights, metrics
         if on_iteration_frequency:
             # Only now does a hook in the step exist: the loop calls none that nobody needs.
             self.on_batch_end = self._after_batch  # type: ignore[method-assign]
@@ -135,7 +135,9 @@ class ModelPerformanceEvaluation(AbstractCallback):
         """
         loop = self.train_loop_obj
         # Weights that were evaluated already, as those of the last epoch at the end of training, give the same again.
-        if self._latest is None or self._latest[0] != loop.global_step:
+        model = loop.model
+        state = (loop.global_step, sum(tensor._version for tensor in (*model.parameters(), *model.buffers())))
+        if self._latest is None or self._latest[0] != state:
             metrics: dict[str, float] = {}
             if self.on_train_data:
                 metrics.update(self._evaluate("train_", loop.predict_on_train_set, loop.evaluate_loss_on_train_set))
@@ -143,7 +145,7 @@ class ModelPerformanceEvaluation(AbstractCallback):
                 metrics.update(
                     self._evaluate("val_", loop.predict_on_validation_set, loop.evaluate_loss_on_validation_set)
                 )
-            self._latest = (loop.global_step, metrics)
+            self._latest = (state, metrics)
         for name, value in self._latest[1].items():
             loop.insert_metric_result_into_history(prefix + name, value)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,7 +57,12 @@ class TensorBoard(AbstractCallback):
     Raises
     ------
     ConfigurationError
-        If a number is below 1.
+        If a number is below 1; at ``fit`` if the folder can't be written to.
+
+    Warns
+    -----
+    RuntimeWarning
+        If writing fails later (a full disk): training goes on without it.
 
     Notes
     -----
@@ -107,6 +113,7 @@ class TensorBoard(AbstractCallback):
         self._lengths: dict[str, int] = {}  # epoch values of each metric that are written
         self._step_names: set[str] = set()
         self._first_step: int | None = None  # first step of this run
+        self._failed = False
         self._rates: dict[int, list[Any]] = {}
         self._rate_names: list[str] = []
         self._once_written = False
@@ -118,6 +125,9 @@ class TensorBoard(AbstractCallback):
         if self._chosen and (self.log_dir is None or loop.global_step == 0):
             self.log_dir = _new_folder(type(loop.model).__name__)
             self._once_written = False
+        if loop.is_global_zero:
+            assert self.log_dir is not None
+            _check_writable(self.log_dir)
         if self.hyperparameters is None:
             given = getattr(loop, "hyperparams", None)
             self.hyperparameters = dict(given) if isinstance(given, Mapping) else None
@@ -125,9 +135,23 @@ class TensorBoard(AbstractCallback):
     def on_train_begin(self) -> None:
         loop = self.train_loop_obj
         self._rate_names = learning_rate_names(loop.optimizer)
-        self._rates, self._first_step = {}, None
+        self._rates, self._first_step, self._failed = {}, None, False
         if loop.global_step == 0:
             self._lengths, self._last_step = {}, None
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """What can't be written must not end a training; after half a record the file takes no more."""
+        try:
+            yield
+        except OSError as error:
+            self._failed = True
+            warnings.warn(
+                f"TensorBoard: writing to {self.log_dir} failed ({error}). Training goes on, nothing more is written "
+                "there. Make room, or choose another log_dir, for the next run.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     @property
     def _events(self) -> EventFile:
@@ -156,7 +180,7 @@ class TensorBoard(AbstractCallback):
 
     def on_log(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
         every = self.log_every_n_steps
-        if every is None or not rows:
+        if every is None or self._failed or not rows:
             return
         for _, scalars in rows:
             if not scalars.keys() <= self._step_names:
@@ -168,7 +192,8 @@ class TensorBoard(AbstractCallback):
                 (step, {**scalars, **self._rates_of(rates[step], scalars)} if step in rates else scalars)
                 for step, scalars in chosen
             ]
-        self._events.write_scalars(chosen)
+        with self._writing():
+            self._events.write_scalars(chosen)
         self._last_step = rows[-1][0]
 
     def _rates_of(self, rates: list[Any], scalars: dict[str, float]) -> dict[str, float]:
@@ -177,6 +202,11 @@ class TensorBoard(AbstractCallback):
         return {name: float(rate) for name, rate in named if name not in scalars}
 
     def on_epoch_end(self) -> None:
+        if not self._failed:
+            with self._writing():
+                self._write_epoch()
+
+    def _write_epoch(self) -> None:
         loop = self.train_loop_obj
         self._write_epoch_values()
         every = self.histograms_every_n_epochs
@@ -257,7 +287,9 @@ class TensorBoard(AbstractCallback):
     # -- the end, and again --------------------------------------------------------------------------------------------
 
     def on_train_end(self) -> None:
-        self._write_epoch_values()  # what was evaluated at the end
+        if not self._failed:
+            with self._writing():
+                self._write_epoch_values()  # what was evaluated at the end
         self._close()
 
     def on_exception(self, exception: BaseException) -> None:
@@ -282,6 +314,18 @@ class TensorBoard(AbstractCallback):
         self._once_written = state["once_written"] and self.log_dir == state["log_dir"]
         self._last_step = None  # the run that wrote the checkpoint may have gone on after it
         self._close()
+
+
+def _check_writable(folder: str) -> None:
+    """Refuse a folder that can't be made or written to, without making it yet."""
+    if "://" in folder:
+        return
+    path = os.path.abspath(folder)
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK):
+        why = "is no folder" if not os.path.isdir(path) else "can't be written to"
+        raise ConfigurationError(f"TensorBoard: log_dir={folder!r}: {path} {why}. Choose another log_dir.")
 
 
 def _new_folder(name: str) -> str:
