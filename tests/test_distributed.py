@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ranks import run_ranks
 from trainloop import distributed as td
+from trainloop.distributed.objects import _gloo_beside
 from trainloop.errors import ConfigurationError, UnpicklableError
 
 
@@ -344,7 +345,7 @@ def beside_a_group_without_cpu(folder: str) -> dict[str, Any]:
             td.all_gather(torch.tensor(rank)).tolist(),
             td.all_reduce(rank, "sum"),
             td.broadcast_object(rank, src=1),
-            len(td._gloo_beside),
+            len(_gloo_beside),
         ]
         td.barrier()
         dist.destroy_process_group()

@@ -1,339 +1,21 @@
-"""Ranks and what they exchange; every function is right in one process too, with no process group.
-
-*Who is who*: :class:`Rank`, :func:`get_rank`, :func:`get_world_size`, :func:`is_global_zero`, :func:`rank_zero_only`.
-*Exchanges*: :func:`all_gather`, :func:`all_reduce`, :func:`broadcast_object`, :func:`gather_object`,
-:func:`exchange_ints`, :func:`barrier`. These are collective: every rank calls them, in the same order.
-
-Objects and CPU tensors go through Gloo, so that no exchange of a few bytes waits for a GPU. Where the default
-process group can't take CPU tensors (``init_process_group('nccl')``), one Gloo group is made beside it, at the
-first exchange, and kept for as long as that default group lives. Tensors on a GPU go through the default group's
-own backend for that device where it has one, by way of the CPU where it hasn't.
-"""
+"""Nested tensors and numbers of all ranks: gathered, or reduced to one."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import os
-import pickle
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainloop.errors import ConfigurationError, UnpicklableError
-
-__all__ = [
-    "Rank",
-    "all_gather",
-    "all_reduce",
-    "barrier",
-    "broadcast_object",
-    "exchange_ints",
-    "gather_object",
-    "get_rank",
-    "get_world_size",
-    "is_global_zero",
-    "rank_zero_only",
-]
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-# --------------------------------------------------------------------------------------------------------------------
-# Who is who
-# --------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, repr=False)
-class Rank:
-    """One process's place among all that train together."""
-
-    rank: int = 0
-    """Global rank, 0 to ``world_size - 1``."""
-
-    world_size: int = 1
-    """Processes over all nodes."""
-
-    local_rank: int = 0
-    """Rank among this node's processes, 0 to ``local_world_size - 1``."""
-
-    local_world_size: int = 1
-    """Processes on this node."""
-
-    node_rank: int = 0
-    """Rank of this node, 0 to ``num_nodes - 1``."""
-
-    num_nodes: int = 1
-    """Nodes that train together."""
-
-    def __repr__(self) -> str:
-        return (
-            f"Rank(rank={self.rank}({self.world_size}), local_rank={self.local_rank}({self.local_world_size}), "
-            f"node={self.node_rank}({self.num_nodes}))"
-        )
-
-
-def _has_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def get_rank() -> int:
-    """Global rank of this process.
-
-    Returns
-    -------
-    int
-        The process group's where there is one. Before it is up, ``RANK``, ``LOCAL_RANK`` or ``SLURM_PROCID``, the
-        first of these environment variables that holds a number; 0 where none does.
-    """
-    if _has_group():
-        return dist.get_rank()
-    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
-        text = os.environ.get(name, "").strip()
-        if text.isascii() and text.isdigit():
-            return int(text)
-    return 0
-
-
-def get_world_size() -> int:
-    """Number of processes that the exchanges of this module reach.
-
-    Returns
-    -------
-    int
-        The process group's size, and 1 where there is none, whatever the environment says: a shell inside a Slurm
-        allocation has ``SLURM_NTASKS=8`` and is one process all the same.
-    """
-    return dist.get_world_size() if _has_group() else 1
-
-
-def is_global_zero() -> bool:
-    """Whether this process has global rank 0: true in exactly one process of all nodes."""
-    return get_rank() == 0
-
-
-def rank_zero_only(f: Callable[P, T]) -> Callable[P, T | None]:
-    """Let a function run on global rank 0 only; elsewhere a call does nothing and returns ``None``.
-
-    Parameters
-    ----------
-    f : callable
-        Must not contain an exchange: the other ranks don't take part in it.
-
-    Returns
-    -------
-    callable
-        The rank is read at each call (see :func:`get_rank`), so decorating at import time, before ranks exist, is
-        fine.
-
-    Examples
-    --------
-    >>> @rank_zero_only
-    ... def save(path: str) -> str:
-    ...     return f"saved {path}"
-    >>> save("weights.pt")  # in one process
-    'saved weights.pt'
-    """
-
-    @functools.wraps(f)
-    def on_rank_zero(*args: P.args, **kwargs: P.kwargs) -> T | None:
-        return f(*args, **kwargs) if is_global_zero() else None
-
-    return on_rank_zero
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Bytes, objects, ints: over the CPU
-# --------------------------------------------------------------------------------------------------------------------
-
-# Held weakly by the default group: destroy_process_group() and a new start make a new one.
-_gloo_beside: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-
-def _backend_of(device_type: str) -> str | None:
-    """Name of the default group's backend for tensors on such a device, None if it has none."""
-    # 'cpu:gloo,cuda:nccl'
-    config = dist.get_backend_config(None)
-    return dict(entry.split(":", 1) for entry in config.split(",")).get(device_type)
-
-
-def _cpu_group() -> dist.ProcessGroup | None:
-    """Group for CPU tensors over all ranks (None is the default group); the first call may be collective."""
-    if _backend_of("cpu") is not None:
-        return None
-    default = dist.group.WORLD
-    group = _gloo_beside.get(default)
-    if group is None:
-        group = _gloo_beside[default] = dist.new_group(backend="gloo")
-    return group
-
-
-# Objects up to this many bytes need one exchange instead of two: it covers the ints of a training step and the
-# description of most nested values. A latency matter only, so any figure is right.
-_FIRST_BYTES = 1024
-
-
-def _gather_bytes(data: bytes) -> list[bytes]:
-    """Bytes of every rank, on every rank. Returns once all ranks have called it, hence also a barrier."""
-    world_size, group = dist.get_world_size(), _cpu_group()
-    first = np.zeros(8 + _FIRST_BYTES, dtype=np.uint8)
-    first[:8] = np.frombuffer(len(data).to_bytes(8, "little"), dtype=np.uint8)
-    first[8 : 8 + len(data)] = np.frombuffer(data[:_FIRST_BYTES], dtype=np.uint8)
-    firsts = torch.empty(world_size, first.size, dtype=torch.uint8)
-    dist.all_gather(list(firsts), torch.from_numpy(first), group=group)
-    sizes = [int.from_bytes(bytes(row[:8].tolist()), "little") for row in firsts]
-    gathered = [row[8 : 8 + size].numpy().tobytes() for row, size in zip(firsts, sizes, strict=True)]
-    rest_size = max(sizes) - _FIRST_BYTES
-    if rest_size > 0:  # the same on every rank
-        rest = torch.zeros(rest_size, dtype=torch.uint8)
-        tail = np.frombuffer(data[_FIRST_BYTES:], dtype=np.uint8)
-        rest.numpy()[: tail.size] = tail
-        rests = torch.empty(world_size, rest_size, dtype=torch.uint8)
-        dist.all_gather(list(rests), rest, group=group)
-        gathered = [
-            head + row[: max(size - _FIRST_BYTES, 0)].numpy().tobytes()
-            for head, row, size in zip(gathered, rests, sizes, strict=True)
-        ]
-    return gathered
-
-
-def _pickled(obj: object) -> bytes:
-    """The object's pickle after a 0, or after a 1 the reason why there is none; never raises.
-
-    A rank that raised here would leave the others waiting in the exchange, so the reason travels instead.
-    """
-    try:
-        return b"\0" + pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception as e:
-        return b"\1" + f"{type(obj).__name__}: {type(e).__name__}: {e}".encode()
-
-
-def _unpickled(data: bytes, rank: int, function: str) -> Any:
-    if data[:1] == b"\1":
-        raise UnpicklableError(
-            f"{function}: the object of rank {rank} can't be pickled ({data[1:].decode()}). "
-            "Exchange plain data (numbers, strings, tensors, dicts of these) instead."
-        )
-    return pickle.loads(data[1:])
-
-
-def gather_object(obj: T) -> list[T]:
-    """Every rank's object, on every rank.
-
-    Collective: every rank calls it.
-
-    Parameters
-    ----------
-    obj : object
-        Anything that pickles; ranks' objects may differ in type and size.
-
-    Returns
-    -------
-    list
-        Entry r is rank r's object. This rank's own entry is ``obj`` itself, the others are copies.
-
-    Raises
-    ------
-    UnpicklableError
-        On every rank, where the object of any rank does not pickle.
-
-    Notes
-    -----
-    One exchange for objects whose pickles are up to 1 KiB, else two. Every rank holds the pickles of all ranks at
-    once, padded to the longest.
-    """
-    if not _has_group():
-        return [obj]
-    gathered = _gather_bytes(_pickled(obj))
-    objects = [_unpickled(data, rank, "gather_object") for rank, data in enumerate(gathered)]
-    objects[dist.get_rank()] = obj
-    return objects
-
-
-def broadcast_object(obj: T, src: int = 0) -> T:
-    """The object of one rank, on every rank.
-
-    Collective: every rank calls it.
-
-    Parameters
-    ----------
-    obj : object
-        What rank ``src`` sends; ignored on the others. Anything that pickles.
-    src : int
-        Global rank of the sender.
-
-    Returns
-    -------
-    object
-        ``obj`` itself on rank ``src``, a copy elsewhere.
-
-    Raises
-    ------
-    ConfigurationError
-        On every rank, where there is no rank ``src``.
-    UnpicklableError
-        On every rank, where the object does not pickle.
-    """
-    world_size = get_world_size()
-    if not 0 <= src < world_size:
-        raise ConfigurationError(f"broadcast_object: src={src!r}: must be a rank, 0 to {world_size - 1}.")
-    if not _has_group():
-        return obj
-    group, sends = _cpu_group(), dist.get_rank() == src
-    data = _pickled(obj) if sends else b""
-    size = torch.tensor([len(data)])
-    dist.broadcast(size, src, group=group)
-    buffer = torch.empty(int(size), dtype=torch.uint8)
-    if sends:
-        buffer.numpy()[:] = np.frombuffer(data, dtype=np.uint8)
-    dist.broadcast(buffer, src, group=group)
-    received = _unpickled(data if sends else buffer.numpy().tobytes(), src, "broadcast_object")
-    return obj if sends else received
-
-
-def exchange_ints(values: Sequence[int]) -> list[list[int]]:
-    """Every rank's integers, on every rank: the cheapest exchange there is.
-
-    Collective: every rank calls it.
-
-    Parameters
-    ----------
-    values : sequence of int
-        At most 64 bits each. Ranks may give different numbers of them.
-
-    Returns
-    -------
-    list of list of int
-        Entry r holds what rank r gave.
-
-    Notes
-    -----
-    One exchange over Gloo for up to 128 integers, else two.
-    """
-    if not _has_group():
-        return [[int(value) for value in values]]
-    data = np.asarray(values, dtype=np.int64).tobytes()
-    return [np.frombuffer(gathered, dtype=np.int64).tolist() for gathered in _gather_bytes(data)]
-
-
-def barrier() -> None:
-    """Wait until every rank has called this.
-
-    Collective: every rank calls it. Processes wait for each other, GPUs don't: work queued on them may still run.
-    """
-    if _has_group():
-        _gather_bytes(b"")
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Nested tensors and numbers
-# --------------------------------------------------------------------------------------------------------------------
+from trainloop.distributed.objects import backend_of, cpu_group, gather_object
+from trainloop.distributed.ranks import get_world_size, has_group
+from trainloop.errors import ConfigurationError
 
 _Reduce = Literal["mean", "sum", "min", "max"]
 _OPS = {"mean": "SUM", "sum": "SUM", "min": "MIN", "max": "MAX"}
@@ -427,7 +109,7 @@ def _agreed(call: str, tensors: dict[str, Tensor]) -> dict[str, tuple[torch.dtyp
         dtype = functools.reduce(torch.promote_types, (leaf.dtype for leaf in same_leaf))
         device_types = {leaf.device_type for leaf in same_leaf}
         device_type = device_types.pop() if len(device_types) == 1 else "cpu"
-        direct = device_type != "cpu" and _backend_of(device_type) not in (None, "gloo")
+        direct = device_type != "cpu" and backend_of(device_type) not in (None, "gloo")
         agreed[same_leaf[0].path] = (dtype, direct)
     return agreed
 
@@ -484,7 +166,7 @@ def all_gather(value: Any) -> Any:
     {'loss': tensor([0.5000]), 'seen': tensor([7])}
     """
     leaves = _own_leaves(value, "all_gather")
-    if not _has_group():
+    if not has_group():
         return _rebuilt(value, iter([t.clone().unsqueeze(0) for _, t in leaves]))
     tensors = dict(leaves)
     world_size = dist.get_world_size()
@@ -494,7 +176,7 @@ def all_gather(value: Any) -> Any:
         flat = [_routed(tensors[path], direct).to(dtype).reshape(-1).view(torch.uint8) for path, dtype in batch]
         own = torch.cat(flat)
         rows = torch.empty(world_size, own.numel(), dtype=torch.uint8, device=own.device)
-        dist.all_gather(list(rows), own, group=None if direct else _cpu_group())
+        dist.all_gather(list(rows), own, group=None if direct else cpu_group())
         begin = 0
         for (path, dtype), part in zip(batch, flat, strict=True):
             end = begin + part.numel()
@@ -546,7 +228,7 @@ def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
     call = f"all_reduce('{reduce}')"
     leaves = _own_leaves(value, call)
     tensors = dict(leaves)
-    if _has_group():
+    if has_group():
         agreed = _agreed(call, tensors)
     else:
         agreed = {path: (t.dtype, False) for path, t in leaves}
@@ -559,8 +241,8 @@ def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
         batches.setdefault((direct, _accumulation_dtype(dtype, reduce)), []).append(path)
     for (direct, accumulated_as), paths in batches.items():
         flat = torch.cat([_routed(tensors[path], direct).to(accumulated_as).reshape(-1) for path in paths])
-        if _has_group():
-            dist.all_reduce(flat, getattr(dist.ReduceOp, _OPS[reduce]), group=None if direct else _cpu_group())
+        if has_group():
+            dist.all_reduce(flat, getattr(dist.ReduceOp, _OPS[reduce]), group=None if direct else cpu_group())
         if reduce == "mean":
             flat /= get_world_size()
         for path, part in zip(paths, flat.split([tensors[path].numel() for path in paths]), strict=True):
