@@ -1,0 +1,119 @@
+"""Every kind of loader by 1, 2 and 3 ranks: real processes, with 64 MiB of /dev/shm and 256 file descriptors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loader_kinds import KINDS, ROWS, Kind
+from loaders_job import LENGTHS, SHAPES, evaluate_rows, run_kind, run_tokens
+
+HERE = Path(__file__).parent
+
+# Few kinds in the default run, for each way in which samples are shared out; the whole table is `slow`.
+QUICK = ("tensors shuffled", "unsized sampler", "custom batch_sampler", "elements", "batches", "stream", "workers")
+
+
+def run_ranks_limited(world_size: int, names: list[str], folder: Path) -> list[dict[str, Any]]:
+    """What each rank saw, for each kind of loader; all in one start of ranks."""
+    job = [sys.executable, str(HERE / "loaders_job.py"), str(world_size), str(folder), ",".join(names)]
+    limits = 'ulimit -n 256 && exec "$@"'
+    command = ["sh", "-c", limits, "sh", *job]
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode == 0:
+        small = "mount -t tmpfs -o size=64m tmpfs /dev/shm && "
+        command = ["unshare", "--mount", "sh", "-c", small + limits, "sh", *job]
+    paths = os.pathsep.join([str(HERE.parent), str(HERE)])
+    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks_limited(2, ["edges", *QUICK], tmp_path_factory.mktemp("quick"))
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
+def table(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks_limited(request.param, ["edges", *(kind.name for kind in KINDS)], tmp_path_factory.mktemp("table"))
+
+
+def check(kind: Kind, ranks: list[dict[str, Any]]) -> None:
+    alone = run_kind(kind, len(ranks), "single")
+    facts = [rank[kind.name] for rank in ranks]
+
+    # Training: the shards are disjoint, and together what one process trains on.
+    trained = Counter(i for rank in facts for batch in rank["seen"] for i in batch)
+    assert trained == Counter(i for batch in alone["seen"] for i in batch)
+    if kind.once:
+        assert set(trained) == set(range(ROWS))
+        assert len(set(trained.values())) == 1
+    for rank in facts:
+        for mine, its in zip(rank["weights"], alone["weights"], strict=True):
+            torch.testing.assert_close(mine, its, rtol=0, atol=1e-9)
+        assert rank["loss"] == pytest.approx(alone["loss"], abs=1e-9)
+
+        # Evaluation: every row once, in order, and of the same values.
+        assert rank["index"].tolist() == alone["index"].tolist()
+        if kind.once and kind.in_rows:
+            assert rank["index"].tolist() == list(range(ROWS))
+        assert rank["y_pred"].dtype == alone["y_pred"].dtype == torch.float64
+        torch.testing.assert_close(rank["y_pred"], alone["y_pred"], rtol=0, atol=1e-9)
+        assert torch.equal(rank["y_true"], alone["y_true"])
+        assert rank["test_loss"] == (
+            None if alone["test_loss"] is None else pytest.approx(alone["test_loss"], abs=1e-9)
+        )
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.name in QUICK], ids=lambda kind: kind.name)
+def test_ranks_equal_one_process(kind: Kind, quick: list[dict[str, Any]]) -> None:
+    check(kind, quick)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_ranks_equal_one_process_for_every_kind(kind: Kind, table: list[dict[str, Any]]) -> None:
+    check(kind, table)
+
+
+def test_the_table_is_as_large_as_it_says() -> None:
+    assert len({kind.name for kind in KINDS}) == len(KINDS) >= 25
+    assert {kind.name for kind in KINDS} >= set(QUICK)
+
+
+def check_edges(ranks: list[dict[str, Any]]) -> None:
+    facts = [rank["edges"] for rank in ranks]
+    for length in LENGTHS:
+        rows, loss = evaluate_rows(length, len(ranks), "single")
+        assert rows == list(range(length))
+        for rank in facts:
+            assert rank["evaluated"][length][0] == rows
+            assert rank["evaluated"][length][1] == (loss if length == 0 else pytest.approx(loss, abs=1e-12))
+    assert facts[0]["evaluated"][0][1].startswith("test_loader has no samples")
+    for shape in SHAPES:
+        alone = run_tokens(len(ranks), "single", *shape)
+        for rank in facts:
+            for mine, its in zip(rank["tokens"][shape], alone, strict=True):
+                torch.testing.assert_close(mine, its, rtol=0, atol=1e-9)
+
+
+def test_few_and_odd_numbers_of_samples(quick: list[dict[str, Any]]) -> None:
+    check_edges(quick)
+
+
+@pytest.mark.slow
+def test_few_and_odd_numbers_of_samples_on_more_ranks(table: list[dict[str, Any]]) -> None:
+    check_edges(table)
+
+
+def test_streams_of_10_and_7_batches_are_trained_once(quick: list[dict[str, Any]]) -> None:
+    first, second = ([i for batch in rank["edges"]["streamed"] for i in batch] for rank in quick)
+    assert first == list(range(40))
+    assert second == list(range(40, 68))
