@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import multiprocessing
 import sys
 import time
 from collections.abc import Callable
@@ -274,7 +275,7 @@ class Watching(AbstractCallback):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if distributed.get_world_size() > 1:  # arrived in a rank, before the loop begins there
+        if multiprocessing.parent_process() is not None:  # arrived in a rank, before the loop begins there
             gather = distributed.gather_object
 
             def counted(obj: Any) -> list[Any]:
