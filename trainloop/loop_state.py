@@ -279,6 +279,8 @@ def load_checkpoint_state(loop: TrainLoop, state: dict[str, Any]) -> None:
     check_checkpoint(loop, state)
     run, place, ranks = loop._run, state["place"], state["ranks"]
     _check_data(run.feed, place)
+    skip_steps = _steps_here(place, run.feed.global_batch_size, loop.grad_accumulation)
+    # All that can be refused has been: from here on the loop changes.
     loop.model.load_state_dict(state["model"])
     if isinstance(loop.criterion, nn.Module) and state["criterion"]:
         loop.criterion.load_state_dict(state["criterion"])
@@ -293,7 +295,7 @@ def load_checkpoint_state(loop: TrainLoop, state: dict[str, Any]) -> None:
     loop.total_iteration_idx = place["total_iteration_idx"]
     run.start_epoch, run.start_iteration = place["start_epoch"], place["start_iteration"]
     run.epoch_batches = place["epoch_batches"]
-    run.skip_steps = _steps_here(place, run.feed.global_batch_size, loop.grad_accumulation)
+    run.skip_steps = skip_steps
     if len(ranks) == loop.world_size:
         mine = ranks[loop.rank]
         run.recorder.load_state_dict(mine["metrics"])
