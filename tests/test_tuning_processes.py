@@ -81,13 +81,16 @@ def test_without_a_storage_the_files_last_as_long_as_the_result() -> None:
     ],
 )
 def test_a_fold_that_fails_is_lost_alone_and_trained_again_by_the_next_search(
-    do: str, error: str, tmp_path: Path
+    do: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     marks = tmp_path / "marks"
     marks.mkdir()
     make = MakeFailing(marks)
     options: dict[str, Any] = {"storage": tmp_path / "search", "num_bag_folds": 3}
-    found = search(make, {"do": [do, "nothing"]}, **options)
+    found = search(make, {"do": [do, "nothing"]}, progress=True, **options)
+    assert f"tune: lost fold 1 of trial 0: {'The fold' if 'xit code' in error or 'killed' in error else error}" in (
+        capsys.readouterr().err
+    )
     lost, whole = found.trials
     assert (lost.state, whole.state) == ("partial", "done")
     assert [score is None for score in lost.scores] == [False, True, False]

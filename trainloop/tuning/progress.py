@@ -97,6 +97,17 @@ class View:
             print(f"tune: {self.line(begun, bags)}", file=sys.stderr, flush=True)
         self._printed = over
 
+    def tell_lost(self, running: Running, fold: int) -> None:
+        """Tell why a fold has no result, in a line; the whole of it is in the result."""
+        if self._progress:
+            lines = running.errors[fold].strip().splitlines()
+            first = lines[0] if lines and lines[0].startswith("The fold") else (lines or [""])[-1]
+            text = f"tune: lost fold {fold} of trial {running.number}: {first}"
+            if self._bar is None:
+                print(text, file=sys.stderr, flush=True)
+            else:
+                self._bar.write(text, file=sys.stderr)
+
     def line(self, begun: list[Running], bags: list[Running | None]) -> str:
         """How it stands, in one line."""
         now = [running for running in bags if running is not None and running.training]

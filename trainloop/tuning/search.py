@@ -438,6 +438,7 @@ class _Search:
         result = self._store.result(running.number, fold)
         if result is None:
             running.errors[fold] = ended.error
+            self._view.tell_lost(running, fold)
         else:
             running.scores[fold] = result["score"]
             running.seconds += result["seconds"]
