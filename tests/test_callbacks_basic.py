@@ -186,16 +186,16 @@ def test_loaders_that_are_made_in_the_rank() -> None:
 
 
 MODULES = (
-    "abstract basic ddp early_stopping ema gradient history_report mlflow nan performance_eval tensorboard "
-    "train_schedule wandb"
+    "abstract basic ddp early_stopping ema gradient history_report mlflow model_load model_save monitor nan "
+    "performance_eval tensorboard train_schedule wandb"
 ).split()
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_every_name_is_documented(module: str) -> None:
+def test_every_name_is_documented_with_an_example(module: str) -> None:
     home = importlib.import_module(f"trainloop.callbacks.{module}")
     for name in home.__all__:
-        assert getattr(home, name).__doc__, name
+        assert "Examples\n    --------\n" in (getattr(home, name).__doc__ or ""), name
 
 
 def test_every_exported_name_is_there() -> None:

@@ -23,6 +23,14 @@ class AbstractExperimentCallback(AbstractCallback):
         The folder is ``<local_model_result_folder_path>/<project_name>/<experiment_name>_<time stamp>``.
     execution_order, device_idx_execution
         As in :class:`AbstractCallback`.
+
+    Examples
+    --------
+    >>> class Notes(AbstractExperimentCallback):
+    ...     def on_train_loop_registration(self):
+    ...         self.try_infer_experiment_details()
+    ...     def on_train_end(self):
+    ...         Path(self.results_folder(), "notes.txt").write_text("done")
     """
 
     def __init__(

@@ -20,6 +20,10 @@ class DistributedSamplerSetEpoch(AbstractCallback):
     Parameters
     ----------
     train_sampler, validation_sampler, test_sampler : DistributedSampler or None
+
+    Examples
+    --------
+    >>> tl.fit(num_epochs=3, callbacks=[DistributedSamplerSetEpoch(dataset.inner_sampler)])
     """
 
     def __init__(self, train_sampler: Any = None, validation_sampler: Any = None, test_sampler: Any = None) -> None:

@@ -40,6 +40,13 @@ class GradientCallbackBase(AbstractCallback):
     callback_name : str
     execution_order : int
         Clipping has 0, statistics -1: they show gradients as they came.
+
+    Examples
+    --------
+    >>> class AddNoise(GradientCallbackBase):
+    ...     def on_after_gradient_update(self, optimizer_idx=0):
+    ...         for parameter in self.parameters(optimizer_idx):
+    ...             parameter.grad += 0.01 * torch.randn_like(parameter)
     """
 
     def __init__(self, callback_name: str, execution_order: int = 0) -> None:
@@ -105,6 +112,10 @@ class GradValueClip(GradientClipping):
     ----------
     max_grad_value : float
         Largest absolute value.
+
+    Examples
+    --------
+    >>> tl.fit(num_epochs=10, callbacks=[GradValueClip(0.5)])
     """
 
     def __init__(self, max_grad_value: float) -> None:
@@ -120,6 +131,10 @@ class GradNormClip(GradientClipping):
         Largest norm.
     **kwargs
         More for ``torch.nn.utils.clip_grad_norm_``.
+
+    Examples
+    --------
+    >>> tl.fit(num_epochs=10, callbacks=[GradNormClip(1.0)])
     """
 
     def __init__(self, max_grad_norm: float, **kwargs: Any) -> None:
@@ -250,6 +265,10 @@ class GradDistributionPlot(AbstractExperimentCallback):
     ------
     ConfigurationError
         If matplotlib is missing, or the folder is not known.
+
+    Examples
+    --------
+    >>> GradDistributionPlot(lambda model: [model.encoder, model.head])
     """
 
     def __init__(

@@ -77,6 +77,15 @@ class ModelTrainHistoryBaseCB(AbstractExperimentCallback):
         Ending of the file.
     project_name, experiment_name, local_model_result_folder_path : str, optional
         Where the experiment's folder is; taken from a tracking loop where left out.
+
+    Examples
+    --------
+    >>> class AsJson(ModelTrainHistoryBaseCB):
+    ...     def file_stem(self):
+    ...         return "history"
+    ...     def write_history(self, path):
+    ...         Path(path).write_text(json.dumps(self.train_loop_obj.history.to_dict()))
+    >>> AsJson("AsJson", file_format="json")
     """
 
     FILE_FORMATS: tuple[str, ...] = ()
@@ -146,6 +155,10 @@ class ModelTrainHistoryPlot(ModelTrainHistoryBaseCB):
     project_name, experiment_name, local_model_result_folder_path : str, optional
         Where the experiment's folder is; taken from a tracking loop where left out.
 
+    Examples
+    --------
+    >>> ModelTrainHistoryPlot(epoch_end=False, train_end=True, file_format="pdf")
+
     See Also
     --------
     TrainHistoryPlot : the same into one file of one's choice.
@@ -180,6 +193,10 @@ class ModelTrainHistoryFileWriter(ModelTrainHistoryBaseCB):
         A table for people, or one for programs.
     project_name, experiment_name, local_model_result_folder_path : str, optional
         Where the experiment's folder is; taken from a tracking loop where left out.
+
+    Examples
+    --------
+    >>> ModelTrainHistoryFileWriter(file_format="csv")
     """
 
     FILE_FORMATS = ("txt", "tsv", "csv")

@@ -29,6 +29,11 @@ class Monitor:
     ------
     ConfigurationError
         If ``mode`` is none of the three, or ``name`` is no string.
+
+    Examples
+    --------
+    >>> Monitor("val_loss").improves(0.5, best=1.0), Monitor("val_accuracy").improves(0.5, best=1.0)
+    (True, False)
     """
 
     def __init__(self, name: str, mode: Mode = "auto", owner: str = "Monitor") -> None:

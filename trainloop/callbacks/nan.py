@@ -19,7 +19,15 @@ __all__ = ["NonFinite", "TerminateOnNaN"]
 
 @dataclass(frozen=True)
 class NonFinite:
-    """Where :class:`TerminateOnNaN` found the first NaN or infinity."""
+    """Where :class:`TerminateOnNaN` found the first NaN or infinity.
+
+    Examples
+    --------
+    >>> guard = TerminateOnNaN()
+    >>> tl.fit(num_epochs=10, callbacks=[guard])
+    >>> guard.found.step, guard.found.parameters
+    (1234, ('encoder.0.weight',))
+    """
 
     epoch: int
     """Index of the epoch."""

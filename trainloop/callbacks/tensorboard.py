@@ -355,6 +355,10 @@ class TensorboardReporterBaseCB(TensorBoard):
         As in :class:`TensorBoard`.
     metric_names : sequence of str, optional
         Metrics of the history to write. Default: all.
+
+    Examples
+    --------
+    >>> TensorboardReporterBaseCB("runs/first", is_project=False)
     """
 
     def __init__(
@@ -394,6 +398,10 @@ class TensorboardTrainBatchLoss(TensorboardReporterBaseCB):
         Steps between two records.
     **kwargs
         As in :class:`TensorboardReporterBaseCB`.
+
+    Examples
+    --------
+    >>> TensorboardTrainBatchLoss(batch_log_frequency=10, log_dir="runs/first", is_project=False)
     """
 
     def __init__(self, batch_log_frequency: int = 1, **kwargs: Any) -> None:
@@ -409,6 +417,10 @@ class TensorboardTrainHistoryMetric(TensorboardReporterBaseCB):
         Metrics of the history to write. Default: all.
     **kwargs
         As in :class:`TensorboardReporterBaseCB`.
+
+    Examples
+    --------
+    >>> TensorboardTrainHistoryMetric(["loss", "val_loss"], log_dir="runs/first", is_project=False)
     """
 
     def __init__(self, metric_names: Sequence[str] | None = None, **kwargs: Any) -> None:
@@ -426,6 +438,10 @@ class TensorboardFullTracking(TensorboardReporterBaseCB):
         Steps between two records.
     **kwargs
         As in :class:`TensorboardReporterBaseCB`.
+
+    Examples
+    --------
+    >>> TensorboardFullTracking(batch_log_frequency=10, log_dir="runs/first", is_project=False)
     """
 
     def __init__(self, metric_names: Sequence[str] | None = None, batch_log_frequency: int = 1, **kwargs: Any) -> None:

@@ -34,7 +34,16 @@ __all__ = [
 
 
 class AbstractScheduler:
-    """Marks callbacks that hold a learning rate scheduler, in ``self.scheduler``, and keeps its state."""
+    """Marks callbacks that hold a learning rate scheduler, in ``self.scheduler``, and keeps its state.
+
+    Examples
+    --------
+    >>> class Halve(AbstractScheduler, AbstractCallback):
+    ...     def on_train_loop_registration(self):
+    ...         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.train_loop_obj.optimizer, gamma=0.5)
+    ...     def on_epoch_end(self):
+    ...         self.scheduler.step()
+    """
 
     scheduler: Any = None
 
@@ -230,6 +239,10 @@ class GeneralLRSchedulerCallback(LRScheduler):
         Which optimizer of a :class:`trainloop.MultiOptimizer`.
     **kwargs
         Arguments of the scheduler class, and of :class:`LRScheduler`.
+
+    Examples
+    --------
+    >>> GeneralLRSchedulerCallback(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9)
     """
 
     def __init__(self, scheduler_class: Any, optimizer_idx: int | Optimizer | None = None, **kwargs: Any) -> None:
@@ -300,6 +313,10 @@ class MultiStepLRScheduler(GeneralLRSchedulerCallback):
         Epochs, increasing.
     **kwargs
         More for ``MultiStepLR``, such as ``gamma``, and ``optimizer_idx``.
+
+    Examples
+    --------
+    >>> MultiStepLRScheduler([30, 80], gamma=0.1)
     """
 
     def __init__(self, milestones_list: Sequence[int], **kwargs: Any) -> None:
@@ -337,6 +354,10 @@ class ReduceLROnPlateauScheduler(GeneralLRSchedulerCallback):
         Name of the loss to go by where the model returns a :class:`trainloop.MultiLoss`. Default: the mean of all.
     **kwargs
         More for ``ReduceLROnPlateau``, and ``optimizer_idx``.
+
+    Examples
+    --------
+    >>> ReduceLROnPlateauScheduler(patience=2, factor=0.5)
     """
 
     def __init__(self, main_multi_loss: str | None = None, **kwargs: Any) -> None:

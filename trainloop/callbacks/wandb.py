@@ -21,6 +21,11 @@ class AlertConfig:
     ------
     ConfigurationError
         If ``objective`` is neither of the two.
+
+    Examples
+    --------
+    >>> AlertConfig("val_accuracy", 0.9).message(0.5)
+    ('val_accuracy is too low', 'val_accuracy is 0.5, below the threshold of 0.9.')
     """
 
     metric_name: str

@@ -85,6 +85,10 @@ class CosineWithWarmupScheduler(_WarmupScheduler):
         Waves of the cosine after the warm-up; 0.5 goes down to 0 once.
     last_epoch, **kwargs
         As in :class:`ConstantWithWarmupScheduler`.
+
+    Examples
+    --------
+    >>> CosineWithWarmupScheduler(num_warmup_steps=100, num_training_steps=10 * len(train_loader))
     """
 
     def __init__(
@@ -112,6 +116,10 @@ class HardRestartsCosineWithWarmupScheduler(_WarmupScheduler):
         How often it goes down.
     last_epoch, **kwargs
         As in :class:`ConstantWithWarmupScheduler`.
+
+    Examples
+    --------
+    >>> HardRestartsCosineWithWarmupScheduler(100, 10 * len(train_loader), num_cycles=3)
     """
 
     def __init__(
