@@ -27,14 +27,14 @@ import torch
 from digits import DigitsCNN, loaders
 from torch import nn, optim
 from trainloop import TrainLoop
-from trainloop.callbacks import LearningRateMonitor, TensorBoard
+from trainloop.callbacks import TensorBoard
 
 if __name__ == "__main__":
     torch.manual_seed(0)
     model = DigitsCNN()
     optimizer = optim.Adam(model.parameters(), lr=1e-3)
     tl = TrainLoop(model, *loaders(16), optimizer, nn.CrossEntropyLoss(), gpu_mode="ddp", devices=2, seed=0)
-    tl.fit(num_epochs={epochs}, callbacks=[LearningRateMonitor(), TensorBoard("runs/ddp", log_every_n_steps=1)])
+    tl.fit(num_epochs={epochs}, callbacks=[TensorBoard("runs/ddp", log_every_n_steps=1)])
     tl.history.plot({plot!r})
 """
 
@@ -75,8 +75,9 @@ def screenshot(address: str, path: Path) -> None:
     if browser is None:
         sys.exit("a screenshot needs Chromium on the PATH")
     options = (
-        "--headless --no-sandbox --disable-gpu --hide-scrollbars --disable-background-networking --disable-sync "
-        "--disable-component-update --no-first-run --window-size=1280,760 --virtual-time-budget=20000"
+        "--headless --no-sandbox --hide-scrollbars --disable-background-networking --disable-sync "
+        "--disable-component-update --no-first-run --window-size=1280,1120 --virtual-time-budget=60000 "
+        "--enable-unsafe-swiftshader --run-all-compositor-stages-before-draw"
     )
     with tempfile.TemporaryDirectory() as profile:
         subprocess.run(
@@ -95,7 +96,7 @@ def main() -> None:
         script.write_text(TRAIN.format(**values))
         subprocess.run([sys.executable, str(script)], cwd=folder, check=True)
         with tensorboard(folder / "runs") as address:
-            screenshot(f"{address}/?darkMode=false#timeseries", PICTURES / "tensorboard.png")
+            screenshot(f"{address}/?darkMode=false#scalars", PICTURES / "tensorboard.png")
 
 
 if __name__ == "__main__":
