@@ -126,12 +126,14 @@ def kill_and_resume(
     return repeated
 
 
-def assert_as_undisturbed(where: Path, expected: tuple[Any, dict[int, list[int]]], repeated: list[int]) -> None:
+def assert_as_undisturbed(
+    where: Path, expected: tuple[Any, dict[int, list[int]]], repeated: list[int], most: int = EVERY
+) -> None:
     assert differences(end_of(where), expected[0]) == []
     batches = batches_by_step(where)
     assert batches == expected[1]
-    assert all(steps <= EVERY for steps in repeated), repeated
-    assert "Warning" not in (where / "output").read_text()
+    assert all(steps <= most for steps in repeated), repeated
+    assert "RuntimeWarning" not in (where / "output").read_text()  # no checkpoint was found damaged
 
 
 def random_kills(mode: str, count: int, seed: int) -> list[tuple[int, float, str]]:
@@ -178,9 +180,11 @@ def test_ranks_killed_and_resumed_end_with_the_same_bits(
 @pytest.mark.parametrize("mode", ["single", "ddp"])
 @pytest.mark.parametrize("kill_number", range(30))
 def test_each_of_30_kills(job: Jobs, undisturbed: dict[str, Any], tmp_path: Path, mode: str, kill_number: int) -> None:
+    in_thread = kill_number % 3 == 2
     kills = random_kills(mode, 1, seed=kill_number)
-    repeated = kill_and_resume(job, tmp_path, mode, kills, async_save=bool(kill_number % 2))
-    assert_as_undisturbed(tmp_path, undisturbed[mode], repeated)
+    repeated = kill_and_resume(job, tmp_path, mode, kills, async_save=in_thread)
+    # A thread may still be writing the newest one while the loop is on its way to the next.
+    assert_as_undisturbed(tmp_path, undisturbed[mode], repeated, 2 * EVERY if in_thread else EVERY)
 
 
 @pytest.mark.parametrize("signum, code", [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])

@@ -203,8 +203,8 @@ def checkpoint_state(loop: TrainLoop) -> dict[str, Any] | None:
     finished = run.epoch_finished
     return {
         "versions": {"trainloop": 1, "torch": str(torch.__version__), "python": platform.python_version()},
-        "model": _plain_state(loop.model.state_dict()),
-        "criterion": _plain_state(loop.criterion.state_dict()) if isinstance(loop.criterion, nn.Module) else {},
+        "model": loop.model.state_dict(),
+        "criterion": loop.criterion.state_dict() if isinstance(loop.criterion, nn.Module) else {},
         "optimizers": [
             {"type": type(optimizer).__name__, "state": optimizer.state_dict()}
             for optimizer in optimizers_of(loop.optimizer)
@@ -348,10 +348,6 @@ def _load_callbacks(callbacks: list[Any], saved: list[dict[str, Any]]) -> None:
         warnings.warn(
             f"the checkpoint holds state of callbacks that this fit has not: {', '.join(lost)}.", stacklevel=2
         )
-
-
-def _plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(state)
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:

@@ -49,7 +49,8 @@ class ModelCheckpoint(AbstractCallback):
         deleted that this run wrote, before or after it was resumed.
     async_save : bool
         The loop waits only while the state is copied to host memory; a thread writes it. Costs that memory. Where a
-        checkpoint is due before the last one is on the disk, the loop waits for it.
+        checkpoint is due before the last one is on the disk, the loop waits for it; so a kill costs the steps since
+        the checkpoint before, at most.
     every_n_minutes : float or None
         Write at the first step after so much time since the last checkpoint, by rank 0's clock.
     safetensors : bool

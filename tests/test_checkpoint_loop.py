@@ -1,0 +1,309 @@
+"""Checkpoints of a real loop, in this process: what is in them, where they go on, and what they refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_checkpoint import same
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+
+from conftest import make_data
+from trainloop import AbstractCallback, TrainLoop, TTModel, checkpoint
+from trainloop.callbacks import EarlyStopping, ModelCheckpoint
+from trainloop.errors import CheckpointError, ConfigurationError
+
+
+class Net(TTModel):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, width), nn.Dropout(0.2), nn.Linear(width, 3))
+        self.rows: list[list[float]] = []
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        x, y = batch_data
+        if self.training:
+            self.rows.append(x[:, 0].tolist())
+        return criterion(self.layers(x), y)
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        x, y = batch_data
+        return self.layers(x), y, {}
+
+
+class StopAfter(AbstractCallback):
+    """Raise after so many optimizer steps, after ModelCheckpoint's turn: the nearest to a kill in one process."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(execution_order=5000)
+        self.steps = steps
+
+    def on_after_optimizer_step(self) -> None:
+        if self.train_loop_obj.global_step == self.steps:
+            raise InterruptedError
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(make_data())
+
+
+class Shuffled(BatchSampler):
+    """A batch sampler of the user's own, which draws from torch's global generator."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(101).tolist()
+        return (order[i : i + 10] for i in range(0, 101, 10))
+
+    def __len__(self) -> int:
+        return 11
+
+
+def with_generator(**arguments: Any) -> Any:
+    return lambda data: DataLoader(data, 10, generator=torch.Generator().manual_seed(5), **arguments)
+
+
+LOADERS: dict[str, Any] = {
+    "sequential": lambda data: DataLoader(data, 10),
+    "shuffled": lambda data: DataLoader(data, 10, shuffle=True),
+    "shuffled, its own generator": with_generator(shuffle=True),
+    "drop_last": lambda data: DataLoader(data, 10, shuffle=True, drop_last=True),
+    "with replacement": lambda data: DataLoader(
+        data, 10, sampler=RandomSampler(data, replacement=True, num_samples=90)
+    ),
+    "weighted": lambda data: DataLoader(data, 10, sampler=WeightedRandomSampler(torch.arange(1.0, 102.0), 101)),
+    "batch sampler": lambda data: DataLoader(data, batch_sampler=Shuffled()),
+    "stream": lambda data: DataLoader(Stream(), 10),
+    "list of batches": lambda data: list(DataLoader(data, 10)),
+}
+
+
+def make_loop(
+    loader: Any = None, model: Net | None = None, optimizer: Any = torch.optim.Adam, **options: Any
+) -> TrainLoop:
+    torch.manual_seed(1)
+    model = model or Net()
+    options = {"seed": 3, "end_auto_eval": False, "progress_bar": False, **options}
+    loader = DataLoader(make_data(), 10, shuffle=True) if loader is None else loader
+    return TrainLoop(
+        model, loader, optimizer=optimizer(model.parameters(), lr=0.01), criterion=nn.CrossEntropyLoss(), **options
+    )
+
+
+def interrupted(where: Path, steps: int, loop: TrainLoop, **arguments: Any) -> TrainLoop:
+    options = {"num_epochs": 3, "grad_accumulation": 2, **arguments}
+    keeper = ModelCheckpoint(where, every_n_epochs=None, every_n_steps=1)
+    with pytest.raises(InterruptedError):
+        loop.fit(callbacks=[keeper, StopAfter(steps)], **options)
+    return loop
+
+
+def state_of(loop: TrainLoop) -> dict[str, Any]:
+    return {
+        "model": loop.model.state_dict(),
+        "optimizer": loop.optimizer.state_dict(),
+        "history": loop.history.state_dict(),
+        "counters": [loop.epoch, loop.global_step, loop.total_iteration_idx],
+    }
+
+
+@pytest.mark.parametrize("seed", [3, None], ids=["seeded", "unseeded"])
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("steps", [1, 8], ids=["in the first epoch", "in the second"])
+def test_every_kind_of_loader_goes_on_where_it_was(tmp_path: Path, kind: str, steps: int, seed: int | None) -> None:
+    """Unseeded runs too: what the global generators held is in the checkpoint."""
+    whole = make_loop(LOADERS[kind](make_data()), seed=seed)
+    whole.fit(num_epochs=3, grad_accumulation=2)
+    first = interrupted(tmp_path, steps, make_loop(LOADERS[kind](make_data()), seed=seed))
+    second = make_loop(LOADERS[kind](make_data()), seed=seed)
+    torch.manual_seed(99)  # another process begins with other generators
+    second.fit(
+        num_epochs=3,
+        grad_accumulation=2,
+        callbacks=[ModelCheckpoint(tmp_path, every_n_epochs=None)],
+        resume_from="last",
+    )
+    assert first.model.rows + second.model.rows == whole.model.rows
+    assert same(state_of(second), state_of(whole))
+
+
+def test_iterations_instead_of_epochs_go_on_too(tmp_path: Path) -> None:
+    whole = make_loop()
+    whole.fit(num_iterations=25, grad_accumulation=2)
+    first = interrupted(tmp_path, 8, make_loop(), num_epochs=0, num_iterations=25)
+    second = make_loop()
+    second.fit(num_iterations=25, grad_accumulation=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    assert first.model.rows + second.model.rows == whole.model.rows
+    assert same(state_of(second), state_of(whole))
+
+
+def test_from_a_checkpoint_by_its_path(tmp_path: Path) -> None:
+    loop = make_loop()
+    loop.fit(num_epochs=3, callbacks=[ModelCheckpoint(tmp_path, keep=None)])
+    middle = checkpoint.checkpoints(tmp_path)[1].path
+    again = make_loop()
+    elsewhere = ModelCheckpoint(tmp_path / "elsewhere", keep=1)
+    again.fit(num_epochs=3, callbacks=[elsewhere], resume_from=middle)
+    assert elsewhere.last_path == str(tmp_path / "elsewhere" / "checkpoint-epoch=0002-step=00000033.pt")
+    assert len(checkpoint.checkpoints(tmp_path)) == 3, "what the run wrote elsewhere before is left alone"
+    assert same(state_of(again), state_of(loop))
+    longer = make_loop()
+    longer.fit(
+        num_epochs=4, callbacks=[ModelCheckpoint(tmp_path)], resume_from=checkpoint.checkpoints(tmp_path)[-1].path
+    )
+    assert longer.epoch == 4
+
+
+def test_a_finished_run_started_again_trains_no_more(tmp_path: Path) -> None:
+    loop = make_loop()
+    loop.fit(num_epochs=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    before = sorted(tmp_path.iterdir())
+    again = make_loop()
+    again.fit(num_epochs=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    assert again.model.rows == []
+    assert same(state_of(again), state_of(loop))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_monitors_patience_goes_on(tmp_path: Path) -> None:
+    def callbacks() -> list[Any]:
+        return [EarlyStopping("loss", patience=4, min_delta=100.0), ModelCheckpoint(tmp_path, monitor="loss")]
+
+    first = callbacks()
+    make_loop().fit(num_epochs=3, callbacks=first)
+    second = callbacks()
+    loop = make_loop()
+    loop.fit(num_epochs=20, callbacks=second, resume_from="last")
+    assert first[0].epochs_without_improvement == 2
+    assert loop.epoch == 5
+    assert second[1].best_value == min(loop.history["loss"])
+    assert second[1].best_path == first[1].best_path or second[1].best_value < first[1].best_value
+
+
+def test_load_best_after_fit(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, monitor="loss", mode="max", keep=1)
+    loop = make_loop()
+    loop.fit(num_epochs=3, callbacks=[keeper])
+    state = keeper.load_best()
+    assert state["place"]["epoch"] == 1  # the highest loss is that of the first epoch
+    assert same(dict(loop.model.state_dict()), dict(state["model"]))
+
+
+# -- what does not belong --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "other, message",
+    [
+        (
+            lambda: make_loop(model=Net(9)),
+            r"of another model: layers.0.weight is \(9, 8\) in the model, \(8, 8\) in the",
+        ),
+        (lambda: make_loop(optimizer=torch.optim.SGD), r"was made with Adam, the loop has SGD"),
+        (
+            lambda: make_loop(DataLoader(make_data(90), 10)),
+            r"was made with 101 training samples, the loader has 90 now",
+        ),
+        (lambda: make_loop(DataLoader(make_data(), 7)), r"lies 2 steps of 20 samples into its epoch, and this run's"),
+    ],
+    ids=["model", "optimizer", "dataset", "batch size"],
+)
+def test_what_differs_is_named(tmp_path: Path, other: Any, message: str) -> None:
+    interrupted(tmp_path, 2, make_loop())
+    loop = other()
+    before = {name: value.clone() for name, value in loop.model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=message):
+        loop.fit(num_epochs=3, grad_accumulation=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    assert all(torch.equal(value, before[name]) for name, value in loop.model.state_dict().items())
+
+
+def test_keys_that_are_missing_are_named(tmp_path: Path) -> None:
+    interrupted(tmp_path, 2, make_loop())
+    model = Net()
+    model.more = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"more.weight is missing in the checkpoint; more.bias is missing"):
+        make_loop(model=model).fit(num_epochs=3, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+
+
+def test_last_without_a_checkpoint_callback_is_told() -> None:
+    with pytest.raises(ConfigurationError, match=r"resume_from='last' needs a ModelCheckpoint in callbacks"):
+        make_loop().fit(num_epochs=1, resume_from="last")
+
+
+def test_a_path_to_nothing_and_to_something_else_are_told(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"none.pt: no such file"):
+        make_loop().fit(num_epochs=1, resume_from=tmp_path / "none.pt")
+    torch.save(Net().state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(CheckpointError, match=r"weights.pt is no whole checkpoint: it has no end mark"):
+        make_loop().fit(num_epochs=1, resume_from=str(tmp_path / "weights.pt"))
+
+
+def test_the_damaged_newest_is_passed_over_by_fit(tmp_path: Path) -> None:
+    whole = make_loop()
+    whole.fit(num_epochs=3, grad_accumulation=2)
+    interrupted(tmp_path, 8, make_loop())
+    newest = Path(checkpoint.checkpoints(tmp_path)[-1].path)
+    newest.write_bytes(newest.read_bytes()[:-1000])
+    loop = make_loop()
+    with pytest.warns(RuntimeWarning, match=r"step=00000008.pt is no whole checkpoint") as caught:
+        loop.fit(num_epochs=3, grad_accumulation=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    assert len(caught) == 1
+    assert same(state_of(loop), state_of(whole))
+
+
+def test_versions_of_modules_are_kept(tmp_path: Path) -> None:
+    """By them load_state_dict() knows whether weights were made by an older version of a module."""
+    model = Net()
+    model.layers.append(nn.BatchNorm1d(3))
+    keeper = ModelCheckpoint(tmp_path)
+    make_loop(DataLoader(make_data(100), 10), model=model).fit(num_epochs=1, callbacks=[keeper])
+    saved = checkpoint.load(keeper.last_path or "")["model"]
+    assert saved._metadata["layers.3"] == {"version": 2}
+
+
+def test_a_callbacks_state_that_is_not_plain_is_named(tmp_path: Path) -> None:
+    class Careless(AbstractCallback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"when": [Path("x")]}
+
+    with pytest.raises(CheckpointError, match=r"state\['callbacks'\]\[0\]\['state'\]\['when'\]\[0\] is a pathlib"):
+        make_loop().fit(num_epochs=1, callbacks=[Careless(), ModelCheckpoint(tmp_path)])
+
+
+def test_a_checkpoint_opens_without_trainloop(tmp_path: Path) -> None:
+    loop = make_loop()
+    keeper = ModelCheckpoint(tmp_path)
+    loop.fit(num_epochs=1, callbacks=[keeper])
+    state = torch.load(keeper.last_path or "", weights_only=True)
+    plain_model = nn.Module()
+    plain_model.layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 3))
+    plain_model.load_state_dict(state["model"])
+    assert torch.equal(plain_model.layers[0].weight, loop.model.layers[0].weight)
+
+
+class Counted(Dataset[Any]):
+    """Counts what is read."""
+
+    def __init__(self) -> None:
+        self.data, self.reads = make_data(), 0
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, i: int) -> Any:
+        self.reads += 1
+        return self.data[i]
+
+
+def test_steps_that_are_skipped_are_not_read(tmp_path: Path) -> None:
+    interrupted(tmp_path, 4, make_loop(DataLoader(Counted(), 10, shuffle=True)), num_epochs=1)
+    data = Counted()
+    loop = make_loop(DataLoader(data, 10, shuffle=True))
+    loop.fit(num_epochs=1, grad_accumulation=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    assert data.reads == 101 - 4 * 2 * 10
