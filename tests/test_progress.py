@@ -1,0 +1,247 @@
+"""What a run shows: a bar where there is a screen, a table everywhere, from rank 0 only, nothing torn."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pty
+import re
+import subprocess
+import sys
+import textwrap
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_loop import Net, make_loop
+from torch import Tensor
+
+from trainloop import AbstractCallback, TrainLoop, progress
+from trainloop.progress import Progress
+
+
+class Screen(io.StringIO):
+    """A terminal that keeps what was written."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def on_screen(monkeypatch: pytest.MonkeyPatch, *streams: str) -> Screen:
+    """No fixture: between a test's setup and its call pytest puts its own streams in place."""
+    screen = Screen()
+    for stream in streams or ("stderr",):
+        monkeypatch.setattr(sys, stream, screen)
+    return screen
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    return now
+
+
+# -- the bar -----------------------------------------------------------------------------------------------------------
+
+
+def test_bar_is_drawn_by_the_clock(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
+    screen = on_screen(monkeypatch)
+    shown = Progress(True)
+    assert shown.next_look == math.inf
+    shown.begin_epoch(1, 3, 40, batches_done=10)
+    assert "epoch 2/3" in screen.getvalue()
+    assert "10/40" in screen.getvalue()
+    assert shown.next_look == pytest.approx(clock[0] + progress.REDRAW_S)
+    clock[0] += 0.5
+    shown.look(20, lambda: {"loss": 0.123456, "accuracy": 1.0})
+    assert "20/40" in screen.getvalue()
+    assert "loss=0.1235, accuracy=1" in screen.getvalue()
+    assert shown.next_look == pytest.approx(clock[0] + progress.REDRAW_S)
+    shown.end_epoch()
+    assert shown.next_look == math.inf
+    assert screen.getvalue().rstrip(" ").endswith("\r")  # wiped: what is printed next stands on an empty line
+
+
+def test_lengths_may_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = on_screen(monkeypatch)
+    shown = Progress(True)
+    shown.begin_epoch(0, 0, None)
+    shown.look(3, dict)
+    shown.end_epoch()
+    assert "epoch 1: 3batch" in screen.getvalue()
+
+
+def test_without_a_screen_there_is_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream in (io.StringIO(), None):
+        monkeypatch.setattr(sys, "stderr", stream)
+        shown = Progress(True)
+        shown.begin_epoch(0, 1, 10)
+        assert shown.next_look == math.inf
+        shown.look(1, lambda: pytest.fail("nobody looks"))
+        shown.end_epoch()
+        assert stream is None or stream.getvalue() == ""
+
+
+def test_disabled_shows_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    screen = on_screen(monkeypatch)
+    shown = Progress(False)
+    shown.say("hello")
+    shown.begin_epoch(0, 1, 10)
+    shown.row({"epoch": 1})
+    assert shown.next_look == math.inf
+    assert screen.getvalue() == capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("config, found", [({"IPKernelApp": {}}, True), ({}, False), (None, False)], ids=str)
+def test_a_notebook_is_known_by_its_kernel(config: Any, found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal's IPython is none, nor is a script that happens to have imported it."""
+    shell = None if config is None else types.SimpleNamespace(config=config)
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))  # type: ignore[arg-type]
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert progress.in_notebook() is found
+    assert progress._has_screen() is found
+    monkeypatch.delitem(sys.modules, "IPython")
+    assert progress.in_notebook() is False
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def test_rows_stand_under_their_head(capsys: pytest.CaptureFixture[str], clock: list[float]) -> None:
+    shown = Progress(True)
+    for epoch, values in enumerate([{"loss": -1.23456e-5}, {"loss": 2.0}, {"loss": 1.0, "a_long_metric": 0.5}]):
+        shown.begin_epoch(epoch, 3, 1)
+        clock[0] += 1.25
+        shown.row({"epoch": epoch + 1, **values})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines] == [
+        ["epoch", "loss", "seconds"],
+        ["1", "-1.2346e-05", "1.2"],
+        ["2", "2", "1.2"],
+        ["epoch", "loss", "a_long_metric", "seconds"],
+        ["3", "1", "0.5", "1.2"],
+    ]
+    for block in (lines[:3], lines[3:]):
+        assert len({len(line) for line in block}) == 1
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+
+def shown_loop(**arguments: Any) -> TrainLoop:
+    tl = make_loop(**arguments)
+    tl.progress_bar = True
+    return tl
+
+
+def is_table(lines: list[str], epochs: int, names: list[str]) -> bool:
+    return lines[0].split() == ["epoch", *names, "seconds"] and [line.split()[0] for line in lines[1:]] == [
+        str(epoch) for epoch in range(1, epochs + 1)
+    ]
+
+
+COLUMNS = ["loss", "accuracy", "val_loss", "val_accuracy"]
+
+
+def test_a_run_into_a_file_is_a_first_line_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    tl = shown_loop()
+    tl.fit(num_epochs=2)
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[0] == repr(tl)
+    assert lines[0].startswith("TrainLoop(single on cpu, effective batch 16, Net with 27 parameters")
+    assert is_table(lines[1:], 2, COLUMNS), out
+    assert err == ""
+    tl.fit(num_epochs=1)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == repr(tl)
+    assert lines[2].split()[0] == "3"
+
+
+def test_without_progress_nothing_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    screen = on_screen(monkeypatch)
+    make_loop().fit(num_epochs=1)
+    assert capsys.readouterr().out == screen.getvalue() == ""
+
+
+def test_whoever_prints_at_an_epochs_end_prints_on_an_empty_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = on_screen(monkeypatch, "stderr", "stdout")  # one terminal, as usual
+
+    class Prints(AbstractCallback):
+        def on_epoch_end(self) -> None:
+            print("from a callback")
+
+        def on_exception(self, exception: BaseException) -> None:
+            print("an exception")
+
+        def on_epoch_begin(self) -> None:
+            if self.train_loop_obj.epoch == 1:
+                raise KeyError("stop")
+
+    with pytest.raises(KeyError):
+        shown_loop().fit(num_epochs=2, callbacks=[Prints()])
+    visible = [line.rsplit("\r", 1)[-1].rstrip() for line in screen.getvalue().split("\n")]
+    assert "from a callback" in visible
+    assert "an exception" in visible
+    assert not any("epoch 1/2" in line for line in visible)
+
+
+def test_bar_shows_the_metrics_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = on_screen(monkeypatch)
+    monkeypatch.setattr(progress, "REDRAW_S", 0.0)
+
+    class Shows(Net):
+        def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Tensor:
+            self.log("shown", 0.25, prog_bar=True)
+            return super().get_loss(batch_data, criterion, device)
+
+    shown_loop(model=Shows()).fit(num_epochs=1)
+    assert re.search(r"epoch 1/1: .*7/7.*loss=[0-9.]+, shown=0.25", screen.getvalue())
+    assert "accuracy" not in screen.getvalue()
+
+
+SCRIPT = """
+from small_loop import make_loop
+
+if __name__ == "__main__":
+    tl = make_loop(gpu_mode="ddp", devices=2)
+    tl.progress_bar = True
+    tl.fit(num_epochs=2)
+"""
+
+
+def run_script(folder: Path, **streams: Any) -> Any:
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parent}", "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, str(script)], env=environment, timeout=110, check=True, **streams)
+
+
+def test_of_two_ranks_one_shows_the_run(tmp_path: Path) -> None:
+    """Table into a file, bar on a terminal: of rank 0 alone."""
+    primary, secondary = pty.openpty()
+    try:
+        done = run_script(tmp_path, stdout=subprocess.PIPE, stderr=secondary, text=True)
+        os.close(secondary)
+        bar = b""
+        try:
+            while chunk := os.read(primary, 65536):
+                bar += chunk
+        except OSError:  # how a terminal without a writer ends on Linux
+            pass
+    finally:
+        os.close(primary)
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("TrainLoop(ddp on 2 x cpu, effective batch 32, Net with 27 parameters")
+    assert is_table(lines[1:], 2, COLUMNS), done.stdout
+    # each epoch's bar begins once, and all that is left of them is an empty line
+    text = bar.decode()
+    assert [text.count(f"epoch {epoch}/2:   0%") for epoch in (1, 2)] == [1, 1]
+    assert text.rstrip(" ").endswith("\r")
+    assert "\n" not in text.rstrip()
