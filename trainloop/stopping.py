@@ -134,6 +134,11 @@ class SharedStop:
         """Whether the launching process has given the run up."""
         return bool(self._words[self._ABORTED])
 
+    def release(self) -> None:
+        """Let go of the shared memory; nothing else may be called afterwards."""
+        self._reason_bytes.release()
+        self._words.release()
+
     def reached(self) -> int:
         """Reasons for which all ranks stop at this boundary, OR-ed; 0 to go on.
 

@@ -158,7 +158,7 @@ _HINTS = [
         "them to the optimizer.",
     ),
     (
-        r"DataLoader worker .* exited unexpectedly|DataLoader worker .* is killed",
+        r"DataLoader worker .* (exited unexpectedly|is killed)|(?s:dataloader\.py.*(ConnectionResetError|EOFError))",
         "a DataLoader worker died: num_workers=0 shows its error in this process; often it is memory.",
     ),
     (
@@ -194,7 +194,13 @@ def hint(failure: Failure) -> str:
 
 
 def worker_failed_error(
-    failure: Failure, *, world_size: int, ended: Sequence[int], stacks: dict[int, str] | None = None
+    failure: Failure,
+    *,
+    world_size: int,
+    ended: Sequence[int],
+    stacks: dict[int, str] | None = None,
+    hanging: Sequence[int] = (),
+    timeout_s: float = 0.0,
 ) -> WorkerFailedError:
     """The error that ``launch`` raises.
 
@@ -208,10 +214,19 @@ def worker_failed_error(
         Global ranks that were ended because of it.
     stacks : dict of int to str, optional
         Python stacks by rank, where they help (a hang, a crash in native code).
+    hanging : sequence of int
+        After a time-out: the ranks that others waited for, as far as that is known.
+    timeout_s : float
+        How long they waited.
     """
     who = f"rank {failure.rank} of {world_size}"
-    if failure.timeout:
-        what = f"{who} waited too long for another rank ({failure.type}: {_first_line(failure.message)})"
+    if hanging:
+        waiting = _names([r for r in range(world_size) if r not in hanging])
+        who = f"{_names(hanging)} of {world_size}"
+        what = f"{who} {'hangs' if len(hanging) == 1 else 'hang'}: {waiting} waited {timeout_s:g} s for "
+        what += "it" if len(hanging) == 1 else "them"
+    elif failure.timeout:
+        what = f"all ranks wait for each other: {who} did so for {timeout_s:g} s"
     elif failure.type == "SystemExit":
         what = f"{who} ended itself with {exit_text(failure.exitcode)} (SystemExit; its traceback follows)"
     elif failure.type is not None:
@@ -221,17 +236,21 @@ def worker_failed_error(
     else:
         what = f"{who} ended without an error, with {exit_text(failure.exitcode)}, before its work was done"
     others = ""
-    if len(ended) == 1:
-        others = f"; rank {ended[0]} was ended because of it"
-    elif ended:
-        others = f"; ranks {', '.join(map(str, ended))} were ended because of it"
+    if ended and not failure.timeout:
+        others = f"; {_names(ended)} {'was' if len(ended) == 1 else 'were'} ended because of it"
     message = f"{what}{others}."
     advice = hint(failure)
     if advice:
         message += f"\nHint: {advice}"
     for rank, stack in sorted((stacks or {}).items()):
         message += f"\n\nPython stack of rank {rank}:\n{stack.rstrip()}"
+    if failure.timeout:  # the stacks have it all
+        return WorkerFailedError(message, rank=hanging[0] if hanging else failure.rank)
     return WorkerFailedError(message, rank=failure.rank, exitcode=failure.exitcode, traceback=failure.traceback)
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
 
 
 def _first_line(text: str) -> str:

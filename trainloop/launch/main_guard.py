@@ -44,10 +44,12 @@ def check_main_guard() -> None:
     if frame is None:
         return
     path = frame.f_code.co_filename
-    source = "".join(linecache.getlines(path))
-    with contextlib.suppress(SyntaxError, ValueError):
-        if source and not _is_guarded(ast.parse(source), frame.f_lineno):
-            raise ConfigurationError(_MESSAGE.format(where=f"{path}, line {frame.f_lineno},"))
+    try:
+        tree = ast.parse("".join(linecache.getlines(path)))
+    except (SyntaxError, ValueError):  # not the text that runs
+        return
+    if tree.body and not _is_guarded(tree, frame.f_lineno):
+        raise ConfigurationError(_MESSAGE.format(where=f"{path}, line {frame.f_lineno},"))
 
 
 def _main_frame(frame: FrameType | None) -> FrameType | None:

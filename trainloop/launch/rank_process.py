@@ -209,8 +209,13 @@ def _fail(
     """Record the error while the group is still up, so that no other rank's error can be earlier."""
     if isinstance(error, Ended):
         return 128 + signal.SIGTERM
-    failure = failure_of(error, me.rank)
-    write_record(record_fd, failure)
+    # DataLoader's handler of SIGCHLD raises wherever it strikes, also here, once for each dead worker.
+    for _ in range(8):
+        with contextlib.suppress(RuntimeError):
+            failure = failure_of(error, me.rank)
+            write_record(record_fd, failure)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            break
     if failure.timeout:
         # Stay, so that the others stay where they hang until the parent has asked them for their stacks.
         words[state] = State.TIMED_OUT

@@ -121,13 +121,24 @@ class Ranks:
 
     def fail(self) -> None:
         """End all ranks and raise what the first failure was."""
-        stacks = self._stacks() if any(self._state(r) == State.TIMED_OUT for r in self._locals()) else {}
+        stacks: dict[int, str] = {}
+        hanging: list[int] = []
+        if any(self._state(r) == State.TIMED_OUT for r in self._locals()):
+            stacks = self._stacks()
+            # Those others waited for; one that waits in a collective itself is not to blame.
+            hanging = [rank for rank, stack in stacks.items() if "torch/distributed/" not in stack]
+            hanging = [rank for rank in hanging if self._state(rank - self._start.rank) != State.TIMED_OUT]
         ended = self.end()
         first = first_failure(list(self._failures.values()))
         if first.type is None:
             stacks = self._stacks(ask=False, ranks=[first.rank - self._start.rank])
         raise worker_failed_error(
-            first, world_size=self._start.world_size, ended=[r for r in ended if r != first.rank], stacks=stacks
+            first,
+            world_size=self._start.world_size,
+            ended=[r for r in ended if r != first.rank],
+            stacks=stacks,
+            hanging=hanging if first.timeout else [],
+            timeout_s=self._start.timeout_s,
         )
 
     def end(self) -> list[int]:
@@ -138,7 +149,9 @@ class Ranks:
         self._notice()
         signalled = frozenset(self._alive())
         for r in signalled:
-            self._signal(r, signal.SIGTERM)
+            # Not where the work is over and the interpreter is about to end.
+            if self._state(r) not in (State.DONE, State.FAILED):
+                self._signal(r, signal.SIGTERM)
         self._join(_TERMINATE_S)
         for r in self._alive():
             self._signal(r, signal.SIGCONT)
@@ -195,10 +208,8 @@ class Ranks:
         for process in self._processes:
             process.join()
             process.close()
-        self.stop = SharedStop(memoryview(bytearray(64)).cast("q"), -1, 1)
-        self._words.release()
-        with contextlib.suppress(BufferError):
-            self._map.close()
+        self.stop.release()
+        self._map.close()
 
 
 def _process_state(process: Any) -> str:
