@@ -1,9 +1,8 @@
-"""Loaders of every kind that a user may bring, all over the same rows, and ranks simulated in one process."""
+"""Loaders of every kind that a user may bring, all over the same rows."""
 
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -340,53 +339,3 @@ WORKER_KINDS = [
 ]
 
 KINDS = MAP_KINDS + WORKER_KINDS
-
-
-# -- ranks in one process ----------------------------------------------------------------------------------------------
-
-
-class Exchange:
-    """``exchange_ints`` between threads of which one runs at a time, as random state belongs to the process."""
-
-    def __init__(self, world_size: int) -> None:
-        self.calls = 0
-        self._turn = threading.Lock()
-        self._barrier = threading.Barrier(world_size, timeout=300)
-        self._values: list[list[int]] = [[] for _ in range(world_size)]
-
-    def of_rank(self, rank: int) -> Callable[[list[int]], list[list[int]]]:
-        def exchange(values: list[int]) -> list[list[int]]:
-            self.calls += 1
-            self._values[rank] = list(values)
-            self._turn.release()
-            try:
-                self._barrier.wait()
-                everyone = [list(of_rank) for of_rank in self._values]
-                self._barrier.wait()
-            finally:
-                self._turn.acquire()
-            return everyone
-
-        return exchange
-
-    def run(self, functions: list[Callable[[], Any]]) -> list[Any]:
-        """What each rank's function returned; the first error that one raised."""
-        results: list[Any] = [None] * len(functions)
-        errors: list[BaseException] = []
-
-        def call(rank: int) -> None:
-            with self._turn:
-                try:
-                    results[rank] = functions[rank]()
-                except BaseException as error:
-                    errors.append(error)
-                    self._barrier.abort()
-
-        threads = [threading.Thread(target=call, args=(rank,)) for rank in range(len(functions))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
-        return results

@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from loader_kinds import (
@@ -23,19 +22,13 @@ from loader_kinds import (
     _tensors,
     batches_of,
     indices,
-    parts,
 )
+from simulated_ranks import SEED, each, global_state, same
 from torch.utils.data import DataLoader, SubsetRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from trainloop.data import EvalFeed, eval_feed
 from trainloop.errors import ConfigurationError
-
-SEED = 3
-
-
-def each(kinds: list[Kind]) -> Any:
-    return pytest.mark.parametrize("kind", kinds, ids=lambda kind: kind.name)
 
 
 def feeds(make: Any, world_size: int, seed: int | None = SEED) -> list[EvalFeed]:
@@ -45,14 +38,6 @@ def feeds(make: Any, world_size: int, seed: int | None = SEED) -> list[EvalFeed]
 def whole_pass(ranks: list[EvalFeed]) -> list[tuple[int, Any, int]]:
     """The batches of all ranks, in batch order."""
     return sorted((item for feed in ranks for item in feed.batches()), key=lambda item: item[0])
-
-
-def global_state() -> tuple[Any, ...]:
-    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
-
-
-def same(batch: Any, other: Any) -> bool:
-    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(parts(batch), parts(other), strict=True))
 
 
 @each(KINDS)
