@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import math
 import os
 import pty
 import re
+import struct
 import subprocess
 import sys
-import textwrap
+import termios
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -215,33 +218,41 @@ if __name__ == "__main__":
 """
 
 
-def run_script(folder: Path, **streams: Any) -> Any:
-    script = folder / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parent}", "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, str(script)], env=environment, timeout=110, check=True, **streams)
+def read_all(terminal: int) -> bytes:
+    """What is written to a terminal until nobody has it open."""
+    chunks = []
+    try:
+        while chunk := os.read(terminal, 65536):
+            chunks.append(chunk)
+    except OSError:  # how it ends on Linux
+        pass
+    finally:
+        os.close(terminal)
+    return b"".join(chunks)
 
 
 def test_of_two_ranks_one_shows_the_run(tmp_path: Path) -> None:
     """Table into a file, bar on a terminal: of rank 0 alone."""
-    primary, secondary = pty.openpty()
-    try:
-        done = run_script(tmp_path, stdout=subprocess.PIPE, stderr=secondary, text=True)
-        os.close(secondary)
-        bar = b""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parent}", "OMP_NUM_THREADS": "1"}
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))  # on none of 0 columns tqdm draws
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read_all, ours)
         try:
-            while chunk := os.read(primary, 65536):
-                bar += chunk
-        except OSError:  # how a terminal without a writer ends on Linux
-            pass
-    finally:
-        os.close(primary)
-    lines = done.stdout.splitlines()
+            done = subprocess.run(
+                [sys.executable, str(script)], env=environment, timeout=110, stdout=subprocess.PIPE, stderr=theirs
+            )
+        finally:
+            os.close(theirs)
+        bar = reading.result(timeout=20).decode()
+    assert done.returncode == 0, bar
+    lines = done.stdout.decode().splitlines()
     assert lines[0].startswith("TrainLoop(ddp on 2 x cpu, effective batch 32, Net with 27 parameters")
-    assert is_table(lines[1:], 2, COLUMNS), done.stdout
+    assert is_table(lines[1:], 2, COLUMNS), lines
     # each epoch's bar begins once, and all that is left of them is an empty line
-    text = bar.decode()
-    assert [text.count(f"epoch {epoch}/2:   0%") for epoch in (1, 2)] == [1, 1]
-    assert text.rstrip(" ").endswith("\r")
-    assert "\n" not in text.rstrip()
+    assert [bar.count(f"epoch {epoch}/2:   0%") for epoch in (1, 2)] == [1, 1]
+    assert bar.rstrip(" ").endswith("\r")
+    assert "\n" not in bar.rstrip()
