@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -706,6 +707,58 @@ def test_a_machine_without_a_place_for_locks_still_trains(tmp_path: Path, monkey
     monkeypatch.setenv("TRAINLOOP_LEASE_DIR", str(tmp_path / "file" / "below"))
     with enforce.applied(Q(1)):
         assert len(os.sched_getaffinity(0)) == 1
+
+
+@needs_linux
+@two_cpus
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_training_keeps_to_its_quota_and_leaves_the_process_as_it_was(fails: bool) -> None:
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from trainloop import AbstractCallback, ModelWrap, TrainLoop
+
+    seen: list[tuple[int, int]] = []
+
+    class Look(AbstractCallback):
+        def __init__(self) -> None:
+            super().__init__("look")
+
+        def on_epoch_end(self) -> None:
+            seen.append((len(os.sched_getaffinity(0)), torch.get_num_threads()))
+            if fails:
+                raise RuntimeError("this callback fails")
+
+    module = nn.Linear(2, 1)
+    data = DataLoader(TensorDataset(torch.ones(8, 2), torch.ones(8, 1)), batch_size=4)
+    model = ModelWrap(module, Feed())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    loop = TrainLoop(
+        model, data, optimizer=optimizer, criterion=nn.MSELoss(), resources=Q(1, 0, "8GiB"), progress_bar=False
+    )
+    before = state()
+    if fails:
+        with pytest.raises(RuntimeError, match="this callback fails"):
+            loop.fit(num_epochs=1, callbacks=[Look()])
+    else:
+        loop.fit(num_epochs=1, callbacks=[Look()])
+    assert seen == [(1, 1)]
+    assert state() == before
+
+
+class Feed:
+    """Batches of (x, y) for a plain module."""
+
+    def get_loss(self, model: Any, batch_data: Any, criterion: Any, device: torch.device) -> torch.Tensor:
+        x, y = batch_data
+        return criterion(model(x.to(device)), y.to(device))  # type: ignore[no-any-return]
+
+    def get_loss_eval(self, model: Any, batch_data: Any, criterion: Any, device: torch.device) -> torch.Tensor:
+        return self.get_loss(model, batch_data, criterion, device)
+
+    def get_predictions(self, model: Any, batch_data: Any, device: torch.device) -> tuple[Any, Any, dict[str, Any]]:
+        x, y = batch_data
+        return model(x.to(device)), y, {}
 
 
 # -- gpu_or_cpu ------------------------------------------------------------------------------------------------------

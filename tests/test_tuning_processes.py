@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -29,8 +30,10 @@ two_cpus = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs tw
 
 
 @pytest.fixture(autouse=True)
-def own_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.setenv("TRAINLOOP_LEASE_DIR", str(tmp_path / "leases"))
+    if "slow" in request.keywords:
+        faulthandler.dump_traceback_later(280, exit=True)  # in place of pytest's, which ends it with the test
 
 
 def search(make_loop: Callable[..., Any], space: dict[str, Any], **changed: Any) -> Any:
@@ -309,6 +312,36 @@ def test_a_train_loop_and_scikit_learn_in_one_search(tmp_path: Path) -> None:
         assert (found.predict(data).argmax(1) == y.numpy()).mean() > 0.85
     # the same seed gives the same scores
     assert [trial.scores for trial in search(make_either, space, **options).trials] == [t.scores for t in found.trials]
+
+
+def make_ddp(params: dict[str, Any], fold: Any) -> Any:
+    from trainloop import TrainLoop
+
+    data = TensorDataset(*blobs())
+    model = net(8)
+    return TrainLoop(
+        model,
+        DataLoader(Subset(data, fold.train), batch_size=4, shuffle=True),
+        DataLoader(Subset(data, fold.validation), batch_size=8),
+        optimizer=torch.optim.Adam(model.parameters(), lr=0.05),
+        criterion=nn.CrossEntropyLoss(),
+        gpu_mode="ddp",
+        accelerator="cpu",
+        devices=2,
+        seed=0,
+        progress_bar=False,
+    )
+
+
+@pytest.mark.slow
+@two_cpus
+def test_a_fold_may_be_ranks_itself(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"data": None, "targets": blobs()[1], "per_model": Q(2), "fit_args": {"num_epochs": 3}}
+    found = search(make_ddp, {"a": [1]}, total=Q(2, 0), **options)
+    assert [trial.state for trial in found.trials] == ["done"], found.trials[0].errors
+    assert found.plan.models_in_parallel == 1
+    assert found.best_score < 0.65
+    assert found.out_of_fold_predictions.shape == (61, 2)
 
 
 @pytest.mark.slow
