@@ -203,6 +203,8 @@ def last_error(stderr: str) -> str:
     others = [i for i, line in enumerate(lines) if re.match(r"^[A-Z]\w*(Error|Exit|Warning|Interrupt)\b", line)]
     start = (ours or others or [0])[0]
     text = "\n".join(without_library_frames(lines[start:]))
+    if "train.py" not in text:  # a traceback of the library alone tells nothing more than the first paragraph
+        text = text.split("\n\n")[0]
     text = re.sub(r"\b0x[0-9a-f]+\b", "0x...", text)
     text = re.sub(r"\b(pid|process) \d+\b", r"\1 ...", text)
     return text.removeprefix("trainloop.errors.")

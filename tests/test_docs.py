@@ -17,6 +17,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from torch.utils.data import DataLoader
 
 import conftest
 import trainloop
+from trainloop.errors import TrainLoopError
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.rst", *sorted((ROOT / "docs").rglob("*.rst"))]
@@ -156,6 +158,31 @@ def test_blocks_are_found_with_their_lines_and_marks(tmp_path: Path) -> None:
     names: dict[str, Any] = {}
     run(page, blocks, names)
     assert names["c"] == 2
+
+
+# -- the page of errors ------------------------------------------------------------------------------------------------
+
+sys.path.insert(0, str(ROOT / "docs"))
+import make_errors  # noqa: E402
+
+MADE_HERE = [mistake for mistake in make_errors.MISTAKES if "ddp" not in mistake.code and "NaN" not in mistake.code]
+
+
+@pytest.mark.parametrize("mistake", MADE_HERE, ids=lambda mistake: mistake.title)
+def test_the_page_of_errors_shows_what_is_said(mistake: make_errors.Mistake, folder: Path) -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    with pytest.raises(TrainLoopError) as caught:
+        exec(make_errors.BEGIN + textwrap.dedent(mistake.definitions) + textwrap.dedent(mistake.code), names)
+    said = f"{type(caught.value).__name__}: {caught.value}".replace(str(folder), "/home/you")
+    page = (ROOT / "docs" / "errors.rst").read_text()
+    assert textwrap.indent(said, "    ") in page, (
+        f"write the page anew, by docs/make_errors.py; now it is said:\n{said}"
+    )
+
+
+@pytest.mark.slow
+def test_the_page_of_errors_is_what_its_script_makes() -> None:
+    assert make_errors.page() == (ROOT / "docs" / "errors.rst").read_text()
 
 
 # -- docstrings --------------------------------------------------------------------------------------------------------
