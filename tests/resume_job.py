@@ -84,9 +84,10 @@ class Net(TTModel):
 class Witness(AbstractCallback):
     """Writes which samples each step took, on each rank, and tells the test how far training is."""
 
-    def __init__(self, where: str, attempt: int) -> None:
+    def __init__(self, where: str, attempt: int, signal_at: tuple[int, int] | None) -> None:
         super().__init__("Witness", execution_order=-1)
         self.where, self.attempt = where, attempt
+        self.signal_at = signal_at  # the rank that gets SIGTERM, and after which step
 
     def on_train_begin(self) -> None:
         seen.clear()
@@ -97,10 +98,13 @@ class Witness(AbstractCallback):
         seen.clear()
         with open(f"{self.where}/seen-{self.attempt:03d}-{loop.rank}", "a") as file:
             file.write(line + "\n")
+        if self.signal_at is not None and [loop.rank, loop.global_step] == list(self.signal_at):
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def run(where: str, mode: str, attempt: int = 0, every: int | None = EVERY, ranks: int = 2, batch: int = BATCH,
-        workers: int = 2, async_save: bool = False, **arguments: Any) -> None:  # fmt: skip
+        workers: int = 2, async_save: bool = False, signal_at: Any = None,
+        **arguments: Any) -> None:  # fmt: skip
     """Train, going on from the newest checkpoint in ``where``; at the end write what came out to ``where/end.pt``."""
     torch.manual_seed(0)
     model = Net()
@@ -120,7 +124,7 @@ def run(where: str, mode: str, attempt: int = 0, every: int | None = EVERY, rank
         progress_bar=False,
         **options,
     )
-    callbacks = [Witness(where, attempt), LRScheduler(CosineAnnealingLR, interval="step", T_max=50)]
+    callbacks = [Witness(where, attempt, signal_at), LRScheduler(CosineAnnealingLR, interval="step", T_max=50)]
     callbacks.append(EarlyStopping("val_loss", patience=100))
     if every is not None:
         callbacks.append(

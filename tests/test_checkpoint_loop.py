@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +195,63 @@ def test_load_best_after_fit(tmp_path: Path) -> None:
     state = keeper.load_best()
     assert state["place"]["epoch"] == 1  # the highest loss is that of the first epoch
     assert same(dict(loop.model.state_dict()), dict(state["model"]))
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+
+class Signalled(AbstractCallback):
+    """Sends this process a signal at one place in training."""
+
+    def __init__(self, place: str, signum: int) -> None:
+        super().__init__()
+        self.place, self.signum, self.handled = place, signum, 0
+
+    def send(self, place: str, step: int = 5) -> None:
+        if place == self.place and self.train_loop_obj.global_step >= step:
+            self.place = ""
+            os.kill(os.getpid(), self.signum)
+
+    def on_batch_end(self) -> None:
+        self.send("between batches")
+
+    def on_after_batch_prediction(self, *_: Any) -> None:
+        self.send("evaluation")
+
+    def on_epoch_end(self) -> None:
+        self.train_loop_obj.predict_on_validation_set()
+        self.send("epoch end")
+
+    def state_dict(self) -> dict[str, Any]:
+        self.send("saving")
+        return {}
+
+
+@pytest.mark.parametrize("signum, code", [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)], ids=["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("place", ["between batches", "evaluation", "epoch end", "saving"])
+def test_a_signal_at_any_place_saves_once_and_ends(tmp_path: Path, place: str, signum: int, code: int) -> None:
+    held_out = DataLoader(make_data(), 10)
+    options: dict[str, Any] = {"validation_loader": held_out, "end_auto_eval": True}
+    whole = make_loop(**options)
+    whole.fit(num_epochs=3, grad_accumulation=2)
+    handled = []
+    before = signal.signal(signum, lambda *_: handled.append(1))
+    try:
+        first = make_loop(**options)
+        keeper = ModelCheckpoint(tmp_path, every_n_epochs=None, every_n_steps=5)
+        with pytest.raises(SystemExit) as ended:
+            first.fit(num_epochs=3, grad_accumulation=2, callbacks=[Signalled(place, signum), keeper])
+    finally:
+        signal.signal(signum, before)
+    assert ended.value.code == code
+    assert handled, "the user's own handler runs too"
+    state = keeper.last_state()
+    assert state is not None
+    assert state["place"]["global_step"] == first.global_step
+    second = make_loop(**options)
+    second.fit(num_epochs=3, grad_accumulation=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    assert first.model.rows + second.model.rows == whole.model.rows
+    assert same(state_of(second), state_of(whole))
 
 
 # -- what does not belong --------------------------------------------------------------------------------------------

@@ -187,6 +187,25 @@ def test_each_of_30_kills(job: Jobs, undisturbed: dict[str, Any], tmp_path: Path
     assert_as_undisturbed(tmp_path, undisturbed[mode], repeated, 2 * EVERY if in_thread else EVERY)
 
 
+@pytest.mark.slow
+def test_signalled_as_ranks_and_resumed_as_one_process_the_batches_go_on(
+    job: Jobs, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    """SIGTERM to one rank of two; then one process whose batches are as large as both ranks' together."""
+    job.start(tmp_path, mode="ddp", every=1000, workers=0, signal_at=(1, 7))
+    assert job.wait() == 143, (tmp_path / "output").read_text()
+    (written,) = checkpoint.checkpoints(tmp_path / "checkpoints")
+    assert written.info is not None
+    assert written.info.reason == "SIGTERM"
+    # All ranks stopped after the same step, the signal's or a few later.
+    last_steps = {path.read_text().splitlines()[-1].partition(",")[0] for path in tmp_path.glob("seen-*")}
+    assert last_steps == {f"[{written.info.step}"}
+    job.start(tmp_path, mode="single", attempt=1, every=1000, batch=2 * BATCH)
+    assert job.wait() == 0, (tmp_path / "output").read_text()
+    assert batches_by_step(tmp_path) == undisturbed["ddp"][1]
+    assert end_of(tmp_path)["counters"][:2] == undisturbed["ddp"][0]["counters"][:2]
+
+
 @pytest.mark.parametrize("signum, code", [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
 def test_a_signal_writes_a_checkpoint_at_that_step(
     job: Jobs, undisturbed: dict[str, Any], tmp_path: Path, signum: int, code: int

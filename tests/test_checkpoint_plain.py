@@ -1,0 +1,137 @@
+"""What may stand in a checkpoint, and its copy in host memory."""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict, deque, namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_checkpoint import same
+from torch import nn
+
+from trainloop import checkpoint
+from trainloop.checkpoint import HostCopy, plain
+from trainloop.errors import CheckpointError
+
+Point = namedtuple("Point", "x y")
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+class Colour(str, enum.Enum):
+    RED = "red"
+
+
+@pytest.mark.parametrize(
+    "value, expected",
+    [
+        (np.float64(0.1), 0.1),
+        (np.int32(4), 4),
+        (np.bool_(True), True),
+        (np.str_("a"), "a"),
+        (Level.HIGH, 3),
+        (Colour.RED, "red"),
+        (Point(1, np.float32(0.5)), (1, 0.5)),
+        (deque([1, 2]), [1, 2]),
+        (defaultdict(list, a=[1]), {"a": [1]}),
+        (frozenset([1, 2]), {1, 2}),
+        ({np.int64(3): 1}, {3: 1}),
+        (torch.float16, torch.float16),
+        (torch.Size([2]), torch.Size([2])),
+        (np.array([1, 2], dtype=np.uint32), torch.tensor([1, 2], dtype=torch.uint32)),
+        (np.array(2.0), torch.tensor(2.0, dtype=torch.float64)),
+        (np.arange(6).reshape(2, 3).T, torch.arange(6).reshape(2, 3).T),
+        (np.array([1.5], dtype=">f4"), torch.tensor([1.5])),
+        (nn.Parameter(torch.ones(2)), torch.ones(2)),
+        (torch.ones(2, requires_grad=True) * 2, torch.full((2,), 2.0)),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_plain_types_come_back_from_disk(tmp_path: Path, value: Any, expected: Any) -> None:
+    checkpoint.save(tmp_path / "a.pt", {"value": value})
+    loaded = checkpoint.load(tmp_path / "a.pt")["value"]
+    assert same(loaded, expected)
+    assert not getattr(loaded, "requires_grad", False)
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        (
+            {"f": [print]},
+            r"state\['f'\]\[0\] is a builtins.builtin_function_or_method, which can't stand in a checkpoint",
+        ),
+        ({"f": np.array([object()])}, r"state\['f'\] is a numpy.ndarray of object"),
+        ({"f": np.datetime64("2020-01-01")}, r"state\['f'\] is a datetime.date"),
+        ({(1, print): 2}, r"the key \(1, <built-in function print>\) of state\[1\] is a builtins"),
+        ({"f": torch.empty(2, device="meta")}, r"state\['f'\] is a torch.Tensor of torch.float32"),
+        ({"f": np.longdouble(2)}, r"state\['f'\] is a numpy.longdouble of float128"),
+        ({"f": Path("x")}, r"state\['f'\] is a pathlib.PosixPath.*Let state_dict\(\) give its content"),
+    ],
+)
+def test_what_is_not_plain_is_named_by_its_path(value: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        plain(value)
+
+
+def test_a_view_does_not_bring_its_whole_storage(tmp_path: Path) -> None:
+    table = torch.randn(100_000, 4)
+    checkpoint.save(tmp_path / "a.pt", {"row": table[7], "again": table[7]})
+    assert (tmp_path / "a.pt").stat().st_size < 10_000
+    assert torch.equal(checkpoint.load(tmp_path / "a.pt")["row"], table[7])
+
+
+def test_tied_weights_are_written_once(tmp_path: Path) -> None:
+    weight = torch.randn(300, 300)
+    for state in ({"a": weight, "b": weight.detach()}, HostCopy().copy({"a": weight, "b": weight.detach()})):
+        checkpoint.save(tmp_path / "a.pt", state)
+        assert (tmp_path / "a.pt").stat().st_size < 1.5 * weight.nbytes
+        loaded = checkpoint.load(tmp_path / "a.pt")
+        assert torch.equal(loaded["a"], weight)
+        assert torch.equal(loaded["b"], weight)
+
+
+def test_memory_for_a_host_copy_is_found_beforehand() -> None:
+    state = {"w": torch.randn(300, 300), "tied": None, "b": torch.ones(3)}
+    state["tied"] = state["w"]
+    keeper = HostCopy()
+    keeper.prepare([state])
+    keeper.close()
+    block = keeper._block
+    assert block is not None
+    assert 300 * 300 * 4 < block.nbytes < 300 * 300 * 4 * 1.1 + (1 << 20)
+    copied = keeper.copy({**state, "more": [1, torch.ones(9)]})
+    assert keeper._block is block
+    assert torch.equal(copied["w"], state["w"])
+
+
+def test_a_host_copy_is_a_copy_in_the_same_memory_each_time() -> None:
+    source = {
+        "w": torch.randn(50, 60),
+        "image": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "half": torch.randn(7).to(torch.bfloat16),
+        "flag": torch.tensor(True),
+        "empty": torch.empty(0, 3),
+        "sparse": torch.eye(3).to_sparse(),
+        "n": [1, "a"],
+    }
+    expected = plain(source, tensor=torch.clone)
+    keeper = HostCopy()
+    copied = keeper.copy(source)
+    where = copied["w"].data_ptr()
+    assert copied["image"].is_contiguous(memory_format=torch.channels_last)
+    source["w"].zero_()
+    source["sparse"].mul_(0)
+    assert torch.equal(copied["w"], expected["w"])
+    assert torch.equal(copied["sparse"].to_dense(), torch.eye(3))
+    assert all(same(copied[k], expected[k]) for k in ("image", "half", "flag", "empty", "n"))
+    again = keeper.copy(source)
+    assert again["w"].data_ptr() == where
+    assert not again["w"].any()
+    assert keeper.copy({"w": torch.ones(500, 60), "v": torch.ones(2)})["v"].tolist() == [1, 1]  # larger than before
