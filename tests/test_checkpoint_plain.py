@@ -135,3 +135,28 @@ def test_a_host_copy_is_a_copy_in_the_same_memory_each_time() -> None:
     assert again["w"].data_ptr() == where
     assert not again["w"].any()
     assert keeper.copy({"w": torch.ones(500, 60), "v": torch.ones(2)})["v"].tolist() == [1, 1]  # larger than before
+
+
+@pytest.mark.gpu
+def test_a_host_copy_of_a_gpus_tensors(tmp_path: Path) -> None:
+    """Pinned, complete when copy() returns, untouched by what the GPU does next; the file opens without a GPU."""
+    weight = torch.randn(4000, 4000, device="cuda")
+    state = {"w": weight, "tied": weight.detach(), "step": torch.tensor(3.0), "half": weight[0].bfloat16()}
+    keeper = HostCopy()
+    keeper.prepare([state])
+    for _ in range(20):
+        weight.mul_(1.01)  # still running when the copy is asked for
+    expected = weight.clone()
+    copied = keeper.copy(state)
+    weight.zero_()
+    assert copied["w"].device.type == "cpu"
+    assert copied["w"].is_pinned()
+    assert copied["tied"].data_ptr() == copied["w"].data_ptr()
+    assert torch.equal(copied["w"], expected.cpu())
+    weight.copy_(expected)
+    for saved in (state, copied):
+        checkpoint.save(tmp_path / "a.pt", saved)
+        raw = torch.load(tmp_path / "a.pt", weights_only=True)
+        assert raw["w"].device.type == "cpu"
+        assert torch.equal(raw["w"], expected.cpu())
+        assert torch.equal(raw["half"], state["half"].cpu())
