@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import perf_counter
 from typing import Any, cast
 
@@ -479,6 +479,9 @@ class TrainLoop(LoopBase):
         return ended_by
 
     def _tell_exception(self, run: Run, exception: BaseException) -> None:
+        if run.gather is None:  # the others' values can't be had any more
+            with suppress(Exception):
+                self.flush_logs()
         for hook in run.hooks.on_exception:
             try:
                 hook(exception)

@@ -23,6 +23,9 @@ _NAMES = {
         "GradientStats",
         "GradientStatsPrint",
     ],
+    "mlflow": ["MLflowTracking"],
+    "model_load": ["ModelLoadContinueTraining"],
+    "model_save": ["ModelIterationCheckpoint", "ModelTrainEndSave"],
     "nan": ["TerminateOnNaN"],
     "performance_eval": [
         "MetricHistoryRename",
@@ -32,9 +35,15 @@ _NAMES = {
         "ModelTrainHistoryPlot",
         "TrainHistoryPlot",
     ],
-    "tensorboard": ["TensorBoard"],
+    "tensorboard": [
+        "TensorBoard",
+        "TensorboardFullTracking",
+        "TensorboardTrainBatchLoss",
+        "TensorboardTrainHistoryMetric",
+    ],
     "train_schedule": [
         "AbstractScheduler",
+        "GeneralLRScheduler",
         "GeneralLRSchedulerCallback",
         "LRScheduler",
         "LambdaLRScheduler",
@@ -44,10 +53,11 @@ _NAMES = {
         "ReduceLROnPlateauScheduler",
         "StepLRScheduler",
     ],
+    "wandb": ["AlertConfig", "WandBTracking"],
 }
 _HOMES = {name: f"trainloop.callbacks.{module}" for module, names in _NAMES.items() for name in names}
 
-__all__ = ["AbstractCallback", *_HOMES]  # noqa: PLE0604  # names, each checked by a test
+__all__ = ["AbstractCallback", *_HOMES]  # names, each checked by a test
 
 
 def __getattr__(name: str) -> Any:
