@@ -402,6 +402,30 @@ def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         assert tl.history["a"] == [49.5]
 
 
+def test_a_compiled_forward_may_log() -> None:
+    """The same values, and nothing is compiled anew when logs grow or evaluation comes in between."""
+    from torch._dynamo.utils import counters
+
+    class Inside(Logs):
+        def forward(self, x: Tensor) -> Tensor:
+            self.log("inside", x.mean())
+            return super().forward(x)
+
+    model = Inside(lambda model, x: None)
+    loader = DataLoader(numbered(20), 4)
+    optimizer = optim.SGD(model.parameters(), lr=1e-9)
+    tl = TrainLoop(model, loader, loader, None, optimizer, progress_bar=False, compile={"backend": "eager"})
+    torch._dynamo.reset()
+    compiled = []
+    for epochs in (2, 10):
+        tl.fit(num_epochs=epochs)
+        compiled.append(counters["frames"]["ok"])
+    torch._dynamo.reset()
+    assert tl.history["inside"] == tl.history["val_inside"] == [9.5] * 12
+    assert tl.history.step_indices("inside") == list(range(1, 61))
+    assert compiled[1] <= 2 * compiled[0]  # a second fit may compile its own
+
+
 class Meter(AbstractCallback):
     """Objects there are, function calls that a step makes, and its time, at the beginning of an epoch and later."""
 

@@ -320,8 +320,10 @@ class LoopBase:
         """Whatever the model logs goes to this recorder."""
         models = [module for module in self.model.modules() if isinstance(module, TTModel)]
         before = [model.__dict__.get("_log_sink") for model in models]
+        # Compiled code leaves its graph for a log; traced into, the growing lists of logs would recompile it each step.
+        sink = torch.compiler.disable(recorder.log) if _has_compiled_parts(self.model) else recorder.log
         for model in models:
-            model.__dict__["_log_sink"] = recorder.log
+            model.__dict__["_log_sink"] = sink
         try:
             yield
         finally:
@@ -536,6 +538,10 @@ def _rank_here() -> Rank:
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     local_rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     return Rank(rank, world_size, local_rank, ranks, rank // ranks, world_size // ranks)
+
+
+def _has_compiled_parts(model: nn.Module) -> bool:
+    return any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in model.modules())
 
 
 def _copy_buffers_from_rank_0(model: nn.Module) -> None:
