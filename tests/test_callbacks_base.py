@@ -6,8 +6,8 @@ import inspect
 from typing import Any
 
 import pytest
-from small_loop import make_loop
 
+from small_loop import make_loop
 from trainloop import AbstractCallback
 from trainloop.callbacks.base import HookTable, overrides
 from trainloop.callbacks.messages import KEEP_FOREVER, OVERWRITE, UNTIL_END_OF_EPOCH, UNTIL_READ, MessageService

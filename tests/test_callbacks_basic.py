@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_loop import STEPS_PER_EPOCH, Net, make_loop
 from torch import nn, optim
 from torch.utils.data import DataLoader, IterableDataset
 
 import trainloop.callbacks
 from conftest import make_data
+from small_loop import STEPS_PER_EPOCH, Net, make_loop
 from trainloop import AbstractCallback, TrainLoop
 from trainloop.callbacks import (
     AllPredictionsSame,

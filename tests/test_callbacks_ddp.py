@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_loop import Net, make_loop
 from test_callbacks_evaluation import Counts
 from test_tensorboard import event_files, read, steps, values_of
 from torch import nn, optim
@@ -16,6 +15,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import make_data
+from small_loop import Net, make_loop
 from trainloop import TrainLoop
 from trainloop.callbacks import (
     AllPredictionsSame,

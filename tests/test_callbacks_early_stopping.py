@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_loop import STEPS_PER_EPOCH, Net, Scores, make_loop
 from torch import Tensor
 
+from small_loop import STEPS_PER_EPOCH, Net, Scores, make_loop
 from trainloop import AbstractCallback
 from trainloop.callbacks import EarlyStopping, ModelCheckpoint, ThresholdEarlyStopping, TimeLimit, early_stopping
 from trainloop.errors import ConfigurationError

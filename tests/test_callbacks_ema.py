@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from small_loop import STEPS_PER_EPOCH, Net, make_loop
 from torch import Tensor, nn, optim
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from small_loop import STEPS_PER_EPOCH, Net, make_loop
 from trainloop import AbstractCallback
 from trainloop.callbacks import EarlyStopping, ExponentialMovingAverage, ModelCheckpoint
 from trainloop.errors import CheckpointError, ConfigurationError

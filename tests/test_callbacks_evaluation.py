@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_loop import STEPS_PER_EPOCH, Scores, make_loop
 
+from small_loop import STEPS_PER_EPOCH, Scores, make_loop
 from trainloop.callbacks import (
     EarlyStopping,
     ExponentialMovingAverage,

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_loop import STEPS_PER_EPOCH, Net, make_loop
 from torch import Tensor, nn, optim
 
+from small_loop import STEPS_PER_EPOCH, Net, make_loop
 from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TTModel
 from trainloop.callbacks import (
     GradDistributionPlot,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_loop import STEPS_PER_EPOCH, Net, Scores, make_loop
 from torch import Tensor, nn, optim
 
+from small_loop import STEPS_PER_EPOCH, Net, Scores, make_loop
 from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TTModel
 from trainloop.callbacks import TerminateOnNaN
 from trainloop.callbacks.nan import NonFinite

@@ -11,8 +11,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from small_loop import STEPS_PER_EPOCH, Scores, make_loop
 
+from small_loop import STEPS_PER_EPOCH, Scores, make_loop
 from trainloop import AbstractCallback
 from trainloop.callbacks import ModelCheckpoint
 from trainloop.callbacks.mlflow import MLflowTracking

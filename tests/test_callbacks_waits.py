@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from small_loop import make_loop
 from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from small_loop import make_loop
 from trainloop import AbstractCallback
 from trainloop.callbacks import (
     EarlyStopping,

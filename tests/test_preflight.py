@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_data
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
+from conftest import make_data
 from trainloop import TrainLoop, TTBasicModel
 from trainloop.errors import ConfigurationError
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_loop import Net, make_loop
 from torch import Tensor
 
+from small_loop import Net, make_loop
 from trainloop import AbstractCallback, TrainLoop, progress
 from trainloop.progress import Progress
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_loop import STEPS_PER_EPOCH, Net, Scores, make_loop
 from torch import nn, optim
 from torch.optim import lr_scheduler
 
 import trainloop.callbacks.train_schedule as train_schedule
 from conftest import make_data
+from small_loop import STEPS_PER_EPOCH, Net, Scores, make_loop
 from trainloop import AbstractCallback, MultiOptimizer
 from trainloop.callbacks import LearningRateMonitor, LRScheduler, ModelCheckpoint
 from trainloop.checkpoint.plain import plain

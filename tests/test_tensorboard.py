@@ -18,7 +18,6 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from small_loop import STEPS_PER_EPOCH, Net, Scores, make_loop
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator, ScalarEvent
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
@@ -27,6 +26,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor, nn, optim
 from torch.utils.tensorboard import SummaryWriter
 
+from small_loop import STEPS_PER_EPOCH, Net, Scores, make_loop
 from trainloop import AbstractCallback, MultiOptimizer
 from trainloop.callbacks import LearningRateMonitor, LRScheduler, ModelCheckpoint, TensorBoard, event_file
 from trainloop.callbacks.event_file import EventFile

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_data
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
 import trainloop
 import trainloop.train_loop
+from conftest import make_data
 from trainloop import TrainLoop, TrainLoopCheckpoint, TrainLoopCheckpointEndSave, TrainLoopEndSave, TTBasicModel
 from trainloop.errors import ConfigurationError
 

@@ -221,7 +221,9 @@ def test_a_hook_with_too_many_parameters_is_named() -> None:
         def on_epoch_end(self, history: Any) -> None:  # type: ignore[override]
             pass
 
-    with pytest.raises(ConfigurationError, match=r"Wrong\.on_epoch_end\(history.*can't be called with the 0 arguments of the loop"):
+    with pytest.raises(
+        ConfigurationError, match=r"Wrong\.on_epoch_end\(history.*can't be called with the 0 arguments of the loop"
+    ):
         make().fit(num_epochs=1, callbacks=[Wrong()])
 
 
