@@ -145,6 +145,13 @@ class Unsized(Sampler[int]):
             yield left.pop(random.randrange(len(left)))
 
 
+class OwnEntropy(Reversed):
+    """Another order in each process: no number of ranks can share it out."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from np.random.default_rng().permutation(self.length).tolist()
+
+
 class Buckets(Sampler[list[int]]):
     """Batches of neighbours, of 2 to 5 rows, in random order."""
 

@@ -16,6 +16,7 @@ from loader_kinds import (
     Buckets,
     Kind,
     NoisyRows,
+    OwnEntropy,
     Reversed,
     Rows,
     Stream,
@@ -23,7 +24,7 @@ from loader_kinds import (
     batches_of,
     indices,
 )
-from simulated_ranks import SEED, each, global_state, same
+from simulated_ranks import SEED, Exchange, each, global_state, same
 from torch.utils.data import DataLoader, SubsetRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -228,3 +229,26 @@ def test_the_order_of_10_billion_rows_is_not_computed() -> None:
 
     batches = eval_feed(DataLoader(Huge(), 4), rank=1, world_size=2, seed=SEED).batches()
     assert indices(next(batches)[1]) == [4, 5, 6, 7]
+
+
+def test_ranks_that_read_different_orders_are_an_error() -> None:
+    exchange = Exchange(2)
+
+    def of_rank(rank: int) -> Any:
+        loader = DataLoader(Rows(), 4, sampler=OwnEntropy())
+        feed = eval_feed(loader, rank=rank, world_size=2, seed=SEED, name="val", exchange_ints=exchange.of_rank(rank))
+        return list(feed.batches())
+
+    with pytest.raises(ConfigurationError, match=r"val: OwnEntropy gives another order on each rank"):
+        exchange.run([lambda: of_rank(0), lambda: of_rank(1)])
+
+
+def test_keys_of_any_kind_stay_in_loader_order() -> None:
+    class Keyed(Rows):
+        def __getitem__(self, index: Any) -> Any:
+            return super().__getitem__(int(index[0]))
+
+    keys: Any = [(f"{i}", [i] * (i % 2)) for i in reversed(range(ROWS))]
+    batches = whole_pass(ranks := feeds(lambda: DataLoader(Keyed(), 4, sampler=keys), 2))
+    assert [i for _, batch, _ in batches for i in indices(batch)] == list(reversed(range(ROWS)))
+    assert ranks[0].row_order([size for _, _, size in batches]) is None

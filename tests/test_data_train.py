@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from loader_kinds import (
     Blocks,
     Buckets,
     Kind,
+    OwnEntropy,
     Rows,
     Stream,
     TaggedLoader,
@@ -349,3 +351,30 @@ def test_a_loader_that_ignores_its_sampler_is_an_error() -> None:
     feed = train_feed(RepeatedLoader(Rows(), 4), rank=0, world_size=2, seed=SEED)
     with pytest.raises(ConfigurationError, match=r"RepeatedLoader.__iter__ gave a batch without asking its sampler"):
         list(feed.steps(1))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: DataLoader(Rows(), 4, sampler=OwnEntropy()), id="sampler"),
+        pytest.param(
+            lambda: DataLoader(Rows(), batch_sampler=[[random.SystemRandom().randrange(ROWS)]] * 9), id="list"
+        ),
+    ],
+)
+def test_ranks_that_read_different_orders_are_an_error(make: Callable[[], Any]) -> None:
+    message = r"train_loader: (OwnEntropy|list) gives another order on each rank, so that its samples can't be shared"
+    with pytest.raises(ConfigurationError, match=message):
+        rank_steps(make, 3)
+
+
+def test_indices_may_be_anything() -> None:
+    class Keyed(Rows):
+        def __getitem__(self, index: Any) -> Any:
+            return super().__getitem__(int(index[0]))
+
+    keys: Any = [(str(i), object()) for i in range(ROWS)]
+    ranks = rank_steps(lambda: DataLoader(Keyed(), 4, sampler=keys), 2, epochs=1)
+    assert sorted(i for rank in ranks for step in rank[0] for b in step.batches for i in indices(b)) == list(
+        range(ROWS)
+    )

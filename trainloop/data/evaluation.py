@@ -16,7 +16,7 @@ from trainloop.data import loaders
 from trainloop.data.batches import count_samples
 from trainloop.data.prefetch import on_device
 from trainloop.data.randomness import Aside, SeedOnArrival, drawn_aside
-from trainloop.data.samplers import length_of, order_by_position, read_aside
+from trainloop.data.samplers import digest_of, length_of, order_by_position, read_aside
 from trainloop.data.steps import ExchangeInts
 from trainloop.data.streams import Share, stream_twin
 from trainloop.data.tensors import TensorRows, draw_base_seed, loader_batches
@@ -56,7 +56,8 @@ def eval_feed(
     name : str
         What the user calls the loader, for messages.
     exchange_ints : callable, optional
-        Never called: no rank needs to know of another's batches. Accepted as :func:`train_feed` has it.
+        A collective exchange of integers. Where the loader's sampler has to be iterated to know the order, ranks then
+        make sure, once a pass, that it is the same on all.
     device : torch.device, optional
         Where batches go; None leaves them where they are.
 
@@ -68,14 +69,25 @@ def eval_feed(
     loaders.check_iterable(loader, name)
     if world_size > 1 and seed is None:
         seed = 0
-    return EvalFeed(_source(loader, rank, world_size, seed, name), device)
+    source = _source(loader, rank, world_size, seed, name)
+    return EvalFeed(source, loader, name, exchange_ints if world_size > 1 else None, device)
 
 
 class EvalFeed:
     """One rank's batches of an evaluation; made by :func:`eval_feed`."""
 
-    def __init__(self, source: _Source, device: torch.device | None) -> None:
+    def __init__(
+        self,
+        source: _Source,
+        users_loader: Any,
+        name: str,
+        exchange_ints: ExchangeInts | None,
+        device: torch.device | None,
+    ) -> None:
         self._source = source
+        self._users_loader = users_loader
+        self._name = name
+        self._exchange_ints = exchange_ints
         self._device = device
 
     @property
@@ -91,13 +103,22 @@ class EvalFeed:
     def batches(self) -> Iterator[tuple[int, Any, int]]:
         """This rank's batches of one pass: ``(batch_index, batch, size)``, indices ascending.
 
-        Not collective: ranks may have one batch more or less than others, or none.
+        Ranks may have one batch more or less than others, or none. Collective only at the end of a pass, where every
+        rank has to iterate the loader's sampler to know the order.
+
+        Raises
+        ------
+        ConfigurationError
+            If ranks read different orders.
         """
         items = self._source.items()
         if self._device is not None and self._device.type == "cuda":
             items = on_device(items, self._device)
         for (batch_index, size), batch in items:
             yield batch_index, batch, size
+        digest = self._source.order_digest
+        if digest is not None and self._exchange_ints is not None:
+            loaders.check_orders(self._exchange_ints([digest]), self._users_loader, self._name)
 
     def row_order(self, sizes: Sequence[int]) -> Sequence[int] | None:
         """How rows, gathered in batch order, go into dataset order: ``[rows[i] for i in row_order]``.
@@ -121,6 +142,11 @@ class EvalFeed:
 class _Source(Protocol):
     loader: Any
     num_batches: int | None
+
+    @property
+    def order_digest(self) -> int | None:
+        """Of the whole order, after a pass over it; None where no rank can have another one."""
+        ...
 
     def items(self) -> Iterator[tuple[tuple[int, int], Any]]:
         """``((batch_index, size), batch)`` of this rank's batches."""
@@ -147,6 +173,8 @@ class _Whole:
     each_its_own : bool
         Whether the loader is already distributed: then every rank keeps all that it reads.
     """
+
+    order_digest = None
 
     def __init__(self, loader: Any, rank: int, world_size: int, seed: int | None, *, each_its_own: bool) -> None:
         self._rank, self._world_size, self._seed = rank, world_size, seed
@@ -200,6 +228,10 @@ class _Indexed:
             loaders.check_asked(log, self.loader, self._name)
             batch_index, size = log.popleft()
             yield (batch_index, count_samples(batch, batch_size) if size is None else size), batch
+
+    @property
+    def order_digest(self) -> int | None:
+        return self._sampler.digest
 
     def _batches(self) -> Iterator[Any]:
         rows, seed = self._rows, self._seed
@@ -273,6 +305,15 @@ class _RankBatches(BatchSampler):
     def __len__(self) -> int:
         return len(self.base)
 
+    @property
+    def digest(self) -> int | None:
+        """Of all batches of the last pass; None where their order is known by position."""
+        return (
+            None
+            if self._order is not None
+            else digest_of([unit.tolist() if isinstance(unit, np.ndarray) else unit for unit in self._visited])
+        )
+
     def batch_seed(self, batch_index: int) -> int:
         """Of what is drawn while a batch is loaded."""
         assert self.seed is not None  # without one, nothing is seeded
@@ -296,7 +337,7 @@ class _RankBatches(BatchSampler):
     def _iterated(self) -> Iterator[tuple[int, Any]]:
         units = iter(self.base) if self.seed is None else self._read_aside(self.seed)
         for batch_index, unit in enumerate(units):
-            self._visited.append(np.asarray(unit) if isinstance(unit, (list, tuple)) else unit)
+            self._visited.append(_compact(unit))
             if batch_index % self.world_size == self.rank:
                 yield batch_index, unit
 
@@ -330,15 +371,23 @@ class _RankBatches(BatchSampler):
             if any(len(unit) != size for unit, size in zip(visited, sizes, strict=True)) or not visited:
                 return None
             indices = units = np.concatenate(visited)
-        else:
+        elif all(isinstance(unit, (int, np.integer)) for unit in visited):
             # batch_size=None: an index stands for a batch, whose rows stay together.
-            units = np.asarray(visited)
-            if units.ndim != 1:
-                return None
+            units = np.asarray(visited, dtype=np.int64)
             indices = np.repeat(units, sizes)
-        if not np.issubdtype(units.dtype, np.integer):
+        else:
             return None
         units = np.where(units < 0, units + self._num_samples, units)
         if len(units) != self._num_samples or not np.array_equal(np.sort(units), np.arange(self._num_samples)):
             return None
         return np.where(indices < 0, indices + self._num_samples, indices)
+
+
+def _compact(unit: Any) -> Any:
+    """A batch's indices as an array, where they are integers: a pass may have many."""
+    if not isinstance(unit, (list, tuple)):
+        return unit
+    try:
+        return np.asarray(unit, dtype=np.int64)
+    except (TypeError, ValueError):
+        return unit

@@ -97,6 +97,24 @@ def check_asked(log: Sized, loader: Any, name: str) -> None:
         )
 
 
+def check_orders(digests: list[list[int]], loader: Any, name: str) -> None:
+    """Raise where ranks read different orders, of which their shares would hold some samples twice and others not.
+
+    Raises
+    ------
+    ConfigurationError
+        If the ranks' digests of their order are not all the same.
+    """
+    if all(digest == digests[0] for digest in digests):
+        return
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    raise ConfigurationError(
+        f"{name}: {type(getattr(sampler, 'sampler', sampler)).__name__} gives another order on each rank, so that its "
+        f"samples can't be shared out. Let it draw from torch's, numpy's or Python's global generators, which are "
+        f"seeded alike on all ranks, or from a generator that you seed with the same number on each."
+    )
+
+
 def check_iterable(loader: Any, name: str) -> None:
     """Raise where something is no loader at all.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -106,6 +107,8 @@ class ShardSampler(DistributedSampler[Any]):
         self.seed = seed
         self.epoch = 0
         self.shuffle = not isinstance(sampler, SequentialSampler)
+        self.digest: int | None = None
+        """Of the epoch's first global batch, where only iterating the sampler told what is in it."""
         length = length_of(sampler)
         self.plan = None if length is None else BatchPlan(length, batch_size, world_size, drop_last)
         if self.plan is not None:
@@ -155,7 +158,10 @@ class ShardSampler(DistributedSampler[Any]):
         full = (self.batch_size,) * world_size
         at_once = max(1, _READ_AHEAD // size) if type(self.base) in _SETTLED else 1
         batch_index = 0
+        self.digest = None
         for chunk in read_aside(self.base, at_once * size, derive_seed(self.seed, "sampler", self.epoch)):
+            if self.digest is None:
+                self.digest = digest_of(chunk[:size])
             for start in range(0, len(chunk), size):
                 batch_index += 1
                 if batch_index <= first_batch:
@@ -185,6 +191,8 @@ class BatchShardSampler(Sampler[Any]):
         self.num_replicas = world_size
         self.seed = seed
         self.epoch = 0
+        self.digest: int | None = None
+        """Of the epoch's first units, of all ranks."""
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle as in epoch ``epoch`` from the next iteration on; every rank calls it."""
@@ -201,7 +209,12 @@ class BatchShardSampler(Sampler[Any]):
     def batches(self, first_batch: int = 0) -> Iterator[tuple[Any, Shares]]:
         """This rank's unit of each global batch from ``first_batch`` on (None: no unit), and each rank's samples."""
         units = read_aside(self.base, self.num_replicas, derive_seed(self.seed, "sampler", self.epoch))
-        for group in islice(units, first_batch, None):
+        self.digest = None
+        for batch_index, group in enumerate(units):
+            if self.digest is None:
+                self.digest = digest_of(group)
+            if batch_index < first_batch:
+                continue
             shares = tuple(len(unit) if isinstance(unit, (list, tuple)) else -1 for unit in group)
             shares += (0,) * (self.num_replicas - len(group))
             yield group[self.rank] if self.rank < len(group) else None, shares
@@ -227,6 +240,7 @@ class GivenShard(Sampler[Any]):
         self.seed = seed
         self.epoch = 0
         self._equal_shares = equal_shares
+        self.digest = None  # each rank has indices of its own
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle as in epoch ``epoch`` from the next iteration on; every rank calls it."""
@@ -246,6 +260,21 @@ class GivenShard(Sampler[Any]):
             size = len(unit) if isinstance(unit, (list, tuple)) else -1
             others = size if self._equal_shares else -1
             yield unit, tuple(size if rank == self.rank else others for rank in range(self.num_replicas))
+
+
+def digest_of(indices: list[Any]) -> int:
+    """A checksum of indices, or of lists of them: equal on ranks that read the same."""
+    return derive_seed(repr(_plain(indices)))
+
+
+def _plain(index: Any) -> Any:
+    if isinstance(index, (list, tuple)):
+        return [_plain(part) for part in index]
+    try:
+        return operator.index(index)
+    except TypeError:
+        # The text of other objects may hold their addresses, which differ.
+        return index if isinstance(index, str) else type(index).__name__
 
 
 def read_aside(iterable: Iterable[Any], at_once: int, seed: int) -> Iterator[list[Any]]:

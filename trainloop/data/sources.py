@@ -44,6 +44,14 @@ class Source(Protocol):
     num_samples: int | None
     global_batch_size: int | None
 
+    @property
+    def order_digest(self) -> int | None:
+        """Of the running epoch's order, once its first item was read: it has to be the same on all ranks.
+
+        None where no rank can have another one.
+        """
+        ...
+
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[Any, Any]]:
         """Micro-batches of an epoch from the ``first_batch``-th on, with their sizes.
 
@@ -86,6 +94,7 @@ class _AsItIs:
     """In one process without a seed: the user's own loader, iterated as a hand-written loop would."""
 
     sizes_known = False
+    order_digest = None
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -110,6 +119,7 @@ class _Tensors:
     """In one process without a seed: a ``TensorDataset``'s batches and draws, without the cost of its loader."""
 
     sizes_known = True
+    order_digest = None
 
     def __init__(self, loader: DataLoader[Any], rows: TensorRows) -> None:
         self.loader = loader
@@ -188,6 +198,10 @@ class _Indexed:
         if type(index_sampler) is BatchSampler:
             self.global_batch_size = index_sampler.batch_size * world_size
 
+    @property
+    def order_digest(self) -> int | None:
+        return self._shard.digest
+
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[Any, Any]]:
         self._shard.set_epoch(epoch)
         items = self._read(epoch, first_batch) if self._rows is None else self._index(self._rows, first_batch)
@@ -246,6 +260,7 @@ class _Stream:
     """An iterable dataset's loader, whose twin reads the whole stream and keeps this rank's samples of it."""
 
     sizes_known = False
+    order_digest = None
 
     def __init__(self, loader: DataLoader[Any], rank: int, world_size: int, seed: int, given: bool) -> None:
         self._seed = derive_seed(seed, "stream", rank) if given else derive_seed(seed, "stream")
@@ -282,6 +297,7 @@ class _Opaque:
     """
 
     sizes_known = False
+    order_digest = None
 
     def __init__(self, loader: Any, rank: int, world_size: int, seed: int, given: bool) -> None:
         self.loader = loader

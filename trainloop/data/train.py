@@ -139,7 +139,7 @@ class TrainFeed:
             If the epoch turns out to be empty.
         """
         self._at_epoch_begin = self._states()
-        items = self._items(skip_steps * grad_accumulation)
+        items = self._checked(self._items(skip_steps * grad_accumulation))
         if self._device is not None and self._device.type == "cuda":
             items = on_device(items, self._device)
         if self._source.sizes_known:
@@ -159,6 +159,16 @@ class TrainFeed:
                 f"{self._name} gave no batch in epoch {self._epoch}: training needs one at least. An iterator can be "
                 f"read once; pass an object whose __iter__ starts anew each epoch."
             )
+
+    def _checked(self, items: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+        """The items, once it is known that ranks read the same order: one exchange an epoch, where it could differ."""
+        first = list(islice(items, 1))
+        if self._world_size > 1 and self._exchange_ints is not None:
+            digest = self._source.order_digest
+            if digest is not None:
+                loaders.check_orders(self._exchange_ints([digest]), self._users_loader, self._name)
+        yield from first
+        yield from items
 
     def _items(self, first_batch: int) -> Iterator[tuple[Any, Any]]:
         if not (first_batch and self._global_rng):
