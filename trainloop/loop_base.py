@@ -221,7 +221,9 @@ class LoopBase:
         if select and self._auto_select_gpus and isinstance(self._device_request, (int, str)):
             if found[0].type != "cuda":
                 raise ConfigurationError("auto_select_gpus=True: there is no GPU to select from here. Leave it out.")
-            found = [torch.device("cuda", i) for i in find_usable_cuda_devices(len(found))]
+            everything = str(self._device_request).strip().lower() in ("auto", "-1")  # all that are free, then
+            wanted = -1 if everything and self._gpu_mode != "single" else len(found)
+            found = [torch.device("cuda", i) for i in find_usable_cuda_devices(wanted)]
         self._devices = devices_under(self._quota, found, self._device_request)
         self.gpu_mode: str = resolve_mode(
             self._gpu_mode, len(self._devices), self.num_nodes, kind=self._devices[0].type
