@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ class Ranks:
     def spawn(self, environment: dict[str, str]) -> None:
         """Start the processes, with ``environment`` added to this process's own."""
         before = set(multiprocessing.active_children())
+        resource_tracker.ensure_running()  # it lives as long as this process: not with a launch's environment
         variables = {**environment, "TRAINLOOP_LAUNCH": self._token}
         with _environment_lock, _variables(variables), _signals_blocked(), main_not_imported_again():
             try:
