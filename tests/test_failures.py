@@ -140,8 +140,8 @@ FAULTS: list[tuple[Callable[[int], None], int, int, str, str]] = [
         loses_its_worker,
         1,
         1,
-        r"(?s)rank 1 of 2 raised RuntimeError: DataLoader worker.*\nHint: a DataLoader worker",
-        "",
+        r"(?s)rank 1 of 2 raised .*\nHint: a DataLoader worker",
+        "dataloader.py",
     ),
     (has_a_worker_that_raises, 0, 1, r"(?s)rank 0 of 2 raised KeyError: ", "sample 5 is missing"),
     (keeps_a_worker_and_is_killed, 1, -9, r"rank 1 of 2 was killed by signal SIGKILL", ""),
@@ -447,6 +447,7 @@ HINTS = {
     "OSError: [Errno 24] Too many open files": "file descriptors ran out",
     "RuntimeError: unable to write to file </torch_1_2>: unable to mmap 8 bytes from shared memory": "shared memory ran",
     "RuntimeError: DataLoader worker (pid 5) is killed by signal: Bus error.": "shared memory ran out",
+    "ConnectionResetError: in torch/utils/data/dataloader.py: ConnectionResetError": "a DataLoader worker died",
     "RuntimeError: Expected to have finished reduction in the prior iteration": "find_unused_parameters",
     "RuntimeError: op.preamble.length <= op.nbytes. 20 vs 12": "different collectives",
 }
