@@ -103,6 +103,7 @@ def with_python(page: Path) -> bool:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if with_python(page)], ids=lambda page: str(page.relative_to(ROOT))
 )
+@pytest.mark.filterwarnings("ignore:num_gpus=0. training on the CPU")
 def test_code_of_a_page_runs(page: Path, folder: Path, may_leave: Any) -> None:
     may_leave("/mpl-data/fonts/")  # matplotlib keeps its fonts open
     standalone = page.name in ("README.rst", "index.rst")
