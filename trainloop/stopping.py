@@ -192,10 +192,13 @@ class GroupStop:
         A Gloo group of all ranks that nothing else uses.
     world_size : int
         Ranks in it.
+    also : SharedStop, optional
+        Requests of this node, by signals or its launching process, which count as this rank's own.
     """
 
-    def __init__(self, group: Any, world_size: int) -> None:
+    def __init__(self, group: Any, world_size: int, also: SharedStop | None = None) -> None:
         self._group = group
+        self._also = also
         self._world_size = world_size
         self._reasons = 0
         self._pending: tuple[Any, Any] | None = None  # (work, counts) of the boundary before
@@ -211,6 +214,8 @@ class GroupStop:
 
         if self._pending is not None:
             self._reasons |= self._outcome()[1]
+        if self._also is not None:
+            self._reasons |= self._also.requested
         seen = self._reasons
         votes = [int(bool(seen))] + [int(bool(seen & reason)) for reason in _REASONS]
         counts = torch.tensor(votes, dtype=torch.int32)

@@ -18,6 +18,7 @@ import torch
 from trainloop.errors import ConfigurationError
 from trainloop.launch.joining import join, joined
 from trainloop.launch.main_guard import check_main_guard
+from trainloop.launch.meeting import MEETING_WAIT_S, Meeting, meeting_point
 from trainloop.launch.rank_process import Start, started_by_launch
 from trainloop.launch.spawning import Ranks
 from trainloop.stopping import SharedStop, StopAgreement, signals
@@ -76,6 +77,18 @@ def launch(
             os.ftruncate(fd, size)
             return fd
 
+        hosts = None
+        if num_nodes > 1 and not (init_method or "").startswith("file:"):
+            hosts = undo.enter_context(
+                Meeting(
+                    meeting_point(init_method),
+                    node_rank=node_rank,
+                    num_nodes=num_nodes,
+                    ranks_per_node=ranks_per_node,
+                    wait_s=min(timeout_s, MEETING_WAIT_S),
+                )
+            )
+        listener = hosts.store_listener if hosts is not None else None
         words = SharedStop.num_words(ranks_per_node) + ranks_per_node
         start = Start(
             rank=node_rank * ranks_per_node,
@@ -93,14 +106,19 @@ def launch(
             result_fd=file("result"),
             record_fds=tuple(file("record") for _ in range(ranks_per_node)),
             stack_fds=tuple(file("stacks") for _ in range(ranks_per_node)),
-            interface="lo",
+            store_address=hosts.store_address if hosts is not None else None,
+            listen_fd=listener.fileno() if listener is not None else None,
+            interface=hosts.interface if hosts is not None else "lo" if num_nodes == 1 else None,
+            init_method=init_method if num_nodes > 1 and hosts is None else None,
             inherited=tuple(payload.inherited),
         )
-        ranks = Ranks(start)
+        ranks = Ranks(start, hosts)
         undo.callback(ranks.close)
         with signals(ranks.stop):
             try:
                 ranks.spawn(environment)
+                if listener is not None:
+                    listener.close()  # global rank 0 has it now
                 ranks.watch()
             except BaseException:
                 ranks.end()

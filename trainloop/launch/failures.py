@@ -227,6 +227,8 @@ def worker_failed_error(
         what += "it" if len(hanging) == 1 else "them"
     elif failure.timeout:
         what = f"all ranks wait for each other: {who} did so for {timeout_s:g} s"
+    elif failure.type == "LostHost":
+        what = failure.message
     elif failure.type == "SystemExit":
         what = f"{who} ended itself with {exit_text(failure.exitcode)} (SystemExit; its traceback follows)"
     elif failure.type is not None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from trainloop.distributed import Rank
 from trainloop.launch.failures import failure_of, write_record
-from trainloop.stopping import SharedStop, rank_signals
+from trainloop.stopping import GroupStop, SharedStop, rank_signals
 from trainloop.transfer import Parcel
 from trainloop.transfer.pages import anonymous_path
 
@@ -164,7 +164,12 @@ def _work(start: Start, me: Rank, stop: SharedStop, undo: contextlib.ExitStack) 
     function = start.parcel.open(device)
     _make_group(start, me, device)
     undo.callback(_leave_group)
-    return function(stop)
+    if me.num_nodes == 1:
+        return function(stop)
+    agreement = GroupStop(dist.new_group(backend="gloo"), me.world_size, also=stop)
+    result = function(agreement)
+    agreement.finish()
+    return result
 
 
 def _make_group(start: Start, me: Rank, device: torch.device) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from trainloop.launch.failures import Failure, exit_text, first_failure, read_record, worker_failed_error
 from trainloop.launch.main_guard import main_not_imported_again
+from trainloop.launch.meeting import Meeting
 from trainloop.launch.rank_process import STACK_SIGNAL, Start, State, run_rank
 from trainloop.stopping import SharedStop
 from trainloop.transfer import load_state
@@ -27,6 +28,7 @@ _POLL_S = 0.1
 _UNWIND_S = 1.0  # after a failure: for the others' own errors to reach them
 _TERMINATE_S = 5.0  # after SIGTERM: for finally blocks
 _KILL_S = 2.0
+_HEAR_S = 3.0  # for another host to tell what happened there
 _DUMP_S = 1.0  # for the stacks of a rank
 
 _environment_lock = threading.Lock()  # os.environ and __main__ are the process's, and fits may run in threads
@@ -39,10 +41,13 @@ class Ranks:
     ----------
     start : Start
         What they are told.
+    hosts : Meeting, optional
+        The other hosts of the run.
     """
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, hosts: Meeting | None = None) -> None:
         self._start = start
+        self._hosts = hosts
         self._map = mmap.mmap(start.words_fd, 0)
         self._words = memoryview(self._map).cast("q")
         self.stop = SharedStop(self._words, -1, start.local_world_size)
@@ -82,6 +87,8 @@ class Ranks:
             if alive:
                 connection.wait([self._processes[r].sentinel for r in alive], timeout=_POLL_S)
             if self._notice() or any(self._state(r) == State.TIMED_OUT for r in self._locals()):
+                self.fail()
+            if self._hosts is not None and self._hosts.failure() is not None:
                 self.fail()
             if not self._alive():
                 return
@@ -124,14 +131,15 @@ class Ranks:
         """End all ranks and raise what the first failure was."""
         stacks: dict[int, str] = {}
         hanging: list[int] = []
-        if any(self._state(r) == State.TIMED_OUT for r in self._locals()):
+        elsewhere = self._hosts.failure() if self._hosts is not None else None
+        if any(self._state(r) == State.TIMED_OUT for r in self._locals()) or (elsewhere and elsewhere.timeout):
             stacks = self._stacks()
             # Those others waited for; one that waits in a collective itself is not to blame.
             hanging = [rank for rank, stack in stacks.items() if "torch/distributed/" not in stack]
             hanging = [rank for rank in hanging if self._state(rank - self._start.rank) != State.TIMED_OUT]
         ended = self.end()
-        first = first_failure(list(self._failures.values()))
-        if first.type is None:
+        first = self._first_failure()
+        if first.type is None and first.rank - self._start.rank in self._locals():
             stacks = self._stacks(ask=False, ranks=[first.rank - self._start.rank])
         raise worker_failed_error(
             first,
@@ -141,6 +149,22 @@ class Ranks:
             hanging=hanging if first.timeout else [],
             timeout_s=self._start.timeout_s,
         )
+
+    def _first_failure(self) -> Failure:
+        """This host's first failure, or another's where that is the cause."""
+        own = first_failure(list(self._failures.values())) if self._failures else None
+        if self._hosts is None:
+            assert own is not None
+            return own
+        if own is not None and not own.consequence:
+            self._hosts.tell(own)
+            return own
+        elsewhere = self._hosts.wait_for_failure(_HEAR_S)
+        if elsewhere is None:
+            assert own is not None
+            self._hosts.tell(own)
+            return own
+        return elsewhere
 
     def end(self) -> list[int]:
         """End all ranks, gently first; global ranks that were not done by themselves before."""

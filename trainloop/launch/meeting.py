@@ -1,0 +1,333 @@
+"""Hosts of one run: they meet at an address, and tell each other when one of them fails.
+
+The launching process of node 0 listens at the meeting point, on that interface only; those of the other nodes connect
+to it and stay connected for as long as the run lasts. Ranks don't use these connections: they get the address of a
+store, on the same interface, and what they exchange goes over Gloo or NCCL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import json
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from trainloop.errors import ConfigurationError
+from trainloop.launch.failures import Failure
+
+__all__ = ["Meeting", "meeting_point"]
+
+MEETING_WAIT_S = 600.0
+"""How long hosts wait for each other at the start, at most; less where the run's time-out is less."""
+
+_BEAT_S = 1.0
+SILENCE_S = 15.0
+"""A host that is not heard of for so long is lost: its link was cut, or it is down."""
+
+
+def meeting_point(init_method: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """Host and port from ``tcp://host:port``, or from ``MASTER_ADDR`` and ``MASTER_PORT``.
+
+    Raises
+    ------
+    ConfigurationError
+        If there is neither, or one that can't be read.
+    """
+    if init_method is None or init_method == "env://":
+        host, port_text = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+        if not host or not port_text:
+            raise ConfigurationError(
+                f"several nodes need a meeting point, but MASTER_ADDR={host!r} and MASTER_PORT={port_text!r}: set both "
+                "on every node to an address of node 0 and a free port there, or pass init_method='tcp://host:port'."
+            )
+        given = f"MASTER_ADDR={host} and MASTER_PORT={port_text}"
+    else:
+        given = f"init_method={init_method!r}"
+        try:
+            parts = urlsplit(init_method)
+            host, port_text = parts.hostname or "", str(parts.port or "")
+        except ValueError:
+            host, port_text = "", ""
+        if parts.scheme != "tcp":
+            host = ""
+    if not host or not port_text.isdigit() or not 0 < int(port_text) < 65536:
+        raise ConfigurationError(
+            f"{given}: must be a host and a port from 1 to 65535, such as tcp://10.0.0.1:29500, on node 0."
+        )
+    return host, int(port_text)
+
+
+class Meeting:
+    """This host's part in a run of several; a context manager.
+
+    Parameters
+    ----------
+    point : (str, int)
+        Where node 0 listens.
+    node_rank, num_nodes, ranks_per_node : int
+        This node's place; the last two must be the same everywhere.
+    wait_s : float
+        How long to wait for all to come.
+
+    Raises
+    ------
+    ConfigurationError
+        If they don't all come in time, or contradict each other.
+    """
+
+    def __init__(
+        self, point: tuple[str, int], *, node_rank: int, num_nodes: int, ranks_per_node: int, wait_s: float
+    ) -> None:
+        self._me, self._num_nodes, self._ranks_per_node = node_rank, num_nodes, ranks_per_node
+        self._point, self._wait_s = f"{point[0]}:{point[1]}", wait_s
+        self._peers: dict[int, _Line] = {}
+        self._lock = threading.Lock()
+        self._failures: list[Failure] = []
+        self._over = threading.Event()
+        self.store_listener: socket.socket | None = None
+        """Node 0 only: where the ranks' store is to listen."""
+        try:
+            self.store_address = self._gather(point) if node_rank == 0 else self._come(point)
+        except BaseException:
+            self._close()
+            raise
+        self.interface = os.environ.get("GLOO_SOCKET_IFNAME") or _interface_of(next(iter(self._peers.values())).here)
+        """Name of the network interface that leads to the others; ``None`` where it can't be told."""
+        self._thread = threading.Thread(target=self._listen, name="trainloop-hosts", daemon=True)
+        self._thread.start()
+
+    # -- coming together -------------------------------------------------------------------------------------------
+
+    def _gather(self, point: tuple[str, int]) -> tuple[str, int]:
+        deadline = time.monotonic() + self._wait_s
+        with _listener(*point) as listener:
+            while missing := sorted(set(range(1, self._num_nodes)) - set(self._peers)):
+                listener.settimeout(max(0.0, deadline - time.monotonic()) or 1e-3)
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    came = f", came: {', '.join(map(str, sorted(self._peers)))}" if self._peers else ""
+                    raise ConfigurationError(
+                        f"node 0 of {self._num_nodes} waited {self._wait_s:g} s at {self._point}; missing: node_rank "
+                        f"{', '.join(map(str, missing))}{came}. Start the script there with the same meeting point, "
+                        "and see that no firewall is between."
+                    ) from None
+                self._admit(_Line(connection))
+        here = next(iter(self._peers.values())).here
+        self.store_listener = _listener(here, 0)
+        address: tuple[str, int] = self.store_listener.getsockname()[:2]
+        for peer in self._peers.values():
+            peer.send({"store": address})
+        return address
+
+    def _admit(self, line: _Line) -> None:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            hello = line.receive(timeout_s=5.0)
+            node = int(hello["node_rank"])
+            refusal = ""
+            if (hello.get("num_nodes"), hello.get("ranks")) != (self._num_nodes, self._ranks_per_node):
+                refusal = (
+                    f"node {node} has num_nodes={hello.get('num_nodes')} and {hello.get('ranks')} ranks, node 0 has "
+                    f"num_nodes={self._num_nodes} and {self._ranks_per_node} ranks: they must be the same on all nodes."
+                )
+            elif node in self._peers or node not in range(1, self._num_nodes):
+                refusal = f"node_rank={node} was taken by another host: give each host its own, 0 to num_nodes - 1."
+            if not refusal:
+                self._peers[node] = line
+                return
+            line.send({"refused": refusal})
+        line.close()  # a stranger, a refused one, or one that went away
+
+    def _come(self, point: tuple[str, int]) -> tuple[str, int]:
+        deadline = time.monotonic() + self._wait_s
+        who = f"node {self._me} of {self._num_nodes}"
+        reason: object = "no answer"
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                line = _Line(socket.create_connection(point, timeout=min(left, 5.0)))
+            except OSError as error:
+                reason = error
+                time.sleep(min(0.2, left))
+                continue
+            self._peers[0] = line
+            answer: dict[str, Any] = {}
+            with contextlib.suppress(OSError, ValueError):
+                line.send({"node_rank": self._me, "num_nodes": self._num_nodes, "ranks": self._ranks_per_node})
+                answer = line.receive(timeout_s=max(deadline - time.monotonic(), 0.1))
+            if "refused" in answer:
+                raise ConfigurationError(answer["refused"])
+            if "store" in answer:
+                host, port = answer["store"]
+                return host, port
+            raise ConfigurationError(
+                f"{who} reached node 0 at {self._point}, which then went away or waited in vain for the other nodes "
+                f"({self._wait_s:g} s): see the error of node 0."
+            )
+        raise ConfigurationError(
+            f"{who} tried for {self._wait_s:g} s to reach node 0 at {self._point}: {reason}. Start the script with "
+            "node_rank=0 on the host that has this address, with the same port, and see that no firewall is between."
+        )
+
+    # -- during the run --------------------------------------------------------------------------------------------
+
+    def failure(self) -> Failure | None:
+        """What happened on another host, if something did."""
+        return self._failures[0] if self._failures else None
+
+    def wait_for_failure(self, seconds: float) -> Failure | None:
+        """The same, after waiting for it for a while."""
+        deadline = time.monotonic() + seconds
+        while not self._failures and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self.failure()
+
+    def tell(self, failure: Failure) -> None:
+        """Tell all other hosts what happened on this one."""
+        self._send_all({"failed": json.loads(failure.to_json())})
+
+    def _send_all(self, message: dict[str, Any], but: int = -1) -> None:
+        with self._lock:
+            for node, peer in self._peers.items():
+                if node != but:
+                    with contextlib.suppress(OSError):
+                        peer.send(message)
+
+    def _listen(self) -> None:
+        heard = dict.fromkeys(self._peers, time.monotonic())
+        open_lines = dict(self._peers)
+        while not self._over.wait(0) and open_lines:
+            with contextlib.suppress(OSError, ValueError):  # ValueError: closed by close()
+                ready, _, _ = select.select(list(open_lines.values()), [], [], _BEAT_S)
+                for node in [n for n, line in open_lines.items() if line in ready]:
+                    heard[node] = time.monotonic()
+                    if not self._hear(node, open_lines[node]):
+                        del open_lines[node]
+            self._send_all({"alive": self._me})
+            for node in [n for n in open_lines if time.monotonic() - heard[n] > SILENCE_S]:
+                self._lost(node, f"nothing was heard of it for {SILENCE_S:g} s: the link was cut, or the host is down")
+                del open_lines[node]
+
+    def _hear(self, node: int, line: _Line) -> bool:
+        """Take in what came; whether more may come."""
+        try:
+            messages = line.read()
+        except (OSError, ValueError) as error:
+            self._lost(node, f"the connection to it broke ({error})")
+            return False
+        for message in messages:
+            if "failed" in message:
+                self._failures.append(Failure(**message["failed"]))
+                if self._me == 0:
+                    self._send_all(message, but=node)
+                return False
+            if "done" in message:
+                return False
+        return True
+
+    def _lost(self, node: int, why: str) -> None:
+        failure = Failure(
+            rank=node * self._ranks_per_node,
+            time_ns=time.monotonic_ns(),
+            type="LostHost",
+            message=f"node {node} of {self._num_nodes} was lost: {why}",
+        )
+        self._failures.append(failure)
+        if self._me == 0:
+            self._send_all({"failed": json.loads(failure.to_json())}, but=node)
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._send_all({"done": self._me})
+        self._over.set()
+        self._thread.join()
+        self._close()
+
+    def _close(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+        if self.store_listener is not None:
+            self.store_listener.close()
+
+
+class _Line:
+    """JSON objects over a connection, one a line."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._socket.settimeout(5.0)
+        self._rest = b""
+        self.here: str = connection.getsockname()[0]
+        """This host's address on the way to the other."""
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: dict[str, Any]) -> None:
+        self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def read(self) -> list[dict[str, Any]]:
+        """What has come; raises where the connection has ended."""
+        data = self._socket.recv(1 << 16)
+        if not data:
+            raise ConnectionResetError(errno.ECONNRESET, "closed by the other side")
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def receive(self, timeout_s: float) -> dict[str, Any]:
+        """The next one."""
+        self._socket.settimeout(timeout_s)
+        try:
+            while not (messages := self.read()):
+                pass
+        finally:
+            self._socket.settimeout(5.0)
+        return messages[0]
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """A socket that listens on this address only."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigurationError(
+            f"node 0 can't listen at {host}:{port}: {error}. Give an address of this host."
+        ) from None
+    if ipaddress.ip_address(address[0]).is_loopback and host not in ("localhost", address[0]):
+        # Some systems give their own name a loopback address, which other hosts can't reach; which interface is meant
+        # is then not known.
+        address = ("::" if family == socket.AF_INET6 else "0.0.0.0", *address[1:])
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        advice = "Choose another port." if error.errno == errno.EADDRINUSE else "Give an address of this host."
+        raise ConfigurationError(f"node 0 can't listen at {host}:{port}: {error.strerror}. {advice}") from None
+    return listener
+
+
+def _interface_of(address: str) -> str | None:
+    """Name of the network interface that has this address."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.address.partition("%")[0] == address for a in addresses):
+            return name
+    return None
