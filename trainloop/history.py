@@ -86,8 +86,7 @@ class History(Mapping[str, list[float]]):
             from matplotlib.ticker import MaxNLocator
         except ImportError as error:
             raise ConfigurationError("history.plot needs matplotlib: pip install 'trainloop[plot]'.") from error
-        if "ipykernel" in sys.modules:
-            import matplotlib.pyplot  # noqa: F401  # which makes the notebook show figures as pictures
+        _let_notebook_show(Figure)
         panels: dict[str, list[str]] = {}
         for name in self._values:
             panels.setdefault(re.sub("^(train|val|test)_", "", name), []).append(name)
@@ -186,6 +185,16 @@ def _cell(row: Mapping[str, float], name: str) -> str:
         return ""
     value = row[name]
     return str(value) if isinstance(value, int) else f"{value:.5g}"
+
+
+def _let_notebook_show(figure_type: type) -> None:
+    """A notebook shows figures as pictures only once a cell has drawn one by pyplot, which this module doesn't use."""
+    shell = sys.modules["IPython"].get_ipython() if "ipykernel" in sys.modules and "IPython" in sys.modules else None
+    if shell is None or any(figure_type in formatter for formatter in shell.display_formatter.formatters.values()):
+        return
+    from IPython.core.pylabtools import select_figure_formats
+
+    select_figure_formats(shell, {"png"})
 
 
 def _tensor(values: array[Any], dtype: torch.dtype) -> torch.Tensor:
