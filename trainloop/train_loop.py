@@ -4,7 +4,7 @@
 
     fit(num_epochs)
         the loop goes to the ranks (ddp), or stays here (single, dp)
-        on_multiprocess_start (ddp), on_train_begin
+        on_multiprocess_start, on_train_begin
         for each epoch
             on_epoch_begin
             for each step: its micro-batches
