@@ -1,7 +1,8 @@
 """Memory of in-memory data with two ranks, in units of the dataset: python benchmarks/data_memory.py [--mib 256]
 
 Printed is the proportional memory (PSS: a page that k processes share counts 1/k in each) of all processes together at
-step 50, above that of the same run with a tiny dataset, as a multiple of the dataset. 1.0 is the dataset held once.
+step 50, above that of the same run with a tiny dataset, as a multiple of the dataset. 1.0 is the dataset held once;
+less than that is a dataset held once of which no process has read some pages yet, since they count for nobody.
 The hand-written loop beside it starts its ranks by ``torch.multiprocessing.spawn``, with a ``DistributedSampler``.
 """
 

@@ -18,6 +18,7 @@ from loader_kinds import (
     Buckets,
     Kind,
     OwnEntropy,
+    RankStream,
     Rows,
     Stream,
     TaggedLoader,
@@ -30,7 +31,7 @@ from simulated_ranks import SEED, Exchange, each, global_state, rank_steps, same
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from trainloop.data import StepShare, train_feed
+from trainloop.data import StepShare, eval_feed, train_feed
 from trainloop.errors import ConfigurationError
 
 # -- shares ------------------------------------------------------------------------------------------------------------
@@ -378,3 +379,22 @@ def test_indices_may_be_anything() -> None:
     assert sorted(i for rank in ranks for step in rank[0] for b in step.batches for i in indices(b)) == list(
         range(ROWS)
     )
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_asks_for_its_rank_has_to_say_why(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    loader: Any = DataLoader(RankStream(), 4, num_workers=workers)
+    feed = train_feed(loader, rank=1, world_size=2, seed=SEED, exchange_ints=lambda values: [values, values])
+    evaluation = eval_feed(loader, rank=1, world_size=2, seed=SEED)
+    message = r"RankStream asks torch.distributed.get_rank\(\) while it is iterated.*RankStream.is_distributed = True"
+    for batches in (feed.steps(1), evaluation.batches()):
+        with pytest.raises(ConfigurationError, match=message):
+            list(batches)
+
+    monkeypatch.setattr(RankStream, "is_distributed", True, raising=False)
+    feed = train_feed(loader, rank=1, world_size=2, seed=SEED, exchange_ints=lambda values: [values, values])
+    assert [i for step in feed.steps(1) for i in indices(step.batches[0])] == list(range(1, ROWS, 2))
+    monkeypatch.setattr(RankStream, "is_distributed", False)
+    feed = train_feed(loader, rank=1, world_size=2, seed=SEED, exchange_ints=lambda values: [values, values])
+    assert len([i for step in feed.steps(1) for batch in step.batches for i in indices(batch)]) == ROWS // 2 // 2

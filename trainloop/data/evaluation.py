@@ -183,9 +183,10 @@ class _Whole:
         length = None if loaders.is_stream(loader) else length_of(loader)
         self.num_batches = length * world_size if length is not None and each_its_own else length
         self.loader = loader
-        # An iterable dataset that knows nothing of workers would give each of its samples once a worker.
-        if loaders.is_stream(loader) and loader.num_workers > 0 and not loaders.iterates_itself(loader):
-            self.loader = stream_twin(loader, rank=0, world_size=1)
+        # Of an iterable dataset it has to be seen that no sample comes once a worker, and that all ranks read the same.
+        shared = world_size > 1 and not each_its_own
+        if loaders.is_stream(loader) and not loaders.iterates_itself(loader) and (shared or loader.num_workers > 0):
+            self.loader = stream_twin(loader, rank=0, world_size=1, shared=shared)
 
     def items(self) -> Iterator[tuple[tuple[int, int], Any]]:
         if self._seed is None:

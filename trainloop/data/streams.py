@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from typing import Any
 
+import torch.distributed as dist
 import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import IterableDataset, Sampler
 
 from trainloop.data.randomness import Aside, SeedOnArrival, seed_cpu
 from trainloop.data.twins import twin
+from trainloop.errors import ConfigurationError
 from trainloop.rng import derive_seed
 
 
@@ -47,14 +50,19 @@ class StreamShard(IterableDataset[Share]):
         Whose share.
     drop_last : bool
         Leave out a short global batch.
+    shared : bool
+        Whether other ranks read the stream as well, and each has to see the same.
     """
 
-    def __init__(self, dataset: Any, batch_size: int | None, rank: int, world_size: int, drop_last: bool) -> None:
+    def __init__(
+        self, dataset: Any, batch_size: int | None, rank: int, world_size: int, drop_last: bool, shared: bool
+    ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
         self.rank = rank
         self.world_size = world_size
         self.drop_last = drop_last
+        self.shared = shared
 
     def __iter__(self) -> Iterator[Any]:
         """Samples of this rank in each global batch (maybe none), and the batch's index in this worker."""
@@ -62,7 +70,7 @@ class StreamShard(IterableDataset[Share]):
         if _Arrived.seed is not None and worker is not None:
             # A persistent worker lives through many epochs, each of which starts from its own seed.
             seed_cpu(derive_seed(_Arrived.seed, worker.id_unasked))
-        stream = iter(self.dataset)
+        stream = _same_on_all_ranks(self.dataset) if self.shared else iter(self.dataset)
         size = (self.batch_size or 1) * self.world_size
         group_index = 0
         mine: list[Any] = []
@@ -82,6 +90,42 @@ class StreamShard(IterableDataset[Share]):
 
     def __len__(self) -> int:
         return -(-len(self.dataset) // ((self.batch_size or 1) * self.world_size))
+
+
+def _same_on_all_ranks(dataset: Any) -> Iterator[Any]:
+    """The dataset's samples, once the first has shown that they don't depend on the rank, as far as one can see.
+
+    Raises
+    ------
+    ConfigurationError
+        If the dataset asks torch.distributed for its rank, and says nothing of what it does with it.
+    """
+    asked: list[str] = []
+
+    def noting(name: str, function: Callable[..., int]) -> Callable[..., int]:
+        def ask(*args: Any, **kwargs: Any) -> int:
+            asked.append(name)
+            return function(*args, **kwargs)
+
+        return ask
+
+    own = {name: getattr(dist, name) for name in ("get_rank", "get_world_size") if hasattr(dist, name)}
+    for name, function in own.items():
+        setattr(dist, name, noting(name, function))
+    try:
+        stream = iter(dataset)
+        first = list(islice(stream, 1))
+    finally:
+        for name, function in own.items():
+            setattr(dist, name, function)
+    if asked and not hasattr(dataset, "is_distributed"):
+        kind = type(dataset).__name__
+        raise ConfigurationError(
+            f"{kind} asks torch.distributed.{asked[0]}() while it is iterated. If it shares its samples out among "
+            f"ranks, say so by an attribute, {kind}.is_distributed = True: each rank reads its own; "
+            f"if all copies give the same, is_distributed = False, and trainloop shares the samples out."
+        )
+    return chain(first, stream)
 
 
 class ShareCollate:
@@ -188,11 +232,11 @@ class WatchWorker:
             self.worker_init_fn(worker_id)
 
 
-def stream_twin(loader: Any, rank: int, world_size: int) -> Any:
+def stream_twin(loader: Any, rank: int, world_size: int, *, shared: bool) -> Any:
     """A loader of an iterable dataset that gives :class:`Share` objects: this rank's part of each global batch."""
     batch_size = None if loader.batch_sampler is None else loader.batch_size
     changes: dict[str, Any] = {
-        "dataset": StreamShard(loader.dataset, batch_size, rank, world_size, loader.drop_last),
+        "dataset": StreamShard(loader.dataset, batch_size, rank, world_size, loader.drop_last, shared),
         "sampler": EndlessSampler(),
         "batch_sampler": None,  # StreamShard cuts the stream into batches
         "collate_fn": ShareCollate(loader.collate_fn, batch_size is not None, rank, world_size),

@@ -1,0 +1,74 @@
+"""Batches on the GPU: pinned, copied ahead on a stream of their own, without the host waiting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainloop.data import eval_feed, train_feed
+
+pytestmark = pytest.mark.gpu
+
+
+def make_loader(**kwargs: Any) -> Any:
+    return DataLoader(TensorDataset(torch.arange(4096.0).reshape(1024, 4), torch.arange(1024)), 64, **kwargs)
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("kwargs", [{}, {"shuffle": True}, {"num_workers": 1, "pin_memory": True}], ids=str)
+def test_batches_arrive_on_the_gpu_in_order(seed: int | None, kwargs: dict[str, Any]) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    for _ in range(3):
+        torch.manual_seed(0)
+        expected = [step.batches[0] for step in train_feed(make_loader(**kwargs), seed=seed).steps(1)]
+        torch.manual_seed(0)
+        feed = train_feed(make_loader(**kwargs), seed=seed, device=device)
+        given = []
+        for step in feed.steps(1):
+            assert all(tensor.device == device for tensor in step.batches[0])
+            given.append([tensor * 1 for tensor in step.batches[0]])  # work on the current stream, as a step's would be
+        assert all(
+            torch.equal(a.cpu(), b)
+            for got, want in zip(given, expected, strict=True)
+            for a, b in zip(got, want, strict=True)
+        )
+
+
+def test_the_host_waits_for_nothing() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    feed = train_feed(make_loader(shuffle=True), seed=1, device=device)
+    list(feed.steps(1))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in feed.steps(1):
+            step.batches[0][0].sum()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_next_copy_is_under_way_while_a_step_runs() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    feed = train_feed(make_loader(), seed=1, device=device)
+    steps = feed.steps(1)
+    first = next(steps).batches[0][0]
+    torch.cuda._sleep(500_000_000)  # the current stream is busy for some tenths of a second
+    busy = torch.cuda.Event()
+    busy.record()
+    second = next(steps).batches[0][0]
+    assert not busy.query()  # the second batch was handed over without waiting for the first step
+    assert torch.equal(torch.cat([first, second]).cpu(), torch.arange(512.0).reshape(128, 4))
+
+
+def test_shapes_of_all_kinds_and_batches_that_are_there_already() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    batches = [
+        {"x": torch.ones(3), "there": torch.ones(3, device=device), "text": ["a", "b", "c"]},
+        (torch.ones(2), None),
+    ]
+    (first, second) = [batch for _, batch, _ in eval_feed(batches, device=device).batches()]
+    assert first["x"].device == first["there"].device == second[0].device == device
+    assert first["text"] == ["a", "b", "c"]
+    assert second[1] is None

@@ -1,0 +1,104 @@
+"""Batches of any shape: how many samples they hold, and how they are moved."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trainloop.data import count_samples, move_to
+
+Pair = namedtuple("Pair", "x y")
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+@dataclass
+class Record:
+    name: str
+    x: torch.Tensor
+
+
+class Graphs:
+    """As torch_geometric's batches: tensors over nodes, losses over graphs."""
+
+    num_graphs = 3
+
+    def __init__(self) -> None:
+        self.x = torch.ones(17, 2)
+
+    def to(self, device: torch.device) -> Graphs:
+        self.x = self.x.to(device)
+        return self
+
+
+class Points(list[Any]):
+    """A list that is not made from its items alone."""
+
+    def __init__(self, items: list[Any], scale: int) -> None:
+        super().__init__(items)
+        self.scale = scale
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        pytest.param(torch.ones(5, 2), 5, id="tensor"),
+        pytest.param([torch.ones(5, 2), torch.ones(5)], 5, id="list"),
+        pytest.param((torch.tensor(1.0), torch.ones(4)), 4, id="a number first"),
+        pytest.param({"text": ["a", "b", "c"], "x": torch.ones(3)}, 3, id="dict"),
+        pytest.param({"text": ["a", "b", "c"], "id": "run"}, 3, id="dict of strings"),
+        pytest.param(["a", "b"], 2, id="strings"),
+        pytest.param(["ab", "cd", "ef"], 3, id="longer strings"),
+        pytest.param([1, 2, 3], 3, id="numbers"),
+        pytest.param([["a", "b", "c", "d"], [1, 2, 3, 4]], 4, id="columns"),
+        pytest.param([{"a": 1}, {"a": 2}], 2, id="list of dicts"),
+        pytest.param(np.ones((6, 2)), 6, id="array"),
+        pytest.param(Pair(torch.ones(2), torch.ones(2)), 2, id="namedtuple"),
+        pytest.param({"deep": [{"er": (torch.ones(7),)}]}, 7, id="nested"),
+        pytest.param(UserDict(x=torch.ones(2)), 2, id="mapping"),
+        pytest.param(Record("r", torch.ones(4)), 4, id="dataclass"),
+        pytest.param(Graphs(), 3, id="graphs"),
+        pytest.param([torch.tensor(1.0), torch.tensor(2)], 1, id="one sample"),
+        pytest.param(torch.tensor(1.0), 1, id="a number"),
+        pytest.param(None, 1, id="nothing"),
+        pytest.param("text", 1, id="one string"),
+        pytest.param([], 1, id="empty list"),
+        pytest.param(torch.ones(0, 3), 0, id="no rows"),
+        pytest.param(range(8), 8, id="has a length"),
+    ],
+)
+def test_count_samples(batch: Any, samples: int) -> None:
+    assert count_samples(batch) == samples
+
+
+def test_count_samples_falls_back_to_what_is_known() -> None:
+    assert count_samples(torch.tensor(1.0), default=32) == 32
+    assert count_samples(torch.ones(3), default=32) == 3
+
+
+def test_move_to_keeps_the_shape_and_moves_every_tensor() -> None:
+    batch = {
+        "pair": Pair(torch.ones(2), [torch.ones(1), "text", 3, None]),
+        "ordered": OrderedDict(x=torch.ones(2)),
+        "mapping": UserDict(x=torch.ones(2)),
+        "tuple": (torch.ones(2), np.ones(2)),
+        "graphs": Graphs(),
+    }
+    moved = move_to(batch, META)
+    assert [type(value) for value in moved.values()] == [Pair, OrderedDict, UserDict, tuple, Graphs]
+    assert moved["pair"].x.device == moved["pair"].y[0].device == META
+    assert moved["pair"].y[1:] == ["text", 3, None]
+    assert moved["ordered"]["x"].device == moved["mapping"]["x"].device == moved["tuple"][0].device == META
+    assert isinstance(moved["tuple"][1], np.ndarray)
+    assert moved["graphs"].x.device == META
+    assert batch["pair"].x.device == CPU  # type: ignore[union-attr]
+
+
+def test_a_sequence_of_the_users_own_becomes_a_list_where_it_cant_be_made() -> None:
+    moved = move_to(Points([torch.ones(1)], scale=2), META)
+    assert type(moved) is list
+    assert moved[0].device == META
