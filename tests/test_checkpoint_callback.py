@@ -276,6 +276,24 @@ def test_a_resumed_run_owns_what_it_wrote_before(tmp_path: Path) -> None:
     assert again.best_path == keeper.best_path
 
 
+def test_a_branch_from_an_older_checkpoint_owns_nothing_of_the_run_it_left(tmp_path: Path) -> None:
+    StandIn(ModelCheckpoint(tmp_path, keep=None)).run(4)
+    state = checkpoint.load(tmp_path / "checkpoint-epoch=0001-step=00000010.pt")
+    branch = ModelCheckpoint(tmp_path, keep=1)
+    loop = StandIn(branch)
+    branch.on_train_begin()
+    branch.load_state_dict(state["callbacks"][0])
+    loop.epoch, loop.global_step = 2, 10
+    for _ in range(3):
+        loop.run_epoch()
+    assert steps(tmp_path) == [5, 10, 15, 20, 25]
+    assert branch.last_path == str(tmp_path / "checkpoint-epoch=0004-step=00000025.pt")
+    # Resumed in turn, the branch owns its own.
+    again = ModelCheckpoint(tmp_path, keep=1)
+    resumed(again).run_epoch()
+    assert steps(tmp_path) == [5, 10, 15, 20, 30]
+
+
 def test_leftovers_of_a_kill_go_with_the_next_checkpoint(tmp_path: Path) -> None:
     keeper = ModelCheckpoint(tmp_path)
     StandIn(keeper).run(1)

@@ -40,22 +40,18 @@ class Net(TTModel):
         return self(x.to(device)), y, {}
 
 
-class Tracked(TrainLoop):
-    """All that the three tracking loops bring along."""
-
-    def __init__(self, experiment: Experiment, val: Any = None, test: Any = None, **arguments: Any) -> None:
-        torch.manual_seed(0)
-        model = Net()
-        data = DataLoader(make_data(), batch_size=16)
-        options = {"validation_loader": data, "test_loader": data, "progress_bar": False, **arguments}
-        super().__init__(
-            model, data, optimizer=torch.optim.Adam(model.parameters()), criterion=nn.CrossEntropyLoss(), **options
-        )
-        self.end = ExperimentEndSave(experiment, val, test)
-        self.brought = [ExperimentRecord(experiment), ExperimentCheckpoint(experiment), self.end]
-
-    def _own_callbacks(self) -> list[Any]:
-        return self.brought
+def tracked(experiment: Experiment, val: Any = None, test: Any = None, **arguments: Any) -> tuple[TrainLoop, Any]:
+    """A loop with all that the three tracking loops bring along, and what saves at its end."""
+    torch.manual_seed(0)
+    model = Net()
+    data = DataLoader(make_data(), batch_size=16)
+    options = {"validation_loader": data, "test_loader": data, "progress_bar": False, **arguments}
+    optimizer = torch.optim.Adam(model.parameters())
+    loop = TrainLoop(model, data, optimizer=optimizer, criterion=nn.CrossEntropyLoss(), **options)
+    end = ExperimentEndSave(experiment, val, test)
+    brought = [ExperimentRecord(experiment), ExperimentCheckpoint(experiment), end]
+    loop._own_callbacks = lambda: brought  # type: ignore[method-assign]
+    return loop, end
 
 
 def rows(y_pred: Any, y_true: Any, metadata: Any) -> int:
@@ -83,7 +79,7 @@ def test_an_experiment_end_to_end(tmp_path: Path) -> None:
     }  # fmt: skip
     given = dict(hyperparams)
     experiment = Experiment("digits", "baseline", tmp_path / "results", hyperparams, source_dirs=[sources])
-    loop = Tracked(experiment, val=ClassificationResultPackage(), test=[rows])
+    loop, end = tracked(experiment, val=ClassificationResultPackage(), test=[rows])
     loop.fit(num_epochs=2)
 
     assert hyperparams == given, "the user's own dict is left alone"
@@ -102,7 +98,7 @@ def test_an_experiment_end_to_end(tmp_path: Path) -> None:
     assert [c.info.epoch for c in checkpoint.checkpoints(folder / "checkpoints") if c.info] == [0, 1]
 
     report = json.loads((folder / "results" / "report.json").read_text())
-    assert report["results"] == loop.end.results
+    assert report["results"] == end.results
     assert report["results"]["test"] == {"rows": 101.0}
     y_pred, y_true, _ = loop.predict_on_validation_set()
     assert report["results"]["validation"]["accuracy"] == float((y_pred.argmax(1) == y_true).double().mean())
@@ -123,12 +119,12 @@ def test_an_experiment_end_to_end(tmp_path: Path) -> None:
 
 def test_resuming_goes_on_in_the_folder_of_the_run_before(tmp_path: Path) -> None:
     first = Experiment("p", "e", tmp_path)
-    Tracked(first).fit(num_epochs=1)
+    tracked(first)[0].fit(num_epochs=1)
     (tmp_path / "p" / "e_2099-01-01_00-00-00").mkdir()  # began, and was killed before its first checkpoint
     (tmp_path / "p" / "e_of another").mkdir()
     second = Experiment("p", "e", tmp_path)
     assert second.timestamp != first.timestamp
-    loop = Tracked(second)
+    loop, _ = tracked(second)
     loop.fit(num_epochs=3, resume_from="last")
     assert second.timestamp == first.timestamp
     assert loop.epoch == 3
@@ -141,7 +137,7 @@ def test_resuming_goes_on_in_the_folder_of_the_run_before(tmp_path: Path) -> Non
 
 def test_a_fresh_start_where_there_is_nothing_to_resume(tmp_path: Path) -> None:
     experiment = Experiment("p", "e", tmp_path)
-    loop = Tracked(experiment)
+    loop, _ = tracked(experiment)
     loop.fit(num_epochs=1, resume_from="last")
     assert (loop.epoch, os.listdir(tmp_path / "p")) == (1, [f"e_{experiment.timestamp}"])
 
@@ -190,9 +186,9 @@ def test_in_a_notebook_the_cells_are_kept(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_package_may_ask_for_the_loss(tmp_path: Path) -> None:
-    loop = Tracked(Experiment("p", "e", tmp_path, {"lr": 0.1}), test=WithLoss())
+    loop, end = tracked(Experiment("p", "e", tmp_path, {"lr": 0.1}), test=WithLoss())
     loop.fit(num_epochs=1)
-    assert loop.end.results["test"]["loss"] == pytest.approx(loop.evaluate_loss_on_test_set())
+    assert end.results["test"]["loss"] == pytest.approx(loop.evaluate_loss_on_test_set())
 
 
 def test_a_package_that_fails_costs_a_warning_and_not_the_model(tmp_path: Path) -> None:
@@ -200,10 +196,10 @@ def test_a_package_that_fails_costs_a_warning_and_not_the_model(tmp_path: Path) 
         raise ValueError("no such class")
 
     experiment = Experiment("p", "e", tmp_path)
-    loop = Tracked(experiment, val=fails, test=rows)
+    loop, end = tracked(experiment, val=fails, test=rows)
     with pytest.warns(RuntimeWarning, match=r"the validation result package failed: ValueError: no such class"):
         loop.fit(num_epochs=1)
-    assert loop.end.results == {"test": {"rows": 101.0}}
+    assert end.results == {"test": {"rows": 101.0}}
     report = json.loads(experiment.folder.read_text("results/report.json"))
     assert report["problems"] == ["the validation result package failed: ValueError: no such class"]
     assert "Problems" in experiment.folder.read_text("results/report.txt")
@@ -226,7 +222,7 @@ def test_arguments_are_checked(tmp_path: Path, arguments: Any, message: str) -> 
 
 
 def test_a_package_without_its_data_is_told_before_training(tmp_path: Path) -> None:
-    loop = Tracked(Experiment("p", "e", tmp_path), test=rows, test_loader=None)
+    loop, _ = tracked(Experiment("p", "e", tmp_path), test=rows, test_loader=None)
     with pytest.raises(ConfigurationError, match=r"test_result_package is given, but no test_loader to evaluate it on"):
         loop.fit(num_epochs=1)
     assert not (tmp_path / "p").exists()
@@ -250,9 +246,9 @@ def test_an_experiment_in_memory_by_url() -> None:
     fsspec = pytest.importorskip("fsspec")
     try:
         experiment = Experiment("p", "e", "memory://test-tracking")
-        Tracked(experiment, val=rows).fit(num_epochs=1)
+        tracked(experiment, val=rows)[0].fit(num_epochs=1)
         again = Experiment("p", "e", "memory://test-tracking")
-        loop = Tracked(again, val=rows)
+        loop, _ = tracked(again, val=rows)
         loop.fit(num_epochs=2, resume_from="last")
         assert again.timestamp == experiment.timestamp
         assert len(loop.history["loss"]) == 2

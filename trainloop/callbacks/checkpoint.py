@@ -110,7 +110,7 @@ class ModelCheckpoint(AbstractCallback):
         self.best_value: float | None = None
         self._metric = Monitor(monitor, mode, owner="ModelCheckpoint") if monitor is not None else None
         self._folder = checkpoint.folder(dirpath)
-        # Who wrote a file. A resumed run takes over the name from the checkpoint it goes on from.
+        # Who wrote a file; a resumed run goes on under the same name.
         self._run = f"{time.time_ns():x}-{uuid4().hex[:8]}"
         self._files: list[Checkpoint] | None = None  # this run's, oldest first; None: not looked up yet
         self._stamp = 0
@@ -207,9 +207,9 @@ class ModelCheckpoint(AbstractCallback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._run = state["run"]
         self._saved_step = state["step"]
-        self._files = None
+        if self.train_loop_obj.is_global_zero:
+            self._take_over(state["run"], state["step"])
         if self._metric is not None and state["monitor"] == self.monitor:
             self._metric.load_state_dict(state["metric"])
             self.best_value = state["best_value"]
@@ -252,9 +252,11 @@ class ModelCheckpoint(AbstractCallback):
 
     def on_train_end(self) -> None:
         self.save_now("end")
+        self._host_copy = checkpoint.HostCopy()  # gives the memory back
 
     def on_exception(self, exception: BaseException) -> None:
         self._finish_writing()
+        self._host_copy = checkpoint.HostCopy()
 
     def _prepare(self) -> None:
         """After the first step, when optimizers have their state: find the memory that copies will need."""
@@ -316,6 +318,13 @@ class ModelCheckpoint(AbstractCallback):
             self._stamp = max([self._stamp, *(file.info.stamp for file in found if file.info is not None)])
             self._files = [file for file in found if file.info is not None and file.info.run == self._run]
         return self._files
+
+    def _take_over(self, run: str, step: int) -> None:
+        """Go on as ``run``, and own its files, from its newest checkpoint here. From an older one this is a branch."""
+        found = [file.info for file in checkpoint.checkpoints(self._folder) if file.info and file.info.run == run]
+        if found and found[-1].step == step:
+            self._run = run
+        self._files = None
 
     def _finish_writing(self) -> None:
         """Wait for the threads, where there are any, and tell what went wrong in writing."""
