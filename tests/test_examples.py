@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -55,8 +56,10 @@ def run(command: list[str], folder: Path, timeout_s: float = 110) -> str:
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        output, _ = process.communicate()
+        # The whole tree: torchrun gives its workers sessions of their own, and they hold the pipe.
+        for child in [*psutil.Process(process.pid).children(recursive=True), process]:
+            child.kill()
+        output, _ = process.communicate(timeout=5)
         pytest.fail(f"{command} ran longer than {timeout_s} s:\n{output[-3000:]}")
     assert process.returncode == 0, output[-6000:]
     return output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -176,17 +177,28 @@ def join(
 def _process_group(me: Rank, backend: str, init_method: str | None, timeout_s: float) -> Iterator[None]:
     if init_method is None:
         init_method = "env://" if "RANK" in os.environ and "MASTER_ADDR" in os.environ else meeting_point(os.environ)
-    dist.init_process_group(
-        backend,
-        init_method=init_method,
-        rank=me.rank,
-        world_size=me.world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    timeout = timedelta(seconds=timeout_s)
+    store = _fresh_store(init_method, me, timeout)
+    dist.init_process_group(backend, store=store, rank=me.rank, world_size=me.world_size, timeout=timeout)
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+_stores: dict[str, dist.Store] = {}
+_group_number = itertools.count()
+
+
+def _fresh_store(init_method: str, me: Rank, timeout: timedelta) -> dist.Store:
+    """A store for one process group, where no earlier group of these processes has left its addresses.
+
+    torchrun's store outlives the groups: in the next one, a rank would read where another *was*, and wait for it there.
+    So a process keeps one store, and each group, the n-th on all ranks alike, has a part of it for itself.
+    """
+    if init_method not in _stores:
+        _stores[init_method] = next(dist.rendezvous(init_method, me.rank, me.world_size, timeout=timeout))[0]
+    return dist.PrefixStore(f"trainloop-{next(_group_number)}", _stores[init_method])
 
 
 @contextlib.contextmanager
