@@ -443,11 +443,11 @@ HINTS = {
     "OutOfMemoryError: CUDA out of memory. Tried to allocate": "the GPU's memory ran out",
     "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried": "memory ran out",
     "MemoryError: ": "memory ran out",
-    "RuntimeError: The server socket has failed to listen. EADDRINUSE: Address already in use": "the port is taken",
+    "RuntimeError: The server socket has failed. EADDRINUSE: Address already in use": "the port is taken",
     "OSError: [Errno 24] Too many open files": "file descriptors ran out",
     "RuntimeError: unable to write to file </torch_1_2>: unable to mmap 8 bytes from shared memory": "shared memory ran",
     "RuntimeError: DataLoader worker (pid 5) is killed by signal: Bus error.": "shared memory ran out",
-    "ConnectionResetError: in torch/utils/data/dataloader.py: ConnectionResetError": "a DataLoader worker died",
+    "ConnectionResetError: in data/dataloader.py: ConnectionResetError": "a DataLoader worker died",
     "RuntimeError: Expected to have finished reduction in the prior iteration": "find_unused_parameters",
     "RuntimeError: op.preamble.length <= op.nbytes. 20 vs 12": "different collectives",
 }

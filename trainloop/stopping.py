@@ -26,7 +26,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -95,12 +95,22 @@ class SharedStop:
         This rank among those that share the words; the launching process takes ``rank=-1`` and only requests.
     timeout_s : float
         How long a rank that votes to stop waits for the others to come to the boundary.
+    pids : sequence of int, optional
+        Process of each rank, where no launching process watches them: who waits for one that has died gives up.
     """
 
     _REQUESTED, _ABORTED, _VOTES = 0, 1, 2
 
-    def __init__(self, words: memoryview, rank: int, world_size: int, timeout_s: float = 1800.0) -> None:
+    def __init__(
+        self,
+        words: memoryview,
+        rank: int,
+        world_size: int,
+        timeout_s: float = 1800.0,
+        pids: Sequence[int] | None = None,
+    ) -> None:
         self._words = words
+        self._pids = pids
         self._reason_bytes = words.cast("B")
         self._rank = rank
         self._others = [r for r in range(world_size) if r != rank]
@@ -162,7 +172,7 @@ class SharedStop:
         for rank in self._others:
             pause_s = 20e-6
             while (vote := words[self._VOTES + rank]) >> _BITS < boundary:
-                if self.aborted:
+                if self.aborted or (self._pids is not None and pause_s >= 1e-3 and _is_dead(self._pids[rank])):
                     raise ConnectionAbortedError("another rank failed while this one waited for it at a step boundary")
                 if time.monotonic() > deadline:
                     raise TimeoutError(
@@ -177,6 +187,16 @@ class SharedStop:
                 return 0
             agreed |= reasons
         return agreed
+
+
+def _is_dead(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
 
 
 class GroupStop:

@@ -1,0 +1,291 @@
+"""Stopping at one boundary: the same on all ranks, whoever asked and when; and signals that become requests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainloop.stopping import (
+    CHECKPOINT,
+    EARLY_STOP,
+    INTERRUPT,
+    TERMINATE,
+    GroupStop,
+    LocalStop,
+    SharedStop,
+    StopAgreement,
+    signals,
+)
+
+Plan = dict[tuple[int, int], int]
+"""Reasons by (rank, boundary) before which that rank asks for them."""
+
+
+def shared(world_size: int, timeout_s: float = 20.0) -> list[SharedStop]:
+    words = memoryview(bytearray(8 * SharedStop.num_words(world_size))).cast("q")
+    return [SharedStop(words, rank, world_size, timeout_s) for rank in range(world_size)]
+
+
+def run(stop: StopAgreement, rank: int, plan: Plan, steps: int, delays: dict[int, float] | None = None) -> Any:
+    """Boundary and reasons at which this rank stopped; ``None`` if it came to the end."""
+    for boundary in range(1, steps + 1):
+        if delays:
+            time.sleep(delays.get(rank, 0))
+        if (rank, boundary) in plan:
+            stop.request(plan[rank, boundary])
+        if reasons := stop.reached():
+            return boundary, reasons
+    return None
+
+
+def run_all(stops: list[Any], plan: Plan, steps: int, delays: dict[int, float] | None = None) -> list[Any]:
+    with ThreadPoolExecutor(len(stops)) as pool:
+        return list(pool.map(lambda rank: run(stops[rank], rank, plan, steps, delays), range(len(stops))))
+
+
+@pytest.fixture
+def grouped() -> Iterator[Callable[[int], list[GroupStop]]]:
+    """Agreements over Gloo groups of threads, which share no memory."""
+    made: list[Any] = []
+
+    def make(world_size: int) -> list[GroupStop]:
+        store = dist.HashStore()
+        with ThreadPoolExecutor(world_size) as pool:
+            groups = list(
+                pool.map(
+                    lambda rank: dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=20)),
+                    range(world_size),
+                )
+            )
+        made.extend(groups)
+        return [GroupStop(_Direct(group), world_size) for group in groups]
+
+    yield make
+    made.clear()
+
+
+class _Direct:
+    """A raw process group with the one call that an agreement makes of torch.distributed."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+
+@pytest.fixture(autouse=True)
+def raw_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    everyday = dist.all_reduce
+
+    def all_reduce(tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+        if isinstance(group, _Direct):
+            return group.group.allreduce([tensor])
+        return everyday(tensor, group=group, async_op=async_op)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+
+
+# -- all ranks at one boundary -----------------------------------------------------------------------------------------
+
+
+def test_one_process_stops_at_the_next_boundary() -> None:
+    assert run(LocalStop(), 0, {(0, 4): EARLY_STOP | TERMINATE}, 10) == (4, EARLY_STOP | TERMINATE)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_without_a_request_nobody_stops_or_waits(world_size: int) -> None:
+    assert [run(stop, rank, {}, 50) for rank, stop in enumerate(shared(world_size))] == [None] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_what_all_ask_for_holds_at_once(world_size: int) -> None:
+    plan = {(rank, 7): EARLY_STOP for rank in range(world_size)}
+    assert run_all(shared(world_size), plan, 20) == [(7, EARLY_STOP)] * world_size
+
+
+@pytest.mark.parametrize("slow_rank", [0, 1])
+def test_a_rank_that_lags_or_leads_stops_with_the_others(slow_rank: int) -> None:
+    outcomes = run_all(shared(2), {(1, 3): INTERRUPT}, 1000, delays={slow_rank: 0.002})
+    assert len(set(outcomes)) == 1
+    boundary, reasons = outcomes[0]
+    assert reasons == INTERRUPT
+    assert boundary < 1000
+
+
+plans = st.dictionaries(
+    st.tuples(st.integers(0, 2), st.integers(1, 30)), st.sampled_from([1, 2, 4, 8, 5, 15]), min_size=1, max_size=5
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plan=plans, delays=st.dictionaries(st.integers(0, 2), st.sampled_from([0.0, 0.0002, 0.001]), max_size=3))
+def test_any_requests_at_any_speed_have_one_outcome(plan: Plan, delays: dict[int, float]) -> None:
+    outcomes = run_all(shared(3), plan, 400, delays)
+    assert len(set(outcomes)) == 1, outcomes
+    asked = 0
+    for reasons in plan.values():
+        asked |= reasons
+    if outcomes[0] is not None:
+        assert outcomes[0][1] & ~asked == 0
+
+
+def test_the_launching_process_asks_and_gives_up() -> None:
+    words = memoryview(bytearray(8 * SharedStop.num_words(2))).cast("q")
+    parent, zero, one = SharedStop(words, -1, 2), SharedStop(words, 0, 2), SharedStop(words, 1, 2)
+    parent.request(TERMINATE | CHECKPOINT)
+    assert parent.requested == TERMINATE | CHECKPOINT
+    assert run_all([zero, one], {}, 5) == [(1, TERMINATE | CHECKPOINT)] * 2
+    parent.abort()
+    assert zero.aborted
+    with pytest.raises(ConnectionAbortedError, match="another rank failed while this one waited"):
+        zero.reached()
+    for stop in (one, zero, parent):
+        stop.release()
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    zero, one = shared(2, timeout_s=0.2)
+    one.reached()
+    zero.reached()
+    zero.request(EARLY_STOP)
+    with pytest.raises(
+        TimeoutError, match=r"rank 1 did not come to step boundary 2 within 0.2 s \(it is at 1\); rank 0"
+    ):
+        zero.reached()
+
+
+def test_a_boundary_costs_next_to_nothing() -> None:
+    """Under 5 microseconds of this process's own time, so that a busy machine changes nothing."""
+    stop = shared(8)[3]
+    best = float("inf")
+    for _ in range(5):
+        start = time.thread_time()
+        for _ in range(20_000):
+            stop.reached()
+        best = min(best, (time.thread_time() - start) / 20_000)
+    assert best < 5e-6, best
+
+
+def test_ranks_without_shared_memory_stop_at_one_boundary(grouped: Callable[[int], list[GroupStop]]) -> None:
+    all_ask = {(rank, 7): EARLY_STOP for rank in range(3)}
+    stops = grouped(3)
+    assert run_all(stops, all_ask, 20) == [(7, EARLY_STOP)] * 3
+    stops = grouped(3)
+    assert run_all(stops, {(2, 4): TERMINATE}, 20) == [(5, TERMINATE)] * 3
+    for stop in stops:
+        stop.finish()
+    assert run_all(grouped(2), {}, 20) == [None] * 2
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def test_signals_become_requests_and_the_users_handlers_run() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        mine = signal.getsignal(signal.SIGTERM)
+        stop = LocalStop()
+        with signals(stop):
+            send(signal.SIGTERM)
+        assert stop.reached() == TERMINATE
+        assert seen == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_what_the_users_handler_raises_waits_for_the_end() -> None:
+    before = signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
+    stop, done = LocalStop(), False
+    try:
+        with pytest.raises(SystemExit, match="7"), signals(stop):
+            send(signal.SIGUSR1)
+            done = True
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert done
+    assert stop.reached() == CHECKPOINT
+
+
+def test_the_first_ctrl_c_waits_and_the_second_does_not() -> None:
+    lines: list[str] = []
+    stop = LocalStop()
+    with pytest.raises(KeyboardInterrupt), signals(stop, say=lines.append):
+        send(signal.SIGINT)
+        assert stop.reached() == INTERRUPT
+        send(signal.SIGINT)
+        raise AssertionError("not reached")
+    assert lines == ["Interrupted: training stops after this step. Ctrl-C again stops at once."]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_contexts_for_one_stop_are_one() -> None:
+    lines: list[str] = []
+    stop = LocalStop()
+    with signals(stop, say=lines.append), signals(stop, say=lines.append):
+        send(signal.SIGINT)
+    assert len(lines) == 1
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    stop = LocalStop()
+    try:
+        with signals(stop):
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+            send(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert stop.reached() == 0
+
+
+def test_other_threads_install_nothing() -> None:
+    handlers: list[Any] = []
+
+    def work() -> None:
+        with signals(LocalStop()):
+            handlers.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.getsignal(signal.SIGTERM)]
+
+
+IN_A_FORK = """
+import os, signal, time
+from trainloop.stopping import LocalStop, signals
+stop = LocalStop()
+with signals(stop):
+    pid = os.fork()
+    if pid == 0:
+        os.kill(os.getpid(), signal.SIGINT)   # the group's; the process it serves goes on for a while
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("alive", flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)  # the second is meant for it
+        print("not reached", flush=True)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), stop.reached())
+"""
+
+
+def test_a_forked_worker_outlives_the_groups_signals_for_a_while() -> None:
+    done = subprocess.run([sys.executable, "-c", IN_A_FORK], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["alive", "-15", "0"]
+    assert done.stderr == ""
