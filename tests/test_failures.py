@@ -445,7 +445,7 @@ HINTS = {
     "MemoryError: ": "memory ran out",
     "RuntimeError: The server socket has failed. EADDRINUSE: Address already in use": "the port is taken",
     "OSError: [Errno 24] Too many open files": "file descriptors ran out",
-    "RuntimeError: unable to write to file </torch_1_2>: unable to mmap 8 bytes from shared memory": "shared memory ran",
+    "RuntimeError: unable to write to file </torch_1>: unable to mmap 8 bytes from shared memory": "shared memory ran",
     "RuntimeError: DataLoader worker (pid 5) is killed by signal: Bus error.": "shared memory ran out",
     "ConnectionResetError: in data/dataloader.py: ConnectionResetError": "a DataLoader worker died",
     "RuntimeError: Expected to have finished reduction in the prior iteration": "find_unused_parameters",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import mmap
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,10 +14,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from trainloop.distributed import Rank
+from trainloop.distributed import Rank, barrier, exchange_ints
 from trainloop.errors import ConfigurationError
 from trainloop.launch.rank_process import started_by_launch
-from trainloop.stopping import GroupStop, LocalStop, StopAgreement, signals
+from trainloop.stopping import GroupStop, LocalStop, SharedStop, StopAgreement, signals
+from trainloop.transfer.pages import anonymous_file
 
 __all__ = ["join", "joined"]
 
@@ -201,11 +203,40 @@ def _fresh_store(init_method: str, me: Rank, timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(f"trainloop-{next(_group_number)}", _stores[init_method])
 
 
+def _common_words(me: Rank) -> memoryview | None:
+    """Words that all ranks of this machine map, from a file of rank 0; ``None`` where it can't be opened."""
+    fd = anonymous_file("stop") if me.rank == 0 else -1
+    try:
+        if me.rank == 0:
+            os.ftruncate(fd, 8 * SharedStop.num_words(me.world_size))
+        pid, number, inode = exchange_ints([os.getpid(), fd, os.fstat(fd).st_ino if me.rank == 0 else 0])[0]
+        words = None
+        # Another container's process may have that number: the file's own number tells.
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/fd/{number}", "r+b", buffering=0) as file:
+            if os.fstat(file.fileno()).st_ino == inode:
+                words = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+        barrier()  # rank 0 keeps the file open until all have mapped it
+        return words
+    finally:
+        if me.rank == 0:
+            os.close(fd)
+
+
 @contextlib.contextmanager
 def _agreement(me: Rank, timeout_s: float) -> Iterator[StopAgreement]:
+    """Through shared memory where all ranks have one, else through a Gloo group of its own."""
     if me.world_size == 1:
         yield LocalStop()
         return
+    if me.local_world_size == me.world_size:
+        words = _common_words(me)
+        pids = [pid for (pid,) in exchange_ints([os.getpid()])]
+        if all(found for (found,) in exchange_ints([int(words is not None)])):
+            assert words is not None
+            shared = SharedStop(words, me.rank, me.world_size, timeout_s, pids)
+            yield shared
+            shared.release()
+            return
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     stop = GroupStop(group, me.world_size)
     yield stop
