@@ -13,7 +13,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -175,10 +175,16 @@ def started_processes(pid: int) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize("repeats", REPEATS)
-@pytest.mark.parametrize(
-    ("fault", "on_rank", "exitcode", "message", "traceback"), FAULTS, ids=lambda x: getattr(x, "__name__", None)
-)
+def fault_cases() -> Iterator[Any]:
+    """Each fault once, some of them by default; and each 20 times."""
+    for fault, on_rank, *expected in FAULTS:
+        name = f"{fault.__name__} on rank {on_rank}"
+        always = (fault, on_rank) in [(raises, 1), (is_killed, 0), (exits_with_3, 1)]
+        yield pytest.param(fault, on_rank, *expected, 1, id=name, marks=[] if always else pytest.mark.slow)
+        yield pytest.param(fault, on_rank, *expected, 20, id=f"{name}, 20 times", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("fault", "on_rank", "exitcode", "message", "traceback", "repeats"), fault_cases())
 def test_the_first_failure_ends_all(
     fault: Callable[[int], None],
     on_rank: int,
@@ -248,7 +254,9 @@ HANGS: dict[str, tuple[Callable[[StopAgreement], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", HANGS)
+@pytest.mark.parametrize(
+    "name", [n if n == "a collective on one rank only" else pytest.param(n, marks=pytest.mark.slow) for n in HANGS]
+)
 def test_a_hang_shows_who_waits_for_whom(name: str) -> None:
     function, stack = HANGS[name]
     timeout_s = 3.0
@@ -273,6 +281,7 @@ def both_wait_for_the_other(stop: StopAgreement) -> None:
         dist.recv(torch.ones(1), src=0)
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_each_other() -> None:
     with pytest.raises(WorkerFailedError) as caught:
         launch(both_wait_for_the_other, ranks_per_node=2, timeout_s=3)
@@ -370,6 +379,7 @@ def test_one_ctrl_c_stops_all_at_a_step(repeats: int, tmp_path: Path) -> None:
         assert running.process.returncode == 0
 
 
+@pytest.mark.slow
 def test_the_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     running = Running(tmp_path, pause_s=1000)
     os.killpg(running.process.pid, signal.SIGINT)
@@ -383,6 +393,7 @@ def test_the_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     assert (tmp_path / "finally-1").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["parent", "rank 1", "all"])
 @pytest.mark.parametrize(("number", "reason"), [(signal.SIGTERM, 4), (signal.SIGUSR1, 8)])
 def test_a_request_by_signal_reaches_all_ranks(to: str, number: int, reason: int, tmp_path: Path) -> None:
