@@ -195,6 +195,21 @@ MODULES = ["trainloop", *(found.name for found in pkgutil.walk_packages(trainloo
 NEEDS = {"trainloop.callbacks.wandb": "wandb", "trainloop.callbacks.mlflow": "mlflow"}
 
 
+# Examples that show what a run of somebody's own prints: its numbers, its date.
+NOT_COMPARED = {
+    "trainloop.callbacks.gradient.GradientStats",
+    "trainloop.callbacks.tensorboard.TensorBoard",
+    "trainloop.callbacks.train_schedule.LearningRateMonitor",
+}
+# And those that need a training that fails, or one that has been.
+NOT_RUN = {
+    "trainloop.callbacks.nan.NonFinite",
+    "trainloop.callbacks.nan.TerminateOnNaN",
+    "trainloop.callbacks.ddp.DistributedSamplerSetEpoch",
+    "trainloop.callbacks.model_load.ModelLoadContinueTraining",
+}
+
+
 class _WhereShown(doctest.OutputChecker):
     """Compare output only where the example shows some: most call ``fit``, and show nothing."""
 
@@ -204,12 +219,12 @@ class _WhereShown(doctest.OutputChecker):
 
 def names_of_docstrings() -> dict[str, Any]:
     """What examples in docstrings may use beside their own module: a loop over sixteen rows, and all callbacks."""
-    from trainloop import callbacks, schedulers
+    from trainloop import callbacks, result_package, schedulers
 
     names = dict(vars(torch.optim.lr_scheduler))
-    names |= {name: getattr(home, name) for home in (schedulers, callbacks) for name in home.__all__}
+    names |= {name: getattr(home, name) for home in (schedulers, callbacks, result_package) for name in home.__all__}
     names |= {"torch": torch, "nn": nn, "DataLoader": DataLoader, "TrainLoop": trainloop.TrainLoop}
-    model, data = Net(), conftest.make_data(16, features=4, classes=2)
+    model, data = Net(), conftest.make_data(80, features=4, classes=2)
     loader = DataLoader(data, batch_size=8)
     optimizer, criterion = torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss()
     names |= {"model": model, "optimizer": optimizer, "criterion": criterion, "device": torch.device("cpu")}
@@ -231,6 +246,10 @@ class Net(trainloop.TTBasicModel):
         super().__init__()
         self.encoder, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
 
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        self.log("accuracy", 1.0)
+        return super().get_loss(batch_data, criterion, device)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.encoder(x))
 
@@ -240,7 +259,8 @@ def make_train_loader(*_: Any) -> DataLoader[Any]:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples_in_docstrings_run(name: str, folder: Path, may_leave: Any) -> None:
+def test_examples_in_docstrings_run(name: str, folder: Path, may_leave: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder))  # for what is saved under ~/
     may_leave("/mpl-data/fonts/")  # matplotlib keeps its fonts open
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
@@ -248,10 +268,13 @@ def test_examples_in_docstrings_run(name: str, folder: Path, may_leave: Any) -> 
     found = doctest.DocTestFinder(exclude_empty=True).find(module, extraglobs={"tmp_path": folder})
     runner = doctest.DocTestRunner(_WhereShown(), optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     for case in found:
-        if case.examples:
-            own = case.globs
-            case.globs = {**names_of_docstrings(), **own}
-            runner.run(case)
+        if not case.examples or case.name in NOT_RUN:
+            continue
+        if case.name in NOT_COMPARED:
+            for example in case.examples:
+                example.want = ""
+        case.globs = {**names_of_docstrings(), **case.globs}
+        runner.run(case)
     result = runner.summarize(verbose=False)
     assert result.failed == 0, f"{result.failed} of {result.attempted} examples in {name} fail; see above"
 
