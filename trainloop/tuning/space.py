@@ -36,6 +36,7 @@ class Choice:
     """The values, in the order of the grid."""
 
     def sample(self, rng: np.random.Generator) -> Any:
+        """One of the values, each as likely."""
         return self.values[int(rng.integers(len(self.values)))]
 
 
@@ -54,6 +55,7 @@ class Uniform:
         _check_bounds(self, 0.0)
 
     def sample(self, rng: np.random.Generator) -> float:
+        """A number between the bounds, evenly over them or over their logarithm."""
         if self.log:
             value = math.exp(rng.uniform(math.log(self.low), math.log(self.high)))
             return min(max(value, self.low), self.high)
@@ -75,6 +77,7 @@ class Integers:
         _check_bounds(self, 1)
 
     def sample(self, rng: np.random.Generator) -> int:
+        """A whole number from the bounds, both included, evenly over them or over their logarithm."""
         if self.log:
             value = math.exp(rng.uniform(math.log(self.low - 0.5), math.log(self.high + 0.5)))
             return min(max(round(value), self.low), self.high)
