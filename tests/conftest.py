@@ -24,6 +24,9 @@ from torch.utils.data import DataLoader, TensorDataset
 # run a hundred threads. Set before the first test, so that children inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+# A shell's background jobs (nohup make test &) ignore Ctrl-C, and so would every process the tests press it for.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ODD_LENGTH = 101  # divisible by no batch size and no number of ranks that the tests use
 
