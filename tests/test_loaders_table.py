@@ -126,3 +126,41 @@ def test_streams_of_10_and_7_batches_are_trained_once(quick: list[dict[str, Any]
     first, second = ([i for batch in rank["edges"]["streamed"] for i in batch] for rank in quick)
     assert first == list(range(40))
     assert second == list(range(40, 68))
+
+
+SCRIPT = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from loaders_job import Linear, make_loop
+from loader_kinds import make_rows
+
+
+class Mine(Dataset):
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, index):
+        return tuple(column[index] for column in make_rows())
+
+
+def collate(samples):
+    return tuple(map(torch.stack, zip(*samples)))
+
+
+if __name__ == "__main__":
+    loader = DataLoader(Mine(), 2, num_workers=1, collate_fn=collate, multiprocessing_context="spawn")
+    loop = make_loop(Linear(), loader, loader, 2, "ddp")
+    loop.fit(num_epochs=1)
+    print(loop.predict_on_test_set()[2]["index"].tolist())
+"""
+
+
+@pytest.mark.slow
+def test_workers_that_ranks_spawn_find_what_main_defines(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert done.stdout.splitlines()[-1] == str(list(range(9)))

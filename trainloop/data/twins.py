@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
+import types
+from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
@@ -24,6 +27,8 @@ def twin(loader: Loader, **changes: Any) -> Loader:
     copy.__dict__.update(changes)
     if copy.num_workers > 0 and copy.multiprocessing_context is None and _spawned_by_inheritance():
         copy.multiprocessing_context = multiprocessing.get_all_start_methods()[0]
+    if type(copy.multiprocessing_context) is SpawnContext and not hasattr(sys.modules["__main__"], "__file__"):
+        copy.multiprocessing_context = _ContextWithMain()
     return copy
 
 
@@ -44,3 +49,37 @@ def _spawned_by_inheritance() -> bool:
     """
     platforms_own = multiprocessing.get_all_start_methods()[0]
     return multiprocessing.parent_process() is not None and multiprocessing.get_start_method() != platforms_own
+
+
+# A spawned process runs the script of the one that spawned it, to find there what pickles name of ``__main__``. A rank
+# runs no script: what it has of the user's ``__main__`` was sent to it, and it sends that on to workers it spawns.
+
+
+class _ProcessWithMain(SpawnProcess):
+    def __getstate__(self) -> dict[str, Any]:
+        # The first entry is unpickled first, before the dataset that needs it.
+        return {"_main": _Main(), **self.__dict__}
+
+
+class _ContextWithMain(SpawnContext):
+    Process = _ProcessWithMain
+
+
+class _Main:
+    """Classes and functions of ``__main__``; put into another process's ``__main__`` by unpickling."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        import cloudpickle
+
+        names = {
+            name: value
+            for name, value in vars(sys.modules["__main__"]).items()
+            if isinstance(value, (type, types.FunctionType)) and value.__module__ == "__main__"
+        }
+        return _put_into_main, (cloudpickle.dumps(names),)
+
+
+def _put_into_main(pickled: bytes) -> None:
+    import cloudpickle
+
+    vars(sys.modules["__main__"]).update(cloudpickle.loads(pickled))
