@@ -1,9 +1,10 @@
-# make demo    install, train a digits CNN with two DDP ranks, show what came out
-# make test    install, run the tests
-# make check   what CI runs: tests, lint, types, documentation
-# make docs    build docs/_build/html
-# make bench   run the benchmarks, write benchmarks/RESULTS.rst
-# make clean   remove what these made
+# make demo      install, train a digits CNN with two DDP ranks, show what came out
+# make test      install, run the tests
+# make test-all  the slow ones and those that need root, too
+# make check     what CI runs: tests, lint, types, documentation
+# make docs      build docs/_build/html
+# make bench     run the benchmarks, write benchmarks/RESULTS.rst
+# make clean     remove what these made
 #
 # Every target starts from nothing but Python; a second run installs nothing. Another interpreter: make PYTHON=python3.12 test
 PYTHON ?= python3
@@ -20,7 +21,7 @@ $(VENV)/$(1).stamp: setup.cfg setup.py pyproject.toml constraints.txt | $(BIN)/p
 	@touch $$@
 endef
 
-.PHONY: help demo test test-all lint types docs check bench clean
+.PHONY: help demo test test-hosts test-all lint types docs check bench clean
 help:
 	@sed -n '1,/^PYTHON/{/^# make/s/^# //p}' Makefile
 
@@ -30,6 +31,7 @@ $(BIN)/python:
 
 $(eval $(call install,examples))
 $(eval $(call install,test))
+$(eval $(call install,test-all))
 $(eval $(call install,lint))
 $(eval $(call install,docs))
 $(eval $(call install,bench))
@@ -40,7 +42,7 @@ demo: $(VENV)/examples.stamp
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest $(ARGS)
 
-test-all: $(VENV)/test.stamp
+test-all: $(VENV)/test-all.stamp
 	$(BIN)/python -m pytest -m "" $(ARGS)
 
 lint: $(VENV)/lint.stamp
