@@ -42,6 +42,9 @@ demo: $(VENV)/examples.stamp
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest $(ARGS)
 
+test-hosts: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -m hosts $(ARGS)
+
 test-all: $(VENV)/test-all.stamp
 	$(BIN)/python -m pytest -m "" $(ARGS)
 
