@@ -1,4 +1,4 @@
-"""Time to start two ranks, against ``torch.multiprocessing.spawn`` with the same work: ``python -m benchmarks.startup``.
+"""Time to start two ranks, against ``torch.multiprocessing.spawn`` with the same work: python -m benchmarks.startup
 
 Both join a Gloo group over a file, exchange once, and leave. The bare one does what a tutorial does, and no more.
 """
@@ -62,7 +62,8 @@ def main() -> None:
     by_hand, here = (statistics.median(column) for column in zip(*times, strict=True))
     ratio = statistics.median(mine / theirs for theirs, mine in times)
     print(
-        f"start of {RANKS} ranks: mp.spawn {by_hand:.2f} s, launch {here:.2f} s, median ratio {ratio:.3f} ({rounds} rounds)"
+        f"start of {RANKS} ranks: mp.spawn {by_hand:.2f} s, launch {here:.2f} s, "
+        f"median ratio {ratio:.3f} ({rounds} rounds)"
     )
 
 
