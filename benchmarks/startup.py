@@ -61,10 +61,7 @@ def main() -> None:
     times = [(seconds(bare), seconds(trainloop)) for _ in range(rounds)]
     by_hand, here = (statistics.median(column) for column in zip(*times, strict=True))
     ratio = statistics.median(mine / theirs for theirs, mine in times)
-    print(
-        f"start of {RANKS} ranks: mp.spawn {by_hand:.2f} s, launch {here:.2f} s, "
-        f"median ratio {ratio:.3f} ({rounds} rounds)"
-    )
+    print(f"start of {RANKS} ranks: mp.spawn {by_hand:.2f} s, launch {here:.2f} s, ratio {ratio:.3f} ({rounds} rounds)")
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def facts(weights: Weights, counter: torch.Tensor, value: Any, scale: Any) -> di
         "listening": listening_addresses(),
         "joined": joined(),
         "backend": dist.get_backend(),
-        "main": sys.modules["__main__"].__dict__.get("__file__"),
+        "main": sys.modules["__main__"].__dict__.get("pytest"),
         "signals ignored": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
         "weights": weights,
     }

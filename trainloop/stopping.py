@@ -39,6 +39,7 @@ __all__ = [
     "LocalStop",
     "SharedStop",
     "StopAgreement",
+    "interrupts_ignored",
     "signals",
 ]
 
@@ -365,6 +366,19 @@ def rank_signals(stop: StopAgreement, *, ended: Callable[[], bool], end: type[Ba
         for number, handler in previous.items():
             # Ctrl-C while the interpreter ends would be a traceback again.
             signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else handler)
+
+
+@contextlib.contextmanager
+def interrupts_ignored() -> Iterator[None]:
+    """Ctrl-C does nothing in this context: what runs in it must not be left half done, and ends soon."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 _WORKER_GRACE_S = 10.0

@@ -17,11 +17,11 @@ import torch
 
 from trainloop.errors import ConfigurationError
 from trainloop.launch.joining import join, joined
-from trainloop.launch.main_guard import check_main_guard
+from trainloop.launch.main_guard import check_main_guard, main_place
 from trainloop.launch.meeting import MEETING_WAIT_S, Meeting, meeting_point
 from trainloop.launch.rank_process import Start, started_by_launch
 from trainloop.launch.spawning import Ranks
-from trainloop.stopping import SharedStop, StopAgreement, signals
+from trainloop.stopping import SharedStop, StopAgreement, interrupts_ignored, signals
 from trainloop.transfer import pack
 from trainloop.transfer.pages import anonymous_file
 
@@ -49,7 +49,43 @@ def launch(
     ----------
     function : callable
         Takes one argument, the run's :class:`~trainloop.stopping.StopAgreement`. May be defined anywhere (notebook,
-        closure, lambda) and refer to anything that can be pickled, directly or by cloudpickle.
+        closure, lambda) and refer to anything that can be pickled, directly or by cloudpickle. Large arrays and
+        tensors are mapped by all ranks, not copied.
+    ranks_per_node : int
+        Processes to start here.
+    num_nodes, node_rank : int
+        Hosts of the run, and this one's place among them. Each calls ``launch`` and starts its own ranks only.
+    devices : sequence of torch.device, optional
+        One for each local rank; the CPU by default.
+    backend : str, optional
+        Of the process group; by default Gloo, with NCCL for CUDA tensors where each rank has a GPU of its own.
+    init_method : str, optional
+        Meeting point of several nodes, ``tcp://host:port`` or a ``file://`` that all see; ``MASTER_ADDR`` and
+        ``MASTER_PORT`` by default. One node needs none: its ranks meet in a file without a name.
+    timeout_s : float
+        How long a rank waits for another in a collective, or at a step boundary, before the run fails.
+    child_env : dict of str to str, optional
+        Environment variables of the ranks, set before their interpreters start.
+    roots : dict of str to object, optional
+        Names that paths in an ``UnpicklableError`` start with.
+
+    Returns
+    -------
+    object
+        What the function of local rank 0 returned; tensors of it are on the CPU.
+
+    Raises
+    ------
+    ConfigurationError, UnpicklableError
+        Before any process starts: no ``__main__`` guard, hosts that don't come, something that can't be sent.
+    WorkerFailedError
+        A rank raised, exited, was killed or hung, or a host was lost. All ranks have ended by then.
+    KeyboardInterrupt
+        At the second Ctrl-C. The first asks the ranks to stop at a step boundary, as SIGTERM and SIGUSR1 do.
+
+    Notes
+    -----
+    The caller's environment, random state, threads, signal handlers and process group are left as they were.
     """
     if started_by_launch():
         raise ConfigurationError("a rank can't start ranks: call fit() with gpu_mode='single' inside of one.")
@@ -111,6 +147,7 @@ def launch(
             interface=hosts.interface if hosts is not None else "lo" if num_nodes == 1 else None,
             init_method=init_method if num_nodes > 1 and hosts is None else None,
             inherited=tuple(payload.inherited),
+            main=main_place(),
         )
         ranks = Ranks(start, hosts)
         undo.callback(ranks.close)
@@ -121,7 +158,8 @@ def launch(
                     listener.close()  # global rank 0 has it now
                 ranks.watch()
             except BaseException:
-                ranks.end()
+                with interrupts_ignored():
+                    ranks.end()
                 raise
         result: T = ranks.result()
         return result

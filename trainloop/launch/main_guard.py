@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib.machinery
 import linecache
 import multiprocessing
 import os
@@ -13,7 +14,7 @@ from types import FrameType
 
 from trainloop.errors import ConfigurationError
 
-__all__ = ["check_main_guard", "main_not_imported_again"]
+__all__ = ["check_main_guard", "main_not_imported_again", "main_place", "take_main_place"]
 
 _MESSAGE = """{where} starts processes, but is not inside an `if __name__ == '__main__':` block.
 A process that Python starts may import the script, and would then start processes of its own.
@@ -98,6 +99,26 @@ def _compares_main(test: ast.expr) -> bool | None:
     if isinstance(test.ops[0], ast.Eq):
         return True
     return False if isinstance(test.ops[0], ast.NotEq) else None
+
+
+def main_place() -> tuple[str | None, str | None]:
+    """File of the running script, and its name where ``python -m`` runs it; ``None`` for what there isn't."""
+    main = sys.modules["__main__"]
+    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    return (os.path.abspath(file) if file else None), (spec.name if spec is not None else None)
+
+
+def take_main_place(file: str | None, name: str | None) -> None:
+    """Let a rank's ``__main__`` be known as the script's, without running it.
+
+    A DataLoader's workers that the rank spawns (``multiprocessing_context='spawn'``) then import the script, as they do
+    in any PyTorch program, and find its classes.
+    """
+    main = sys.modules["__main__"]
+    if file is not None:
+        main.__file__ = file
+    if name is not None:
+        main.__spec__ = importlib.machinery.ModuleSpec(name, None, origin=file)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.context import get_spawning_popen
 from typing import Any, TextIO
@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from trainloop.distributed import Rank
 from trainloop.launch.failures import failure_of, write_record
+from trainloop.launch.main_guard import take_main_place
 from trainloop.stopping import GroupStop, SharedStop, rank_signals
 from trainloop.transfer import Parcel
 from trainloop.transfer.pages import anonymous_path
@@ -72,8 +73,8 @@ class Start:
     """A ``file://`` meeting place of several nodes, given by the user."""
     inherited: tuple[int, ...] = ()
     """Further descriptors that the payload refers to."""
-    environment: dict[str, str] = field(default_factory=dict)
-    """Variables to set in the rank, after its interpreter started."""
+    main: tuple[str | None, str | None] = (None, None)
+    """The script that runs, see :func:`~trainloop.launch.main_guard.main_place`."""
 
     def __reduce__(self) -> tuple[object, ...]:
         # Pickled while the process is being started: what it must inherit is said here.
@@ -148,7 +149,6 @@ def run_rank(local_rank: int, start: Start) -> None:
 
 
 def _work(start: Start, me: Rank, stop: SharedStop, undo: contextlib.ExitStack) -> Any:
-    os.environ.update(start.environment)
     os.environ.update(
         RANK=str(me.rank),
         WORLD_SIZE=str(me.world_size),
@@ -161,6 +161,7 @@ def _work(start: Start, me: Rank, stop: SharedStop, undo: contextlib.ExitStack) 
     device = torch.device(start.devices[me.local_rank])
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    take_main_place(*start.main)
     function = start.parcel.open(device)
     _make_group(start, me, device)
     undo.callback(_leave_group)
