@@ -9,8 +9,6 @@ import argparse
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -49,6 +47,10 @@ class DigitsCNN(TTModel):
 
 def datasets() -> tuple[TensorDataset, TensorDataset, TensorDataset]:
     """1,257 images to train on, 180 to watch while training, 360 held out to the end."""
+    # Imported here, so that ranks, which get the data sent, don't spend a second or two on scikit-learn.
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
     images, labels = load_digits(return_X_y=True)
     train, rest = train_test_split(range(len(labels)), test_size=540, random_state=0, stratify=labels)
     validation, test = train_test_split(rest, test_size=360, random_state=0, stratify=labels[rest])

@@ -120,12 +120,14 @@ def _shared_memory() -> set[str]:
     """Names in /dev/shm of this user; those that carry another process's number are its own affair."""
     own = os.getuid()
     found = set()
-    try:
-        for entry in os.scandir("/dev/shm"):
-            if entry.stat(follow_symlinks=False).st_uid == own and _made_by_this_process(entry.name):
-                found.add(entry.name)
-    except FileNotFoundError:
-        pass
+    if os.path.isdir("/dev/shm"):
+        with os.scandir("/dev/shm") as entries:
+            for entry in entries:
+                try:
+                    if entry.stat(follow_symlinks=False).st_uid == own and _made_by_this_process(entry.name):
+                        found.add(entry.name)
+                except FileNotFoundError:  # another process has just removed it
+                    continue
     return found
 
 
