@@ -210,8 +210,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainloop.launch import launch
 
 def work(data, stop):
-    kept = [x for (x,) in DataLoader(TensorDataset(data), batch_size=64, num_workers=2)]
-    return len(kept), float(sum(x.sum() for x in kept))
+    sums = [x.sum().item() for (x,) in DataLoader(TensorDataset(data), batch_size=64, num_workers=2)]
+    return len(sums), sum(sums)
 
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))

@@ -244,7 +244,7 @@ def _write_result(fd: int, result: Any) -> None:
 
 
 def _allow_many_descriptors() -> None:
-    """DataLoader workers send each tensor as a descriptor; where few are allowed, by a name in /dev/shm instead."""
+    """As many as may be: each tensor of a DataLoader's worker is one, whichever way torch is told to share them."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -253,8 +253,6 @@ def _allow_many_descriptors() -> None:
     if soft != unlimited and soft < wanted:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    if hard != unlimited and hard < 4096:
-        torch.multiprocessing.set_sharing_strategy("file_system")
 
 
 # --------------------------------------------------------------------------------------------------------------------
