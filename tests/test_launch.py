@@ -161,7 +161,7 @@ def test_twenty_launches_leave_no_more_than_one() -> None:
     work = functools.partial(_ignore, data)
     used = []
     for _ in range(20):
-        launch(work, ranks_per_node=2)
+        launch(work, ranks_per_node=1)
         used.append(resources_in_use())
     descriptors, threads, mib = zip(*used, strict=True)
     assert descriptors[-1] == descriptors[0]
