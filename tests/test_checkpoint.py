@@ -365,7 +365,7 @@ for i in range(first, first + 10_000):
     info = CheckpointInfo(step=i, stamp=i, run="r")
     name = checkpoint.checkpoint_name(info)
     checkpoint.save(os.path.join(where, name), state, info)
-    checkpoint.mark_newest(folder(where), name)
+    checkpoint.mark_newest(folder(where), name, run="r")
     old = checkpoint.checkpoint_name(CheckpointInfo(step=i - 2))
     folder(where).remove(old)
 """

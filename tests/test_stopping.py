@@ -27,6 +27,7 @@ from trainloop.stopping import (
     LocalStop,
     SharedStop,
     StopAgreement,
+    rank_signals,
     signals,
 )
 
@@ -233,6 +234,24 @@ def test_the_first_ctrl_c_waits_and_the_second_does_not() -> None:
         raise AssertionError("not reached")
     assert lines == ["Interrupted: training stops after this step. Ctrl-C again stops at once."]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_rank_that_is_ended_twice_finishes_its_finally_blocks() -> None:
+    """The system and the rank's own watch both tell that the parent is gone, in any order and at any time."""
+    interrupt = signal.getsignal(signal.SIGINT)
+    stop, done = LocalStop(), False
+    try:
+        with pytest.raises(ZeroDivisionError), rank_signals(stop, ended=lambda: True, end=ZeroDivisionError):
+            try:
+                send(signal.SIGTERM)
+                raise AssertionError("not reached")
+            finally:
+                send(signal.SIGTERM)
+                done = True
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
+    assert done
+    assert stop.reached() == 0
 
 
 def test_contexts_for_one_stop_are_one() -> None:

@@ -343,7 +343,8 @@ def rank_signals(stop: StopAgreement, *, ended: Callable[[], bool], end: type[Ba
     """Signals of a rank that another process started and watches.
 
     All three become requests; Ctrl-C stays quiet, since the launching process speaks for all. SIGTERM raises ``end``
-    once ``ended()`` says that the run is lost.
+    once ``ended()`` says that the run is lost, unless an exception is on its way already: its ``finally`` blocks are
+    not interrupted (whoever sent the signal kills this process if they take too long).
     """
     pid = os.getpid()
 
@@ -351,7 +352,8 @@ def rank_signals(stop: StopAgreement, *, ended: Callable[[], bool], end: type[Ba
         if os.getpid() != pid:
             _in_worker(number)
         elif number == signal.SIGTERM and ended():
-            raise end
+            if sys.exc_info()[0] is None:
+                raise end
         else:
             stop.request(_REASON_OF_SIGNAL[signal.Signals(number).name])
 

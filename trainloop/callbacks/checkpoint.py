@@ -292,8 +292,8 @@ class ModelCheckpoint(AbstractCallback):
         name = self._free_name(info, [file.name for file in files])
         checkpoint.save(self._folder.path(name), state, info)
         if self.safetensors:
-            checkpoint.save_weights(self._folder.path(_weights_name(name)), state["model"])
-        checkpoint.mark_newest(self._folder, name)
+            checkpoint.save_weights(self._folder.path(_weights_name(name)), state["model"], run=self._run)
+        checkpoint.mark_newest(self._folder, name, run=self._run)
         files = [file for file in files if file.name != name]
         files.append(Checkpoint(self._folder.path(name), name, info))
         kept = _kept(files, self.keep, self._metric)

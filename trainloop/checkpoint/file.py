@@ -168,11 +168,14 @@ class _Checksummed:
         pass
 
 
-def mark_newest(where: Folder, name: str) -> None:
-    """Note that ``name`` is the folder's newest checkpoint, so that :func:`load_newest` notices if it gets lost."""
+def mark_newest(where: Folder, name: str, *, run: str = "") -> None:
+    """Note that ``name`` is the folder's newest checkpoint, so that :func:`load_newest` notices if it gets lost.
+
+    ``run`` is the run that wrote it: what a kill leaves half-written is its own to remove.
+    """
     try:
         # Not durable: all that can be lost by it is a warning.
-        where.write_text(_NEWEST, name + "\n", durable=False)
+        where.write_text(_NEWEST, name + "\n", writer=run, durable=False)
         if "://" not in where.location:
             # Older than the checkpoint: a folder's latest file (`ls -t`) is to be a checkpoint.
             when = os.stat(where.path(name)).st_mtime_ns - 1
@@ -181,7 +184,7 @@ def mark_newest(where: Folder, name: str) -> None:
         where.remove(_NEWEST)  # better none than one that names another
 
 
-def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor]) -> None:
+def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor], *, run: str = "") -> None:
     """Write a model's ``state_dict()`` in the safetensors format, whole or not at all. Extra ``safetensors``.
 
     Parameters
@@ -190,12 +193,14 @@ def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor]) ->
         File or fsspec URL, usually ``*.safetensors``.
     weights : mapping from str to Tensor
         On any device. Tied weights are written once for each of their names, so that a strict load finds them all.
+    run : str
+        The run that writes, as in :func:`mark_newest`.
     """
     data = require_safetensors(f"writing {os.fspath(path)!r}").save(
         {name: t.detach().cpu().clone().contiguous() for name, t in weights.items()}
     )
     where, name = split_file(path)
-    where.write(name, lambda file: file.write(data))
+    where.write(name, lambda file: file.write(data), writer=run)
 
 
 def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:

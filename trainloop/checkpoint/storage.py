@@ -126,9 +126,9 @@ class Folder(ABC):
         with self.open(name) as file:
             return file.read().decode("utf-8")
 
-    def write_text(self, name: str, text: str, *, durable: bool = True) -> None:
+    def write_text(self, name: str, text: str, *, writer: str = "", durable: bool = True) -> None:
         """Make or replace the file ``name`` with this text, as :meth:`write` does."""
-        self.write(name, lambda file: file.write(text.encode("utf-8")), durable=durable)
+        self.write(name, lambda file: file.write(text.encode("utf-8")), writer=writer, durable=durable)
 
 
 class _LocalFolder(Folder):
