@@ -6,8 +6,10 @@ import contextlib
 import importlib.util
 import logging
 import os
+import pty
+import subprocess
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,14 +25,28 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01)
 
 
-def quietly(function: Train) -> Train:
-    """Without the library's own messages, which would be timed."""
+@contextlib.contextmanager
+def shown(on_terminal: bool) -> Iterator[None]:
+    """Standard output and errors go nowhere, or to a terminal, where bars are drawn; another process reads it."""
+    if not on_terminal:
+        with open(os.devnull, "w") as null, contextlib.redirect_stderr(null), contextlib.redirect_stdout(null):
+            yield
+        return
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(["cat"], stdin=ours, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as reader:
+        os.close(ours)
+        with open(theirs, "w") as screen, contextlib.redirect_stderr(screen), contextlib.redirect_stdout(screen):
+            yield
+        reader.wait()
+
+
+def quietly(function: Train, on_terminal: bool = False) -> Train:
+    """Without the library's own messages, which would be timed; with its bar, where it is to draw one."""
 
     def run(model: nn.Module, loader: DataLoader[Any], epochs: int) -> None:
-        with warnings.catch_warnings(), open(os.devnull, "w") as null:
+        with warnings.catch_warnings(), shown(on_terminal):
             warnings.simplefilter("ignore")
-            with contextlib.redirect_stderr(null), contextlib.redirect_stdout(null):
-                function(model, loader, epochs)
+            function(model, loader, epochs)
 
     return run
 
@@ -68,7 +84,7 @@ def with_lightning(*, bar: bool = False, metrics: int = 0) -> Train:
         )
         trainer.fit(Module(model), loader)
 
-    return quietly(train)
+    return quietly(train, on_terminal=bar)
 
 
 def with_fabric() -> Train:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib.util
-import os
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -31,12 +29,12 @@ def with_trainloop(
     model: Any, loader: DataLoader[Any], epochs: int, *, tensorboard: bool = False, **options: Any
 ) -> None:
     options.setdefault("progress_bar", False)
-    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as null:
+    with tempfile.TemporaryDirectory() as folder:
         callbacks = [TensorBoard(folder, log_every_n_steps=1)] if tensorboard else []
         loop = TrainLoop(
             model, loader, optimizer=others.sgd(model), criterion=others.CRITERION, accelerator="cpu", **options
         )
-        with contextlib.redirect_stderr(null), contextlib.redirect_stdout(null):
+        with others.shown(on_terminal=options["progress_bar"]):
             loop.fit(num_epochs=epochs, callbacks=callbacks)
 
 

@@ -265,6 +265,48 @@ def test_output_of_ranks(shown: str, out: set[str], tmp_path: Path) -> None:
     assert "[rank 0]" not in done.stderr
 
 
+ENDING = """
+import atexit, ctypes, pathlib, sys, threading, time
+from trainloop.launch import launch
+
+class Held:
+    def __del__(self):
+        self.note("deleted")
+
+def work(stop):
+    import torch.distributed as dist
+    rank = dist.get_rank()
+    note = lambda what: pathlib.Path(sys.argv[1], f"{what}-{rank}").touch()
+    atexit.register(note, "atexit")
+    threading.Thread(target=lambda: (time.sleep(0.5), note("thread"))).start()
+    held = Held()
+    held.itself, held.note = held, note
+    if rank == 0:
+        sys.stdout.write("python ")
+        sys.stdout.flush()
+        ctypes.CDLL(None).printf(b"native")
+    if sys.argv[2] == "raise":
+        raise ValueError("on purpose")
+
+if __name__ == "__main__":
+    launch(work, ranks_per_node=2)
+"""
+
+
+@pytest.mark.parametrize("how", ["return", "raise"])
+def test_the_end_of_a_rank_is_orderly(how: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ENDING)
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    command = [sys.executable, str(script), str(notes), how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.stdout == "python native"
+    assert ("on purpose" in done.stderr) == (how == "raise"), done.stderr
+    wanted = {f"{what}-{rank}" for what in ("atexit", "thread", "deleted") for rank in range(2)}
+    assert {path.name for path in notes.iterdir()} == wanted
+
+
 # -- the guard ---------------------------------------------------------------------------------------------------------
 
 GUARDS = {

@@ -211,8 +211,6 @@ class LoopBase:
             f"{type(self.model).__name__} with {number:,} parameters{quota})"
         )
 
-    # -- fit ---------------------------------------------------------------------------------------------------------
-
     # -- one process or many -----------------------------------------------------------------------------------------
 
     def _settle_devices(self, num_gpus: Any = None, on_gpu: Any = None, *, select: bool = False) -> None:

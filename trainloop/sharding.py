@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, repeat
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -93,6 +94,11 @@ class BatchPlan:
         if batch_index < self.num_full:
             return (self.batch_size,) * self.world_size
         return tuple(shard_size(self.last_size, rank, self.world_size) for rank in range(self.world_size))
+
+    def all_shares(self) -> Iterator[tuple[int, ...]]:
+        """:meth:`shares` of each batch of an epoch; the same tuple as long as it holds."""
+        full = repeat(self.shares(0), self.num_full)
+        return chain(full, [self.shares(self.num_full)] if self.last_size else [])
 
     def positions(self, rank: int, first_batch: int, num_batches: int) -> tuple[int, int, int]:
         """Where rank ``rank`` finds its samples of some global batches, as ``range(start, stop, step)`` of the order.

@@ -93,7 +93,7 @@ def _plan_of(loader: Any, world_size: int = 1) -> BatchPlan | None:
 class _AsItIs:
     """In one process without a seed: the user's own loader, iterated as a hand-written loop would."""
 
-    sizes_known = False
+    sizes_known = True
     order_digest = None
 
     def __init__(self, loader: Any) -> None:
@@ -104,15 +104,10 @@ class _AsItIs:
         self.num_samples = None if self._plan is None else self._plan.num_taken
         self.global_batch_size = self._batch_size if self._plan is None else self._plan.batch_size
 
-    def items(self, epoch: int, first_batch: int) -> Iterator[tuple[int, Any]]:
-        plan, default = self._plan, self._batch_size
-        for batch_index, batch in enumerate(self.loader):
-            if batch_index < first_batch:
-                continue
-            if plan is not None and batch_index < plan.num_batches:
-                yield plan.shares(batch_index)[0], batch
-            else:
-                yield max(1, count_samples(batch, default)), batch
+    def items(self, epoch: int, first_batch: int) -> Iterator[tuple[Shares, Any]]:
+        planned = islice(() if self._plan is None else self._plan.all_shares(), first_batch, None)
+        for batch in islice(self.loader, first_batch, None):
+            yield next(planned, ()) or (max(1, count_samples(batch, self._batch_size)),), batch
 
 
 class _Tensors:

@@ -139,7 +139,9 @@ class TrainFeed:
             If the epoch turns out to be empty.
         """
         self._at_epoch_begin = self._states()
-        items = self._checked(self._items(skip_steps * grad_accumulation))
+        items = self._items(skip_steps * grad_accumulation)
+        if self._world_size > 1 and self._exchange_ints is not None:
+            items = self._checked(items, self._exchange_ints)
         if self._device is not None and self._device.type == "cuda":
             items = on_device(items, self._device)
         if self._source.sizes_known:
@@ -160,13 +162,12 @@ class TrainFeed:
                 f"read once; pass an object whose __iter__ starts anew each epoch."
             )
 
-    def _checked(self, items: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+    def _checked(self, items: Iterator[tuple[Any, Any]], exchange_ints: ExchangeInts) -> Iterator[tuple[Any, Any]]:
         """The items, once it is known that ranks read the same order: one exchange an epoch, where it could differ."""
         first = list(islice(items, 1))
-        if self._world_size > 1 and self._exchange_ints is not None:
-            digest = self._source.order_digest
-            if digest is not None:
-                loaders.check_orders(self._exchange_ints([digest]), self._users_loader, self._name)
+        digest = self._source.order_digest
+        if digest is not None:
+            loaders.check_orders(exchange_ints([digest]), self._users_loader, self._name)
         yield from first
         yield from items
 

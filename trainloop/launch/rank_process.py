@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import faulthandler
+import gc
 import io
 import mmap
 import multiprocessing
@@ -143,9 +146,7 @@ def run_rank(local_rank: int, start: Start) -> None:
             words[state] = State.DONE
         except BaseException as error:
             exitcode = _fail(error, start, me, stop, words, state, record_fd)
-    # The process group is gone; what follows is the interpreter's own end.
-    if exitcode:
-        sys.exit(exitcode)
+    _leave(exitcode)
 
 
 def _work(start: Start, me: Rank, stop: SharedStop, undo: contextlib.ExitStack) -> Any:
@@ -231,6 +232,24 @@ def _fail(
     else:
         words[state] = State.FAILED
     return failure.exitcode or 1
+
+
+def _leave(exitcode: int) -> None:
+    """End this process with all that belongs to an orderly end, but without taking the interpreter apart.
+
+    Native threads may still be there, of a process group that something holds, say. One that asks for the lock of an
+    interpreter that is being taken apart is ended by it in the midst of C++ code, which aborts the process: seldom, and
+    when all work is done.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # joins threads
+    atexit._run_exitfuncs()  # multiprocessing's among them: loaders' workers end
+    gc.collect()  # what only cycles hold is closed
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    with contextlib.suppress(Exception):
+        ctypes.CDLL(None).fflush(None)  # what native code has printed
+    os._exit(exitcode)
 
 
 def _write_result(fd: int, result: Any) -> None:
