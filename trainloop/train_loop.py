@@ -39,7 +39,7 @@ from trainloop.errors import ConfigurationError
 from trainloop.loop_base import LoopBase, Run
 from trainloop.metrics import Recorder, StepValues, named_losses, rows_of
 from trainloop.model import TTModel
-from trainloop.optim import MultiLoss, optimizers_of, parameters_of
+from trainloop.optim import MultiLoss, drop_gradients, optimizers_of, parameters_of, take_step
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, reduce_gradients
 from trainloop.stopping import CHECKPOINT, EARLY_STOP, INTERRUPT, TERMINATE, StopAgreement
 
@@ -410,7 +410,10 @@ class TrainLoop(LoopBase):
         if self.gradient_clip_norm is not None:
             nn.utils.clip_grad_norm_(run.parameters, self.gradient_clip_norm)
         for optimizer in run.optimizers:
-            run.scaler.step(optimizer)
+            if run.scaler.is_enabled():
+                run.scaler.step(optimizer)
+            else:
+                take_step(optimizer)
         if run.scaler.is_enabled():
             states = run.scaler._per_optimizer_states
             self._found_inf = [
@@ -420,7 +423,7 @@ class TrainLoop(LoopBase):
             ]
             run.scaler.update()
         for optimizer in run.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+            drop_gradients(optimizer)
         self.global_step += 1
         run.epoch_steps += 1
         for hook in run.hooks.on_after_optimizer_step:
