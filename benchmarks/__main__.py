@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,6 +13,15 @@ from benchmarks import ddp, growth, step
 from benchmarks.timing import machine
 
 HERE = Path(__file__).parent
+
+
+def printed_by(script: str, *arguments: str) -> list[str]:
+    """What a benchmark of its own prints: run apart, so that its memory is its own."""
+    command = [sys.executable, script, *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    done = subprocess.run(command, cwd=HERE.parent, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    print(done.stdout, flush=True)
+    return done.stdout.splitlines()
 
 
 def main() -> None:
@@ -22,6 +34,11 @@ def main() -> None:
         ("With two ranks", ddp.tables(rounds)),
         ("Import, evaluation, long epochs", [*growth.tables(rounds), growth.long_epoch()]),
     ]
+    lines_of_scripts = [
+        ("Memory of the data", printed_by("benchmarks/data_memory.py")),
+        ("The order of a shuffled epoch", printed_by("benchmarks/epoch_order.py")),
+        ("Checkpoints of 200 MB", printed_by("benchmarks/checkpoint.py", "--dir", str(HERE))),
+    ]
     minutes = (time.perf_counter() - begin) / 60
     title = "Benchmark results"
     lines = [
@@ -33,6 +50,8 @@ def main() -> None:
     ]
     for heading, tables in parts:
         lines += [f"{heading}\n{'-' * len(heading)}\n", *(t if isinstance(t, str) else t.text() for t in tables)]
+    for heading, printed in lines_of_scripts:
+        lines += [f"{heading}\n{'-' * len(heading)}\n", "::\n", *(f"    {line}".rstrip() for line in printed), ""]
     (HERE / "RESULTS.rst").write_text("\n".join(lines))
     print(f"wrote {HERE / 'RESULTS.rst'}")
 

@@ -9,6 +9,7 @@ The hand-written loop beside it starts its ranks by ``torch.multiprocessing.spaw
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -136,7 +137,8 @@ def rank_by_hand(rank: int, dataset: Any, folder: str, root: int) -> None:
 
 def by_hand(kind: str, mib: float) -> int:
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(rank_by_hand, (make_dataset(kind, mib), folder, os.getpid()), nprocs=RANKS)
+        with contextlib.suppress(torch.multiprocessing.ProcessExitedException):  # torch's abort at the end, see ddp.py
+            torch.multiprocessing.spawn(rank_by_hand, (make_dataset(kind, mib), folder, os.getpid()), nprocs=RANKS)
         return int((Path(folder) / "pss").read_text())
 
 

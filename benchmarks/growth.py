@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from benchmarks import others, work
+from benchmarks import others, step, work
 from benchmarks.timing import BY_HAND, Table, interleaved
 from trainloop import AbstractCallback, TrainLoop
 
@@ -62,6 +62,19 @@ def long_epoch(steps: int = 20_000) -> str:
     return text
 
 
+def growth_with_metrics(rounds: int) -> Table:
+    """A step's cost by the number of metrics that are logged in it."""
+    torch.set_num_threads(1)
+    runs = {}
+    for number in (0, 1, 10, 50):
+        model = work.Logging()
+        model.number = number
+        loader = work.loader_of(work.data_for(model, 1000))
+        runs[f"{number} metrics" if number else BY_HAND] = partial(step.with_trainloop, model, loader, 1)
+    table = Table("Metrics", "``by hand`` here is this loop itself, which logs no metric but the loss.", steps=1000)
+    return interleaved(runs, table, rounds=rounds)
+
+
 def evaluate_by_hand(model: nn.Module, loader: DataLoader) -> None:
     model.eval()
     total, count = 0.0, 0
@@ -95,7 +108,7 @@ def tables(rounds: int = 9) -> list[Table]:
         Table("Evaluation", "Mean loss over 1,000 batches of 32.", steps=1000),
         rounds=rounds,
     )
-    return [imports, evaluation]
+    return [imports, evaluation, growth_with_metrics(rounds)]
 
 
 if __name__ == "__main__":

@@ -60,10 +60,12 @@ class Transformer(TTBasicModel):
 class Logging(MLP):
     """Ten metrics logged each step."""
 
+    number = 10
+
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
         loss = super().get_loss(batch_data, criterion, device)
         value = loss.detach()
-        for i in range(10):
+        for i in range(self.number):
             self.log(f"metric_{i}", value)
         return loss
 
