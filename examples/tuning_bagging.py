@@ -68,7 +68,7 @@ def make_loop(params, fold):
 def boosted_trees():
     try:
         from lightgbm import LGBMClassifier
-    except ImportError:
+    except (ImportError, OSError):  # not installed, or without the system's OpenMP
         from sklearn.ensemble import HistGradientBoostingClassifier
 
         print("LightGBM is not installed; scikit-learn's histogram boosting takes its place.")

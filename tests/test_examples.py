@@ -31,7 +31,7 @@ SCRIPTS: dict[str, tuple[list[str], str, float]] = {
     "custom_sampler.py": (["--epochs", "8"], r"test accuracy: ([\d.]+)%", 80),
     "huggingface_style.py": (["--epochs", "4"], r"test accuracy: ([\d.]+)%", 85),
     "resume_after_kill.py": ([], r"(?i)resum|identical", 0),
-    "tuning_bagging.py": ([], r"(?i)best", 0),
+    "tuning_bagging.py": ([], r"\n +1 +LightGBM +0\.\d+(?s:.*)is right on (\d+)", 90),
 }
 # Run by a test of their own below, or imported by the others.
 OTHERS = {"digits.py", "torchrun.sh", "two_hosts.py", "two_hosts.sh", "notebook.ipynb"}

@@ -288,7 +288,7 @@ class Spy(Net):
                 "thread": threading.current_thread().name,
                 "size": len(x),
                 "names": names,
-                "logged as": self.__dict__.get("_log_batch_size"),
+                "logged as": {part.__dict__.get("_log_batch_size") for part in self.modules()},
                 "grad": torch.is_grad_enabled(),
                 "inference": torch.is_inference_mode_enabled(),
                 "autocast": torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
@@ -324,8 +324,8 @@ def spied(**surroundings: Any) -> list[dict[str, Any]]:
 
 def test_a_replica_has_its_part_and_its_own_module() -> None:
     first, second = spied()
-    assert (first["size"], first["names"], first["logged as"]) == (4, list("abcd"), 4)
-    assert (second["size"], second["names"], second["logged as"]) == (3, list("efg"), 3)
+    assert (first["size"], first["names"], first["logged as"]) == (4, list("abcd"), {4})
+    assert (second["size"], second["names"], second["logged as"]) == (3, list("efg"), {3})
     for i, note in enumerate((first, second)):
         assert note["thread"] == f"TTDataParallel replica {i}"
         assert note["device"] == CPU

@@ -807,6 +807,23 @@ def test_a_build_without_gpu_trains_on_the_cpu_once_with_one_warning(error: Exce
     assert "Install the library's GPU build" in message
 
 
+@pytest.mark.parametrize("device", ["gpu", "cuda"])
+def test_lightgbm_itself_trains_on_the_cpu_where_it_finds_no_gpu(device: str) -> None:
+    try:
+        import lightgbm
+    except (ImportError, OSError) as error:  # its wheel needs the system's libgomp
+        pytest.skip(f"no LightGBM: {error}")
+    if torch.cuda.is_available():
+        pytest.skip("it may find this machine's GPU")
+    x = torch.rand(200, 5, generator=torch.Generator().manual_seed(0)).numpy()
+    y = (x[:, 0] > 0.5).astype(int)
+    trees = lightgbm.LGBMClassifier(n_estimators=5, verbose=-1)
+    with pytest.warns(UserWarning, match="on the CPU, because there is no GPU to use .LightGBMError") as caught:
+        gpu_or_cpu(lambda: trees.set_params(device=device).fit(x, y), lambda: trees.set_params(device="cpu").fit(x, y))
+    assert len(caught) == 1
+    assert trees.score(x, y) > 0.9
+
+
 @pytest.mark.parametrize(
     "error",
     [

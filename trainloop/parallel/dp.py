@@ -123,7 +123,8 @@ class TTDataParallel(Transparent, DataParallel):
                 return _bound(self.module, method)(*inputs[0][0], **inputs[0][1])
             replicas = _replicas(self.module, devices)
             for replica, size in zip(replicas, sizes, strict=True):
-                replica.__dict__["_log_batch_size"] = size  # what TTModel.log weighs by
+                for part in replica.modules():
+                    part.__dict__["_log_batch_size"] = size  # what TTModel.log weighs by
             calls = [_call(_bound(replica, method), *part) for replica, part in zip(replicas, inputs, strict=True)]
             outputs = _in_threads(calls, devices)
             if devices[0].type != "cpu":
