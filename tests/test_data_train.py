@@ -28,7 +28,7 @@ from loader_kinds import (
     parts,
 )
 from simulated_ranks import SEED, Exchange, each, global_state, rank_steps, same
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 from trainloop.data import StepShare, eval_feed, train_feed
@@ -167,6 +167,52 @@ def test_without_seed_batches_and_random_numbers_are_the_loaders(kind: Kind, sto
     assert all(same(a, b) for a, b in zip(given, expected, strict=True))
     assert all(type(a) is type(b) for a, b in zip(given, expected, strict=True))
     assert given_states == expected_states
+
+
+class Together(Rows):
+    """Read a batch at a time."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[i] for i in reversed(indices)]
+
+
+class EndsEarly(Rows):
+    def __getitem__(self, index: int) -> Any:
+        if index == 9:
+            raise StopIteration
+        return super().__getitem__(index)
+
+
+class DrawsAtOnce:
+    """Draws its order when an epoch is begun, not when the first batch is asked for."""
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(ROWS).split(4))
+
+    def __len__(self) -> int:
+        return -(-ROWS // 4)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Together(), 4, shuffle=True),
+        lambda: DataLoader(EndsEarly(), 4),
+        lambda: DataLoader(Rows(), batch_sampler=DrawsAtOnce()),  # type: ignore[arg-type]
+        lambda: DataLoader(_tensors(), batch_sampler=DrawsAtOnce()),  # type: ignore[arg-type]
+        lambda: DataLoader(Rows(), 4, collate_fn=lambda rows: default_collate(rows[::-1]), drop_last=True),
+    ],
+    ids=["__getitems__", "StopIteration", "a sampler that draws at once", "and tensors", "collate_fn"],
+)
+def test_without_seed_the_loaders_parts_do_what_its_iterator_does(make: Callable[[], DataLoader[Any]]) -> None:
+    torch.manual_seed(1)
+    expected = [batch for _ in range(2) for batch in make()]
+    state = torch.get_rng_state()
+    torch.manual_seed(1)
+    given = [batch for _ in range(2) for step in train_feed(make()).steps(1) for batch in step.batches]
+    assert len(given) == len(expected) > 2
+    assert all(same(a, b) for a, b in zip(given, expected, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_tensor_batches_are_copies_as_the_loader_collates_them() -> None:

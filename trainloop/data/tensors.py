@@ -116,8 +116,9 @@ def loader_batches(rows: TensorRows, loader: DataLoader[Any]) -> Iterator[list[T
     loader : DataLoader
         With any batch sampler.
     """
-    draw_base_seed(loader)
     batch_sampler: Any = loader.batch_sampler
+    batches_of_indices = iter(batch_sampler)  # first, as torch does it: a sampler of one's own may draw here
+    draw_base_seed(loader)
     if type(batch_sampler) is BatchSampler:
         sampler, size, drop_last = batch_sampler.sampler, batch_sampler.batch_size, batch_sampler.drop_last
         if type(sampler) is SequentialSampler:
@@ -131,7 +132,7 @@ def loader_batches(rows: TensorRows, loader: DataLoader[Any]) -> Iterator[list[T
         if type(sampler) is RandomSampler and not sampler.replacement and not (several and sampler.generator):
             yield from _shuffled(rows, sampler, size, drop_last)
             return
-    for indices in batch_sampler:
+    for indices in batches_of_indices:
         yield rows.take_list(indices)
 
 
