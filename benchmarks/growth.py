@@ -70,8 +70,9 @@ def growth_with_metrics(rounds: int) -> Table:
         model = work.Logging()
         model.number = number
         loader = work.loader_of(work.data_for(model, 1000))
-        runs[f"{number} metrics" if number else BY_HAND] = partial(step.with_trainloop, model, loader, 1)
-    table = Table("Metrics", "``by hand`` here is this loop itself, which logs no metric but the loss.", steps=1000)
+        runs[f"{number or 'no'} metric{'' if number < 2 else 's'}"] = partial(step.with_trainloop, model, loader, 1)
+    note = "Logged each step, with no callback. Ratios are to this loop itself, which logs the loss then."
+    table = Table("Metrics", note, steps=1000, base="no metric")
     return interleaved(runs, table, rounds=rounds)
 
 

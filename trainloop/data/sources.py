@@ -129,9 +129,11 @@ def _batches_of(loader: Any) -> Iterator[Any]:
     fetch, collate = getattr(dataset, "__getitems__", None), loader.collate_fn
     batches_of_indices = iter(loader.batch_sampler)
     draw_base_seed(loader)
-    if fetch:
-        return map(lambda indices: collate(fetch(indices)), batches_of_indices)
-    return map(lambda indices: collate([dataset[index] for index in indices]), batches_of_indices)
+
+    def load(indices: Any) -> Any:
+        return collate(fetch(indices) if fetch else [dataset[index] for index in indices])
+
+    return map(load, batches_of_indices)  # no generator: a dataset's StopIteration ends the epoch, as it does in torch
 
 
 class _Tensors:
