@@ -103,13 +103,23 @@ def _children() -> set[str]:
     if "multiprocessing.forkserver" in sys.modules:
         keep.add(getattr(sys.modules["multiprocessing.forkserver"]._forkserver, "_forkserver_pid", None))
     found = set()
-    for child in psutil.Process().children(recursive=True):
+    for child in _descendants():
         try:
             if child.pid not in keep and not _is_resource_tracker(child):
                 found.add(f"pid {child.pid}: {child.status()} {' '.join(child.cmdline())[:200]}")
         except psutil.NoSuchProcess:
             continue
     return found
+
+
+def _descendants() -> list[psutil.Process]:
+    """Of this process; through all of /proc, as psutil does it, only where it has children at all."""
+    try:
+        if not any(Path(f"/proc/self/task/{thread}/children").read_text() for thread in os.listdir("/proc/self/task")):
+            return []
+    except OSError:  # a kernel without these files, or a thread that has just ended
+        pass
+    return psutil.Process().children(recursive=True)
 
 
 def _is_resource_tracker(child: psutil.Process) -> bool:

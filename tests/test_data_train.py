@@ -427,7 +427,8 @@ def test_indices_may_be_anything() -> None:
     )
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+# torch waits 5 s for a worker whose dataset could not be iterated.
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_stream_that_asks_for_its_rank_has_to_say_why(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     loader: Any = DataLoader(RankStream(), 4, num_workers=workers)
