@@ -26,6 +26,17 @@ class Net(TTBasicModel):
         return self.fc(x)
 
 
+class Detached(Net):
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        return super().get_loss(batch_data, criterion, device).detach()
+
+
+class Short(Net):
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        y_pred, y_true, metadata = super().get_predictions(batch_data, device)
+        return y_pred[:3], y_true, metadata
+
+
 def make(**changed: Any) -> TrainLoop:
     """A loop that works, with these arguments changed."""
     model = changed.pop("model", None) or Net()
@@ -63,6 +74,17 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "test_loader is text": (lambda: make(test_loader="test"), ["test_loader", "'test'"]),
     "optimizer is a class": (lambda: make(optimizer=optim.SGD), ["optimizer", "SGD"]),
     "optimizer is text": (lambda: make(optimizer="sgd"), ["optimizer", "'sgd'"]),
+    "criterion is a class": (lambda: make(criterion=nn.CrossEntropyLoss), ["criterion", "CrossEntropyLoss()"]),
+    "no criterion": (lambda: fit({"criterion": None}), ["Net.get_loss", "TrainLoop(criterion="]),
+    "a loss of each sample": (
+        lambda: fit({"criterion": nn.CrossEntropyLoss(reduction="none")}),
+        ["get_loss", "(16,)", ".mean()"],
+    ),
+    "a loss without a graph": (lambda: fit({"model": Detached()}), ["get_loss", ".detach()"]),
+    "fewer predictions than targets": (
+        lambda: make(model=Short()).predict_with_model(DataLoader(make_data(), batch_size=16)),
+        ["get_predictions", "3 predictions and 16 targets"],
+    ),
     "optimizer of another model": (lambda: fit({"optimizer": other_optimizer()}), ["optimizer", "parameters"]),
     "gpu_mode in capitals": (lambda: make(gpu_mode="DDP"), ["gpu_mode='DDP'", "'single', 'dp', 'ddp'"]),
     "gpu_mode is None": (lambda: make(gpu_mode=None), ["gpu_mode=None"]),
@@ -140,7 +162,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "resume_from last without a ModelCheckpoint": (lambda: fit(resume_from="last"), ["resume_from", "ModelCheckpoint"]),
     "in_process_data_load no callbacks": (lambda: fit(in_process_data_load="x"), ["in_process_data_load"]),
     # prediction and evaluation
-    "predict without the loader": (lambda: make().predict_on_test_set(), ["test_loader"]),
+    "predict without the loader": (lambda: make().predict_on_test_set(), ["test_loader", "TrainLoop(test_loader="]),
     "evaluate without the loader": (lambda: make().evaluate_loss_on_validation_set(), ["validation_loader"]),
     "evaluate without a criterion's loader": (lambda: make().evaluate_model_loss(3), ["3"]),
 }

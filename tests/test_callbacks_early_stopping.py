@@ -57,7 +57,7 @@ def test_auto_mode_goes_by_the_name(name: str, rising_is_better: bool) -> None:
 
 def test_says_when_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     make_loop(validation=False).fit(num_epochs=3, callbacks=[Scores([0.5, 0.25, 1]), EarlyStopping("score")])
-    assert "Early stopping after epoch 1: score = 0.25, best was 0.5 in epoch 0." in capsys.readouterr().out
+    assert "Early stopping after epoch 2: score = 0.25, best was 0.5 in epoch 1." in capsys.readouterr().out
 
 
 def test_validation_every_second_epoch() -> None:
@@ -97,7 +97,7 @@ def test_a_metric_that_is_not_there(make: Any) -> None:
     with pytest.raises(ConfigurationError) as error:
         make_loop().fit(num_epochs=2, callbacks=[make("f1")])
     message = str(error.value)
-    assert "monitor='f1' is not in the history after epoch 0" in message
+    assert "monitor='f1' is not in the history after epoch 1" in message
     assert all(f"'{name}'" in message for name in ("accuracy", "loss", "val_accuracy", "val_loss"))
     assert "self.log('f1', value)" in message
 

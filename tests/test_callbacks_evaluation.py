@@ -198,7 +198,7 @@ def test_print_report_every_second_epoch(capsys: pytest.CaptureFixture[str]) -> 
     report = ModelPerformancePrintReport(["loss"], report_frequency=2)
     make_loop().fit(num_epochs=3, callbacks=[report])
     out = capsys.readouterr().out
-    assert [line[-6] for line in out.splitlines() if "after epoch" in line] == ["0", "2"]
+    assert [line[-6] for line in out.splitlines() if "after epoch" in line] == ["1", "3"]
 
 
 def test_metrics_made_of_others(capsys: pytest.CaptureFixture[str]) -> None:

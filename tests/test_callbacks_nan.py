@@ -45,7 +45,7 @@ def test_names_step_and_parameter(every: int | None, capsys: pytest.CaptureFixtu
     # The loss of the broken step is a number still, its gradient of one parameter is not.
     assert guard.found == NonFinite(1, 9, "the gradient of 'side' is not finite", ("side",))
     assert loop.global_step == {None: 9, 1: 9, 3: 10, 100: 14}[every]
-    assert "Training ends: the gradient of 'side' is not finite in step 9 (epoch 1)." in capsys.readouterr().out
+    assert "Training ends: the gradient of 'side' is not finite in step 9 (epoch 2)." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("what", ["nan", "inf"])

@@ -390,7 +390,7 @@ def test_an_iterator_is_empty_the_second_time() -> None:
     feed = train_feed(iter(batches_of(4)))
     assert len(list(feed.steps(1))) == 11
     feed.set_epoch(1)
-    with pytest.raises(ConfigurationError, match=r"train_loader gave no batch in epoch 1: .* starts anew each epoch"):
+    with pytest.raises(ConfigurationError, match=r"train_loader gave no batch in epoch 2: .* starts anew each epoch"):
         list(feed.steps(1))
 
 

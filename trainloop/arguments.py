@@ -100,12 +100,21 @@ def check_loader(loader: Any, name: str, *, optional: bool = True) -> Any:
             f"{name} is a {type(loader).__name__}, which ends after one epoch. "
             "Pass a DataLoader, or an object whose __iter__ begins anew each time."
         )
+    if loader is None and name != "data_loader":
+        raise ConfigurationError(f"{name}=None: the loop was made without one. Pass it to TrainLoop({name}=...).")
     if isinstance(loader, (str, bytes, dict, type)) or not isinstance(loader, Iterable):
         kinds = "a torch DataLoader or None" if optional else "a torch DataLoader"
         raise ConfigurationError(f"{name}={_short(loader)}: must be {kinds}.")
     if isinstance(loader, (list, tuple)) and not all(isinstance(b, (list, tuple, dict, torch.Tensor)) for b in loader):
         raise ConfigurationError(f"{name} is a {type(loader).__name__} of no batches: pass a torch DataLoader.")
     return loader
+
+
+def check_criterion(criterion: Any) -> Any:
+    """Anything, as it is only handed to ``get_loss``; but a loss's class instead of a loss is refused."""
+    if isinstance(criterion, type) and issubclass(criterion, nn.Module):
+        raise ConfigurationError(f"criterion={criterion.__name__}: this is a class. Pass {criterion.__name__}().")
+    return criterion
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> Any:

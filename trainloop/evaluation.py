@@ -193,6 +193,35 @@ def split_loss(output: Any) -> tuple[Any, Any]:
     return loss, weight
 
 
+def explain_backward(loss: Any, error: RuntimeError) -> None:
+    """Raise an error that names ``get_loss`` where its loss is one that can't be differentiated."""
+    if isinstance(loss, Tensor) and loss.numel() != 1:
+        raise ConfigurationError(
+            f"get_loss returned a tensor of shape {tuple(loss.shape)}: return a 0-d loss, for instance its .mean()."
+        ) from error
+    if isinstance(loss, Tensor) and not loss.requires_grad:
+        raise ConfigurationError(
+            "get_loss returned a loss without a graph, so there is nothing to differentiate: compute it from the "
+            "model's output, without .detach(), .item() or torch.no_grad(), with parameters that require gradients."
+        ) from error
+
+
+def check_rows(output: Any) -> None:
+    """Refuse what ``get_predictions`` must not return for a batch."""
+    if not isinstance(output, tuple) or len(output) != 3:
+        raise ConfigurationError(
+            f"get_predictions returned {type(output).__name__}: return (y_pred, y_true, metadata), "
+            "with {} for no metadata."
+        )
+    y_pred, y_true, _ = output
+    rows = [len(y) if isinstance(y, (Tensor, np.ndarray)) and y.ndim else None for y in (y_pred, y_true)]
+    if None not in rows and rows[0] != rows[1]:
+        raise ConfigurationError(
+            f"get_predictions returned {rows[0]} predictions and {rows[1]} targets for one batch: return a row of each "
+            "for each sample."
+        )
+
+
 def on_cpu(value: Any) -> Any:
     """The same nested value with its tensors on the CPU, so that predictions don't fill the device."""
     if isinstance(value, Tensor):

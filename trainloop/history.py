@@ -37,7 +37,10 @@ class History(Mapping[str, list[float]]):
         self._step_values: dict[str, array[float]] = {}
 
     def __getitem__(self, name: str) -> list[float]:
-        return list(self._values[name])
+        try:
+            return list(self._values[name])
+        except KeyError:
+            raise KeyError(f"{name!r} is not in the history; there are: {', '.join(self._values) or 'none'}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)

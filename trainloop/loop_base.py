@@ -113,7 +113,7 @@ class LoopBase:
         self.validation_loader = check.check_loader(validation_loader, "validation_loader")
         self.test_loader = check.check_loader(test_loader, "test_loader")
         self.optimizer = check.check_optimizer(optimizer, model)
-        self.criterion = criterion
+        self.criterion = check.check_criterion(criterion)
         self.collate_batch_pred_fn = check.check_callable(collate_batch_pred_fn, "collate_batch_pred_fn")
         self.pred_transform_fn = check.check_callable(pred_transform_fn, "pred_transform_fn")
         self.end_auto_eval = check.check_auto_eval(end_auto_eval)
@@ -427,11 +427,7 @@ class LoopBase:
             recorder.batch_size = size
             with run.place.autocast:
                 output = model.get_predictions(batch, device)
-            if not isinstance(output, tuple) or len(output) != 3:
-                raise ConfigurationError(
-                    f"get_predictions returned {type(output).__name__}: return (y_pred, y_true, metadata), "
-                    "with {} for no metadata."
-                )
+            evaluation.check_rows(output)
             for hook in hooks:
                 hook(*output, dataset_info)
             return output

@@ -152,6 +152,11 @@ class TTBasicModel(TTModel, ABC):
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
         """``criterion(self(*inputs), target)``."""
         inputs, target = _inputs_and_target(batch_data)
+        if criterion is None:
+            raise ConfigurationError(
+                f"{type(self).__name__}.get_loss needs a criterion, but got None: pass "
+                "TrainLoop(criterion=nn.CrossEntropyLoss()), or write a get_loss that needs none."
+            )
         return criterion(self(*(_to(x, device) for x in inputs)), _to(target, device))
 
     def get_predictions(self, batch_data: Any, device: torch.device) -> Any:

@@ -135,7 +135,8 @@ class TrainLoop(LoopBase):
         Parameters
         ----------
         num_epochs, num_iterations : int
-            How long: so many epochs, or so many batches. Exactly one is positive.
+            How long: so many epochs, or so many batches. Exactly one is positive. A second call adds as many; with
+            ``resume_from``, those that the checkpoint has behind it count.
         callbacks : list of AbstractCallback, optional
         grad_accumulation : int
             Batches whose gradients make one optimizer step. An epoch's last step may have fewer.
@@ -380,7 +381,11 @@ class TrainLoop(LoopBase):
             scaled = loss * scale
         else:
             scaled = loss / count if count > 1 else loss
-        self._backward(run, scaled)
+        try:
+            self._backward(run, scaled)
+        except RuntimeError as error:
+            evaluation.explain_backward(loss, error)
+            raise
         self.last_loss = run.recorder.add_loss(loss, size if weight is None else weight)
         return weight
 

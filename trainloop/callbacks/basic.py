@@ -84,7 +84,7 @@ class AllPredictionsSame(AbstractCallback):
             return
         if self.verbose and loop.is_main_process():
             ending = "; training ends" if self.stop_training else ""
-            print(f"All {len(predictions)} predictions are {value} after epoch {loop.epoch}{ending}.")
+            print(f"All {len(predictions)} predictions are {value} after epoch {loop.epoch + 1}{ending}.")
         if self.stop_training:
             loop.early_stop = True
 

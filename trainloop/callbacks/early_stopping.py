@@ -86,8 +86,8 @@ class EarlyStopping(AbstractCallback):
             self.stopped_epoch = loop.epoch
             loop.early_stop = True
             if loop.is_main_process():
-                best = "no finite value" if self.best is None else f"{self.best:.6g} in epoch {self.best_epoch}"
-                print(f"Early stopping after epoch {loop.epoch}: {self.monitor} = {value:.6g}, best was {best}.")
+                best = "no finite value" if self.best is None else f"{self.best:.6g} in epoch {self.best_epoch + 1}"
+                print(f"Early stopping after epoch {loop.epoch + 1}: {self.monitor} = {value:.6g}, best was {best}.")
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -150,7 +150,7 @@ class ThresholdEarlyStopping(AbstractCallback):
             loop.early_stop = True
             if loop.is_main_process():
                 print(
-                    f"Early stopping after epoch {loop.epoch}: {self.monitor} = {value:.6g} "
+                    f"Early stopping after epoch {loop.epoch + 1}: {self.monitor} = {value:.6g} "
                     f"has not reached {self.threshold:.6g}."
                 )
 

@@ -75,7 +75,7 @@ class Monitor:
                 return None
             names = ", ".join(repr(name) for name in loop.history) or "none yet"
             raise ConfigurationError(
-                f"{self.owner}: monitor={self.name!r} is not in the history after epoch {loop.epoch}. "
+                f"{self.owner}: monitor={self.name!r} is not in the history after epoch {loop.epoch + 1}. "
                 f"There are: {names}. Monitor one of these, or log it: self.log({self.name!r}, value) in the model."
             )
         if len(values) == self._seen:

@@ -39,7 +39,7 @@ class NonFinite:
     """Names of the parameters whose gradients were not finite in that step, in the model's order."""
 
     def __str__(self) -> str:
-        return f"{self.what} in step {self.step} (epoch {self.epoch})"
+        return f"{self.what} in step {self.step} (epoch {self.epoch + 1})"
 
 
 class TerminateOnNaN(AbstractCallback):

@@ -219,7 +219,7 @@ class ModelPerformancePrintReport(AbstractCallback):
     def on_epoch_end(self) -> None:
         epoch = self.train_loop_obj.epoch
         if self.on_each_epoch and epoch % (self.report_frequency or 1) == 0:
-            print(f"---- Performance after epoch {epoch} ----")
+            print(f"---- Performance after epoch {epoch + 1} ----")
             self._print(self.metrics)
 
     def on_train_end(self) -> None:

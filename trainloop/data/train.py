@@ -158,8 +158,8 @@ class TrainFeed:
         self._at_epoch_begin = None
         if not any_step:
             raise ConfigurationError(
-                f"{self._name} gave no batch in epoch {self._epoch}: training needs one at least. An iterator can be "
-                f"read once; pass an object whose __iter__ starts anew each epoch."
+                f"{self._name} gave no batch in epoch {self._epoch + 1}: training needs one at least. An iterator can "
+                f"be read once; pass an object whose __iter__ starts anew each epoch."
             )
 
     def _checked(self, items: Iterator[tuple[Any, Any]], exchange_ints: ExchangeInts) -> Iterator[tuple[Any, Any]]:

@@ -154,8 +154,8 @@ _HINTS = [
     (r"Too many open files", "file descriptors ran out: raise the limit (ulimit -n), or use fewer DataLoader workers."),
     (
         r"Expected to have finished reduction|find_unused_parameters|did not receive grad",
-        "some parameters took no part in the loss: pass ddp_model_args={'find_unused_parameters': True}, or don't give "
-        "them to the optimizer.",
+        "some parameters took no part in the loss: pass ddp_model_args={'find_unused_parameters': True}, or freeze "
+        "them by requires_grad_(False).",
     ),
     (
         r"DataLoader worker .* (exited unexpectedly|is killed)|(?s:dataloader\.py.*(ConnectionResetError|EOFError))",
