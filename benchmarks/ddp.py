@@ -153,7 +153,7 @@ def tables(rounds: int = 7) -> list[Table]:
                 f"As above, with 200 steps{' (more ranks than cores)' if ranks > (os.cpu_count() or 1) else ''}.",
                 steps=200,
             ),
-            rounds=rounds,
+            rounds=min(rounds, 3),
         )
         for ranks in (1, 4)
     ]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, Dataset
 
+import conftest
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel
 from trainloop.errors import WorkerFailedError
 
@@ -120,6 +121,7 @@ class Case(NamedTuple):
     traceback: str = ""
     callbacks: tuple[type[AbstractCallback], ...] = ()
     bad_row: bool = False
+    workers: int = 0
 
 
 CASES = {
@@ -127,18 +129,14 @@ CASES = {
     "exception in what a hook makes": Case(
         does_nothing, 1, 1, "rank 1 of 2 raised ConnectionError: no such server", "in __init__", callbacks=(Connects,)
     ),
-    "exception in a worker": Case(does_nothing, 1, 1, "rank 1 of 2 raised KeyError", "row", bad_row=True),
+    "exception in a worker": Case(does_nothing, 1, 1, "rank 1 of 2 raised KeyError", "row", bad_row=True, workers=1),
     "os._exit": Case(exits, 1, 3, "rank 1 of 2 ended without an error, with exit code 3"),
     "SIGKILL of rank 0": Case(is_killed, 0, -9, "rank 0 of 2 was killed by signal SIGKILL"),
     "SIGKILL of rank 1": Case(is_killed, 1, -9, "rank 1 of 2 was killed by signal SIGKILL"),
+    "SIGKILL of a rank with a worker": Case(is_killed, 1, -9, "rank 1 of 2 was killed by signal SIGKILL", workers=1),
     "memory limit": Case(exceeds_its_memory, 1, 1, "Hint: memory ran out", "fill_"),
     "a collective of one rank": Case(calls_a_collective_alone, 1, None, "", ""),
 }
-
-
-def census() -> tuple[set[int], set[str]]:
-    children = {child.pid for child in psutil.Process().children(recursive=True)}
-    return children, {name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "trainloop"))}
 
 
 def run(case: Case, folder: Path) -> tuple[WorkerFailedError, float]:
@@ -146,7 +144,7 @@ def run(case: Case, folder: Path) -> tuple[WorkerFailedError, float]:
     model = Faulty(case.fault, case.on_rank, folder)
     # Strided: the odd rows are rank 1's.
     bad_row = 2 * 4 * random.randrange(STEPS) + 1 if case.bad_row else -1
-    loader = DataLoader(Rows(bad_row), batch_size=4, num_workers=1 if case.bad_row else 0)
+    loader = DataLoader(Rows(bad_row), batch_size=4, num_workers=case.workers)
     loop = TrainLoop(
         model,
         loader,
@@ -167,14 +165,18 @@ def run(case: Case, folder: Path) -> tuple[WorkerFailedError, float]:
 
 @pytest.mark.parametrize(
     "name, times",
-    [("exception in what a hook makes", 1), *(pytest.param(name, 20, marks=pytest.mark.slow) for name in CASES)],
+    [
+        ("exception in what a hook makes", 1),
+        ("SIGKILL of a rank with a worker", 1),
+        *(pytest.param(name, 20, marks=pytest.mark.slow) for name in CASES),
+    ],
 )
 def test_one_rank_goes_wrong(name: str, times: int, tmp_path: Path) -> None:
     case = CASES[name]
     for i in range(times):
         folder = tmp_path / str(i)
         folder.mkdir()
-        processes, segments = census()
+        before = conftest._state()
         error, seconds = run(case, folder)
         if case.fault is calls_a_collective_alone:
             assert seconds < TIMEOUT_S + ENDS_WITHIN_S
@@ -189,6 +191,6 @@ def test_one_rank_goes_wrong(name: str, times: int, tmp_path: Path) -> None:
             assert case.traceback in error.traceback
             if not case.callbacks:  # else the fault comes before the other rank has begun to train
                 assert (folder / f"unwound {1 - case.on_rank}").exists()
-        after, left = census()
-        assert after <= processes
-        assert left <= segments
+        # At once: what ends by itself later was left behind.
+        left = conftest.left_behind(before, conftest._state())
+        assert not [line for line in left if line.startswith(("children", "shared memory"))]

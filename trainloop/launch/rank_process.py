@@ -31,10 +31,13 @@ from trainloop.stopping import GroupStop, SharedStop, rank_signals
 from trainloop.transfer import Parcel
 from trainloop.transfer.pages import anonymous_path
 
-__all__ = ["STACK_SIGNAL", "Start", "State", "run_rank", "started_by_launch"]
+__all__ = ["LAUNCH_VARIABLE", "STACK_SIGNAL", "Start", "State", "run_rank", "semaphore_prefix", "started_by_launch"]
 
 STACK_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else None
 """Makes a rank write its Python stacks: a real-time signal, which programs leave alone."""
+
+LAUNCH_VARIABLE = "TRAINLOOP_LAUNCH"
+"""In the environment of ranks and of all that they start: the token of their launch."""
 
 _STACK_WAIT_S = 2.0  # a rank whose collective timed out stays in place so long, for the parent to ask all for stacks
 _ORPHAN_GRACE_S = 5.0  # a rank whose parent was killed unwinds for so long, then is killed
@@ -104,6 +107,11 @@ class Start:
         return memoryview(mmap.mmap(self.words_fd, 0)).cast("q")
 
 
+def semaphore_prefix(token: str) -> str:
+    """What the names of semaphores begin with that ranks of this launch, and their workers, make."""
+    return f"/mp-{token}"
+
+
 def _make_start(fields: dict[str, Any]) -> Start:
     return Start(**fields)
 
@@ -128,6 +136,8 @@ def run_rank(local_rank: int, start: Start) -> None:
     record_fd, stack_fd = start.record_fds[local_rank], start.stack_fds[local_rank]
     for fd in {start.words_fd, start.store_fd, start.result_fd, *start.record_fds, *start.stack_fds, *start.inherited}:
         os.set_inheritable(fd, False)  # not for programs that user code starts
+    # Named semaphores, those of loaders' workers, tell which launch they are of: a killed rank can't remove its own.
+    multiprocessing.current_process()._config["semprefix"] = semaphore_prefix(os.environ[LAUNCH_VARIABLE])  # type: ignore[attr-defined]
     words = start.map_words()
     stop = SharedStop(words, local_rank, start.local_world_size, start.timeout_s)
     state = SharedStop.num_words(start.local_world_size) + local_rank

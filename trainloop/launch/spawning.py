@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from multiprocessing import connection, resource_tracker
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import torch
 from trainloop.launch.failures import Failure, exit_text, first_failure, read_record, worker_failed_error
 from trainloop.launch.main_guard import main_not_imported_again
 from trainloop.launch.meeting import Meeting
-from trainloop.launch.rank_process import STACK_SIGNAL, Start, State, run_rank
+from trainloop.launch.rank_process import LAUNCH_VARIABLE, STACK_SIGNAL, Start, State, run_rank, semaphore_prefix
 from trainloop.stopping import SharedStop
 from trainloop.transfer import load_state
 
@@ -59,7 +60,7 @@ class Ranks:
         """Start the processes, with ``environment`` added to this process's own."""
         before = set(multiprocessing.active_children())
         resource_tracker.ensure_running()  # it lives as long as this process: not with a launch's environment
-        variables = {**environment, "TRAINLOOP_LAUNCH": self._token}
+        variables = {**environment, LAUNCH_VARIABLE: self._token}
         with _environment_lock, _variables(variables), _signals_blocked(), main_not_imported_again():
             try:
                 context = torch.multiprocessing.spawn(
@@ -233,6 +234,7 @@ class Ranks:
         for process in self._processes:
             process.join()
             process.close()
+        _remove_semaphores(self._token)
         self.stop.release()
         self._map.close()
 
@@ -274,12 +276,21 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _remove_semaphores(token: str) -> None:
+    """Remove what killed ranks and workers left; the tracker that they shared would do it when this process ends."""
+    prefix = semaphore_prefix(token)
+    for path in Path("/dev/shm").glob(f"sem.{prefix[1:]}-*"):  # where Linux keeps them
+        with contextlib.suppress(OSError):
+            path.unlink()
+            resource_tracker.unregister(f"/{path.name[len('sem.') :]}", "semaphore")
+
+
 def _kill_strays(token: str) -> None:
     """Kill DataLoader workers whose rank was killed: they would notice only after some seconds.
 
     They carry the launch's token in their environment. Other programs that user code started are left alone.
     """
-    mark = f"TRAINLOOP_LAUNCH={token}".encode()
+    mark = f"{LAUNCH_VARIABLE}={token}".encode()
     try:
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     except OSError:  # no /proc: they notice by themselves
