@@ -150,7 +150,7 @@ def tables(rounds: int = 7) -> list[Table]:
             },
             Table(
                 f"DDP, {'one rank' if ranks == 1 else f'{ranks} ranks'}",
-                f"As above, with 200 steps, {min(rounds, 3)} rounds{' (more ranks than cores)' if ranks > (os.cpu_count() or 1) else ''}.",
+                "As above, with 200 steps and 3 rounds; four ranks are more than two cores have room for.",
                 steps=200,
             ),
             rounds=min(rounds, 3),
