@@ -190,6 +190,11 @@ def test_wrong_arguments_are_configuration_errors(case: str, no_process: None) -
     assert len(message) > 30, message  # long enough to say what to do
 
 
+def test_a_misspelt_argument_is_one_of_the_class_that_was_called() -> None:
+    with pytest.raises(TypeError, match=r"TrainLoop.__init__\(\) got an unexpected keyword argument 'gpumode'"):
+        make(gpumode="ddp")
+
+
 @pytest.mark.parametrize("devices", [0, -2, True, 2.0, "two", [0, 1]])
 def test_wrong_devices_are_device_errors(devices: Any, no_process: None) -> None:
     with pytest.raises(DeviceError):

@@ -498,6 +498,9 @@ class LoopBase:
         return state
 
 
+LoopBase.__init__.__qualname__ = "TrainLoop.__init__"  # what a misspelt argument's TypeError names
+
+
 class _alone:
     """An evaluation outside of ``fit``, as work for :meth:`TrainLoop._in_ranks`."""
 
