@@ -186,24 +186,25 @@ def split_loss(output: Any) -> tuple[Any, Any]:
             f"get_loss returned a {type(loss).__name__}{' as the loss' if weight is not None else ''}: "
             "return a 0-d tensor, (loss, weight) or a MultiLoss."
         )
+    _check_scalar(loss)
+    return loss, weight
+
+
+def _check_scalar(loss: Any) -> None:
     if isinstance(loss, Tensor) and loss.numel() != 1:
         raise ConfigurationError(
             f"get_loss returned a tensor of shape {tuple(loss.shape)}: return a 0-d loss, for instance its .mean()."
         )
-    return loss, weight
 
 
-def explain_backward(loss: Any, error: RuntimeError) -> None:
-    """Raise an error that names ``get_loss`` where its loss is one that can't be differentiated."""
-    if isinstance(loss, Tensor) and loss.numel() != 1:
-        raise ConfigurationError(
-            f"get_loss returned a tensor of shape {tuple(loss.shape)}: return a 0-d loss, for instance its .mean()."
-        ) from error
+def explain_backward(loss: Any) -> None:
+    """After an error of backward: raise one that names ``get_loss`` where its loss can't be differentiated."""
+    _check_scalar(loss)
     if isinstance(loss, Tensor) and not loss.requires_grad:
         raise ConfigurationError(
             "get_loss returned a loss without a graph, so there is nothing to differentiate: compute it from the "
             "model's output, without .detach(), .item() or torch.no_grad(), with parameters that require gradients."
-        ) from error
+        )
 
 
 def check_rows(output: Any) -> None:

@@ -383,8 +383,8 @@ class TrainLoop(LoopBase):
             scaled = loss / count if count > 1 else loss
         try:
             self._backward(run, scaled)
-        except RuntimeError as error:
-            evaluation.explain_backward(loss, error)
+        except RuntimeError:
+            evaluation.explain_backward(loss)
             raise
         self.last_loss = run.recorder.add_loss(loss, size if weight is None else weight)
         return weight
@@ -414,12 +414,12 @@ class TrainLoop(LoopBase):
                 hook(i)
         if self.gradient_clip_norm is not None:
             nn.utils.clip_grad_norm_(run.parameters, self.gradient_clip_norm)
-        for optimizer in run.optimizers:
-            if run.scaler.is_enabled():
-                run.scaler.step(optimizer)
-            else:
+        if not run.scaler.is_enabled():
+            for optimizer in run.optimizers:
                 take_step(optimizer)
-        if run.scaler.is_enabled():
+        else:
+            for optimizer in run.optimizers:
+                run.scaler.step(optimizer)
             states = run.scaler._per_optimizer_states
             self._found_inf = [
                 found

@@ -23,7 +23,7 @@ from trainloop.data.samplers import (
     order_by_position,
 )
 from trainloop.data.streams import seed_stream, stream_twin
-from trainloop.data.tensors import TensorRows, draw_base_seed, loader_batches
+from trainloop.data.tensors import TensorRows, draw_base_seed, loader_batches, loads_batches_here
 from trainloop.data.twins import twin
 from trainloop.rng import derive_seed
 from trainloop.sharding import BatchPlan, index_blocks, shard_size
@@ -115,15 +115,7 @@ def _batches_of(loader: Any) -> Iterator[Any]:
 
     So the mark is left out that torch makes for profilers around each batch: some 20 us, of a small model's 500.
     """
-    if (
-        type(loader) is not DataLoader
-        or loaders.is_stream(loader)
-        or loader.num_workers
-        or loader.pin_memory
-        or loader.timeout
-        or loader.batch_sampler is None
-        or isinstance(loader.dataset, MapDataPipe)
-    ):
+    if not loads_batches_here(loader) or loaders.is_stream(loader) or isinstance(loader.dataset, MapDataPipe):
         return iter(loader)
     dataset: Any = loader.dataset
     fetch, collate = getattr(dataset, "__getitems__", None), loader.collate_fn

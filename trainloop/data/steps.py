@@ -51,7 +51,7 @@ def steps_of_known(items: Iterator[tuple[Shares, Any]], grad_accumulation: int, 
         # One micro-batch a step, nearly always of the same shares as the one before.
         known: Shares | None = None
         for shares, batch in items:
-            if shares is not known and shares != known:
+            if shares != known:
                 known = shares
                 sizes, scales, total, ragged = _weigh([shares], rank)
             yield StepShare([batch] if sizes else [], sizes, scales, total, ragged)

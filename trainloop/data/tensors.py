@@ -32,14 +32,7 @@ class TensorRows:
     @classmethod
     def of(cls, loader: Any) -> TensorRows | None:
         """The rows of a loader's dataset; None where the loader does anything that one indexing call would not."""
-        if (
-            type(loader) is not DataLoader
-            or loader.collate_fn is not default_collate
-            or loader.num_workers
-            or loader.pin_memory
-            or loader.timeout
-            or loader.batch_sampler is None
-        ):
+        if not loads_batches_here(loader) or loader.collate_fn is not default_collate:
             return None
         dataset, rows = loader.dataset, None
         while type(dataset) is Subset:
@@ -98,6 +91,17 @@ def _is_plain(tensor: Tensor) -> bool:
         and not tensor.is_quantized
         and not tensor.is_conj()
         and not tensor.is_neg()
+    )
+
+
+def loads_batches_here(loader: Any) -> bool:
+    """Whether batches are what ``collate_fn`` makes, in this process, of the rows that ``batch_sampler`` names."""
+    return (
+        type(loader) is DataLoader
+        and not loader.num_workers
+        and not loader.pin_memory
+        and not loader.timeout
+        and loader.batch_sampler is not None
     )
 
 

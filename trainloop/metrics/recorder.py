@@ -146,7 +146,7 @@ class Recorder:
         self._slots: dict[torch.device, Slots] = {}
         self._cpu = self._slots_on(torch.device("cpu"))
         self._registering = threading.Lock()
-        self._whole = self._part("")  # the first metric, so that tables show it first
+        self._part("")  # the first metric, so that tables show it first
 
     # -- in the step ---------------------------------------------------------------------------------------------------
 
@@ -184,14 +184,13 @@ class Recorder:
         whole = loss.detach()
         if whole.ndim:
             whole = whole.reshape(())
-        self._add(self._whole, whole, weight)
+        self._add(self._parts[""], whole, weight)
         return whole
 
     def _add(self, series: _Series, value: Tensor, weight: Tensor | float) -> None:
         if isinstance(weight, Tensor):
             weight = self._kept(weight)
-        slots = self._cpu if value.is_cpu else self._slots_on(value.device)
-        series.pending.append((self.step, slots.keep(value), weight))
+        series.pending.append((self.step, self._kept(value), weight))
 
     def _weight(self, name: str, weight: Any) -> Tensor | float:
         if type(weight) is int and weight >= 0:

@@ -121,10 +121,7 @@ class TTDataParallel(Transparent, DataParallel):
             inputs = _on_devices(cut, devices)
             if len(cut) == 1:
                 return _bound(self.module, method)(*inputs[0][0], **inputs[0][1])
-            replicas = _replicas(self.module, devices)
-            for replica, size in zip(replicas, sizes, strict=True):
-                for part in replica.modules():
-                    part.__dict__["_log_batch_size"] = size  # what TTModel.log weighs by
+            replicas = _replicas(self.module, devices, sizes)
             calls = [_call(_bound(replica, method), *part) for replica, part in zip(replicas, inputs, strict=True)]
             outputs = _in_threads(calls, devices)
             if devices[0].type != "cpu":
@@ -196,14 +193,15 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return lambda: function(*args, **kwargs)
 
 
-def _replicas(module: nn.Module, devices: list[torch.device]) -> list[nn.Module]:
-    """A replica of the module on each device, of whose parameters the module's own are the source in autograd."""
+def _replicas(module: nn.Module, devices: list[torch.device], sizes: list[int]) -> list[nn.Module]:
+    """A replica for so many samples on each device; in autograd the module's own parameters are its source."""
     if devices[0].type == "cpu":
         replicas = [_cpu_replica(module, shares_buffers=i == 0) for i in range(len(devices))]
     else:
         replicas = replicate(module, devices, not torch.is_grad_enabled())
-    for replica in replicas:
+    for replica, size in zip(replicas, sizes, strict=True):
         for part in replica.modules():
+            part.__dict__["_log_batch_size"] = size  # what TTModel.log weighs by
             # torch leaves parameters() of a replica empty, and a penalty on the weights in get_loss would be lost.
             part._parameters.update(part.__dict__.get("_former_parameters", {}))
             # It would run the module that was compiled, which is not this one.
