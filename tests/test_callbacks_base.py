@@ -165,6 +165,8 @@ def test_hooks_come_in_order() -> None:
         "on_epoch_begin",
         *(micro_batch + last) * 2,
         "on_log",
+        "on_evaluation_begin",
+        "on_evaluation_end",
         "on_epoch_end",
         "on_train_end",
     ]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -37,6 +37,9 @@ from trainloop.resources.enforce import applied, cap_workers, child_environment,
 from trainloop.stopping import StopAgreement
 
 __all__ = ["LoopBase", "Run"]
+
+# Put before the names of what is logged in an evaluation, by the dataset's type.
+_PREFIXES = {"train": "train_", "validation": "val_", "test": "test_", "other": ""}
 
 
 @dataclass
@@ -302,7 +305,7 @@ class LoopBase:
             self._run = Run(
                 place=place,
                 stop=stop,
-                hooks=HookTable(self.callbacks, self.rank),
+                hooks=HookTable(self.callbacks, self.rank, self.model),
                 # Ranks must agree on an order even where the user gave no seed; the caller's RNG stays as it is.
                 seed=self.seed if self.seed is not None or not parallel else self._shared_seed,
                 gather=distributed.gather_object if parallel else None,
@@ -334,15 +337,15 @@ class LoopBase:
 
     def evaluate_loss_on_train_set(self) -> float | dict[str, float]:
         """Mean loss over the training set; see :meth:`evaluate_model_loss`."""
-        return self._evaluate(self.train_loader, "train_loader", "train_")
+        return self._evaluate(self.train_loader, "train_loader", "train")
 
     def evaluate_loss_on_validation_set(self) -> float | dict[str, float]:
         """Mean loss over the validation set; see :meth:`evaluate_model_loss`."""
-        return self._evaluate(self.validation_loader, "validation_loader", "val_")
+        return self._evaluate(self.validation_loader, "validation_loader", "validation")
 
     def evaluate_loss_on_test_set(self) -> float | dict[str, float]:
         """Mean loss over the test set; see :meth:`evaluate_model_loss`."""
-        return self._evaluate(self.test_loader, "test_loader", "test_")
+        return self._evaluate(self.test_loader, "test_loader", "test")
 
     def evaluate_model_loss(self, data_loader: Any) -> float | dict[str, float]:
         """Mean of ``get_loss_eval`` over a loader, each sample once; a dict where the model gives a ``MultiLoss``.
@@ -354,7 +357,7 @@ class LoopBase:
         ConfigurationError
             If the loader is missing or has no samples.
         """
-        return self._evaluate(data_loader, "data_loader", "")
+        return self._evaluate(data_loader, "data_loader", "other")
 
     def predict_on_train_set(self) -> evaluation.Predictions:
         """Predictions on the training set; see :meth:`predict_with_model`."""
@@ -379,17 +382,18 @@ class LoopBase:
         ----------
         data_loader : DataLoader
         execute_callbacks : bool
-            Call ``on_after_batch_prediction``.
+            Call their ``on_evaluation_begin``, ``on_after_batch_prediction`` and ``on_evaluation_end``. The model's own
+            hooks are called in any case.
         dataset_info : dict, optional
-            Handed to that hook. Default: ``{'type': 'other'}``.
+            Handed to those hooks, with ``'pass': 'predictions'`` added. Default: ``{'type': 'other'}``.
         """
         return self._predict(data_loader, "data_loader", dataset_info or {"type": "other"}, execute_callbacks)
 
-    def _evaluate(self, loader: Any, name: str, prefix: str) -> float | dict[str, float]:
+    def _evaluate(self, loader: Any, name: str, kind: str) -> float | dict[str, float]:
         check.check_loader(loader, name, optional=False)
         if self._run is not None:
-            return self._evaluate_here(self._run, loader, name, prefix)
-        return cast("float | dict[str, float]", self._in_ranks(_alone(LoopBase._evaluate_here), loader, name, prefix))
+            return self._evaluate_here(self._run, loader, name, kind)
+        return cast("float | dict[str, float]", self._in_ranks(_alone(LoopBase._evaluate_here), loader, name, kind))
 
     def _predict(
         self, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool = True
@@ -401,9 +405,9 @@ class LoopBase:
         return cast("evaluation.Predictions", self._in_ranks(_alone(LoopBase._predict_here), *args))
 
     def _evaluate_here(
-        self, run: Run, loader: Any, name: str, prefix: str, losses_into_history: bool = False
+        self, run: Run, loader: Any, name: str, kind: str, losses_into_history: bool = False
     ) -> float | dict[str, float]:
-        model, device = run.place.evaluated, run.place.device
+        model, device, prefix = run.place.evaluated, run.place.device, _PREFIXES[kind]
 
         def get_loss(batch: Any) -> Any:
             with run.place.autocast:
@@ -411,7 +415,8 @@ class LoopBase:
 
         with self._recording(run, prefix) as recorder:
             feed = self._eval_feed(run, loader, name)
-            end = evaluation.mean_loss(feed.batches(), get_loss, recorder, name)
+            batches = _between_hooks(feed.batches(), run.hooks, recorder, {"type": kind, "pass": "loss"})
+            end = evaluation.mean_loss(batches, get_loss, recorder, name)
         losses = named_losses(end.losses, prefix) if losses_into_history else {}
         self._into_history(run, prefix, {**losses, **end.metrics})
         parts = {part: value for part, value in end.losses.items() if part}
@@ -421,18 +426,19 @@ class LoopBase:
         self, run: Run, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool
     ) -> evaluation.Predictions:
         model, device = run.place.evaluated, run.place.device
-        hooks = run.hooks.on_after_batch_prediction if execute_callbacks else ()
+        hooks = run.hooks if execute_callbacks else HookTable((), model=self.model)
+        dataset_info = {**dataset_info, "pass": "predictions"}
 
         def get_predictions(batch: Any, size: int) -> Any:
             recorder.batch_size = size
             with run.place.autocast:
                 output = model.get_predictions(batch, device)
             evaluation.check_rows(output)
-            for hook in hooks:
+            for hook in hooks.on_after_batch_prediction:
                 hook(*output, dataset_info)
             return output
 
-        prefix = {"validation": "val_", "test": "test_", "train": "train_"}.get(dataset_info.get("type", ""), "")
+        prefix = _PREFIXES.get(dataset_info.get("type", ""), "")
 
         def gather(mine: Any) -> list[Any]:  # what was logged goes along
             end = recorder.finish_epoch(mine)
@@ -442,7 +448,7 @@ class LoopBase:
         with self._recording(run, prefix) as recorder:
             feed = self._eval_feed(run, loader, name)
             return evaluation.predictions(
-                feed.batches(),
+                _between_hooks(feed.batches(), hooks, recorder, dataset_info),
                 get_predictions,
                 gather,
                 feed.row_order,
@@ -457,9 +463,8 @@ class LoopBase:
         Evaluating changes nothing about the training around it: modes and random numbers go on as if it hadn't been.
         """
         recorder = Recorder(rank=self.rank, gather=run.gather, on_step=False, prefix=prefix)
-        if run.gather is not None:
-            _copy_buffers_from_rank_0(self.model)
-        with self._listening(recorder), evaluation.evaluating(self.model), rng.isolated():
+        buffers = nullcontext() if run.gather is None else _buffers_of_rank_0(self.model)
+        with buffers, self._listening(recorder), evaluation.evaluating(self.model), rng.isolated():
             yield recorder
 
     def _into_history(self, run: Run, prefix: str, values: dict[str, float]) -> None:
@@ -539,10 +544,31 @@ def _rank_here() -> Rank:
     return Rank(rank, world_size, local_rank, ranks, rank // ranks, world_size // ranks)
 
 
+def _between_hooks(batches: Iterable[Any], hooks: HookTable, recorder: Recorder, info: dict[str, Any]) -> Iterator[Any]:
+    """An evaluation's batches with the hooks around them: before its logs are exchanged, so that theirs go along."""
+    recorder.batch_size = 1  # what a hook logs belongs to no batch
+    for hook in hooks.on_evaluation_begin:
+        hook(info)
+    yield from batches
+    recorder.batch_size = 1
+    for hook in hooks.on_evaluation_end:
+        hook(info)
+
+
 def _has_compiled_parts(model: nn.Module) -> bool:
     return any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in model.modules())
 
 
-def _copy_buffers_from_rank_0(model: nn.Module) -> None:
-    for buffer in model.buffers():
+@contextmanager
+def _buffers_of_rank_0(model: nn.Module) -> Iterator[None]:
+    """All ranks have rank 0's buffers meanwhile: those of a rank are its own where DDP doesn't broadcast them."""
+    buffers = list(model.buffers())
+    kept = [buffer.clone() for buffer in buffers] if distributed.get_rank() else []
+    for buffer in buffers:
         torch.distributed.broadcast(buffer, 0)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, own in zip(buffers, kept):
+                buffer.copy_(own)

@@ -71,6 +71,33 @@ class TTModel(nn.Module, ABC):
         Rows may be tensors, arrays, lists of anything, or nested dicts and tuples of these; ``metadata`` is a dict.
         """
 
+    def on_epoch_begin(self) -> None:
+        """Before an epoch's first batch: the place to reset what the model carries from batch to batch.
+
+        Not called where a resumed run goes on in the middle of an epoch.
+        """
+
+    def on_evaluation_begin(self, dataset_info: dict[str, Any]) -> None:
+        """Before a pass over a dataset for its loss or its predictions, in ``fit`` or outside of it.
+
+        A model that carries state from batch to batch, such as a recurrent network trained on one long text, puts the
+        training's aside here and begins with a new one. Called before the same hook of callbacks, with the same
+        ``dataset_info``: see :meth:`trainloop.AbstractCallback.on_evaluation_begin`.
+
+        Examples
+        --------
+        >>> class Recurrent(TTModel):
+        ...     def on_epoch_begin(self):
+        ...         self.hidden = None
+        ...     def on_evaluation_begin(self, dataset_info):
+        ...         self.kept, self.hidden = self.hidden, None
+        ...     def on_evaluation_end(self, dataset_info):
+        ...         self.hidden = self.kept
+        """
+
+    def on_evaluation_end(self, dataset_info: dict[str, Any]) -> None:
+        """After the pass's last batch, unless it ended by an exception."""
+
     def log(
         self,
         name: str,

@@ -13,7 +13,7 @@
                     get_loss, backward
                     after the last: gradients reduced, on_after_gradient_update, clip, step, on_after_optimizer_step
                     on_batch_end
-            logs, history, validation
+            logs, history, validation between on_evaluation_begin and on_evaluation_end
             on_epoch_end
         test, on_train_end
         state comes back into the caller's own objects
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from trainloop import arguments as check
 from trainloop import distributed, evaluation, loop_state, rng
 from trainloop.arguments import FitJob
-from trainloop.callbacks.base import AbstractCallback, overrides
+from trainloop.callbacks.base import AbstractCallback, HookTable, overrides
 from trainloop.data import StepShare, train_feed
 from trainloop.errors import ConfigurationError
 from trainloop.loop_base import LoopBase, Run
@@ -200,6 +200,7 @@ class TrainLoop(LoopBase):
             resume=self._checkpoint_to_resume(resume_from),
         )
         self.early_stop = False
+        HookTable((), model=self.model)  # a hook of its own that can't be called is an error before ranks start
         for callback in self.callbacks:
             callback.register_train_loop_object(self)
         ended_by = self._in_ranks(TrainLoop._train, job)
@@ -304,7 +305,7 @@ class TrainLoop(LoopBase):
             if ended_by:
                 break
         if self.end_auto_eval and self.test_loader is not None:
-            self._auto_evaluate(run, self.test_loader, "test_loader", "test_")
+            self._auto_evaluate(run, self.test_loader, "test_loader", "test")
         for hook in run.hooks.on_train_end:
             hook()
         return 0
@@ -460,7 +461,7 @@ class TrainLoop(LoopBase):
         for name, value in {**named_losses(end.losses), **end.metrics}.items():
             self.history._append(name, value, self.epoch, replace=True)
         if self.end_auto_eval and self.validation_loader is not None and (self.epoch + 1) % self.end_auto_eval == 0:
-            self._auto_evaluate(run, self.validation_loader, "validation_loader", "val_")
+            self._auto_evaluate(run, self.validation_loader, "validation_loader", "validation")
         run.epoch_finished = True
         for hook in run.hooks.on_epoch_end:
             hook()
@@ -539,8 +540,8 @@ class TrainLoop(LoopBase):
         """Go on where :meth:`checkpoint_state` was. Collective."""
         loop_state.load_checkpoint_state(self, state)
 
-    def _auto_evaluate(self, run: Run, loader: Any, name: str, prefix: str) -> None:
-        self._evaluate_here(run, loader, name, prefix, losses_into_history=True)
+    def _auto_evaluate(self, run: Run, loader: Any, name: str, kind: str) -> None:
+        self._evaluate_here(run, loader, name, kind, losses_into_history=True)
 
     def preflight(self, **kwargs: Any) -> Any:
         """Look for what would go wrong later, in seconds; see :func:`trainloop.preflight.preflight`."""

@@ -7,11 +7,17 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from trainloop.errors import ConfigurationError
+from trainloop.model import TTModel
 
 __all__ = ["AbstractCallback", "HookTable", "overrides"]
 
 Hook = Callable[..., Any]
+
+# Those that a model may have itself: where what it carries from batch to batch begins anew.
+MODEL_HOOKS = ("on_epoch_begin", "on_evaluation_begin", "on_evaluation_end")
 
 
 class AbstractCallback:
@@ -58,7 +64,9 @@ class AbstractCallback:
         "on_after_gradient_update",
         "on_after_optimizer_step",
         "on_batch_end",
+        "on_evaluation_begin",
         "on_after_batch_prediction",
+        "on_evaluation_end",
         "on_log",
         "on_epoch_end",
         "on_train_end",
@@ -119,6 +127,25 @@ class AbstractCallback:
     def on_batch_end(self) -> None:
         """After each (micro-)batch."""
 
+    def on_evaluation_begin(self, dataset_info: dict[str, Any]) -> None:
+        """Before a pass over a dataset for its loss or its predictions; on all ranks, in ``fit`` or outside of it.
+
+        The model is in evaluation mode already, without gradients; random numbers drawn here don't show in the training
+        around it.
+
+        Parameters
+        ----------
+        dataset_info : dict
+            ``type`` is ``'train'``, ``'validation'``, ``'test'`` or ``'other'``, ``pass`` is ``'loss'`` or
+            ``'predictions'``; and what was handed to ``predict_with_model``. One dict a pass.
+        """
+
+    def on_evaluation_end(self, dataset_info: dict[str, Any]) -> None:
+        """After the pass's last batch, with the same dict; what is logged here belongs to the pass.
+
+        Predictions are not gathered yet. Not called where the pass ended by an exception.
+        """
+
     def on_after_batch_prediction(
         self, y_pred_batch: Any, y_test_batch: Any, metadata_batch: Any, dataset_info: dict[str, Any]
     ) -> None:
@@ -150,6 +177,8 @@ class HookTable:
     callbacks : iterable of AbstractCallback
     rank : int
         Rank of this process: callbacks restricted to another rank are left out.
+    model : nn.Module, optional
+        Its own hooks, see :class:`trainloop.TTModel`, come before those of callbacks.
 
     Raises
     ------
@@ -157,11 +186,12 @@ class HookTable:
         If a hook can't be called with what the loop gives to it.
     """
 
-    def __init__(self, callbacks: Iterable[AbstractCallback], rank: int = 0) -> None:
+    def __init__(self, callbacks: Iterable[AbstractCallback], rank: int = 0, model: nn.Module | None = None) -> None:
         here = [cb for cb in callbacks if cb.device_idx_execution in (None, rank)]
         here.sort(key=lambda cb: cb.execution_order)  # stable: equal ones stay in the order they were passed
         for name in AbstractCallback.HOOKS:
-            setattr(self, name, tuple(_hook(cb, name) for cb in here if overrides(cb, name)))
+            own = [_hook(model, name)] if name in MODEL_HOOKS and _model_overrides(model, name) else []
+            setattr(self, name, (*own, *(_hook(cb, name) for cb in here if overrides(cb, name))))
 
     def __getattr__(self, name: str) -> tuple[Hook, ...]:
         # Only for type checkers and typing errors: every real hook is set in __init__.
@@ -173,7 +203,12 @@ def overrides(callback: AbstractCallback, name: str) -> bool:
     return name in callback.__dict__ or getattr(type(callback), name) is not getattr(AbstractCallback, name)
 
 
-def _hook(callback: AbstractCallback, name: str) -> Hook:
+def _model_overrides(model: nn.Module | None, name: str) -> bool:
+    # A model need not be a TTModel, as long as it has a TTModel's methods.
+    return callable(getattr(model, name, None)) and getattr(type(model), name, None) is not getattr(TTModel, name)
+
+
+def _hook(callback: Any, name: str) -> Hook:
     """The hook, to be called with all the arguments that the loop gives, whichever of the first ones it takes."""
     method: Hook = getattr(callback, name)
     offered = _OFFERED[name]

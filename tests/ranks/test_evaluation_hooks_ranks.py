@@ -1,0 +1,62 @@
+"""Evaluation hooks where several ranks evaluate together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from conftest import make_data
+from small_loop import Net, make_loop
+from trainloop import AbstractCallback, distributed
+
+
+class Carrying(Net):
+    """Holds a state of each rank's own, as a buffer, which evaluation must not exchange for rank 0's."""
+
+    state: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.zeros(2))
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        if self.training:
+            self.state += 1 + distributed.get_rank()
+        return super().get_loss(batch_data, criterion, device)
+
+
+class Facts(AbstractCallback):
+    def __init__(self) -> None:
+        super().__init__("facts")
+        self.heard: list[str] = []
+        self.before = self.within = self.after = None
+
+    def on_evaluation_begin(self, dataset_info: dict[str, Any]) -> None:
+        self.heard.append(f"begin {dataset_info['type']}")
+        self.within = self.train_loop_obj.model.state.tolist()
+
+    def on_evaluation_end(self, dataset_info: dict[str, Any]) -> None:
+        self.heard.append("end")
+
+    def on_batch_end(self) -> None:
+        self.before = self.train_loop_obj.model.state.tolist()
+
+    def on_epoch_end(self) -> None:
+        mine = (self.heard, self.before, self.within, self.train_loop_obj.model.state.tolist())
+        self.everyone = distributed.gather_object(mine)
+
+
+def test_all_ranks_hear_of_a_pass_and_keep_their_own_buffers() -> None:
+    """One batch to evaluate for two ranks: the one without a batch hears of it as well."""
+    facts = Facts()
+    tl = make_loop(Carrying(), gpu_mode="ddp", devices=2)
+    tl.validation_loader = DataLoader(make_data(5), 16)
+    tl.fit(num_epochs=1, callbacks=[facts], ddp_model_args={"broadcast_buffers": False})
+    steps = 4  # 101 samples, 2 x 16 a step
+    for rank, (heard, before, within, after) in enumerate(facts.everyone):
+        assert heard == ["begin validation", "end"]
+        assert before == after == [steps * (1 + rank)] * 2
+        assert within == [steps] * 2  # rank 0's
