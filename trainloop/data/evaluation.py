@@ -18,6 +18,7 @@ from trainloop.data.prefetch import on_device
 from trainloop.data.randomness import Aside, SeedOnArrival, drawn_aside
 from trainloop.data.samplers import digest_of, length_of, order_by_position, read_aside
 from trainloop.data.steps import ExchangeInts
+from trainloop.data.stops import whole
 from trainloop.data.streams import Share, stream_twin
 from trainloop.data.tensors import TensorRows, draw_base_seed, loader_batches
 from trainloop.data.twins import twin
@@ -159,10 +160,10 @@ def _source(loader: Any, rank: int, world_size: int, seed: int | None, name: str
     if seed is not None:
         seed = derive_seed(seed, "evaluation")
     if world_size > 1 and loaders.is_distributed(loader):
-        return _Whole(loaders.for_rank(loader, rank, world_size, name), rank, world_size, seed, each_its_own=True)
+        return _Whole(loaders.for_rank(loader, rank, world_size, name), rank, world_size, seed, name, each_its_own=True)
     if isinstance(loader, DataLoader) and not loaders.is_stream(loader):
         return _Indexed(loader, rank, world_size, seed, name)
-    return _Whole(loader, rank, world_size, seed, each_its_own=False)
+    return _Whole(loader, rank, world_size, seed, name, each_its_own=False)
 
 
 class _Whole:
@@ -176,7 +177,10 @@ class _Whole:
 
     order_digest = None
 
-    def __init__(self, loader: Any, rank: int, world_size: int, seed: int | None, *, each_its_own: bool) -> None:
+    def __init__(
+        self, loader: Any, rank: int, world_size: int, seed: int | None, name: str, *, each_its_own: bool
+    ) -> None:
+        self._name = name
         self._rank, self._world_size, self._seed = rank, world_size, seed
         self._each_its_own = each_its_own
         self._batch_size = getattr(loader, "batch_size", None)
@@ -186,15 +190,15 @@ class _Whole:
         # Of an iterable dataset it has to be seen that no sample comes once a worker, and that all ranks read the same.
         shared = world_size > 1 and not each_its_own
         if loaders.is_stream(loader) and not loaders.iterates_itself(loader) and (shared or loader.num_workers > 0):
-            self.loader = stream_twin(loader, rank=0, world_size=1, shared=shared)
+            self.loader = stream_twin(loader, rank=0, world_size=1, shared=shared, name=name)
 
     def items(self) -> Iterator[tuple[tuple[int, int], Any]]:
         if self._seed is None:
-            iterator = iter(self.loader)
+            iterator = whole(iter(self.loader), self._name)
         else:
             aside = Aside(self._seed)
             with aside:
-                iterator = iter(self.loader)
+                iterator = whole(iter(self.loader), self._name)
             iterator = drawn_aside(iterator, aside)
         first, step = (0, 1) if self._each_its_own else (self._rank, self._world_size)
         for batch_index, batch in enumerate(islice(iterator, first, None, step)):
@@ -237,7 +241,7 @@ class _Indexed:
     def _batches(self) -> Iterator[Any]:
         rows, seed = self._rows, self._seed
         if seed is None:
-            return iter(self.loader) if rows is None else loader_batches(rows, self.loader)
+            return whole(iter(self.loader), self._name) if rows is None else loader_batches(rows, self.loader)
         if rows is not None:
             return self._seeded_rows(rows)
         return self._seeded(seed)
@@ -251,7 +255,7 @@ class _Indexed:
     def _seeded(self, seed: int) -> Iterator[Any]:
         aside = Aside(seed)
         with aside:
-            iterator = iter(self.loader)
+            iterator = whole(iter(self.loader), self._name)
         # A batch's random numbers depend on its index alone, so that they are those of one process on any rank.
         workers = self.loader.num_workers > 0
         batch_index = self._rank

@@ -22,6 +22,7 @@ from trainloop.data.samplers import (
     length_of,
     order_by_position,
 )
+from trainloop.data.stops import slipped_out, whole
 from trainloop.data.streams import seed_stream, stream_twin
 from trainloop.data.tensors import TensorRows, draw_base_seed, loader_batches, loads_batches_here
 from trainloop.data.twins import twin
@@ -73,11 +74,11 @@ def train_source(loader: Any, rank: int, world_size: int, seed: int | None, name
         loader = loaders.for_rank(loader, rank, world_size, name)
     rows = TensorRows.of(loader)
     if seed is None:
-        return _AsItIs(loader) if rows is None else _Tensors(loader, rows)
+        return _AsItIs(loader, name) if rows is None else _Tensors(loader, rows)
     if not isinstance(loader, DataLoader) or (loaders.iterates_itself(loader) and (given or loaders.is_stream(loader))):
-        return _Opaque(loader, rank, world_size, seed, given)
+        return _Opaque(loader, rank, world_size, seed, name, given)
     if loaders.is_stream(loader):
-        return _Stream(loader, rank, world_size, seed, given)
+        return _Stream(loader, rank, world_size, seed, name, given)
     return _Indexed(loader, rank, world_size, seed, name, rows, given)
 
 
@@ -96,8 +97,9 @@ class _AsItIs:
     sizes_known = True
     order_digest = None
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, name: str) -> None:
         self.loader = loader
+        self._name = name
         self._plan = _plan_of(loader)
         self._batch_size = getattr(loader, "batch_size", None)
         self.num_batches = None if loaders.is_stream(loader) else length_of(loader)
@@ -106,26 +108,29 @@ class _AsItIs:
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[Shares, Any]]:
         planned = islice(() if self._plan is None else self._plan.all_shares(), first_batch, None)
-        for batch in islice(_batches_of(self.loader), first_batch, None):
+        for batch in islice(_batches_of(self.loader, self._name), first_batch, None):
             yield next(planned, ()) or (max(1, count_samples(batch, self._batch_size)),), batch
 
 
-def _batches_of(loader: Any) -> Iterator[Any]:
+def _batches_of(loader: Any, name: str) -> Iterator[Any]:
     """``iter(loader)``; where it loads in this process, the same batch for batch and draw for draw, by its parts.
 
     So the mark is left out that torch makes for profilers around each batch: some 20 us, of a small model's 500.
     """
     if not loads_batches_here(loader) or loaders.is_stream(loader) or isinstance(loader.dataset, MapDataPipe):
-        return iter(loader)
+        return whole(iter(loader), name)
     dataset: Any = loader.dataset
     fetch, collate = getattr(dataset, "__getitems__", None), loader.collate_fn
     batches_of_indices = iter(loader.batch_sampler)
     draw_base_seed(loader)
 
     def load(indices: Any) -> Any:
-        return collate(fetch(indices) if fetch else [dataset[index] for index in indices])
+        try:
+            return collate(fetch(indices) if fetch else [dataset[index] for index in indices])
+        except StopIteration as stop:
+            raise slipped_out(stop, name) from stop
 
-    return map(load, batches_of_indices)  # no generator: a dataset's StopIteration ends the epoch, as it does in torch
+    return map(load, batches_of_indices)
 
 
 class _Tensors:
@@ -252,7 +257,7 @@ class _Indexed:
         asked, workers = self._asked, self.loader.num_workers > 0
         asked.first_batch = batch_index = first_batch
         with Aside(derive_seed(self._shard.seed, "loader", epoch, self._rank)):
-            batches = iter(self.loader)
+            batches = whole(iter(self.loader), self._name)
         aside = Aside()
         while True:
             if workers:
@@ -275,11 +280,12 @@ class _Stream:
     sizes_known = False
     order_digest = None
 
-    def __init__(self, loader: DataLoader[Any], rank: int, world_size: int, seed: int, given: bool) -> None:
+    def __init__(self, loader: DataLoader[Any], rank: int, world_size: int, seed: int, name: str, given: bool) -> None:
+        self._name = name
         self._seed = derive_seed(seed, "stream", rank) if given else derive_seed(seed, "stream")
         # Of a stream that is this rank's own share already, it keeps all.
         shared = world_size > 1 and not given
-        self.loader = stream_twin(loader, *((0, 1) if given else (rank, world_size)), shared=shared)
+        self.loader = stream_twin(loader, *((0, 1) if given else (rank, world_size)), shared=shared, name=name)
         batch_size = None if loader.batch_sampler is None else loader.batch_size
         self.global_batch_size = None if batch_size is None else batch_size * world_size
         # What a dataset says of its length, and how its workers share it out, is its own affair: a plan, not a promise.
@@ -294,7 +300,7 @@ class _Stream:
         seed_stream(self.loader, seed)
         aside = Aside(seed)
         with aside:
-            shares = iter(self.loader)
+            shares = whole(iter(self.loader), self._name)
         if self.loader.num_workers == 0:
             shares = drawn_aside(shares, aside)
         for share in islice(shares, first_batch, None):
@@ -313,8 +319,9 @@ class _Opaque:
     sizes_known = False
     order_digest = None
 
-    def __init__(self, loader: Any, rank: int, world_size: int, seed: int, given: bool) -> None:
+    def __init__(self, loader: Any, rank: int, world_size: int, seed: int, name: str, given: bool) -> None:
         self.loader = loader
+        self._name = name
         self._seed = derive_seed(seed, "stream", rank) if given else derive_seed(seed, "stream")
         self._rank, self._step = (0, 1) if given else (rank, world_size)
         self._batch_size = getattr(loader, "batch_size", None)
@@ -326,7 +333,7 @@ class _Opaque:
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[int, Any]]:
         aside = Aside(derive_seed(self._seed, epoch))
         with aside:
-            batches = iter(self.loader)
+            batches = whole(iter(self.loader), self._name)
         first = first_batch * self._step + self._rank
         for batch in islice(drawn_aside(batches, aside), first, None, self._step):
             yield max(1, count_samples(batch, self._batch_size)), batch

@@ -11,6 +11,7 @@ import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import IterableDataset, Sampler
 
 from trainloop.data.randomness import Aside, SeedOnArrival, seed_cpu
+from trainloop.data.stops import slipped_out
 from trainloop.data.twins import twin
 from trainloop.errors import ConfigurationError
 from trainloop.rng import derive_seed
@@ -137,9 +138,12 @@ class ShareCollate:
         The user's own.
     batched : bool
         Whether it takes a list of samples, or one element (``batch_size=None``).
+    name : str
+        What the user calls the loader, for messages.
     """
 
-    def __init__(self, collate_fn: Callable[[Any], Any], batched: bool, rank: int, world_size: int) -> None:
+    def __init__(self, collate_fn: Callable[[Any], Any], batched: bool, rank: int, world_size: int, name: str) -> None:
+        self.name = name
         self.collate_fn = collate_fn
         self.batched = batched
         self.rank = rank
@@ -154,14 +158,20 @@ class ShareCollate:
         if not samples:
             return Share(None, -1)
         if self.world_size == 1:
-            batch = self.collate_fn(samples if self.batched else samples[0])
+            batch = self._collate(samples)
         else:
             # What is drawn for a batch that only this rank collates must not move the stream's own random state, which
             # has to stay the same on all ranks for them to see one stream.
             seed = self.epoch_seed if _Arrived.seed is None else _Arrived.seed
             with Aside(derive_seed(seed, "collate", self.rank, group_index)):
-                batch = self.collate_fn(samples if self.batched else samples[0])
+                batch = self._collate(samples)
         return Share(batch, len(samples) if self.batched else count_samples(batch))
+
+    def _collate(self, samples: list[Any]) -> Any:
+        try:
+            return self.collate_fn(samples if self.batched else samples[0])
+        except StopIteration as stop:  # from here, a worker would take it for the stream's own end
+            raise slipped_out(stop, self.name) from stop
 
 
 class _Arrived:
@@ -232,14 +242,14 @@ class WatchWorker:
             self.worker_init_fn(worker_id)
 
 
-def stream_twin(loader: Any, rank: int, world_size: int, *, shared: bool) -> Any:
+def stream_twin(loader: Any, rank: int, world_size: int, *, shared: bool, name: str) -> Any:
     """A loader of an iterable dataset that gives :class:`Share` objects: this rank's part of each global batch."""
     batch_size = None if loader.batch_sampler is None else loader.batch_size
     changes: dict[str, Any] = {
         "dataset": StreamShard(loader.dataset, batch_size, rank, world_size, loader.drop_last, shared),
         "sampler": EndlessSampler(),
         "batch_sampler": None,  # StreamShard cuts the stream into batches
-        "collate_fn": ShareCollate(loader.collate_fn, batch_size is not None, rank, world_size),
+        "collate_fn": ShareCollate(loader.collate_fn, batch_size is not None, rank, world_size, name),
     }
     if loader.num_workers > 0:
         changes["worker_init_fn"] = WatchWorker(loader.worker_init_fn)

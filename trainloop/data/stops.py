@@ -1,0 +1,87 @@
+"""Ends of iterators that are no ends: a ``StopIteration`` that slipped out of a dataset or a collate function.
+
+``for batch in loader`` takes it for the loader's end, in one process and from workers alike. So an epoch ends early
+and silently, and in ``ddp`` on one rank alone, for which the others then wait.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+from typing import TypeVar
+
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
+
+T = TypeVar("T")
+
+_TORCH = os.path.dirname(torch.__file__)
+
+
+def whole(batches: Iterator[T], name: str) -> Iterator[T]:
+    """The same batches up to the iterator's own end; any other ``StopIteration`` is an error.
+
+    Parameters
+    ----------
+    batches : iterator
+        Of a loader.
+    name : str
+        What the user calls the loader.
+
+    Raises
+    ------
+    RuntimeError
+        That says where the ``StopIteration`` came from.
+    """
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration as stop:
+            check_end(stop, name)
+            return
+        yield batch
+
+
+def check_end(stop: StopIteration, name: str) -> None:
+    """Raise where a loader's ``StopIteration`` is not its own.
+
+    Raises
+    ------
+    RuntimeError
+        That says where it came from.
+    """
+    if any(_is_loading(entry) for entry in _entries(stop.__traceback__)):
+        raise slipped_out(stop, name) from stop
+
+
+def slipped_out(stop: StopIteration, name: str) -> RuntimeError:
+    """The error for a ``StopIteration`` out of the user's code, as Python has it for one out of a generator."""
+    frames = traceback.extract_tb(stop.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_TORCH)]
+    at = (own or frames)[-1]
+    # Of a worker's exception only its text came over, as the argument.
+    where = str(stop) if "Original Traceback" in str(stop) else f"{at.filename}:{at.lineno}, in {at.name}: {at.line}"
+    return RuntimeError(
+        f"{name}: its dataset or collate function raised StopIteration, which would end the epoch as if there were no "
+        f"more data, on this rank alone. It comes from a next() without a default, as a rule: catch it there, and "
+        f"raise another error or begin the iterator anew. Raised at: {where}"
+    )
+
+
+def _entries(entry: TracebackType | None) -> Iterator[TracebackType]:
+    while entry is not None:
+        yield entry
+        entry = entry.tb_next
+
+
+def _is_loading(entry: TracebackType) -> bool:
+    """Whether a frame is one from which no loader's own end comes: it fetches, or hands on a worker's exception."""
+    frame: FrameType = entry.tb_frame
+    code = frame.f_code
+    if code is _IterableDatasetFetcher.fetch.__code__:
+        # A stream's own end comes before there is anything to collate, or is raised by this very frame.
+        return entry.tb_next is not None and "data" in frame.f_locals
+    return code is _MapDatasetFetcher.fetch.__code__ or code is ExceptionWrapper.reraise.__code__
