@@ -21,6 +21,7 @@ LAYERS = [
     ["sharding"],
     ["devices", "resources"],
     ["stopping"],
+    ["signals"],
     ["distributed"],
     ["transfer", "launch"],
     ["rng", "data"],

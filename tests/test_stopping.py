@@ -18,6 +18,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainloop.signals import Heard, rank_signals, signals, uninterrupted
 from trainloop.stopping import (
     CHECKPOINT,
     EARLY_STOP,
@@ -27,8 +28,6 @@ from trainloop.stopping import (
     LocalStop,
     SharedStop,
     StopAgreement,
-    rank_signals,
-    signals,
 )
 
 Plan = dict[tuple[int, int], int]
@@ -238,7 +237,7 @@ def test_the_first_ctrl_c_waits_and_the_second_does_not() -> None:
 
 def test_a_rank_that_is_ended_twice_finishes_its_finally_blocks() -> None:
     """The system and the rank's own watch both tell that the parent is gone, in any order and at any time."""
-    interrupt = signal.getsignal(signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     stop, done = LocalStop(), False
     try:
         with pytest.raises(ZeroDivisionError), rank_signals(stop, ended=lambda: True, end=ZeroDivisionError):
@@ -248,8 +247,11 @@ def test_a_rank_that_is_ended_twice_finishes_its_finally_blocks() -> None:
             finally:
                 send(signal.SIGTERM)
                 done = True
+        for number in before:  # only the process's own end is left to do
+            send(number)
     finally:
-        signal.signal(signal.SIGINT, interrupt)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     assert done
     assert stop.reached() == 0
 
@@ -288,23 +290,78 @@ def test_other_threads_install_nothing() -> None:
 
 
 IN_A_FORK = """
-import os, signal, time
-from trainloop.stopping import LocalStop, signals
-stop = LocalStop()
-with signals(stop):
+import os, signal, sys, time
+from trainloop.signals import signals
+with signals() as heard:
     pid = os.fork()
     if pid == 0:
-        os.kill(os.getpid(), signal.SIGINT)   # the group's; the process it serves goes on for a while
-        os.kill(os.getpid(), signal.SIGTERM)
-        print("alive", flush=True)
-        os.kill(os.getpid(), signal.SIGTERM)  # the second is meant for it
-        print("not reached", flush=True)
+        for _ in range(int(sys.argv[1])):
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGTERM)
         os._exit(0)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), stop.reached())
+    if sys.argv[2] == "group":
+        os.kill(os.getpid(), signal.SIGTERM)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), heard.reasons)
 """
 
 
-def test_a_forked_worker_outlives_the_groups_signals_for_a_while() -> None:
-    done = subprocess.run([sys.executable, "-c", IN_A_FORK], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() == ["alive", "-15", "0"]
+@pytest.mark.parametrize(
+    ("times", "who", "outcome"),
+    [
+        pytest.param(1, "group", ["0", "4"], id="the whole group's"),
+        pytest.param(2, "group", ["-15", "4"], id="the group's, then its own"),
+        pytest.param(1, "worker", ["-15", "0"], id="its own"),
+    ],
+)
+def test_a_forked_worker_outlives_the_groups_signals(times: int, who: str, outcome: list[str]) -> None:
+    command = [sys.executable, "-c", IN_A_FORK, str(times), who]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == outcome
     assert done.stderr == ""
+
+
+# -- contexts inside contexts, as launch's in fit's --------------------------------------------------------------------
+
+
+def test_what_was_heard_before_ranks_are_there_is_told_to_them() -> None:
+    stop = LocalStop()
+    with signals() as heard:
+        send(signal.SIGTERM)
+        with signals(stop) as inner:
+            assert inner is heard
+            assert stop.reached() == TERMINATE
+            send(signal.SIGUSR1)
+            assert stop.reached() == TERMINATE | CHECKPOINT
+        send(signal.SIGINT)
+    assert stop.reached() == TERMINATE | CHECKPOINT
+    assert heard.reasons == TERMINATE | CHECKPOINT | INTERRUPT
+
+
+@pytest.mark.parametrize(
+    ("reasons", "end"), [(INTERRUPT | TERMINATE, KeyboardInterrupt), (12, SystemExit(143)), (8, SystemExit(138))]
+)
+def test_how_a_signal_ends_fit(reasons: int, end: Any) -> None:
+    heard = Heard()
+    heard.end()
+    heard.note(reasons)
+    with pytest.raises(end if isinstance(end, type) else type(end)) as caught:
+        heard.end()
+    assert getattr(caught.value, "code", None) == getattr(end, "code", None)
+
+
+def test_a_reason_that_is_no_signal_is_no_end() -> None:
+    heard = Heard()
+    heard.note(EARLY_STOP)
+    heard.end()
+
+
+def test_the_second_ctrl_c_waits_for_what_must_not_be_half_done() -> None:
+    done = False
+    with pytest.raises(KeyboardInterrupt), signals(say=lambda line: None):
+        with uninterrupted():
+            send(signal.SIGINT)
+            send(signal.SIGINT)
+            done = True
+        raise AssertionError("not reached")
+    assert done

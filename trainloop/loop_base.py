@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from trainloop import arguments as check
-from trainloop import distributed, evaluation, loop_state, rng, stopping
+from trainloop import distributed, evaluation, loop_state, rng
 from trainloop.arguments import FitJob
 from trainloop.callbacks.base import AbstractCallback, HookTable
 from trainloop.callbacks.messages import MessageService
 from trainloop.data import eval_feed
+from trainloop.data.loaders import workers_outlive_signals
 from trainloop.data.twins import with_workers
 from trainloop.devices import effective_batch_size, find_usable_cuda_devices, resolve_mode
 from trainloop.distributed import Rank
@@ -34,7 +35,8 @@ from trainloop.optim import MultiOptimizer, optimizers_of
 from trainloop.placement import Placement, placed
 from trainloop.progress import Progress
 from trainloop.resources.enforce import applied, cap_workers, child_environment, devices_under
-from trainloop.stopping import StopAgreement
+from trainloop.signals import signals, uninterrupted
+from trainloop.stopping import LocalStop, StopAgreement
 
 __all__ = ["LoopBase", "Run"]
 
@@ -54,6 +56,7 @@ class Run:
     progress: Progress
     recorder: Recorder = field(default_factory=Recorder)
     eval_feeds: dict[int, Any] = field(default_factory=dict)
+    undo: ExitStack = field(default_factory=ExitStack)
     # of training only
     feed: Any = None
     parameters: list[Tensor] = field(default_factory=list)
@@ -235,9 +238,9 @@ class LoopBase:
         from trainloop import launch
 
         if self.gpu_mode != "ddp":
-            stop = stopping.LocalStop()
+            stop = LocalStop()
             workers = self._loader_workers(1)
-            with applied(self._quota, device=self._devices[0], loader_workers=workers), stopping.signals(stop):
+            with applied(self._quota, device=self._devices[0], loader_workers=workers), signals(stop):
                 return work(self, stop, *args)
         self._initialize_lazy_parameters()
         self._shared_seed = rng.peek_seed()
@@ -260,7 +263,8 @@ class LoopBase:
                 roots=self._transfer_roots(),
                 **options,
             )
-        return loop_state.receive_end_state(self, data)
+        with uninterrupted():  # half of the new state and half of the old would be of no use
+            return loop_state.receive_end_state(self, data)
 
     def _loader_workers(self, ranks: int) -> int:
         """Workers that load beside a rank, under the quota."""
@@ -312,7 +316,8 @@ class LoopBase:
                 progress=Progress(self.progress_bar and self.is_global_zero),
             )
             try:
-                yield self._run
+                with self._run.undo:
+                    yield self._run
             finally:
                 self._run = None
 
@@ -393,7 +398,7 @@ class LoopBase:
         check.check_loader(loader, name, optional=False)
         if self._run is not None:
             return self._evaluate_here(self._run, loader, name, kind)
-        return cast("float | dict[str, float]", self._in_ranks(_alone(LoopBase._evaluate_here), loader, name, kind))
+        return cast("float | dict[str, float]", self._outside_fit(LoopBase._evaluate_here, loader, name, kind))
 
     def _predict(
         self, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool = True
@@ -402,7 +407,14 @@ class LoopBase:
         args = (loader, name, dataset_info, execute_callbacks)
         if self._run is not None:
             return self._predict_here(self._run, *args)
-        return cast("evaluation.Predictions", self._in_ranks(_alone(LoopBase._predict_here), *args))
+        return cast("evaluation.Predictions", self._outside_fit(LoopBase._predict_here, *args))
+
+    def _outside_fit(self, function: Callable[..., Any], *args: Any) -> Any:
+        """An evaluation in the loop's own mode; a signal that came meanwhile ends the program after it."""
+        with signals() as heard:
+            result = self._in_ranks(_alone(function), *args)
+        heard.end()
+        return result
 
     def _evaluate_here(
         self, run: Run, loader: Any, name: str, kind: str, losses_into_history: bool = False
@@ -475,8 +487,10 @@ class LoopBase:
 
     def _feed(self, make: Callable[..., Any], loader: Any, name: str) -> Any:
         run = self._run
+        loader = self._capped(loader)
+        run.undo.enter_context(workers_outlive_signals(loader))
         return make(
-            self._capped(loader),
+            loader,
             rank=self.rank,
             world_size=self.world_size,
             seed=run.seed,

@@ -5,7 +5,7 @@ anybody (a callback, a signal handler, the launching process) calls :meth:`StopA
 
 ::
 
-    with signals(stop):                 # Ctrl-C, SIGTERM and SIGUSR1 become requests
+    with signals(stop):                 # Ctrl-C, SIGTERM and SIGUSR1 become requests: trainloop.signals
         for share in feed.steps(...):
             train_step(share)
             if stop.reached():          # the same answer on every rank at the same boundary
@@ -20,14 +20,9 @@ without a request never waits.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 __all__ = [
@@ -39,8 +34,6 @@ __all__ = [
     "LocalStop",
     "SharedStop",
     "StopAgreement",
-    "interrupts_ignored",
-    "signals",
 ]
 
 EARLY_STOP = 1
@@ -259,159 +252,3 @@ class GroupStop:
         work.wait()
         yes, *by_reason = counts.tolist()
         return yes, sum(reason for reason, count in zip(_REASONS, by_reason, strict=True) if count)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Signals
-# --------------------------------------------------------------------------------------------------------------------
-
-_REASON_OF_SIGNAL = {"SIGINT": INTERRUPT, "SIGTERM": TERMINATE, "SIGUSR1": CHECKPOINT}
-
-
-@contextlib.contextmanager
-def signals(stop: StopAgreement, *, say: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Turn Ctrl-C, SIGTERM and SIGUSR1 into requests for as long as the context lasts.
-
-    The first Ctrl-C asks for a stop at the next boundary and says so in one line; the second raises
-    ``KeyboardInterrupt`` where it strikes. SIGTERM and SIGUSR1 ask for a stop, and then the handler that the user had
-    installed runs; what that handler raises (``sys.exit()``, say) is raised at the end of the context, so that it can't
-    prevent the last checkpoint. Handlers are as before afterwards. In a thread other than the main one nothing is done,
-    since Python allows no handlers there.
-
-    Parameters
-    ----------
-    stop : StopAgreement
-        What receives the requests.
-    say : callable, optional
-        Prints the line; standard error by default.
-    """
-    if threading.current_thread() is not threading.main_thread() or handled_for(stop):
-        yield
-        return
-    previous: dict[int, Any] = {}
-    raised: list[BaseException] = []
-    interrupts = 0
-
-    pid = os.getpid()
-
-    def on_interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupts
-        if os.getpid() != pid:
-            _in_worker(number)
-            return
-        interrupts += 1
-        user = previous.get(number)
-        if callable(user) and user is not signal.default_int_handler:
-            _call_deferring(user, number, frame, raised)
-        if interrupts > 1:
-            raise KeyboardInterrupt
-        stop.request(INTERRUPT)
-        (say or _print_line)("Interrupted: training stops after this step. Ctrl-C again stops at once.")
-
-    def on_request(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != pid:
-            _in_worker(number)
-            return
-        stop.request(_REASON_OF_SIGNAL[signal.Signals(number).name])
-        user = previous.get(number)
-        if callable(user):
-            _call_deferring(user, number, frame, raised)
-
-    try:
-        for name in _REASON_OF_SIGNAL:
-            number = getattr(signal, name, None)
-            if number is None:  # no SIGUSR1 on this system
-                continue
-            current = signal.getsignal(number)
-            # None: a handler that was not installed from Python and could not be put back.
-            # SIG_IGN: whoever started this process (nohup, a shell's background job) does not want it stopped so.
-            if current is None or current is signal.SIG_IGN:
-                continue
-            previous[number] = current
-            signal.signal(number, on_interrupt if name == "SIGINT" else on_request)
-        on_request.__dict__["stop"] = stop
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-    if raised:
-        raise raised[0]
-
-
-@contextlib.contextmanager
-def rank_signals(stop: StopAgreement, *, ended: Callable[[], bool], end: type[BaseException]) -> Iterator[None]:
-    """Signals of a rank that another process started and watches.
-
-    All three become requests; Ctrl-C stays quiet, since the launching process speaks for all. SIGTERM raises ``end``
-    once ``ended()`` says that the run is lost, unless an exception is on its way already: its ``finally`` blocks are
-    not interrupted (whoever sent the signal kills this process if they take too long).
-    """
-    pid = os.getpid()
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != pid:
-            _in_worker(number)
-        elif number == signal.SIGTERM and ended():
-            if sys.exc_info()[0] is None:
-                raise end
-        else:
-            stop.request(_REASON_OF_SIGNAL[signal.Signals(number).name])
-
-    on_signal.__dict__["stop"] = stop
-    numbers = [getattr(signal, name) for name in _REASON_OF_SIGNAL if hasattr(signal, name)]
-    previous = {number: signal.signal(number, on_signal) for number in numbers}
-    # They were blocked while this process was started: until here a Ctrl-C would have been a traceback in an import.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            # Ctrl-C while the interpreter ends would be a traceback again.
-            signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else handler)
-
-
-@contextlib.contextmanager
-def interrupts_ignored() -> Iterator[None]:
-    """Ctrl-C does nothing in this context: what runs in it must not be left half done, and ends soon."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-_WORKER_GRACE_S = 10.0
-
-
-def _in_worker(number: int) -> None:
-    """A DataLoader worker, forked from here, got a signal that was sent to the whole group.
-
-    It goes on for a while, since the process it serves first comes to a step boundary; then that ends it.
-    """
-    if number == signal.SIGTERM:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the next one is meant for this process
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, _WORKER_GRACE_S)
-
-
-def handled_for(stop: StopAgreement) -> bool:
-    """Whether signals are turned into requests to ``stop`` already, as they are in a rank from its start."""
-    return getattr(signal.getsignal(signal.SIGTERM), "stop", None) is stop
-
-
-def _call_deferring(
-    handler: Callable[[int, FrameType | None], Any], number: int, frame: FrameType | None, raised: list[BaseException]
-) -> None:
-    try:
-        handler(number, frame)
-    except BaseException as error:  # SystemExit is the usual one
-        raised.append(error)
-
-
-def _print_line(text: str) -> None:
-    # A handler may strike in the middle of a write to sys.stderr, which then refuses another ("reentrant call").
-    with contextlib.suppress(RuntimeError, ValueError, OSError):
-        print(f"\n{text}", file=sys.stderr, flush=True)

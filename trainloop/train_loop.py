@@ -41,6 +41,7 @@ from trainloop.metrics import Recorder, StepValues, named_losses, rows_of
 from trainloop.model import TTModel
 from trainloop.optim import MultiLoss, drop_gradients, optimizers_of, parameters_of, take_step
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, reduce_gradients
+from trainloop.signals import signals
 from trainloop.stopping import CHECKPOINT, EARLY_STOP, INTERRUPT, TERMINATE, StopAgreement
 
 __all__ = ["TrainLoop", "TrainLoopCheckpoint", "TrainLoopCheckpointEndSave", "TrainLoopEndSave"]  # noqa: F822  # see below
@@ -176,38 +177,38 @@ class TrainLoop(LoopBase):
         KeyboardInterrupt, SystemExit
             After Ctrl-C, SIGTERM (143) or SIGUSR1 (138); the model has the weights of the last finished step.
         """
-        if self._run is not None:
-            raise ConfigurationError("fit was called by a callback of the same loop. Make another TrainLoop for it.")
-        check.check_length(num_epochs, num_iterations)
-        data_callbacks = check.check_callbacks(
-            [in_process_data_load] if isinstance(in_process_data_load, AbstractCallback) else in_process_data_load,
-            "in_process_data_load",
-        )
-        check.check_fit_parts(
-            self.train_loader,
-            self.optimizer,
-            self.validation_loader if self.end_auto_eval else None,
-            self.test_loader if self.end_auto_eval else None,
-            made_in_ranks=bool(data_callbacks),
-        )
-        self.callbacks = [*data_callbacks, *check.check_callbacks(callbacks), *self._own_callbacks()]
-        self.num_epochs, self.num_iterations = num_epochs, num_iterations
-        self.grad_accumulation = check.check_count(grad_accumulation, "grad_accumulation", 1)
-        self._place_run(num_nodes, node_rank, num_gpus, on_gpu, backend, init_method)
-        job = FitJob(
-            dp_model_args=check.check_wrapper_args(dp_model_args, "dp_model_args", TTDataParallel),
-            ddp_model_args=check.check_wrapper_args(ddp_model_args, "ddp_model_args", TTDistributedDataParallel),
-            resume=self._checkpoint_to_resume(resume_from),
-        )
-        self.early_stop = False
-        HookTable((), model=self.model)  # a hook of its own that can't be called is an error before ranks start
-        for callback in self.callbacks:
-            callback.register_train_loop_object(self)
-        ended_by = self._in_ranks(TrainLoop._train, job)
-        if ended_by & INTERRUPT:
-            raise KeyboardInterrupt
-        if ended_by & (TERMINATE | CHECKPOINT):
-            raise SystemExit(143 if ended_by & TERMINATE else 138)  # 128 + the signal's number, as shells count
+        with signals() as heard:  # from the first line to the last
+            if self._run is not None:
+                raise ConfigurationError(
+                    "fit was called by a callback of the same loop. Make another TrainLoop for it."
+                )
+            check.check_length(num_epochs, num_iterations)
+            data_callbacks = check.check_callbacks(
+                [in_process_data_load] if isinstance(in_process_data_load, AbstractCallback) else in_process_data_load,
+                "in_process_data_load",
+            )
+            check.check_fit_parts(
+                self.train_loader,
+                self.optimizer,
+                self.validation_loader if self.end_auto_eval else None,
+                self.test_loader if self.end_auto_eval else None,
+                made_in_ranks=bool(data_callbacks),
+            )
+            self.callbacks = [*data_callbacks, *check.check_callbacks(callbacks), *self._own_callbacks()]
+            self.num_epochs, self.num_iterations = num_epochs, num_iterations
+            self.grad_accumulation = check.check_count(grad_accumulation, "grad_accumulation", 1)
+            self._place_run(num_nodes, node_rank, num_gpus, on_gpu, backend, init_method)
+            job = FitJob(
+                dp_model_args=check.check_wrapper_args(dp_model_args, "dp_model_args", TTDataParallel),
+                ddp_model_args=check.check_wrapper_args(ddp_model_args, "ddp_model_args", TTDistributedDataParallel),
+                resume=self._checkpoint_to_resume(resume_from),
+            )
+            self.early_stop = False
+            HookTable((), model=self.model)  # a hook of its own that can't be called is an error before ranks start
+            for callback in self.callbacks:
+                callback.register_train_loop_object(self)
+            heard.note(self._in_ranks(TrainLoop._train, job))
+        heard.end()
         return self.model
 
     def _own_callbacks(self) -> list[AbstractCallback]:

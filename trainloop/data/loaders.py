@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sized
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 from trainloop.data.samplers import length_of
 from trainloop.data.streams import is_split
 from trainloop.errors import ConfigurationError
+from trainloop.signals import WorkerInit
 
 
 def is_stream(loader: Any) -> bool:
@@ -79,6 +81,20 @@ def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:
     # A loader that was made before the ranks were started says the same rank on all of them.
     sampler.rank = rank
     return loader
+
+
+@contextlib.contextmanager
+def workers_outlive_signals(loader: Any) -> Iterator[None]:
+    """Workers that a loader starts in this context go on after a signal to the whole process group; see signals.py."""
+    if not isinstance(loader, DataLoader) or not loader.num_workers or isinstance(loader.worker_init_fn, WorkerInit):
+        yield
+        return
+    users = loader.worker_init_fn
+    loader.worker_init_fn = WorkerInit(users)
+    try:
+        yield
+    finally:
+        loader.worker_init_fn = users
 
 
 def check_asked(log: Sized, loader: Any, name: str) -> None:

@@ -21,7 +21,8 @@ from trainloop.launch.main_guard import check_main_guard, main_place
 from trainloop.launch.meeting import MEETING_WAIT_S, Meeting, meeting_point
 from trainloop.launch.rank_process import Start, started_by_launch
 from trainloop.launch.spawning import Ranks
-from trainloop.stopping import SharedStop, StopAgreement, interrupts_ignored, signals
+from trainloop.signals import signals, uninterrupted
+from trainloop.stopping import SharedStop, StopAgreement
 from trainloop.transfer import pack
 from trainloop.transfer.pages import anonymous_file
 
@@ -81,7 +82,8 @@ def launch(
     WorkerFailedError
         A rank raised, exited, was killed or hung, or a host was lost. All ranks have ended by then.
     KeyboardInterrupt
-        At the second Ctrl-C. The first asks the ranks to stop at a step boundary, as SIGTERM and SIGUSR1 do.
+        At the second Ctrl-C. The first asks the ranks to stop at a step boundary, as SIGTERM and SIGUSR1 do; inside a
+        context of :func:`trainloop.signals.signals` that has heard a signal before ranks are started, none is.
 
     Notes
     -----
@@ -151,16 +153,18 @@ def launch(
         )
         ranks = Ranks(start, hosts)
         undo.callback(ranks.close)
-        with signals(ranks.stop):
+        with signals(ranks.stop) as heard:
+            heard.end()  # nothing has begun: no rank has to be started to end it
             try:
                 ranks.spawn(environment)
                 if listener is not None:
                     listener.close()  # global rank 0 has it now
                 ranks.watch()
             except BaseException:
-                with interrupts_ignored():
+                with uninterrupted():
                     ranks.end()
                 raise
+            heard.note(ranks.stop.requested)  # a rank's own, that came after its last step
         result: T = ranks.result()
         return result
 

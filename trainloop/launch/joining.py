@@ -17,7 +17,8 @@ import torch.distributed as dist
 from trainloop.distributed import Rank, barrier, exchange_ints
 from trainloop.errors import ConfigurationError
 from trainloop.launch.rank_process import started_by_launch
-from trainloop.stopping import GroupStop, LocalStop, SharedStop, StopAgreement, signals
+from trainloop.signals import signals
+from trainloop.stopping import GroupStop, LocalStop, SharedStop, StopAgreement
 from trainloop.transfer.pages import anonymous_file
 
 __all__ = ["join", "joined"]

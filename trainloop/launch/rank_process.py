@@ -27,7 +27,8 @@ import torch.distributed as dist
 from trainloop.distributed import Rank
 from trainloop.launch.failures import failure_of, write_record
 from trainloop.launch.main_guard import take_main_place
-from trainloop.stopping import GroupStop, SharedStop, rank_signals
+from trainloop.signals import rank_signals
+from trainloop.stopping import GroupStop, SharedStop
 from trainloop.transfer import Parcel
 from trainloop.transfer.pages import anonymous_path
 

@@ -1,0 +1,363 @@
+"""Signals as requests to stop, in the process that calls ``fit``, in ranks and in loaders' workers.
+
+::
+
+    fit                      with signals() as heard: ...; heard.end()      from its first line to its last
+      the ranks are there        with signals(stop):                        what was heard before is told to them
+    a rank                   with rank_signals(stop, ...):
+      a loader's worker          WorkerInit(users_function)                 outlives what was sent to the whole group
+
+Slurm, containers and terminals send a signal to a whole process group: to the caller, its ranks and their loaders'
+workers at once. Only ranks can say at which step all of them stop, so they decide, the caller waits for them, and
+workers go on loading until they have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from trainloop.stopping import CHECKPOINT, INTERRUPT, TERMINATE, StopAgreement
+
+__all__ = ["Heard", "WorkerInit", "rank_signals", "signals", "uninterrupted"]
+
+_REASON_OF_SIGNAL = {"SIGINT": INTERRUPT, "SIGTERM": TERMINATE, "SIGUSR1": CHECKPOINT}
+
+_SAME_SIGNAL_S = 0.5  # between the first and the last process of a group to handle a signal that all of them got
+
+
+class Heard:
+    """Which signals came while a context of :func:`signals` lasted."""
+
+    def __init__(self) -> None:
+        self.reasons = 0
+        """``INTERRUPT``, ``TERMINATE`` and ``CHECKPOINT`` of :mod:`trainloop.stopping`, OR-ed."""
+
+    def note(self, reasons: int) -> None:
+        """Add what was heard elsewhere, by a rank say; other reasons to stop are no signals."""
+        self.reasons |= reasons & (INTERRUPT | TERMINATE | CHECKPOINT)
+
+    def end(self) -> None:
+        """End as a signal asks for: ``KeyboardInterrupt``, or ``SystemExit`` with 143 or 138. Without one, go on."""
+        if self.reasons & INTERRUPT:
+            raise KeyboardInterrupt
+        if self.reasons:
+            raise SystemExit(143 if self.reasons & TERMINATE else 138)  # 128 + the signal's number, as shells count
+
+
+class _Handlers:
+    """The handlers of one process, for the outermost context of :func:`signals` in it."""
+
+    def __init__(self, say: Callable[[str], None] | None) -> None:
+        self.pid = os.getpid()
+        self.heard = Heard()
+        self.mark = _Mark()
+        self.stops: tuple[StopAgreement, ...] = ()
+        self.held = 0
+        self.postponed = False
+        self._say = say or _print_line
+        self._interrupts = 0
+        self._users: dict[int, Any] = {}
+        self._raised: list[BaseException] = []
+
+    def install(self) -> None:
+        for name in _REASON_OF_SIGNAL:
+            number = getattr(signal, name, None)
+            if number is None:  # no SIGUSR1 on this system
+                continue
+            current = signal.getsignal(number)
+            # None: a handler that was not installed from Python and could not be put back.
+            # SIG_IGN: whoever started this process (nohup, a shell's background job) does not want it stopped so.
+            if current is None or current is signal.SIG_IGN:
+                continue
+            self._users[number] = current
+            signal.signal(number, self.on_interrupt if name == "SIGINT" else self.on_request)
+
+    def restore(self) -> None:
+        # Blocked: a signal that comes now waits for the handler that was there before, and is not lost between two.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, self._users)
+        try:
+            for number, handler in self._users.items():
+                signal.signal(number, handler)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def raise_postponed(self) -> None:
+        """What users' handlers raised, and a Ctrl-C that had to wait."""
+        if self._raised:
+            raise self._raised[0]
+        if self.postponed and not self.held:
+            self.postponed = False
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def also(self, stop: StopAgreement | None) -> Iterator[None]:
+        """Tell ``stop`` too: what was heard already, and what comes while the context lasts."""
+        if stop is None or stop in self.stops:
+            yield
+            return
+        before, self.stops = self.stops, (*self.stops, stop)
+        if self.heard.reasons:
+            stop.request(self.heard.reasons)
+        try:
+            yield
+        finally:
+            self.stops = before
+
+    def on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self.pid:
+            _in_worker(number, frame)
+            return
+        self._interrupts += 1
+        if self._users[number] is not signal.default_int_handler:
+            self._call_user(number, frame)
+        if self._interrupts > 1:
+            if not self.held:
+                raise KeyboardInterrupt
+            self.postponed = True
+            return
+        self._request(INTERRUPT)
+        self._say("Interrupted: training stops after this step. Ctrl-C again stops at once.")
+
+    def on_request(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self.pid:
+            _in_worker(number, frame)
+            return
+        self._request(_REASON_OF_SIGNAL[signal.Signals(number).name])
+        self._call_user(number, frame)
+
+    def _request(self, reason: int) -> None:
+        self.mark.set_heard()
+        self.heard.note(reason)
+        for stop in self.stops:
+            stop.request(reason)
+
+    def _call_user(self, number: int, frame: FrameType | None) -> None:
+        user = self._users[number]
+        if callable(user):
+            try:
+                user(number, frame)
+            except BaseException as error:  # SystemExit is the usual one
+                self._raised.append(error)
+
+
+_outermost: _Handlers | None = None
+
+
+def _handlers_here() -> _Handlers | None:
+    """This process's, where it may have any: Python allows handlers in the main thread only."""
+    here = _outermost is not None and _outermost.pid == os.getpid()
+    return _outermost if here and threading.current_thread() is threading.main_thread() else None
+
+
+@contextlib.contextmanager
+def signals(stop: StopAgreement | None = None, *, say: Callable[[str], None] | None = None) -> Iterator[Heard]:
+    """Turn Ctrl-C, SIGTERM and SIGUSR1 into requests for as long as the context lasts.
+
+    The first Ctrl-C asks for a stop at the next boundary and says so in one line; the second raises
+    ``KeyboardInterrupt`` where it strikes. SIGTERM and SIGUSR1 ask for a stop, and then the handler that the user had
+    installed runs; what that handler raises (``sys.exit()``, say) is raised at the end of the context, so that it can't
+    prevent the last checkpoint. Handlers are as before afterwards. In a thread other than the main one nothing is done,
+    since Python allows no handlers there.
+
+    A context inside another adds its ``stop`` to the outer one's, and tells it what was heard before it was there.
+
+    Parameters
+    ----------
+    stop : StopAgreement, optional
+        What receives the requests.
+    say : callable, optional
+        Prints the line; standard error by default.
+
+    Returns
+    -------
+    Heard
+        What came, of the outermost context. Whoever opened it calls :meth:`Heard.end` afterwards.
+    """
+    global _outermost, _mark
+    if threading.current_thread() is not threading.main_thread() or (stop is not None and _handled_for(stop)):
+        yield Heard()
+        return
+    handlers = _handlers_here()
+    if handlers is not None:
+        with handlers.also(stop):
+            yield handlers.heard
+        return
+    handlers, before = _Handlers(say), (_outermost, _mark)
+    try:
+        handlers.install()
+        _outermost, _mark = handlers, handlers.mark
+        with handlers.also(stop):
+            yield handlers.heard
+    finally:
+        handlers.restore()
+        handlers.mark.set_over()
+        _outermost, _mark = before
+    handlers.raise_postponed()
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """A second Ctrl-C waits for the end of this context: what runs in it must not be left half done, and ends soon."""
+    handlers = _handlers_here()
+    if handlers is None:
+        yield
+        return
+    handlers.held += 1
+    try:
+        yield
+    finally:
+        handlers.held -= 1
+    handlers.raise_postponed()
+
+
+@contextlib.contextmanager
+def rank_signals(stop: StopAgreement, *, ended: Callable[[], bool], end: type[BaseException]) -> Iterator[None]:
+    """Signals of a rank that another process started and watches.
+
+    All three become requests; Ctrl-C stays quiet, since the launching process speaks for all. SIGTERM raises ``end``
+    once ``ended()`` says that the run is lost, unless an exception is on its way already: its ``finally`` blocks are
+    not interrupted (whoever sent the signal kills this process if they take too long). After the context, when only
+    the process's own end is left to do, they do nothing.
+    """
+    global _mark
+    pid = os.getpid()
+    mark = _mark = _Mark()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != pid:
+            _in_worker(number, frame)
+            return
+        if number == signal.SIGTERM and ended():
+            if sys.exc_info()[0] is None:
+                raise end
+        else:
+            mark.set_heard()
+            stop.request(_REASON_OF_SIGNAL[signal.Signals(number).name])
+
+    on_signal.__dict__["stop"] = stop
+    for number in _numbers():
+        signal.signal(number, on_signal)
+    # They were blocked while this process was started: until here a Ctrl-C would have been a traceback in an import.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _numbers())
+    try:
+        yield
+    finally:
+        # The work is done or has failed: a signal to the group must not make another end of it, nor a traceback.
+        for number in _numbers():
+            signal.signal(number, _nothing)
+        mark.set_over()
+        _mark = None
+
+
+def _numbers() -> list[int]:
+    return [getattr(signal, name) for name in _REASON_OF_SIGNAL if hasattr(signal, name)]
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """Not ``SIG_IGN``, which programs that are started from here would inherit."""
+
+
+def _handled_for(stop: StopAgreement) -> bool:
+    """Whether this is a rank whose signals are requests to ``stop`` already, from its start on."""
+    return getattr(signal.getsignal(signal.SIGTERM), "stop", None) is stop
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Workers of a DataLoader
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class _Mark:
+    """A byte that a process shares with its loaders' workers: what signals mean that they get.
+
+    Forked workers have it by inheritance; to spawned ones it is sent with their :class:`WorkerInit`.
+    """
+
+    _NOTHING, _HEARD, _OVER = range(3)
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._fd = os.memfd_create("trainloop-signals") if hasattr(os, "memfd_create") else -1
+        if self._fd >= 0:
+            os.ftruncate(self._fd, 1)
+        self._byte = mmap.mmap(self._fd, 1)
+
+    def set_heard(self) -> None:
+        self._byte[0] = self._HEARD
+
+    def set_over(self) -> None:
+        """The process needs its workers no longer; it may have sent the signal itself."""
+        self._byte[0] = self._OVER
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def wait_for_others(self, seconds: float) -> bool:
+        """In a worker: whether the process that it serves got the signal too, and still needs it."""
+        deadline = time.monotonic() + seconds
+        while self._byte[0] == self._NOTHING and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return self._byte[0] == self._HEARD
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open_mark, (f"/proc/{self._pid}/fd/{self._fd}",)
+
+
+def _open_mark(path: str) -> _Mark | None:
+    mark = object.__new__(_Mark)
+    try:
+        with open(path, "r+b", buffering=0) as file:
+            mark._byte, mark._fd = mmap.mmap(file.fileno(), 1), -1
+    except (OSError, ValueError):  # no /proc, or the process has gone on: the worker then can't tell
+        return None
+    return mark
+
+
+_mark: _Mark | None = None
+"""This process's while it handles signals; in a worker, that of the process it serves."""
+
+
+class WorkerInit:
+    """A ``worker_init_fn`` that lets a worker outlive signals to the whole group, then calls the user's own.
+
+    The process that it serves comes to a step boundary and then ends its workers. A SIGTERM that this process did not
+    get, and the second one, are meant for the worker.
+
+    It has to be that late: torch's worker installs a handler before, by which it would end at once.
+    """
+
+    def __init__(self, users: Callable[[int], None] | None) -> None:
+        self.users = users
+        self._mark = _mark
+
+    def __call__(self, worker_id: int) -> None:
+        global _mark
+        _mark = self._mark
+        if _mark is not None:
+            for number in _numbers():
+                signal.signal(number, _in_worker)
+        if self.users is not None:
+            self.users(worker_id)
+
+
+def _in_worker(number: int, frame: FrameType | None) -> None:
+    if number != signal.SIGTERM:
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if _mark is None or not _mark.wait_for_others(_SAME_SIGNAL_S):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _print_line(text: str) -> None:
+    # A handler may strike in the middle of a write to sys.stderr, which then refuses another ("reentrant call").
+    with contextlib.suppress(RuntimeError, ValueError, OSError):
+        print(f"\n{text}", file=sys.stderr, flush=True)
