@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainloop import rng
-from trainloop.errors import CheckpointError, UnpicklableError
+from trainloop.errors import CheckpointError
 from trainloop.optim import optimizers_of
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ __all__ = ["Arrival", "checkpoint_state", "load_checkpoint_state", "receive_end_
 
 COUNTERS = ("epoch", "global_step", "total_iteration_idx", "early_stop", "message_service")
 # What every nn.Module has in its __dict__ and torch itself keeps in order.
+_MISSING = object()
 _TORCH_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"_log_sink", "_log_batch_size", "_compiled_call_impl"}
 
 
@@ -96,12 +97,15 @@ class Arrival:
         return dump_state(state, self._known)
 
     def _plain_attributes(self) -> dict[tuple[int, int, str], Any]:
+        from trainloop.transfer.kept import kept_attributes
+
         return {
             (root, i, name): value
             for root, top in enumerate(_root_modules(self._loop))
             for i, module in enumerate(top.modules())
-            for name, value in module.__dict__.items()
-            if name not in _TORCH_OWN
+            for name, value in kept_attributes(module).items()
+            # What the module itself leaves out of its state, or replaces there, is each process's own.
+            if name not in _TORCH_OWN and module.__dict__.get(name, _MISSING) is value
         }
 
     def _dumped(self, value: Any) -> bytes | None:
@@ -109,7 +113,7 @@ class Arrival:
 
         try:
             return dump_state(value, self._known)
-        except UnpicklableError:
+        except Exception:  # whatever a user's __reduce__ raises
             return None
 
 

@@ -25,6 +25,8 @@ import torch
 from torch.multiprocessing.reductions import reduce_storage
 from torch.utils.data import DataLoader
 
+from trainloop.transfer.torch_objects import compile_context_of, reduce_compiled_function, reducer_for
+
 __all__ = ["Pickler", "dump_state", "load_device", "load_state"]
 
 _VIEWED = 4096  # bytes; smaller arrays are pickled as numpy does
@@ -93,7 +95,12 @@ class Pickler(cloudpickle.Pickler):
 
     def _reduce_definition(self, obj: Any) -> Any:
         self._note_definition(obj)
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        if reduced is not NotImplemented and isinstance(obj, types.FunctionType):  # by value, then
+            context = compile_context_of(obj)
+            if context is not None:
+                return reduce_compiled_function(obj, context)
+        return reduced
 
     def _note_definition(self, obj: Any) -> None:
         """Remember what ``__main__`` has of it; let modules that a new process couldn't import travel by value."""
@@ -172,7 +179,7 @@ def _reducer_of(kind: type) -> Callable[[Pickler, Any], Any] | None:
     # `reduction` is about sockets and methods, which are not wanted.
     theirs = ForkingPickler._extra_reducers.get(kind)  # type: ignore[attr-defined]
     if theirs is None or not theirs.__module__.startswith("multiprocessing.") or "reduction" in theirs.__module__:
-        return None
+        return reducer_for(kind)
     return lambda pickler, obj: theirs(obj)
 
 

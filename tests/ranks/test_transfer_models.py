@@ -1,0 +1,107 @@
+"""Models made of what torch has beside plain layers, trained by two ranks and compared with a hand-written loop."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn, optim
+from torch.nn.utils import parametrizations
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainloop import TrainLoop, TTBasicModel
+
+
+class Guarded(nn.Module):
+    """Keeps a lock, a weak reference and a file, and leaves them out of its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+        self.calls = 0
+        self._make()
+
+    def _make(self) -> None:
+        self.lock = threading.Lock()
+        self.ref = weakref.ref(self.fc)
+        self.noise = torch.Generator().manual_seed(7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock:
+            self.calls += 1
+        return torch.tanh(self.ref()(x))  # type: ignore[misc]
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: value for name, value in self.__dict__.items() if name not in ("lock", "ref", "noise")}
+        return {**state, "noise_state": self.noise.get_state()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        noise_state = state.pop("noise_state")
+        self.__dict__.update(state)
+        self._make()
+        self.noise.set_state(noise_state)
+
+
+class Net(TTBasicModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(4, 3, num_layers=2, bidirectional=True, batch_first=True)
+        self.normed = parametrizations.weight_norm(nn.Linear(6, 6))
+        self.layers = torch.compile(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), backend="eager")
+        self.guarded = Guarded()
+        self.out = nn.Linear(6, 3)
+        self.scale = torch.ops.aten.mul.Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.normed(self.rnn(x.view(-1, 2, 4))[0][:, -1])
+        return self.scale(self.out(self.guarded(self.layers(x))), 2.0)
+
+
+def by_hand(model: nn.Module, data: TensorDataset, batch_size: int, epochs: int) -> None:
+    optimizer = optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(epochs):
+        for x, y in DataLoader(data, batch_size):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+
+# torch.compile looks at what it traces, and torch hides the warning of that; pytest shows it.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_recurrent_guarded_parametrized_and_compiled_parts_train_in_ranks() -> None:
+    torch.manual_seed(0)
+    model = Net().double()
+    data = TensorDataset(torch.randn(20, 8).double(), torch.randint(3, (20,)))
+    reference = copy_of(model)
+    lock, ref, attached = model.guarded.lock, model.guarded.ref, model.layers
+    loop = TrainLoop(
+        model,
+        DataLoader(data, 4, worker_init_fn=lambda worker: torch.backends.cudnn.enabled),
+        optimizer=optim.Adam(model.parameters(), lr=0.01),
+        criterion=torch.compile(F.cross_entropy, backend="eager"),
+        gpu_mode="ddp",
+        accelerator="cpu",
+        devices=2,
+        progress_bar=False,
+    )
+    loop.fit(num_epochs=2)
+    by_hand(reference, data, 8, 2)
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=0, atol=1e-9)
+    # What the module leaves out of its state stayed the caller's own; what it keeps came back.
+    assert (model.guarded.lock, model.guarded.ref, model.layers) == (lock, ref, attached)
+    assert model.guarded.calls == 2 * 3
+    x = data.tensors[0]
+    torch.testing.assert_close(model(x), reference(x), rtol=0, atol=1e-9)
+
+
+def copy_of(model: Net) -> Net:
+    """Another one with the same weights; a compiled module can't be deep-copied."""
+    other = Net().double()
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    return other

@@ -1,0 +1,282 @@
+"""Objects of torch that pickle refuses, sent as ranks get them: each does there what it does here."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+from trainloop.errors import UnpicklableError
+from trainloop.transfer import Payload, pack
+
+_sent: list[Payload] = []
+
+
+@pytest.fixture(autouse=True)
+def give_back() -> Iterator[None]:
+    yield
+    while _sent:
+        _sent.pop().close()
+
+
+def there_and_back(obj: Any) -> Any:
+    """``obj`` as a rank would get it, read in this process; valid to the test's end."""
+    _sent.append(pack(obj))
+    return _sent[-1].parcel.open()
+
+
+# -- by name -----------------------------------------------------------------------------------------------------------
+
+NAMED: dict[str, Callable[[], Any]] = {
+    "torch.backends": lambda: torch.backends,
+    "cudnn": lambda: torch.backends.cudnn,
+    "mkldnn": lambda: torch.backends.mkldnn,
+    "quantized": lambda: torch.backends.quantized,
+    "opt_einsum": lambda: torch.backends.opt_einsum,
+    "cuFFT's plan cache": lambda: torch.backends.cuda.cufft_plan_cache,
+    "torch.ops": lambda: torch.ops,
+    "namespace of operators": lambda: torch.ops.aten,
+    "operator": lambda: torch.ops.aten.add,
+    "overload": lambda: torch.ops.aten.add.Tensor,
+    "torch.classes": lambda: torch.classes,
+    "inductor's configuration": lambda: __import__("torch._inductor.config")._inductor.config,
+    "the process's generator": lambda: torch.default_generator,
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_module_like_objects_are_found_by_name_there(name: str) -> None:
+    thing = NAMED[name]()
+    assert there_and_back([lambda: thing])[0]() is thing  # in a closure, as functions of a script have them
+
+
+def test_a_function_of_the_script_may_switch_backends() -> None:
+    scope: dict[str, Any] = {"__name__": "__main__", "torch": torch, "cudnn": torch.backends.cudnn}
+    exec("def seed_everything(worker):\n    cudnn.benchmark = worker\n    return cudnn, torch.backends.mkldnn", scope)
+    before = torch.backends.cudnn.benchmark
+    try:
+        cudnn, mkldnn = there_and_back(scope["seed_everything"])(not before)
+        assert cudnn is torch.backends.cudnn
+        assert mkldnn is torch.backends.mkldnn
+        assert torch.backends.cudnn.benchmark is not before
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+def test_number_limits_travel() -> None:
+    info, ints = there_and_back((torch.finfo(torch.bfloat16), torch.iinfo(torch.int16)))
+    assert (info.eps, ints.max) == (torch.finfo(torch.bfloat16).eps, torch.iinfo(torch.int16).max)
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+
+class CountingBackend:
+    """A backend of the user's, which says how it was called."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.graphs += 1
+        return graph.forward
+
+
+def test_a_compiled_submodule_is_compiled_there_in_the_same_way() -> None:
+    backend = CountingBackend()
+    model = nn.Module()
+    model.layers = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), backend=backend, fullgraph=True)
+    there = there_and_back(model)
+    x = torch.ones(2, 4)
+    assert torch.equal(there.layers(x), model.layers._orig_mod(x))
+    context = there.layers.dynamo_ctx
+    from torch._dynamo.eval_frame import innermost_backend
+
+    other = innermost_backend(context.callback).compiler_fn
+    assert (other.graphs, backend.graphs) == (1, 0)
+    assert list(there.state_dict()) == list(model.state_dict())
+    assert there.layers.training
+    there.eval()
+    assert not there.layers._orig_mod.training
+
+    def breaks(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    refuses = there_and_back(torch.compile(breaks, backend="eager", fullgraph=True))
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        refuses(x)
+    assert torch.equal(there_and_back(torch.compile(breaks, backend="eager"))(x), x + 1)
+
+
+def test_compiled_functions_and_methods_travel() -> None:
+    @torch.compile(backend="aot_eager", dynamic=False)
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            self.criterion = torch.compile(F.mse_loss, backend="eager")
+            self.bound = torch.compile(self.scaled, backend="eager")
+
+        def scaled(self, x: torch.Tensor) -> torch.Tensor:
+            return twice(self.fc(x))
+
+        @torch.compiler.disable
+        def plain(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(x)
+
+    net, x = Net(), torch.ones(2, 4)
+    there = there_and_back(net)
+    with torch.no_grad():
+        there.fc.weight.zero_()
+        there.fc.bias.fill_(3)
+    assert torch.equal(there.bound(x), torch.full((2, 4), 6.0))  # its own weights, not a copy's
+    assert torch.equal(there.plain(x), torch.full((2, 4), 3.0))
+    assert there.plain._torchdynamo_disable
+    assert torch.equal(there.criterion(x, x + 1), torch.ones(()))
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+
+
+def parametrized() -> nn.Module:
+    made = nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(4, 4)),
+        parametrizations.spectral_norm(nn.Linear(4, 4)),
+        parametrizations.orthogonal(nn.Linear(4, 4)),
+    )
+    return made.eval()  # spectral_norm's power iteration stands still
+
+
+def old_style() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.utils.spectral_norm(nn.Linear(4, 4))).eval()
+
+
+def pruned() -> nn.Module:
+    made = nn.Linear(4, 4)
+    prune.l1_unstructured(made, "weight", 0.5)
+    return made
+
+
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))).eval()
+
+
+class Slotted(nn.Module):
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 3.0
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x) * self.scale
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "parametrized": parametrized,
+    "weight and spectral norm by hooks": old_style,
+    "pruned": pruned,
+    "scripted": scripted,
+    "slots": Slotted,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_that_torch_does_not_pickle(name: str) -> None:
+    module = MODULES[name]()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    x = torch.randn(3, 4)
+    there, optimizer_there = there_and_back((module, optimizer))
+    assert torch.equal(there(x), module(x))
+    assert list(there.state_dict()) == list(module.state_dict())
+    # The optimizer's are the module's own, and what it steps is what computes.
+    assert {id(p) for p in there.parameters()} == {id(p) for p in optimizer_there.param_groups[0]["params"]}
+    for m, o in ((module, optimizer), (there, optimizer_there)):
+        m(x).square().sum().backward()
+        o.step()
+    assert torch.equal(there(x), module(x))
+
+
+def test_parametrizations_stay_what_they_are() -> None:
+    module = parametrizations.weight_norm(nn.LSTM(4, 4), "weight_hh_l0")
+    there = there_and_back(module)
+    x = torch.randn(3, 2, 4)
+    assert torch.equal(there(x)[0], module(x)[0])
+    with parametrize.cached():
+        assert there.weight_hh_l0 is there.weight_hh_l0
+    parametrize.remove_parametrizations(there, "weight_hh_l0")
+    assert type(there) is nn.LSTM
+    assert parametrize.is_parametrized(module)
+
+
+def test_hooks_and_tied_weights_travel_together() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.out, self.calls = nn.Linear(4, 4), nn.Linear(4, 4), 0
+            self.out.weight = self.fc.weight
+            self.handle = self.fc.register_forward_hook(self.count)
+            self.fc.register_forward_hook(lambda module, inputs, output: output + 1)
+
+        def count(self, *args: Any) -> None:
+            self.calls += 1
+
+    net = Net()
+    criterion = nn.Module()
+    criterion.weight = net.fc.weight
+    there, criterion_there = there_and_back((net, criterion))
+    assert there.out.weight is there.fc.weight is criterion_there.weight
+    there.fc(torch.ones(1, 4))
+    assert (there.calls, net.calls) == (1, 0)
+    there.handle.remove()
+    there.fc(torch.ones(1, 4))
+    assert there.calls == 1
+
+
+class Refers(nn.Module):
+    """Keeps things of this process and leaves them out of its state, as the guide says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.lock = threading.Lock()
+        self.ref = weakref.ref(self.fc)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        del state["lock"], state["ref"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.lock = threading.Lock()
+        self.ref = weakref.ref(self.fc)
+
+
+def test_what_is_no_module_of_a_name_is_refused_as_before() -> None:
+    class Odd(type(sys)):  # type: ignore[misc]
+        def __reduce__(self) -> Any:
+            raise TypeError("not me")
+
+    with pytest.raises(UnpicklableError, match="not me"):
+        pack([Odd("odd")])
+    assert there_and_back(Refers()).ref()(torch.ones(1, 4)).shape == (1, 4)

@@ -1,0 +1,41 @@
+"""Which attributes an object itself lets travel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+__all__ = ["kept_attributes", "unparametrized_class"]
+
+
+def kept_attributes(obj: object) -> dict[str, Any]:
+    """The attributes that pickling an object keeps, as its ``__getstate__`` gives them.
+
+    What the object leaves out (weak references, locks, files) is missing, and what it replaces is as it replaced it:
+    an attribute travels as it is where ``kept_attributes(obj)[name] is obj.__dict__[name]``. Empty where the state is
+    no dictionary, or where the object refuses.
+    """
+    kind = unparametrized_class(type(obj))
+    get_state = getattr(kind, "__getstate__", None)
+    if get_state is None or get_state is getattr(object, "__getstate__", None):
+        return dict(getattr(obj, "__dict__", {}))
+    try:
+        state = get_state(obj)
+    except Exception:  # whatever a user's __getstate__ raises: it is for pickling itself to tell
+        return {}
+    if isinstance(state, tuple) and len(state) == 2:  # attributes, and those in slots
+        state = state[0]
+    return dict(state) if isinstance(state, dict) else {}
+
+
+def unparametrized_class(kind: type) -> type:
+    """The class that a parametrized module had before; any other class itself.
+
+    ``torch.nn.utils.parametrize`` gives a module a class of its own, whose ``__getstate__`` refuses.
+    """
+    own = vars(kind).get("__getstate__")
+    return kind.__bases__[0] if getattr(own, "__qualname__", "") == _REFUSES and issubclass(kind, nn.Module) else kind
+
+
+_REFUSES = "_inject_new_class.<locals>.getstate"
