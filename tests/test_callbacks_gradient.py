@@ -77,7 +77,7 @@ class Pair(TTModel):
 
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> MultiLoss:
         x, y = batch_data
-        return MultiLoss({"a": criterion(self.a(x), y), "b": 100 * criterion(self.b(x), y)})
+        return MultiLoss({"a": criterion(self.a(x), y), "b": 100 * criterion(self.b(x), y)}, {"a": 0, "b": 1})
 
     def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
         raise NotImplementedError

@@ -120,7 +120,9 @@ class TwoLosses(TTModel):
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> MultiLoss:
         x, y = batch_data
         a, b = self(x)
-        return MultiLoss({"a": criterion(a, y), "b": criterion(b, y) + torch.sqrt(self.b.bias * 0.0).sum()})
+        return MultiLoss(
+            {"a": criterion(a, y), "b": criterion(b, y) + torch.sqrt(self.b.bias * 0.0).sum()}, {"a": 0, "b": 1}
+        )
 
     def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
         raise NotImplementedError

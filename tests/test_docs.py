@@ -111,6 +111,31 @@ def test_code_of_a_page_runs(page: Path, folder: Path, may_leave: Any) -> None:
     run(page, blocks_of(page), names)
 
 
+def test_the_examples_of_one_device_learn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every parameter of an optimizer moves, and what is fitted for several epochs gets better, in all its parts."""
+    judged: list[tuple[str, float, dict[str, list[float]]]] = []
+    fit = trainloop.TrainLoop.fit
+
+    def watched(loop: trainloop.TrainLoop, *args: Any, **kwargs: Any) -> Any:
+        before = {name: p.detach().clone() for name, p in loop.model.named_parameters()}
+        epochs = loop.epoch
+        result = fit(loop, *args, **kwargs)
+        moved = {name: float((p - before[name]).detach().abs().max()) for name, p in loop.model.named_parameters()}
+        losses = {name: loop.history[name][epochs:] for name in loop.history if name.startswith("loss")}
+        judged.append((type(loop.model).__name__, min(moved.values()), losses))
+        return result
+
+    monkeypatch.setattr(trainloop.TrainLoop, "fit", watched)
+    page = ROOT / "docs" / "guides" / "one_device.rst"
+    run(page, blocks_of(page), names_of_the_first_page())
+    for name, least, losses in judged:
+        assert least > 1e-3, (name, least)
+        for values in losses.values():
+            if len(values) >= 4:
+                assert values[-1] < 0.75 * values[0], (name, losses)
+    assert {"Net", "Drawing"} <= {name for name, _, losses in judged if len(losses["loss"]) >= 4}
+
+
 def test_every_block_says_what_it_is() -> None:
     for page in PAGES:
         text = page.read_text()

@@ -33,6 +33,7 @@ LAYERS = [
     ["checkpoint", "result_package"],
     ["arguments", "evaluation", "loop_state", "placement", "progress"],
     ["loop_base"],
+    ["step"],
     ["train_loop"],
     ["tracking_loops"],
     ["preflight", "tuning"],

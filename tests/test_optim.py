@@ -31,7 +31,9 @@ def test_is_a_mapping() -> None:
     assert len(both) == 2
     assert both["b"].item() == 3.0
     assert both.item() == {"a": 1.0, "b": 3.0}
-    assert repr(both) == "MultiLoss(a -> optimizer 0, b -> optimizer 1)"
+    assert repr(both) == "MultiLoss(a, b)"
+    mapped = MultiLoss(dict(both), {"a": "first", "b": 1})
+    assert repr(mapped) == "MultiLoss(a -> optimizer first, b -> optimizer 1)"
 
 
 def test_arithmetic_keeps_names_and_optimizers() -> None:
@@ -55,7 +57,7 @@ def graph() -> tuple[Tensor, Tensor, MultiLoss]:
     """Two parameters, and losses that reach both of them through a shared part."""
     g, d = torch.tensor(2.0, requires_grad=True), torch.tensor(3.0, requires_grad=True)
     fake = g * g
-    return g, d, MultiLoss({"g": d * fake, "d": -(d * fake)})
+    return g, d, MultiLoss({"g": d * fake, "d": -(d * fake)}, {"g": 0, "d": 1})
 
 
 def test_backward_reaches_what_it_should() -> None:
@@ -95,7 +97,7 @@ def test_without_retaining_a_shared_graph_is_gone() -> None:
         (({"a": 0.5},), r"loss_dict\['a'\]=0.5: must be a 0-d tensor, as a criterion gives it."),
         (
             ({"a": torch.tensor(0.0)}, {"b": 0}),
-            r"loss_optimizer_map names \['b'\], the losses are \['a'\]: give each loss the index of its optimizer.",
+            r"loss_optimizer_map names \['b'\], the losses are \['a'\]: give each loss the index or the name of its",
         ),
     ],
     ids=lambda value: str(value)[:40],
@@ -105,15 +107,39 @@ def test_refused_losses(arguments: Any, message: str) -> None:
         MultiLoss(*arguments)
 
 
-def test_a_loss_needs_an_optimizer() -> None:
-    losses(a=0.0, b=0.0).check_optimizers(2)
-    with pytest.raises(
-        ConfigurationError,
-        match=r"loss 'b' is for optimizer 1, but there are 1, counted from 0. Give MultiLoss a loss_optimizer_map",
-    ):
-        losses(a=0.0, b=0.0).check_optimizers(1)
-    with pytest.raises(ConfigurationError, match=r"loss 'a' is for optimizer 'first', but there are 2"):
-        MultiLoss({"a": torch.tensor(0.0)}, {"a": "first"}).check_optimizers(2)  # type: ignore[dict-item]
+def test_a_loss_finds_its_optimizer() -> None:
+    _, _, unnamed = two()
+    named = MultiOptimizer(dict(zip("ab", unnamed)))
+    by_index = MultiLoss(dict(losses(x=1.0, y=3.0)), {"x": 1, "y": 0})
+    assert by_index.assigned_to(unnamed) is by_index
+    by_name = MultiLoss(dict(losses(x=1.0, y=3.0)), {"x": "b", "y": "a"})
+    for given in (by_name, losses(b=1.0, a=3.0)):
+        assert given.assigned_to(named).for_optimizer(1).item() == 1.0  # type: ignore[union-attr]
+        with pytest.raises(ConfigurationError, match=r"must hold the index of each loss's optimizer"):
+            given.for_optimizer(1)
+
+
+@pytest.mark.parametrize(
+    "given, names, message",
+    [
+        (
+            {},
+            False,
+            r"losses 'a', 'c' for 2 optimizers, and nothing says which .* loss_optimizer_map=\{'a': 0, 'c': 1\}",
+        ),
+        ({}, False, r"or name the optimizers after the losses: MultiOptimizer\(\{'a': ..., 'c': ...\}\)"),
+        ({}, True, r"loss 'c' is for optimizer 'c', but there are 2, counted from 0, named 'a', 'b'."),
+        ({"a": 0, "c": 2}, True, r"loss 'c' is for optimizer 2, but there are 2"),
+        ({"a": 0, "c": -1}, True, r"loss 'c' is for optimizer -1"),
+        ({"a": 0, "c": "b"}, False, r"loss 'c' is for optimizer 'b', but there are 2, counted from 0, without names."),
+    ],
+)
+def test_a_loss_without_an_optimizer_is_refused(given: Any, names: bool, message: str) -> None:
+    _, _, optimizer = two()
+    if names:
+        optimizer = MultiOptimizer(dict(zip("ab", optimizer)))
+    with pytest.raises(ConfigurationError, match=message):
+        MultiLoss(dict(losses(a=1.0, c=3.0)), given or None).assigned_to(optimizer)
 
 
 # -- MultiOptimizer ----------------------------------------------------------------------------------------------------
@@ -131,6 +157,12 @@ def test_is_a_sequence_of_optimizers() -> None:
     assert list(both) == [both[0], both[1]]
     assert [group["lr"] for group in both.param_groups] == [0.1, 0.2]
     assert repr(both).startswith("MultiOptimizer([SGD (")
+    named = MultiOptimizer({"first": both[0], "second": both[1]})
+    assert named["second"] is both[1]
+    assert repr(named).startswith("MultiOptimizer({'first': SGD (")
+    assert (both.names, named.names) == (None, ("first", "second"))
+    with pytest.raises(ConfigurationError, match=r"\['third'\] is for optimizer 'third', but there are 2"):
+        named["third"]
     assert optimizers_of(both) == [both[0], both[1]]
     assert optimizers_of(both[0]) == [both[0]]
     assert optimizers_of(None) == []
@@ -213,7 +245,8 @@ def test_each_loss_moves_its_own_parameters(accumulation: int) -> None:
     tl = TrainLoop(
         model,
         loader,
-        optimizer=MultiOptimizer([optim.SGD(part.parameters(), lr=0.1) for part in (model.g, model.d)]),
+        # In the other order: it is the name that tells.
+        optimizer=MultiOptimizer({name: optim.SGD(getattr(model, name).parameters(), lr=0.1) for name in "dg"}),
         progress_bar=False,
         accelerator="cpu",
     )
@@ -233,10 +266,10 @@ def test_a_loss_without_an_optimizer_ends_the_run() -> None:
 
     def three(batch_data: Any, criterion: Any, device: torch.device) -> MultiLoss:
         loss = model.g(batch_data[0]).mean()
-        return MultiLoss({"a": loss, "b": loss, "c": loss})
+        return MultiLoss({"a": loss, "b": loss, "c": loss}, {"a": 0, "b": 1, "c": 2})
 
     model.get_loss = three  # type: ignore[method-assign]
-    with pytest.raises(ConfigurationError, match=r"loss 'c' is for optimizer 2, but there are 2, counted from 0."):
+    with pytest.raises(ConfigurationError, match=r"loss 'c' is for optimizer 2, but there are 2, counted from 0, with"):
         tl.fit(num_epochs=1)
 
 

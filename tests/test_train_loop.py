@@ -243,7 +243,9 @@ class TwoParts(TTModel):
 
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> MultiLoss:
         x, y = batch_data
-        return MultiLoss({"size": self.first(x).square().mean(), "class": criterion(self(x), y)})
+        return MultiLoss(
+            {"size": self.first(x).square().mean(), "class": criterion(self(x), y)}, {"size": 0, "class": 1}
+        )
 
     def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
         return self(batch_data[0]), batch_data[1], {}

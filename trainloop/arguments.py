@@ -18,7 +18,7 @@ from trainloop import devices as device_choice
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel
-from trainloop.optim import MultiOptimizer, optimizers_of, parameters_of
+from trainloop.optim import MultiOptimizer, needs_closure, optimizers_of, parameters_of
 
 __all__ = ["AmpOptions", "FitJob"]
 
@@ -299,6 +299,25 @@ def check_fit_parts(
                 f"{name} has no batches: its dataset is empty, or smaller than batch_size with drop_last=True. "
                 "Give it data."
             )
+
+
+def check_step(optimizer: Any, amp: AmpOptions, device: torch.device) -> None:
+    """Whether such optimizers can take steps in this way."""
+    optimizers = optimizers_of(optimizer)
+    asking = next((type(single).__name__ for single in optimizers if needs_closure(single)), None)
+    if asking is None:
+        return
+    if len(optimizers) > 1:
+        raise ConfigurationError(
+            f"{asking} evaluates the loss again and again in a step (step(closure)), but it is one of "
+            f"{len(optimizers)} optimizers, whose weights would change meanwhile. Give it all parameters, or choose "
+            "others that need no closure, such as Adam."
+        )
+    if amp.on(device).scales:
+        raise ConfigurationError(
+            f"{asking} evaluates the loss again and again in a step (step(closure)), which torch's GradScaler does not "
+            "support: fp16 needs one. Use use_amp='bf16' or use_amp=False."
+        )
 
 
 def check_wrapper_args(given: Any, name: str, wrapper: type) -> dict[str, Any]:

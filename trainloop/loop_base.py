@@ -62,6 +62,7 @@ class Run:
     parameters: list[Tensor] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     reduce_by_hand: bool = False
+    train_step: Any = None
     start_epoch: int = 0
     start_iteration: int = -1
     epoch_steps: int = 0

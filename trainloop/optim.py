@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,15 +25,22 @@ class MultiLoss(Mapping[str, Tensor]):
     Parameters
     ----------
     loss_dict : mapping of str to 0-d Tensor
-    loss_optimizer_map : mapping of str to int, optional
-        Index of each loss's optimizer; several losses may share one. Default: the i-th loss has the i-th optimizer.
+    loss_optimizer_map : mapping of str to int or str, optional
+        Index or name of each loss's optimizer; several losses may share one. Default: a loss belongs to the optimizer
+        of its own name, so that with several optimizers these must have names (see :class:`MultiOptimizer`).
     retain_graph_until_last : bool
         Keep the autograd graph for the losses that follow, which mostly share parts of it.
+
+    Raises
+    ------
+    ConfigurationError
+        If it holds no loss, or something that is none, or the map is of other names. And, in the first step, if there
+        are several optimizers and it isn't clear which a loss belongs to.
 
     Examples
     --------
     >>> w = torch.ones(2, requires_grad=True)
-    >>> losses = MultiLoss({"a": w.sum(), "b": 3 * w.sum()})
+    >>> losses = MultiLoss({"a": w.sum(), "b": 3 * w.sum()}, {"a": 0, "b": 1})
     >>> losses.item()
     {'a': 2.0, 'b': 6.0}
     """
@@ -40,7 +48,7 @@ class MultiLoss(Mapping[str, Tensor]):
     def __init__(
         self,
         loss_dict: Mapping[str, Tensor],
-        loss_optimizer_map: Mapping[str, int] | None = None,
+        loss_optimizer_map: Mapping[str, int | str] | None = None,
         retain_graph_until_last: bool = True,
     ) -> None:
         if not isinstance(loss_dict, Mapping) or not loss_dict:
@@ -50,15 +58,13 @@ class MultiLoss(Mapping[str, Tensor]):
                 raise ConfigurationError(
                     f"loss_dict[{name!r}]={loss!r}: must be a 0-d tensor, as a criterion gives it."
                 )
-        if loss_optimizer_map is None:
-            loss_optimizer_map = {name: i for i, name in enumerate(loss_dict)}
-        if loss_optimizer_map.keys() != loss_dict.keys():
+        if loss_optimizer_map is not None and loss_optimizer_map.keys() != loss_dict.keys():
             raise ConfigurationError(
                 f"loss_optimizer_map names {list(loss_optimizer_map)}, the losses are {list(loss_dict)}: "
-                "give each loss the index of its optimizer."
+                "give each loss the index or the name of its optimizer."
             )
         self.loss_dict = dict(loss_dict)
-        self.loss_optimizer_map = dict(loss_optimizer_map)
+        self.loss_optimizer_map = None if loss_optimizer_map is None else dict(loss_optimizer_map)
         self.retain_graph_until_last = retain_graph_until_last
 
     def __getitem__(self, name: str) -> Tensor:
@@ -70,19 +76,35 @@ class MultiLoss(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.loss_dict)
 
-    def check_optimizers(self, number: int) -> None:
-        """Refuse losses that none of so many optimizers would minimise."""
-        for name, optimizer_idx in self.loss_optimizer_map.items():
-            if optimizer_idx not in range(number):
+    def assigned_to(self, optimizer: MultiOptimizer) -> MultiLoss:
+        """The same losses, each with the index of its optimizer.
+
+        Raises
+        ------
+        ConfigurationError
+            For a loss that none of the optimizers would minimise, or of which nothing says which of them does.
+        """
+        named = self.loss_optimizer_map
+        if named is None:
+            if optimizer.names is None:
                 raise ConfigurationError(
-                    f"loss {name!r} is for optimizer {optimizer_idx!r}, but there are {number}, counted from 0. "
-                    "Give MultiLoss a loss_optimizer_map with an optimizer for each loss."
+                    f"get_loss returned the losses {_listed(self)} for {len(optimizer)} optimizers, and nothing says "
+                    "which loss drives which optimizer. Give MultiLoss a map, "
+                    f"loss_optimizer_map={ {name: i for i, name in enumerate(self)} }, or name the optimizers after "
+                    f"the losses: MultiOptimizer({{{', '.join(f'{name!r}: ...' for name in self)}}})."
                 )
+            named = {name: name for name in self}
+        indices: dict[str, int | str] = {
+            name: optimizer.index(which, f"loss {name!r}") for name, which in named.items()
+        }
+        return self if indices == self.loss_optimizer_map else self._like(self.loss_dict, indices)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> MultiLoss:
         """The same losses, each after ``function``."""
-        mapped = {name: function(loss) for name, loss in self.loss_dict.items()}
-        return MultiLoss(mapped, self.loss_optimizer_map, self.retain_graph_until_last)
+        return self._like({name: function(loss) for name, loss in self.loss_dict.items()}, self.loss_optimizer_map)
+
+    def _like(self, losses: dict[str, Tensor], loss_optimizer_map: Mapping[str, int | str] | None) -> MultiLoss:
+        return MultiLoss(losses, loss_optimizer_map, self.retain_graph_until_last)
 
     def __truediv__(self, divisor: Any) -> MultiLoss:
         return self.map(lambda loss: loss / divisor)
@@ -107,7 +129,8 @@ class MultiLoss(Mapping[str, Tensor]):
 
     def for_optimizer(self, optimizer_idx: int) -> Tensor | None:
         """Sum of the losses of one optimizer, ``None`` if it has none."""
-        own = [loss for name, loss in self.loss_dict.items() if self.loss_optimizer_map[name] == optimizer_idx]
+        indices = self._indices()
+        own = [loss for name, loss in self.loss_dict.items() if indices[name] == optimizer_idx]
         return sum(own[1:], own[0]) if own else None
 
     def backward(self, optimizer_idx: int | None = None, inputs: Sequence[Tensor] | None = None) -> None:
@@ -123,13 +146,26 @@ class MultiLoss(Mapping[str, Tensor]):
         loss = self.total() if optimizer_idx is None else self.for_optimizer(optimizer_idx)
         if loss is None or (inputs is not None and not inputs):  # torch refuses to differentiate by nothing
             return
-        last = optimizer_idx is None or optimizer_idx == max(self.loss_optimizer_map.values())
+        last = optimizer_idx is None or optimizer_idx == max(self._indices().values())
         loss.backward(
             retain_graph=self.retain_graph_until_last and not last, inputs=None if inputs is None else list(inputs)
         )
 
+    def _indices(self) -> dict[str, int]:
+        indices = {name: which for name, which in (self.loss_optimizer_map or {}).items() if isinstance(which, int)}
+        if len(indices) < len(self):
+            raise ConfigurationError(
+                f"the losses {_listed(self)} have the loss_optimizer_map {self.loss_optimizer_map}: for one "
+                "optimizer's losses it must hold the index of each loss's optimizer. Give it, or call "
+                "assigned_to(optimizer) first."
+            )
+        return indices
+
     def __repr__(self) -> str:
-        return f"MultiLoss({', '.join(f'{name} -> optimizer {self.loss_optimizer_map[name]}' for name in self)})"
+        whose = self.loss_optimizer_map
+        return (
+            f"MultiLoss({', '.join(name if whose is None else f'{name} -> optimizer {whose[name]}' for name in self)})"
+        )
 
 
 class MultiOptimizer:
@@ -137,14 +173,36 @@ class MultiOptimizer:
 
     Parameters
     ----------
-    optimizer_list : sequence of torch.optim.Optimizer
-        Over disjoint sets of parameters.
+    optimizer_list : mapping of str to torch.optim.Optimizer, or sequence of torch.optim.Optimizer
+        Over disjoint sets of parameters. With names, a loss finds its optimizer by its own name.
+
+    Attributes
+    ----------
+    optimizer_list : list of torch.optim.Optimizer
+    names : tuple of str or None
+        Of the optimizers, in their order; ``None`` where a sequence was given.
+
+    Examples
+    --------
+    >>> g, d = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+    >>> both = MultiOptimizer({"g": torch.optim.Adam(g.parameters()), "d": torch.optim.SGD(d.parameters(), lr=0.1)})
+    >>> both["d"] is both[1]
+    True
     """
 
-    def __init__(self, optimizer_list: Sequence[Optimizer]) -> None:
-        optimizers = list(optimizer_list) if isinstance(optimizer_list, (list, tuple)) else []
+    def __init__(self, optimizer_list: Mapping[str, Optimizer] | Sequence[Optimizer]) -> None:
+        self.names: tuple[str, ...] | None = None
+        optimizers: list[Optimizer] = []
+        if isinstance(optimizer_list, Mapping):
+            self.names, optimizers = tuple(optimizer_list), list(optimizer_list.values())
+            if not all(isinstance(name, str) for name in self.names):
+                raise ConfigurationError(f"optimizer_list has the names {list(self.names)}: each must be a text.")
+        elif isinstance(optimizer_list, (list, tuple)):
+            optimizers = list(optimizer_list)
         if not optimizers or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
-            raise ConfigurationError(f"optimizer_list={optimizer_list!r}: must be a list of torch optimizers.")
+            raise ConfigurationError(
+                f"optimizer_list={optimizer_list!r}: must be a list of torch optimizers, or a dict of them by name."
+            )
         seen: dict[int, int] = {}
         for i, optimizer in enumerate(optimizers):
             for parameter in parameters_of(optimizer):
@@ -155,17 +213,35 @@ class MultiOptimizer:
                     )
         self.optimizer_list = optimizers
 
+    def index(self, which: int | str, whose: str = "which") -> int:
+        """Place of the optimizer of this name or index.
+
+        Raises
+        ------
+        ConfigurationError
+            If there is none; the message begins with ``whose`` it should be.
+        """
+        if isinstance(which, int) and not isinstance(which, bool) and which in range(len(self)):
+            return which
+        if self.names is not None and which in self.names:
+            return self.names.index(which)
+        known = f"named {_listed(self.names)}" if self.names is not None else "without names"
+        raise ConfigurationError(
+            f"{whose} is for optimizer {which!r}, but there are {len(self)}, counted from 0, {known}. "
+            "Give one of these, for instance by MultiLoss(..., loss_optimizer_map={'the loss': 0})."
+        )
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Parameter groups of all optimizers, one after the other."""
         return [group for optimizer in self.optimizer_list for group in optimizer.param_groups]
 
-    def step(self, optimizer_idx: int | None = None) -> None:
+    def step(self, optimizer_idx: int | str | None = None) -> None:
         """Step one optimizer, or all."""
         for optimizer in self._chosen(optimizer_idx):
             optimizer.step()
 
-    def zero_grad(self, optimizer_idx: int | None = None, set_to_none: bool = True) -> None:
+    def zero_grad(self, optimizer_idx: int | str | None = None, set_to_none: bool = True) -> None:
         """Drop the gradients of one optimizer's parameters, or of all."""
         for optimizer in self._chosen(optimizer_idx):
             optimizer.zero_grad(set_to_none=set_to_none)
@@ -183,8 +259,8 @@ class MultiOptimizer:
         for optimizer, state in zip(self.optimizer_list, state_dict_list, strict=True):
             optimizer.load_state_dict(state)
 
-    def _chosen(self, optimizer_idx: int | None) -> list[Optimizer]:
-        return self.optimizer_list if optimizer_idx is None else [self.optimizer_list[optimizer_idx]]
+    def _chosen(self, optimizer_idx: int | str | None) -> list[Optimizer]:
+        return self.optimizer_list if optimizer_idx is None else [self[optimizer_idx]]
 
     def __len__(self) -> int:
         return len(self.optimizer_list)
@@ -192,11 +268,18 @@ class MultiOptimizer:
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(self.optimizer_list)
 
-    def __getitem__(self, optimizer_idx: int) -> Optimizer:
+    def __getitem__(self, optimizer_idx: int | str) -> Optimizer:
+        if isinstance(optimizer_idx, str):
+            return self.optimizer_list[self.index(optimizer_idx, f"[{optimizer_idx!r}]")]
         return self.optimizer_list[optimizer_idx]
 
     def __repr__(self) -> str:
-        return f"MultiOptimizer({self.optimizer_list!r})"
+        inside = self.optimizer_list if self.names is None else dict(zip(self.names, self.optimizer_list, strict=True))
+        return f"MultiOptimizer({inside!r})"
+
+
+def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, names))
 
 
 def optimizers_of(optimizer: Optimizer | MultiOptimizer | None) -> list[Optimizer]:
@@ -209,6 +292,22 @@ def optimizers_of(optimizer: Optimizer | MultiOptimizer | None) -> list[Optimize
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """All parameters an optimizer steps."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether its ``step`` can't do without a closure: it takes one that has no default, as that of LBFGS does.
+
+    One whose closure has a default all the same (many of sharpness-aware minimisation, SAM) says so by an attribute
+    ``needs_closure = True``.
+    """
+    if getattr(optimizer, "needs_closure", False):
+        return True
+    try:
+        _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature
+        return False
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(p.default is p.empty and p.kind in kinds for p in parameters)
 
 
 # -- what a step of a small model spends as much time around as in -----------------------------------------------------

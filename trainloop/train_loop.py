@@ -27,11 +27,8 @@ from contextlib import contextmanager, suppress
 from time import perf_counter
 from typing import Any, cast
 
-import torch
-from torch import Tensor, nn
-
 from trainloop import arguments as check
-from trainloop import distributed, evaluation, loop_state, rng
+from trainloop import distributed, loop_state, rng
 from trainloop.arguments import FitJob
 from trainloop.callbacks.base import AbstractCallback, HookTable, overrides
 from trainloop.data import StepShare, train_feed
@@ -39,9 +36,10 @@ from trainloop.errors import ConfigurationError
 from trainloop.loop_base import LoopBase, Run
 from trainloop.metrics import Recorder, StepValues, named_losses, rows_of
 from trainloop.model import TTModel
-from trainloop.optim import MultiLoss, drop_gradients, optimizers_of, parameters_of, take_step
-from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, reduce_gradients
+from trainloop.optim import optimizers_of
+from trainloop.parallel import TTDataParallel, TTDistributedDataParallel
 from trainloop.signals import signals
+from trainloop.step import kind_of_step
 from trainloop.stopping import CHECKPOINT, EARLY_STOP, INTERRUPT, TERMINATE, StopAgreement
 
 __all__ = ["TrainLoop", "TrainLoopCheckpoint", "TrainLoopCheckpointEndSave", "TrainLoopEndSave"]  # noqa: F822  # see below
@@ -198,6 +196,7 @@ class TrainLoop(LoopBase):
             self.num_epochs, self.num_iterations = num_epochs, num_iterations
             self.grad_accumulation = check.check_count(grad_accumulation, "grad_accumulation", 1)
             self._place_run(num_nodes, node_rank, num_gpus, on_gpu, backend, init_method)
+            check.check_step(self.optimizer, self._amp, self._devices[0])
             job = FitJob(
                 dp_model_args=check.check_wrapper_args(dp_model_args, "dp_model_args", TTDataParallel),
                 ddp_model_args=check.check_wrapper_args(ddp_model_args, "ddp_model_args", TTDistributedDataParallel),
@@ -282,6 +281,7 @@ class TrainLoop(LoopBase):
         run.feed = self._feed(train_feed, self.train_loader, "train_loader")
         run.parameters = list(self.model.parameters())
         run.optimizers = optimizers_of(self.optimizer)
+        run.train_step = kind_of_step(run)
         # DDP's reducer expects one backward a forward; several optimizers make several.
         run.reduce_by_hand = run.gather is not None and len(run.optimizers) > 1
         run.recorder = Recorder(rank=self.rank, gather=run.gather, reserved=("val_loss", "test_loss"))
@@ -333,7 +333,7 @@ class TrainLoop(LoopBase):
         for share in run.feed.steps(self.grad_accumulation, skip):
             if last_iteration is not None:
                 share = _at_most(share, last_iteration - self.total_iteration_idx)
-            self._train_step(run, share)
+            run.train_step(self, run, share)
             if run.epoch_steps % STEPS_BETWEEN_FLUSHES == 0:
                 self.flush_logs()
             if perf_counter() >= run.progress.next_look:
@@ -344,116 +344,6 @@ class TrainLoop(LoopBase):
             if ended_by or (last_iteration is not None and self.total_iteration_idx >= last_iteration):
                 break
         return ended_by
-
-    def _train_step(self, run: Run, share: StepShare) -> None:
-        """Forward and backward for each micro-batch, then one optimizer step for them all."""
-        hooks, place = run.hooks, run.place
-        batches, sizes, scales = share.batches, share.sizes, share.scales
-        by_hand = share.ragged or run.reduce_by_hand
-        counts = None if not share.ragged else [n for (n,) in distributed.exchange_ints([len(batches)])]
-        # A rank with fewer micro-batches still goes through every hook, as callbacks may exchange values in them.
-        count = len(batches) if counts is None else max(counts)
-        weights: list[Any] = []
-        run.recorder.step = self.global_step + 1
-        for i in range(count):
-            self.total_iteration_idx += 1
-            run.epoch_batches += 1
-            for hook in hooks.on_batch_begin:
-                hook()
-            last = i == count - 1
-            with place.alone(counts, i) if by_hand else place.gradient_sync(last):
-                if i < len(batches):
-                    model = place.model if by_hand else place.wrapper
-                    scale = None if scales is None else scales[i]
-                    weights.append(self._micro_batch(run, model, batches[i], sizes[i], scale, count))
-            if last:
-                self._optimizer_step(run, weights, by_hand, share.ragged)
-            for hook in hooks.on_batch_end:
-                hook()
-
-    def _micro_batch(self, run: Run, model: Any, batch: Any, size: int, scale: float | None, count: int) -> Any:
-        """Forward and backward of one of ``count`` micro-batches; returns the weight ``get_loss`` gave, or ``None``."""
-        run.recorder.batch_size = size
-        with run.place.autocast:
-            output = model.get_loss(batch, self.criterion, run.place.device)
-        loss, weight = (output, None) if isinstance(output, Tensor) else evaluation.split_loss(output)
-        if weight is not None:  # a mean over units: made a sum here, divided by all units of the step afterwards
-            scaled = loss * (_like(loss, weight) / run.nominal_weight)
-        elif scale is not None:  # micro-batches that differ in samples
-            scaled = loss * scale
-        else:
-            scaled = loss / count if count > 1 else loss
-        try:
-            self._backward(run, scaled)
-        except RuntimeError:
-            evaluation.explain_backward(loss)
-            raise
-        self.last_loss = run.recorder.add_loss(loss, size if weight is None else weight)
-        return weight
-
-    def _backward(self, run: Run, loss: Tensor | MultiLoss) -> None:
-        if isinstance(loss, Tensor):
-            run.scaler.scale(loss).backward()
-        elif len(run.optimizers) == 1:
-            run.scaler.scale(loss.total()).backward()
-        else:
-            loss.check_optimizers(len(run.optimizers))
-            loss = loss.map(run.scaler.scale)
-            for i, optimizer in enumerate(run.optimizers):
-                loss.backward(i, inputs=[p for p in parameters_of(optimizer) if p.requires_grad])
-
-    def _optimizer_step(self, run: Run, weights: list[Any], by_hand: bool, ragged: bool) -> None:
-        """Gradients complete, clipped, used and dropped."""
-        if by_hand:
-            reduce_gradients(run.parameters)
-        elif isinstance(run.place.wrapper, TTDistributedDataParallel):
-            run.place.wrapper.check_reduced()
-        if ragged or any(weight is not None for weight in weights):
-            self._divide_by_weights(run, weights, ragged)
-        for i, optimizer in enumerate(run.optimizers):
-            run.scaler.unscale_(optimizer)  # before clipping: torch's notes on AMP
-            for hook in run.hooks.on_after_gradient_update:
-                hook(i)
-        if self.gradient_clip_norm is not None:
-            nn.utils.clip_grad_norm_(run.parameters, self.gradient_clip_norm)
-        if not run.scaler.is_enabled():
-            for optimizer in run.optimizers:
-                take_step(optimizer)
-        else:
-            for optimizer in run.optimizers:
-                run.scaler.step(optimizer)
-            states = run.scaler._per_optimizer_states
-            self._found_inf = [
-                found
-                for optimizer in run.optimizers
-                for found in states[id(optimizer)]["found_inf_per_device"].values()
-            ]
-            run.scaler.update()
-        for optimizer in run.optimizers:
-            drop_gradients(optimizer)
-        self.global_step += 1
-        run.epoch_steps += 1
-        for hook in run.hooks.on_after_optimizer_step:
-            hook()
-
-    def _divide_by_weights(self, run: Run, weights: list[Any], ragged: bool) -> None:
-        """Where ``get_loss`` gives weights: from sums to the mean over all units of all ranks."""
-        given = [weight for weight in weights if weight is not None]
-        if ragged and not any(n for (n,) in distributed.exchange_ints([len(given)])):
-            return
-        if len(given) != len(weights):
-            raise ConfigurationError(
-                f"get_loss returned (loss, weight) for {len(given)} of {len(weights)} micro-batches of a step. "
-                "Return a weight always or never."
-            )
-        total = torch.zeros((), dtype=torch.float64 if run.place.device.type != "mps" else torch.float32)
-        total = total.to(run.place.device) + sum(given)
-        if run.gather is not None:
-            total = distributed.all_reduce(total, "sum")
-        factor = run.nominal_weight * self.world_size / total.clamp(min=1e-12)
-        gradients = [p.grad for p in run.parameters if p.grad is not None]
-        for gradient in gradients:
-            gradient.mul_(factor.to(gradient.dtype))
 
     def _finish_epoch(self, run: Run) -> None:
         run.progress.end_epoch()  # before anybody prints
@@ -549,13 +439,6 @@ class TrainLoop(LoopBase):
         from trainloop.preflight import preflight
 
         return preflight(self, **kwargs)
-
-
-def _like(loss: Tensor | MultiLoss, weight: Any) -> Any:
-    """The weight in the loss's precision: an integer tensor divided becomes float32, whatever the loss is."""
-    if not isinstance(weight, Tensor):
-        return weight
-    return weight.to(loss.dtype if isinstance(loss, Tensor) else next(iter(loss.values())).dtype)
 
 
 def _at_most(share: StepShare, batches: int) -> StepShare:
