@@ -10,7 +10,9 @@ first exchange, and kept for as long as that default group lives. Tensors on a G
 own backend for that device where it has one, by way of the CPU where it hasn't.
 
 * ``ranks.py``: who is who
-* ``objects.py``: bytes, objects and ints, over the CPU
+* ``objects.py``: objects and ints, over the CPU
+* ``wire.py``, ``key.py``: whose message it is
+* ``encoding.py``, ``columns.py``: objects as bytes that hold no code
 * ``tensors.py``: nested tensors and numbers
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import weakref
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -12,12 +11,14 @@ import torch
 import torch.distributed as dist
 
 from trainloop.distributed.ranks import get_world_size, has_group
-from trainloop.errors import ConfigurationError, UnpicklableError
+from trainloop.distributed.wire import BLOCK, SHORT, Form, Message, Session, decoded, encoded
+from trainloop.errors import ConfigurationError
 
 T = TypeVar("T")
 
 # Held weakly by the default group: destroy_process_group() and a new start make a new one.
 _gloo_beside: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
 
 
 def backend_of(device_type: str) -> str | None:
@@ -38,53 +39,39 @@ def cpu_group() -> dist.ProcessGroup | None:
     return group
 
 
-# Objects up to this many bytes need one exchange instead of two: it covers the ints of a training step and the
-# description of most nested values. A latency matter only, so any figure is right.
-_FIRST_BYTES = 1024
+def _session() -> Session:
+    """The default group's messages; the first call is collective."""
+    default = dist.group.WORLD
+    session = _sessions.get(default)
+    if session is None:
+        session = _sessions[default] = Session(cpu_group())
+    return session
 
 
-def _gather_bytes(data: bytes) -> list[bytes]:
-    """Bytes of every rank, on every rank. Returns once all ranks have called it, hence also a barrier."""
-    world_size, group = dist.get_world_size(), cpu_group()
-    first = np.zeros(8 + _FIRST_BYTES, dtype=np.uint8)
-    first[:8] = np.frombuffer(len(data).to_bytes(8, "little"), dtype=np.uint8)
-    first[8 : 8 + len(data)] = np.frombuffer(data[:_FIRST_BYTES], dtype=np.uint8)
-    firsts = torch.empty(world_size, first.size, dtype=torch.uint8)
-    dist.all_gather(list(firsts), torch.from_numpy(first), group=group)
-    sizes = [int.from_bytes(bytes(row[:8].tolist()), "little") for row in firsts]
-    gathered = [row[8 : 8 + size].numpy().tobytes() for row, size in zip(firsts, sizes, strict=True)]
-    rest_size = max(sizes) - _FIRST_BYTES
-    if rest_size > 0:  # the same on every rank
-        rest = torch.zeros(rest_size, dtype=torch.uint8)
-        tail = np.frombuffer(data[_FIRST_BYTES:], dtype=np.uint8)
-        rest.numpy()[: tail.size] = tail
-        rests = torch.empty(world_size, rest_size, dtype=torch.uint8)
-        dist.all_gather(list(rests), rest, group=group)
-        gathered = [
-            head + row[: max(size - _FIRST_BYTES, 0)].numpy().tobytes()
-            for head, row, size in zip(gathered, rests, sizes, strict=True)
-        ]
+def _gather_bytes(call: str, form: int, body: bytes | bytearray) -> list[tuple[Message, memoryview]]:
+    """Message of every rank, on every rank. Returns once all ranks have called it, hence also a barrier."""
+    world_size, group, session = dist.get_world_size(), cpu_group(), _session()
+    first = session.pack(call, form, body)
+    firsts = torch.empty(world_size, BLOCK, dtype=torch.uint8)
+    dist.all_gather(list(firsts), torch.frombuffer(first, dtype=torch.uint8), group=group)
+    blocks = [row.numpy().data for row in firsts]
+    messages = [session.unpack(rank, block, call) for rank, block in enumerate(blocks)]
+    longest = max(0 if message.body is not None else message.size for message in messages)
+    bodies = torch.empty(world_size if longest else 0, longest, dtype=torch.uint8)
+    if longest:  # the same on every rank
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        if len(body) > SHORT:
+            mine.numpy()[: len(body)] = np.frombuffer(body, dtype=np.uint8)
+        dist.all_gather(list(bodies), mine, group=group)
+    gathered = []
+    for rank, message in enumerate(messages):
+        came = message.body
+        if came is None:
+            came = bodies[rank].numpy().data[: message.size]
+            session.check_body(message, blocks[rank], came)
+        gathered.append((message, came))
+    session.next()
     return gathered
-
-
-def _pickled(obj: object) -> bytes:
-    """The object's pickle after a 0, or after a 1 the reason why there is none; never raises.
-
-    A rank that raised here would leave the others waiting in the exchange, so the reason travels instead.
-    """
-    try:
-        return b"\0" + pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception as e:
-        return b"\1" + f"{type(obj).__name__}: {type(e).__name__}: {e}".encode()
-
-
-def _unpickled(data: bytes, rank: int, function: str) -> Any:
-    if data[:1] == b"\1":
-        raise UnpicklableError(
-            f"{function}: the object of rank {rank} can't be pickled ({data[1:].decode()}). "
-            "Exchange plain data (numbers, strings, tensors, dicts of these) instead."
-        )
-    return pickle.loads(data[1:])
 
 
 def gather_object(obj: T) -> list[T]:
@@ -95,7 +82,9 @@ def gather_object(obj: T) -> list[T]:
     Parameters
     ----------
     obj : object
-        Anything that pickles; ranks' objects may differ in type and size.
+        Plain data: ``None``, numbers, strings, bytes, arrays, tensors, and lists, tuples, named tuples, sets and dicts
+        of these. Anything else that pickles, where the run has a key (see Notes). Ranks' objects may differ in type
+        and size.
 
     Returns
     -------
@@ -105,19 +94,27 @@ def gather_object(obj: T) -> list[T]:
     Raises
     ------
     UnpicklableError
-        On every rank, where the object of any rank does not pickle.
+        On every rank, where the object of any rank can't be sent.
+    ConnectionError
+        If something else than a rank of this run has answered.
 
     Notes
     -----
-    One exchange for objects whose pickles are up to 1 KiB, else two. Every rank holds the pickles of all ranks at
-    once, padded to the longest.
+    Plain data travels in an encoding that can't hold code. Other objects are pickled, and a pickle is read only if it
+    bears the run's key: ranks that ``fit`` starts on one host have one, ranks on several hosts or of torchrun and Slurm
+    have one where ``TRAINLOOP_KEY`` is set. See ``SECURITY.md``.
+
+    One exchange for objects of up to 1 KiB, else two. Every rank holds the bytes of all ranks at once, padded to the
+    longest.
     """
     if not has_group():
         return [obj]
-    gathered = _gather_bytes(_pickled(obj))
-    objects = [_unpickled(data, rank, "gather_object") for rank, data in enumerate(gathered)]
-    objects[dist.get_rank()] = obj
-    return objects
+    session, me = _session(), dist.get_rank()
+    gathered = _gather_bytes("gather_object", *encoded(obj, session))
+    return [
+        obj if rank == me and message.form != Form.REFUSED else decoded(message, body, session)
+        for rank, (message, body) in enumerate(gathered)
+    ]
 
 
 def broadcast_object(obj: T, src: int = 0) -> T:
@@ -128,7 +125,7 @@ def broadcast_object(obj: T, src: int = 0) -> T:
     Parameters
     ----------
     obj : object
-        What rank ``src`` sends; ignored on the others. Anything that pickles.
+        What rank ``src`` sends; ignored on the others. As for :func:`gather_object`.
     src : int
         Global rank of the sender.
 
@@ -142,23 +139,28 @@ def broadcast_object(obj: T, src: int = 0) -> T:
     ConfigurationError
         On every rank, where there is no rank ``src``.
     UnpicklableError
-        On every rank, where the object does not pickle.
+        On every rank, where the object can't be sent.
+    ConnectionError
+        If something else than rank ``src`` of this run has answered.
     """
     world_size = get_world_size()
     if not 0 <= src < world_size:
         raise ConfigurationError(f"broadcast_object: src={src!r}: must be a rank, 0 to {world_size - 1}.")
     if not has_group():
         return obj
-    group, sends = cpu_group(), dist.get_rank() == src
-    data = _pickled(obj) if sends else b""
-    size = torch.tensor([len(data)])
-    dist.broadcast(size, src, group=group)
-    buffer = torch.empty(int(size), dtype=torch.uint8)
-    if sends:
-        buffer.numpy()[:] = np.frombuffer(data, dtype=np.uint8)
-    dist.broadcast(buffer, src, group=group)
-    received = _unpickled(data if sends else buffer.numpy().tobytes(), src, "broadcast_object")
-    return obj if sends else received
+    group, session, sends = cpu_group(), _session(), dist.get_rank() == src
+    form, mine = encoded(obj, session) if sends else (Form.RAW, bytearray())
+    block = session.pack("broadcast_object", form, mine) if sends else bytearray(BLOCK)
+    dist.broadcast(torch.frombuffer(block, dtype=torch.uint8), src, group=group)
+    message = session.unpack(src, memoryview(block), "broadcast_object")
+    body = message.body
+    if body is None:
+        buffer = bytearray(mine) if sends else bytearray(message.size)
+        dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), src, group=group)
+        body = memoryview(buffer)
+        session.check_body(message, memoryview(block), body)
+    session.next()
+    return obj if sends and form != Form.REFUSED else decoded(message, body, session)
 
 
 def exchange_ints(values: Sequence[int]) -> list[list[int]]:
@@ -183,7 +185,8 @@ def exchange_ints(values: Sequence[int]) -> list[list[int]]:
     if not has_group():
         return [[int(value) for value in values]]
     data = np.asarray(values, dtype=np.int64).tobytes()
-    return [np.frombuffer(gathered, dtype=np.int64).tolist() for gathered in _gather_bytes(data)]
+    gathered = _gather_bytes("exchange_ints", Form.RAW, data)
+    return [np.frombuffer(body, np.int64).tolist() if message.size else [] for message, body in gathered]
 
 
 def barrier() -> None:
@@ -192,4 +195,4 @@ def barrier() -> None:
     Collective: every rank calls it. Processes wait for each other, GPUs don't: work queued on them may still run.
     """
     if has_group():
-        _gather_bytes(b"")
+        _gather_bytes("barrier", Form.RAW, b"")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainloop.distributed.columns import DTYPES
 from trainloop.distributed.objects import backend_of, cpu_group, gather_object
 from trainloop.distributed.ranks import get_world_size, has_group
 from trainloop.errors import ConfigurationError
@@ -21,17 +21,16 @@ _Reduce = Literal["mean", "sum", "min", "max"]
 _OPS = {"mean": "SUM", "sum": "SUM", "min": "MIN", "max": "MAX"}
 
 
-@dataclass(frozen=True)
-class _Leaf:
-    """One tensor of a nested value, as the other ranks need to know it."""
+class _Leaf(NamedTuple):
+    """One tensor of a nested value, as the other ranks need to know it: plain data."""
 
     path: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
     device_type: str
 
     def __str__(self) -> str:
-        return f"value{self.path}: {str(self.dtype).removeprefix('torch.')} of shape {self.shape}"
+        return f"value{self.path}: {self.dtype.removeprefix('torch.')} of shape {self.shape}"
 
 
 def _map_leaves(value: Any, leaf: Callable[[Any, str], Any], path: str = "") -> Any:
@@ -87,7 +86,7 @@ def _agreed(call: str, tensors: dict[str, Tensor]) -> dict[str, tuple[torch.dtyp
     """
     own: tuple[str, list[_Leaf]] = (
         call,
-        [_Leaf(path, tuple(t.shape), t.dtype, t.device.type) for path, t in sorted(tensors.items())],
+        [_Leaf(path, tuple(t.shape), str(t.dtype), t.device.type) for path, t in sorted(tensors.items())],
     )
     everyone = _everyone(own, call)
     calls = [theirs[0] for theirs in everyone]
@@ -106,7 +105,7 @@ def _agreed(call: str, tensors: dict[str, Tensor]) -> dict[str, tuple[torch.dtyp
         )
     agreed: dict[str, tuple[torch.dtype, bool]] = {}
     for same_leaf in zip(*(leaves for _, leaves in everyone), strict=True):
-        dtype = functools.reduce(torch.promote_types, (leaf.dtype for leaf in same_leaf))
+        dtype = functools.reduce(torch.promote_types, (DTYPES[leaf.dtype] for leaf in same_leaf))
         device_types = {leaf.device_type for leaf in same_leaf}
         device_type = device_types.pop() if len(device_types) == 1 else "cpu"
         direct = device_type != "cpu" and backend_of(device_type) not in (None, "gloo")

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import torch
 
+from trainloop.distributed.key import key_from_environment, new_key
 from trainloop.errors import ConfigurationError
 from trainloop.launch.joining import join, joined
 from trainloop.launch.main_guard import check_main_guard, main_place
@@ -149,6 +150,7 @@ def launch(
             interface=hosts.interface if hosts is not None else "lo" if num_nodes == 1 else None,
             init_method=init_method if num_nodes > 1 and hosts is None else None,
             inherited=tuple(payload.inherited),
+            key=new_key() if num_nodes == 1 else key_from_environment(),
             main=main_place(),
         )
         ranks = Ranks(start, hosts)

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.context import get_spawning_popen
 from typing import Any, TextIO
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from trainloop.distributed import Rank
+from trainloop.distributed.key import set_run_key
 from trainloop.launch.failures import failure_of, write_record
 from trainloop.launch.main_guard import take_main_place
 from trainloop.signals import rank_signals
@@ -80,6 +81,8 @@ class Start:
     """A ``file://`` meeting place of several nodes, given by the user."""
     inherited: tuple[int, ...] = ()
     """Further descriptors that the payload refers to."""
+    key: bytes | None = field(default=None, repr=False)
+    """By which ranks know each other's messages; see :mod:`trainloop.distributed.key`."""
     main: tuple[str | None, str | None] = (None, None)
     """The script that runs, see :func:`~trainloop.launch.main_guard.main_place`."""
 
@@ -174,6 +177,7 @@ def _work(start: Start, me: Rank, stop: SharedStop, undo: contextlib.ExitStack) 
     if device.type == "cuda":
         torch.cuda.set_device(device)
     take_main_place(*start.main)
+    set_run_key(start.key)
     function = start.parcel.open(device)
     _make_group(start, me, device)
     undo.callback(_leave_group)

@@ -252,8 +252,8 @@ def reduce_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | No
     -----
     ``.grad`` becomes the sum over ranks divided by the number of ranks, a rank without one counting as zeros. A
     parameter that has none on any rank keeps ``None``. Parameters with a sparse gradient on any rank get a sparse one.
-    One exchange of a flag for each parameter, one for each 32 MiB of gradients of a dtype, and two of pickles where
-    some are sparse. In one process nothing happens.
+    One exchange of a flag for each parameter, one for each 32 MiB of gradients of a dtype; where some are sparse one of
+    their numbers of entries, and two for each of them. In one process nothing happens.
     """
     if not dist.is_available() or not dist.is_initialized():
         return
@@ -296,18 +296,31 @@ def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _reduce_sparse(parameters: list[Tensor], world_size: int, group: dist.ProcessGroup | None) -> None:
-    # As objects: ranks differ in the number of entries, and NCCL knows no sparse sum.
-    own = []
-    for p in parameters:
-        grad = None if p.grad is None else (p.grad if p.grad.is_sparse else p.grad.to_sparse(1)).detach().coalesce()
-        own.append(None if grad is None else (grad.indices().cpu(), grad.values().cpu()))
     if not parameters:
         return
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, own, group=group)
-    for p, parts in zip(parameters, zip(*everyone, strict=True), strict=True):
-        present = [part for part in parts if part is not None]
-        indices = torch.cat([indices for indices, _ in present], dim=1)
-        values = torch.cat([values for _, values in present]) / world_size
-        summed = torch.sparse_coo_tensor(indices, values, p.shape, device=p.device, check_invariants=False)
+    # Entries differ in number from rank to rank, and NCCL knows no sparse sum: gathered, padded to the longest.
+    own = [None if p.grad is None else (p.grad if p.grad.is_sparse else p.grad.to_sparse(1)) for p in parameters]
+    own = [None if grad is None else grad.detach().coalesce() for grad in own]
+    counts = [[-1, 1] if grad is None else [grad._nnz(), grad.sparse_dim()] for grad in own]
+    everyone = _gathered(torch.tensor(counts, device=parameters[0].device), world_size, group)
+    counts_by_parameter = torch.stack(everyone).transpose(0, 1).tolist()
+    for p, grad, counts in zip(parameters, own, counts_by_parameter, strict=True):
+        present = [rank for rank, (count, _) in enumerate(counts) if count >= 0]
+        longest, sparse_dim = max(count for count, _ in counts), max(counts)[1]
+        indices = torch.zeros(sparse_dim, max(longest, 0), dtype=torch.int64, device=p.device)
+        values = torch.zeros(max(longest, 0), *p.shape[sparse_dim:], dtype=p.dtype, device=p.device)
+        if grad is not None:
+            indices[:, : grad._nnz()] = grad.indices()
+            values[: grad._nnz()] = grad.values()
+        all_indices, all_values = _gathered(indices, world_size, group), _gathered(values, world_size, group)
+        indices = torch.cat([all_indices[rank][:, : counts[rank][0]] for rank in present], dim=1)
+        values = torch.cat([all_values[rank][: counts[rank][0]] for rank in present]) / world_size
+        # Checked: an index that a socket gave must not lie outside of the weights.
+        summed = torch.sparse_coo_tensor(indices, values, p.shape, device=p.device, check_invariants=True)
         p.grad = summed.coalesce()
+
+
+def _gathered(tensor: Tensor, world_size: int, group: dist.ProcessGroup | None) -> list[Tensor]:
+    everyone = [torch.empty_like(tensor) for _ in range(world_size)]
+    dist.all_gather(everyone, tensor.contiguous(), group=group)
+    return everyone

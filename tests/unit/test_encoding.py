@@ -1,0 +1,247 @@
+"""The encoding of what ranks exchange: all of it comes back, and bytes of any other origin do nothing."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import math
+import random
+import sys
+import types
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainloop.distributed.encoding import Malformed, NotPlain, decode, encode
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+def there_and_back(value: Any) -> Any:
+    return decode(memoryview(encode(value)))
+
+
+def same(x: Any, y: Any) -> bool:
+    """Whether two values are equal in type, structure, dtype and bits."""
+    if type(x) is not type(y):
+        return False
+    if isinstance(x, torch.Tensor):
+        alike = [(t.dtype, t.shape, t.layout, t.requires_grad, t.device) for t in (x, y)]
+        a, b = (t.detach().to_dense().resolve_conj().to(torch.complex128) for t in (x, y))
+        return alike[0] == alike[1] and torch.equal(a, b)
+    if isinstance(x, np.ndarray):
+        if x.dtype.hasobject:
+            return x.shape == y.shape and all(map(same, x.reshape(-1).tolist(), y.reshape(-1).tolist()))
+        return (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes()) and bool(y.flags.writeable)
+    if isinstance(x, dict):
+        return same(list(x), list(y)) and all(map(same, x.values(), y.values()))
+    if isinstance(x, (list, tuple)):
+        return len(x) == len(y) and all(map(same, x, y))
+    if isinstance(x, float):
+        return x == y or (math.isnan(x) and math.isnan(y))
+    return bool(x == y)
+
+
+shared = [1]
+VALUES: dict[str, Any] = {
+    "numbers": [None, True, False, 3, -(2**63), 2**63, -(2**200), 0.5, -0.0, float("nan"), float("inf"), 1 + 2j],
+    "text": ["", "é", "a\udc80b\ud800", "\x00", "\U0001f600", b"", b"\x00x", bytearray(b"y")],
+    "nothing": [[], (), {}, set(), [[], [[]]], [{}, {}], np.zeros((0, 3)), torch.zeros(2, 0), None],
+    "ragged": [[1, 2], [3], [], [[4.5, None]]],
+    "rows of text and numbers": [("a", 1, 2.0), ("b", 2, None)] * 3,
+    "keys that are equal but not the same": [{1: "a"}, {True: "b"}, {1.0: "c"}],
+    "keys in another order": [{"a": 1, "b": 2}, {"b": 3, "a": 4}],
+    "records": [{"x": torch.ones(i), "y": [i]} for i in range(4)],
+    "sets": [{1, 2}, frozenset("ab"), collections.OrderedDict(b=1, a=2)],
+    "named tuples": [Pair(1, "x"), Pair(None, Pair(2, 3))],
+    "arrays": [
+        np.arange(6).reshape(2, 3).T,
+        np.array("x"),
+        np.array(["ab", "c"]),
+        np.array([b"ab"]),
+        np.ones((1, 2, 3)),
+    ],
+    "other dtypes": [np.array([1, 2], ">i4"), np.array(["2020-01-01"], "M8[D]"), np.array([(1, 2.0)], "i4,f8")],
+    "arrays of objects": np.array([[1], "a", None, {"b": np.ones(2)}, [2], (3, 4)], object).reshape(3, 2),
+    "scalars": [np.float32(2), np.bool_(True), np.str_("xy"), np.datetime64("2020-01-01"), np.int8(-3), np.int8(4)],
+    "tensors": [torch.tensor(1.0), torch.zeros(0, 3), torch.arange(6).reshape(2, 3).t(), torch.arange(4)[1::2]],
+    "tensor dtypes": [
+        torch.tensor([0, 1]).to(d) for d in (torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.int8)
+    ],
+    "complex tensors": [torch.tensor([1 + 1j]).conj(), torch.tensor([1 + 1j]).conj().imag],
+    "trained": torch.ones(2, requires_grad=True),
+    "sparse": [torch.eye(3).to_sparse(), torch.eye(4).to_sparse(1), torch.zeros(3, 3).to_sparse()],
+    "random states": [random.getstate(), np.random.get_state(), torch.get_rng_state()],
+    "many kinds": [np.ones(1, dtype) for dtype in ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "U1", "U2", "?")] * 2,
+    "one in many places": [[shared, shared], {"a": shared}, (shared,)],
+    "predictions": [(0, 2, torch.rand(2, 3), ["a", "b"], {"id": [7, 8]}), (1, 1, torch.rand(1, 3), ["c"], {"id": [9]})],
+}
+
+
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
+def test_plain_data_comes_back(value: Any) -> None:
+    assert same(there_and_back(value), copy.deepcopy(value))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
+def test_compressed_sparse_tensors_come_back() -> None:
+    dense = torch.eye(4)
+    for tensor in (dense.to_sparse_csr(), dense.to_sparse_csc(), dense.to_sparse_bsr(2), dense.to_sparse_bsc(2)):
+        back = there_and_back(tensor)
+        assert back.layout == tensor.layout
+        assert torch.equal(back.to_dense(), dense)
+
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(alphabet=st.characters())
+    | st.binary(),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner),
+    max_leaves=30,
+)
+
+
+@given(plain)
+@settings(max_examples=300, deadline=None)
+def test_any_nesting_comes_back(value: Any) -> None:
+    assert same(there_and_back(value), value)
+
+
+def test_what_stood_in_two_places_stands_in_two_places() -> None:
+    rows = there_and_back([shared, [2], shared])
+    assert rows[0] is rows[2]
+    nested: Any = [1]
+    for _ in range(60):  # as a tree, more values than atoms in a litre of air
+        nested = [nested, nested]
+    assert there_and_back(nested)[0] is not None
+
+
+itself: list[Any] = []
+itself.append(itself)
+
+
+class Text(str):
+    pass
+
+
+class Named(NamedTuple):
+    a: int
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(), print, int, Path("x"), itself, Text("a"), [1, {"a": {2: torch.nn.ReLU()}}], torch.Size([1]),
+        torch.nn.Parameter(torch.ones(1)), torch.empty(1, device="meta"), np.ma.masked_array([1]), range(3),
+        collections.Counter("a"), types.SimpleNamespace(),
+        type("Local", (Named,), {})(1),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_anything_else_is_refused(value: Any) -> None:
+    with pytest.raises(NotPlain):
+        encode([1, value])
+
+
+def test_no_byte_runs_code_or_does_anything_but_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each value's bytes, damaged at random: they decode to something or are refused, in little memory."""
+    module = types.ModuleType("a_module_with_a_trap")
+    vars(module)["__getattr__"] = lambda name: pytest.fail(f"asked for {name}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    chance = random.Random(5)
+    texts = [b"a_module_with_a_trap", b"posix", b"builtins", b"trainloop.errors"]
+    refused = 0
+    for _ in range(60):
+        for value in VALUES.values():
+            data = bytearray(encode(value))
+            for _ in range(chance.randint(1, 4)):
+                place = chance.randrange(len(data))
+                kind = chance.randrange(4)
+                if kind == 0:
+                    data[place] = chance.randrange(256)
+                elif kind == 1:
+                    data[place : place + 8] = chance.choice([0, 1, 2**31, 2**62, 2**64 - 1]).to_bytes(8, "little")
+                elif kind == 2:
+                    del data[place : place + chance.randint(1, 9)]
+                else:
+                    data[place:place] = chance.choice(texts)
+                if not data:
+                    break
+            try:
+                decode(memoryview(data))
+            except Malformed:
+                refused += 1
+    assert refused > 300
+
+
+def test_a_class_is_a_named_tuple_that_is_loaded_or_none() -> None:
+    class Here(NamedTuple):
+        a: int
+
+    data = bytes(encode(Pair(1, 2)))
+    here = Pair.__module__.encode()
+
+    def naming(module: bytes, name: bytes) -> bytearray:
+        def text(t: bytes) -> bytes:
+            return len(t).to_bytes(8, "little") + t
+
+        return bytearray(data.replace(text(here) + text(b"Pair"), text(module) + text(name)))
+
+    assert decode(memoryview(naming(here, b"Pair"))) == Pair(1, 2)
+    for module, name in [
+        (b"os", b"system"),
+        (b"builtins", b"tuple"),
+        (b"subprocess", b"Popen"),
+        (b"antigravity", b"x"),
+    ]:
+        with pytest.raises(Malformed, match=f"{module.decode()}.{name.decode()} is no named tuple"):
+            decode(memoryview(naming(module, name)))
+    assert "antigravity" not in sys.modules
+    with pytest.raises(NotPlain, match="not found in its module"):
+        encode(Here(1))
+    with pytest.raises(Malformed, match="another length"):
+        decode(memoryview(naming(here, b"Named")))
+
+
+def test_sparse_indices_beyond_the_tensor_are_refused() -> None:
+    tensor = torch.sparse_coo_tensor([[2]], [5.0], (3,), check_invariants=True).coalesce()
+    data = bytes(encode(tensor))
+    index = (2).to_bytes(8, "little")
+    refused = 0
+    for place in range(len(data) - 8):
+        if data[place : place + 8] == index:
+            try:
+                decode(memoryview(data[:place] + (999).to_bytes(8, "little") + data[place + 8 :]))
+            except Malformed:
+                refused += 1
+    assert refused
+
+
+def test_a_few_bytes_can_not_ask_for_much_memory() -> None:
+    for value in (
+        [None] * 3,
+        ["abc"],
+        ((),) * 3,
+        [b"abc"],
+        {"a": 3, "b": 4, "c": 5},
+        np.ones(3),
+        torch.ones(3),
+        {1, 2, 3},
+    ):
+        data = bytes(encode(value))
+        three = (3).to_bytes(8, "little")
+        assert three in data
+        for size in (2**40, 2**62, 2**63 - 1):
+            with pytest.raises(Malformed):
+                decode(memoryview(data.replace(three, size.to_bytes(8, "little"))))

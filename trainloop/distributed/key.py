@@ -1,0 +1,119 @@
+"""The run's key: by it a rank knows that bytes come from another rank of its own run.
+
+Ranks that :func:`trainloop.launch.launch` starts on one host get a random key of their run, with all else that they are
+told, through a pipe that no other user can read. Other ranks of one host, those of torchrun for instance, take it from
+rank 0's memory, by a descriptor that the kernel opens to the same user only. Ranks on several hosts have one where
+``TRAINLOOP_KEY`` is set: the key itself, or the path of a file that all of them can read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+
+from trainloop.errors import ConfigurationError
+
+__all__ = ["KEY_VARIABLE", "SharedKey", "key_from_environment", "new_key", "run_key", "set_run_key"]
+
+KEY_VARIABLE = "TRAINLOOP_KEY"
+_LEAST = 32  # characters: 128 bits where they are hexadecimal
+_ADVICE = 'make one with: python -c "import secrets; print(secrets.token_hex(32))"'
+
+_of_this_run: bytes | None = None
+
+
+def new_key() -> bytes:
+    """A random key."""
+    return secrets.token_bytes(32)
+
+
+def set_run_key(key: bytes | None) -> None:
+    """Take this process's key; called once, before its process group exists."""
+    global _of_this_run
+    _of_this_run = key
+
+
+def run_key() -> bytes | None:
+    """This process's key: the one that it was given, else the environment's; ``None`` where there is none."""
+    return _of_this_run if _of_this_run is not None else key_from_environment()
+
+
+def key_from_environment(environ: Mapping[str, str] = os.environ) -> bytes | None:
+    """The key that ``TRAINLOOP_KEY`` names.
+
+    Raises
+    ------
+    ConfigurationError
+        If it is short, or a file that is absent or that others can read or write.
+    """
+    given = environ.get(KEY_VARIABLE, "").strip()
+    if not given:
+        return None
+    where = f"{KEY_VARIABLE} is"
+    if given.startswith(("/", "~", ".")):
+        where = f"{KEY_VARIABLE}={given!r}: the file holds"
+        given = _read(given)
+    if len(given) < _LEAST:
+        raise ConfigurationError(
+            f"{where} a key of {len(given)} characters: must be {_LEAST} or more, the same on all hosts; {_ADVICE}."
+        )
+    return hashlib.sha256(given.encode("utf-8", "surrogateescape")).digest()
+
+
+def _read(path: str) -> str:
+    try:
+        with open(os.path.expanduser(path), "rb") as file:
+            found = os.fstat(file.fileno())
+            data = file.read(1 << 16)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{KEY_VARIABLE}={path!r}: {error.strerror}. Give a file that every rank can read, or the key itself; "
+            f"{_ADVICE}."
+        ) from None
+    if hasattr(os, "getuid") and (found.st_uid not in (os.getuid(), 0) or stat.S_IMODE(found.st_mode) & 0o077):
+        raise ConfigurationError(
+            f"{KEY_VARIABLE}={path!r} is owned by user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}: other "
+            f"users may read or change the key. Make it your own and run: chmod 600 {path}"
+        )
+    return data.decode("utf-8", "surrogateescape").strip()
+
+
+class SharedKey:
+    """A key that processes of one user on one host share, and nobody else: in a file without a name.
+
+    Where it is may be told to anybody. Another user's process can't open it, and can't put one of its own in its place,
+    since whose file it is, and of which name, is checked.
+    """
+
+    _NAME = "trainloop-key"
+
+    def __init__(self) -> None:
+        self.key = new_key()
+        self._fd = os.memfd_create(self._NAME) if hasattr(os, "memfd_create") else -1
+        if self._fd >= 0:
+            os.write(self._fd, self.key)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Process and descriptor."""
+        return os.getpid(), self._fd
+
+    def close(self) -> None:
+        """Forget the file; who opened it before has the key."""
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    @classmethod
+    def open(cls, place: tuple[int, int]) -> bytes | None:
+        """The key in that place; ``None`` if there is none of this user's: another host, another container."""
+        path = f"/proc/{place[0]}/fd/{place[1]}"
+        try:
+            if os.readlink(path) != f"/memfd:{cls._NAME} (deleted)":
+                return None
+            with open(path, "rb", buffering=0) as file:
+                return file.read() if os.fstat(file.fileno()).st_uid == os.geteuid() else None
+        except OSError:
+            return None

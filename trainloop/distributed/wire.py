@@ -1,0 +1,253 @@
+"""Messages between ranks: what a rank believes of the bytes that a socket gave it.
+
+A process of another user can take a rank's place at a Gloo connection, since listeners on loopback are open to every
+local user. So a message says whose it is and which in the run's order, and each of these is checked, before sizes are
+believed and long before anything is decoded. Where the run has a key (:mod:`trainloop.distributed.key`), a message
+carries HMACs of all that, under a key of this process group alone: it can be neither made, nor changed, nor repeated,
+nor sent back by who doesn't know the key. Only such messages may hold pickles.
+
+::
+
+    head   magic 4 | call 1 | form 1 | rank 4 | number 8 | size 8    what it is, from whom, which, and how long
+           tag of the body 32                                       zeros where the body is in the first block
+           tag of the head 32                                       over the above, and the body if it is here
+    body   in the first block where it is short, else in a second exchange
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import pickle
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainloop.distributed.encoding import Malformed, NotPlain, decode, encode
+from trainloop.distributed.key import KEY_VARIABLE, SharedKey, new_key, run_key
+from trainloop.errors import ConfigurationError, UnpicklableError
+
+__all__ = ["BLOCK", "CALLS", "Form", "Message", "Session", "decoded", "encoded"]
+
+_FIELDS = struct.Struct("<4sBBIQQ")
+_TAG = 32
+_HEAD = _FIELDS.size + 2 * _TAG
+_MAGIC = b"tlx1"
+
+SHORT = 1024
+"""Bodies of so many bytes need one exchange instead of two: the ints of a training step, and the description of most
+nested values. A latency matter only, so any figure is right."""
+
+BLOCK = _HEAD + SHORT
+"""Bytes of the first exchange."""
+
+CALLS = ("the start", "gather_object", "broadcast_object", "exchange_ints", "barrier")
+"""Functions that exchange messages."""
+
+
+class Form:
+    """How a body is written."""
+
+    RAW, PLAIN, PICKLE, REFUSED = range(4)
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message's head, checked."""
+
+    rank: int
+    call: str
+    form: int
+    size: int
+    tag: bytes
+    body: memoryview | None
+    """The body, where it came with the head."""
+
+
+def encoded(obj: object, session: Session) -> tuple[int, bytes | bytearray]:
+    """The form and bytes of an object; where it can't be sent, those of the reason.
+
+    Never raises: a rank that raised here would leave the others waiting in the exchange.
+    """
+    try:
+        try:
+            return Form.PLAIN, encode(obj)
+        except NotPlain as what:
+            if session.key is not None:
+                return Form.PICKLE, pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+            return Form.REFUSED, (
+                f"holds something {what}, which only a pickle can carry, and without a key nobody can tell whose "
+                f"pickle it is. Exchange plain data (numbers, strings, arrays, tensors, lists and dicts of these), or "
+                f"set {KEY_VARIABLE} to the same secret on every host"
+            ).encode()
+    except Exception as error:
+        reason = (
+            f"can't be pickled ({type(obj).__name__}: {type(error).__name__}: {error}). Exchange plain data (numbers, "
+            "strings, tensors, dicts of these) instead"
+        )
+        return Form.REFUSED, reason.encode("utf-8", "replace")
+
+
+def decoded(message: Message, body: memoryview, session: Session) -> Any:
+    """The object of a message whose tags were right."""
+    if message.form == Form.REFUSED:
+        reason = bytes(body).decode("utf-8", "replace")
+        raise UnpicklableError(f"{message.call}: the object of rank {message.rank} {reason}.")
+    if message.form == Form.PICKLE and session.key is not None:
+        return pickle.loads(body)
+    if message.form != Form.PLAIN:
+        raise session.stranger(message.rank, f"a body of form {message.form} in {message.call}")
+    try:
+        return decode(body, trusted=session.key is not None)
+    except Malformed as error:
+        raise session.stranger(message.rank, str(error)) from error
+
+
+class Session:
+    """One process group's messages: their key and their order.
+
+    Collective: every rank makes it, at the group's first exchange.
+
+    Parameters
+    ----------
+    group : ProcessGroup, optional
+        For CPU tensors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._number = 0
+        self._largest = _memory_bytes()
+        key, group_key = run_key(), None
+        # Nonces of all ranks go into the key: what was said in another group, or another run, is worth nothing here.
+        hellos = _gathered(os.urandom(31) + bytes([key is not None]), group)
+        with_key = [hello[-1] == 1 for hello in hellos]
+        if any(have != with_key[0] for have in with_key):
+            without = ", ".join(str(rank) for rank, have in enumerate(with_key) if not have)
+            raise ConfigurationError(
+                f"ranks {without} of {self._world_size} have no key and the others have: set {KEY_VARIABLE} to the "
+                "same secret for every rank, or for none. (If you did, another program has taken a rank's place.)"
+            )
+        if key is None:
+            key = self._shared_key(group) if self._world_size > 1 else new_key()
+        if key is not None:
+            group_key = hmac.digest(key, b"trainloop session\0" + b"".join(hellos), "sha256")
+        self.key = group_key
+        """Known to the ranks of this group alone; ``None`` where the run has no key."""
+        if key is not None:
+            self._confirm(group)
+
+    def _shared_key(self, group: dist.ProcessGroup | None) -> bytes | None:
+        """A key from rank 0, where all ranks are processes of one user on one host."""
+        shared = SharedKey() if self._rank == 0 else None
+        try:
+            place = struct.pack("<qq", *(shared.place if shared is not None else (0, -1)))
+            first = _gathered(place, group)[0]
+            key = shared.key if shared is not None else SharedKey.open(struct.unpack("<qq", first))
+            # The second exchange: rank 0 keeps the file until all have read it.
+            return key if all(found == b"\1" for found in _gathered(bytes([key is not None]), group)) else None
+        finally:
+            if shared is not None:
+                shared.close()
+
+    def _confirm(self, group: dist.ProcessGroup | None) -> None:
+        """See that all have the same key, all of them now: later one might wait for another that has given up."""
+        assert self.key is not None
+        confirmations = _gathered(hmac.digest(self.key, b"c%d" % self._rank, "sha256"), group)
+        for rank, confirmation in enumerate(confirmations):
+            if not self._same(confirmation, hmac.digest(self.key, b"c%d" % rank, "sha256")):
+                raise self.stranger(rank, "an answer that was not made with this run's key")
+
+    def pack(self, call: str, form: int, body: bytes | bytearray) -> bytearray:
+        """This rank's first block of the next message; a longer body goes after it."""
+        short = len(body) <= SHORT
+        fields = _FIELDS.pack(_MAGIC, CALLS.index(call), form, self._rank, self._number, len(body))
+        block = bytearray(BLOCK)
+        block[: _FIELDS.size] = fields
+        if not short:
+            block[_FIELDS.size : _FIELDS.size + _TAG] = self._body_tag(fields, body)
+        else:
+            block[_HEAD : _HEAD + len(body)] = body
+        block[_HEAD - _TAG : _HEAD] = self._head_tag(memoryview(block), len(body) if short else 0)
+        return block
+
+    def unpack(self, rank: int, block: memoryview, call: str) -> Message:
+        """A rank's first block, checked.
+
+        Raises
+        ------
+        ConnectionError
+            If it is no message of that rank, or not its next one.
+        """
+        magic, number_of_call, form, sender, number, size = _FIELDS.unpack_from(block)
+        if magic != _MAGIC:
+            raise self.stranger(rank, f"bytes that are no message ({bytes(block[:8]).hex(' ')} ...)")
+        if not self._same(block[_HEAD - _TAG : _HEAD], self._head_tag(block, size if size <= SHORT else 0)):
+            raise self.stranger(rank, "a message that was not made with this run's key")
+        if sender != rank or number_of_call >= len(CALLS):
+            raise self.stranger(rank, f"a message of rank {sender}")
+        if number != self._number or CALLS[number_of_call] != call:
+            raise self._out_of_step(rank, CALLS[number_of_call], number, call)
+        if size > self._largest:
+            raise self.stranger(rank, f"a message of {size} bytes, more than this machine's memory")
+        tag = bytes(block[_FIELDS.size : _FIELDS.size + _TAG])
+        body = block[_HEAD : _HEAD + size] if size <= SHORT else None
+        return Message(rank=rank, call=call, form=form, size=size, tag=tag, body=body)
+
+    def check_body(self, message: Message, block: memoryview, body: memoryview) -> None:
+        """See that a body that came in a second exchange is the one that was announced."""
+        if not self._same(message.tag, self._body_tag(block[: _FIELDS.size], body)):
+            raise self.stranger(message.rank, "a body that was not made with this run's key")
+
+    def next(self) -> None:
+        """All ranks' messages of one exchange have come."""
+        self._number += 1
+
+    def _head_tag(self, block: memoryview, size: int) -> bytes:
+        if self.key is None:
+            return bytes(_TAG)
+        # 'h' and 'b': a body's tag is never one of a head.
+        return hmac.digest(self.key, b"h" + block[: _HEAD - _TAG] + block[_HEAD : _HEAD + size], "sha256")
+
+    def _body_tag(self, fields: bytes | memoryview, body: bytes | bytearray | memoryview) -> bytes:
+        if self.key is None:
+            return bytes(_TAG)
+        mac = hmac.new(self.key, b"b", "sha256")
+        mac.update(fields)
+        mac.update(body)
+        return mac.digest()
+
+    def _same(self, tag: bytes | memoryview, expected: bytes) -> bool:
+        return self.key is None or hmac.compare_digest(bytes(tag), expected)
+
+    def _out_of_step(self, rank: int, theirs: str, number: int, mine: str) -> Exception:
+        return ValueError(
+            f"ranks are in different exchanges (rank {self._rank}: {mine}, its {self._number + 1}th; rank {rank}: "
+            f"{theirs}, its {number + 1}th). Every rank must make the same calls in order."
+        )
+
+    def stranger(self, rank: int, what: str) -> ConnectionError:
+        """The error for bytes that rank ``rank`` did not send."""
+        also = ""
+        if self.key is not None:
+            also = f" (On several hosts: or {KEY_VARIABLE} is not the same on all of them.)"
+        return ConnectionError(
+            f"rank {self._rank} of {self._world_size} got {what} in the place of rank {rank}'s: another program has "
+            f"connected to this run, or the data was damaged on the way. Nothing of it was used.{also} See SECURITY.md."
+        )
+
+
+def _gathered(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    """Every rank's bytes, of one length, as they came."""
+    rows = torch.empty(dist.get_world_size(), len(data), dtype=torch.uint8)
+    dist.all_gather(list(rows), torch.frombuffer(bytearray(data), dtype=torch.uint8), group=group)
+    return [row.numpy().tobytes() for row in rows]
+
+
+def _memory_bytes() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().total)
