@@ -125,7 +125,8 @@ def one_optimizer_a_loss() -> float:
         x, y = batch
         hidden = model.encoder(x)
         return MultiLoss(
-            {"encoder": hidden.square().mean(), "head": nn.functional.cross_entropy(model.head(hidden), y)}
+            {"encoder": hidden.square().mean(), "head": nn.functional.cross_entropy(model.head(hidden), y)},
+            {"encoder": 0, "head": 1},
         )
 
     class Adversarial(Net):

@@ -55,6 +55,11 @@ class Placement:
 
         return sync_batchnorm.participating(self.model, [rank for rank, n in enumerate(counts) if n > i])
 
+    def share_buffers(self) -> None:
+        """In ``ddp``, rank 0's buffers to all ranks: before steps that don't go through the wrapper, and at the end."""
+        if isinstance(self.wrapper, TTDistributedDataParallel):
+            self.wrapper.share_buffers()
+
     @property
     def evaluated(self) -> Any:
         """What evaluation calls: in ``ddp`` the model itself, since ranks may differ in their number of batches."""

@@ -94,6 +94,8 @@ def backward_pass(
     batches, sizes, scales = share.batches, share.sizes, share.scales
     by_hand = share.ragged or run.reduce_by_hand
     model = place.model if by_hand else place.wrapper
+    if by_hand:
+        place.share_buffers()
     counts = None if not share.ragged else [n for (n,) in distributed.exchange_ints([len(batches)])]
     # A rank with fewer micro-batches still goes through every hook, as callbacks may exchange values in them.
     count = len(batches) if counts is None else max(counts)

@@ -252,6 +252,7 @@ class TrainLoop(LoopBase):
                 self._prepare_training(run, job)
                 with self._listening(run.recorder):
                     ended_by = self._train_epochs(run)
+                run.place.share_buffers()  # where ranks were started by others, each has a model to return
             except BaseException as exception:
                 run.progress.end_epoch()
                 self._tell_exception(run, exception)

@@ -89,7 +89,34 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         super().__init__(module, device_ids, output_device, **ddp_args)
         self._tt_exchanges = True
         self._tt_static_passes = 0
+        self._settle_buckets()
         self._become_transparent()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._settle_buckets()
+
+    def _ddp_init_helper(
+        self, parameters: list[Tensor], sparse: list[bool], names: dict[int, str], static_graph: bool
+    ) -> None:
+        # Last parameters first, as their gradients come about: the order of _settle_buckets.
+        self._tt_reversed = static_graph or not self.find_unused_parameters
+        if self._tt_reversed:
+            parameters, sparse = parameters[::-1], sparse[::-1]
+            names = {len(parameters) - 1 - index: name for index, name in names.items()}
+        super()._ddp_init_helper(parameters, sparse, names, static_graph)
+
+    def _settle_buckets(self) -> None:
+        """Give the buckets their layout before the first backward, once and for all.
+
+        DDP reduces the first backward in one bucket, and afterwards in buckets ordered as the gradients arrived. With
+        three ranks or more, where in a buffer a number stands decides in which order Gloo and NCCL add it up: a step's
+        bits would depend on how many the process has done before it, and a resumed run would end with others. So DDP is
+        told the order, the reverse of the parameters', as if they had arrived; its next forward makes the buckets.
+        With ``find_unused_parameters`` it keeps the layout it begins with, and this does nothing.
+        """
+        if not self._delay_all_reduce_all_params:
+            self.reducer._push_all_rebuilt_params()
 
     def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         function = getattr(self.module, method)
@@ -158,6 +185,11 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         finally:
             self._tt_exchanges = before
 
+    def share_buffers(self) -> None:
+        """Copy rank 0's buffers to all ranks, as DDP's forward does; nothing where that doesn't either. Collective."""
+        if self.broadcast_buffers and self.modules_buffers:
+            self._sync_buffers()
+
     def check_reduced(self) -> None:
         """Check that the backward just done averaged the gradients of all parameters over the ranks.
 
@@ -175,19 +207,24 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             raise _explained(e, self) from e
 
 
-# What TTDistributedDataParallel uses of DistributedDataParallel beyond its public face; unchanged since torch 2.1.
-for _name in (
-    "_pre_forward",
-    "_post_forward",
-    "_inside_ddp_forward",
-    "_check_reducer_finalized",
-    "to_kwargs",
-):
-    if not callable(getattr(DistributedDataParallel, _name, None)):
-        raise ImportError(
-            f"torch {torch.__version__}: DistributedDataParallel has no {_name} any more, which trainloop builds on. "
-            "Install a torch from 2.6 to 2.13, or a newer trainloop."
-        )
+# What TTDistributedDataParallel uses of torch beyond its public face; unchanged since torch 2.1. Without one of them
+# gradients would not be averaged, or in another order after a resume, and nobody would notice: so there is no going on.
+_TORCHS_OWN = (
+    (
+        DistributedDataParallel,
+        "_pre_forward _post_forward _inside_ddp_forward _check_reducer_finalized _ddp_init_helper _sync_buffers"
+        " to_kwargs",
+    ),
+    # A torch without distributed has no Reducer, and no wrapper can be made.
+    (getattr(dist, "Reducer", object), "_push_all_rebuilt_params _rebuild_buckets" if dist.is_available() else ""),
+)
+for _owner, _names in _TORCHS_OWN:
+    for _name in _names.split():
+        if not callable(getattr(_owner, _name, None)):
+            raise ImportError(
+                f"torch {torch.__version__}: {_owner.__name__} has no {_name} any more, which trainloop builds on. "
+                "Install a torch from 2.6 to 2.13, or a newer trainloop."
+            )
 
 
 def _opened(output: Any) -> Any:
@@ -209,7 +246,7 @@ def _shut(opened: Any, output: Any) -> Any:
     return opened
 
 
-def _explained(error: RuntimeError, wrapper: DistributedDataParallel) -> RuntimeError:
+def _explained(error: RuntimeError, wrapper: TTDistributedDataParallel) -> RuntimeError:
     """DDP's error about unused parameters, with their names and what to do; another one as it is."""
     text = str(error)
     if "find_unused_parameters" not in text:
@@ -220,6 +257,8 @@ def _explained(error: RuntimeError, wrapper: DistributedDataParallel) -> Runtime
         for name, p in wrapper.module.named_parameters()
         if p.requires_grad and name not in wrapper.parameters_to_ignore
     ]
+    if wrapper._tt_reversed:
+        names.reverse()
     found = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", text)
     indices = [int(index) for index in found[1].split()] if found else []
     unused = ", ".join(names[i] for i in indices if i < len(names)) or "see below"
