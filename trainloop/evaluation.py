@@ -18,7 +18,16 @@ from trainloop.errors import ConfigurationError
 from trainloop.metrics import EpochEnd, Recorder
 from trainloop.optim import MultiLoss
 
-__all__ = ["Predictions", "evaluating", "join_rows", "keep_all_batches", "mean_loss", "predictions"]
+__all__ = [
+    "Predictions",
+    "about_eval_mode",
+    "begin_training",
+    "evaluating",
+    "join_rows",
+    "keep_all_batches",
+    "mean_loss",
+    "predictions",
+]
 
 Predictions = tuple[Any, Any, Any]
 Gather = Callable[[Any], list[Any]]
@@ -38,6 +47,46 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def begin_training(model: nn.Module, kept: Sequence[nn.Module] = ()) -> list[nn.Module]:
+    """Training mode, but for the modules that the user put into ``eval()``; returns these.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Where it is in evaluation mode as a whole, as a loaded model may be, that says nothing about its parts: all of
+        them train, but for ``kept``.
+    kept : sequence of nn.Module
+        What the last call returned.
+
+    Notes
+    -----
+    A class with a ``train()`` of its own decides for itself and for all modules inside of it.
+    """
+    if model.training:
+        kept = [module for module in model.modules() if not module.training]
+    model.train()
+    if kept:
+        decided = {
+            id(part)
+            for module in model.modules()
+            if type(module).train is not nn.Module.train
+            for part in module.modules()
+        }
+        for module in kept:
+            if id(module) not in decided:
+                module.training = False
+    return [module for module in kept if not module.training]
+
+
+def about_eval_mode(model: nn.Module, kept: Sequence[nn.Module]) -> str:
+    """A line that names the modules which don't train: some libraries hand their models out in evaluation mode."""
+    found = {id(module) for module in kept}
+    names = [name for name, module in model.named_modules() if id(module) in found]
+    whole = [name for name in names if name.rpartition(".")[0] not in names]
+    shown = ", ".join(whole[:5]) + (f" and {len(whole) - 5} more" if len(whole) > 5 else "")
+    return f"in eval() and kept so while training: {shown} (call .train() on them before fit where that isn't meant)"
 
 
 def mean_loss(

@@ -70,6 +70,7 @@ class Run:
     epoch_finished: bool = False
     skip_steps: int = 0
     history_epoch: int = 0
+    in_eval: list[nn.Module] | None = None  # modules that the user keeps in evaluation mode
 
     @property
     def scaler(self) -> torch.amp.GradScaler:

@@ -28,7 +28,7 @@ from time import perf_counter
 from typing import Any, cast
 
 from trainloop import arguments as check
-from trainloop import distributed, loop_state, rng
+from trainloop import distributed, evaluation, loop_state, rng
 from trainloop.arguments import FitJob
 from trainloop.callbacks.base import AbstractCallback, HookTable, overrides
 from trainloop.data import StepShare, train_feed
@@ -326,7 +326,10 @@ class TrainLoop(LoopBase):
         run.epoch_finished, run.history_epoch = False, self.epoch
         skip, run.skip_steps, run.epoch_steps = run.skip_steps, 0, run.skip_steps
         last_iteration = run.start_iteration + self.num_iterations if self.num_iterations else None
-        self.model.train()
+        first = run.in_eval is None
+        run.in_eval = evaluation.begin_training(self.model, run.in_eval or ())
+        if first and run.in_eval:
+            run.progress.say(evaluation.about_eval_mode(self.model, run.in_eval))
         run.feed.set_epoch(self.epoch)
         total_epochs = run.start_epoch + self.num_epochs if self.num_epochs else 0
         run.progress.begin_epoch(self.epoch, total_epochs, run.feed.num_batches, run.epoch_batches)

@@ -261,6 +261,7 @@ def _explained(error: RuntimeError, wrapper: TTDistributedDataParallel) -> Runti
         names.reverse()
     found = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", text)
     indices = [int(index) for index in found[1].split()] if found else []
+    indices.sort(reverse=wrapper._tt_reversed)  # as the model has them
     unused = ", ".join(names[i] for i in indices if i < len(names)) or "see below"
     return RuntimeError(
         f"These parameters got no gradient in the last backward on rank {dist.get_rank(wrapper.process_group)}, so the "
