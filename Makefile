@@ -1,6 +1,7 @@
 # make demo      install, train a digits CNN with two DDP ranks, show what came out
 # make test      install, run the tests
 # make test-all  the slow ones and those that need root, too
+# make test-ecosystem  other projects' models, optimizers and loaders in every mode (large downloads at first)
 # make check     what CI runs: tests, lint, types, documentation
 # make docs      build docs/_build/html
 # make bench     run the benchmarks, write benchmarks/RESULTS.rst
@@ -21,7 +22,7 @@ $(VENV)/$(1).stamp: setup.cfg setup.py pyproject.toml constraints.txt | $(BIN)/p
 	@touch $$@
 endef
 
-.PHONY: help demo test test-hosts test-all lint types docs check bench clean
+.PHONY: help demo test test-hosts test-all test-ecosystem lint types docs check bench clean
 help:
 	@sed -n '1,/^PYTHON/{/^# make/s/^# //p}' Makefile
 
@@ -32,6 +33,7 @@ $(BIN)/python:
 $(eval $(call install,examples))
 $(eval $(call install,test))
 $(eval $(call install,test-all))
+$(eval $(call install,test-ecosystem))
 $(eval $(call install,lint))
 $(eval $(call install,docs))
 $(eval $(call install,bench))
@@ -47,6 +49,9 @@ test-hosts: $(VENV)/test.stamp
 
 test-all: $(VENV)/test-all.stamp
 	$(BIN)/python -m pytest -m "" $(ARGS)
+
+test-ecosystem: $(VENV)/test-ecosystem.stamp
+	$(BIN)/python -m pytest tests/ecosystem -m ecosystem $(ARGS)
 
 lint: $(VENV)/lint.stamp
 	$(BIN)/ruff check .

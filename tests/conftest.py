@@ -31,6 +31,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 ODD_LENGTH = 101  # divisible by no batch size and no number of ranks that the tests use
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The suite of the world imports what only its own extra installs: it is read when it is asked for."""
+    asked_for = "ecosystem" in config.option.markexpr.replace("not ecosystem", "")
+    return True if collection_path.name == "ecosystem" and not asked_for else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         no_gpu = pytest.mark.skip(reason="no CUDA device on this machine")
