@@ -51,7 +51,7 @@ test-all: $(VENV)/test-all.stamp
 	$(BIN)/python -m pytest -m "" $(ARGS)
 
 test-ecosystem: $(VENV)/test-ecosystem.stamp
-	$(BIN)/python -m pytest tests/ecosystem -m ecosystem $(ARGS)
+	$(BIN)/python -m pytest tests/ecosystem -m ecosystem -o faulthandler_timeout=600 $(ARGS)
 
 lint: $(VENV)/lint.stamp
 	$(BIN)/ruff check .

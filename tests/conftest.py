@@ -84,7 +84,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 _GRACE_S = 5.0  # for what is ending just when the test returns:
 _ENDS_BY_ITSELF = ("threads", "children", "shared memory", "file descriptors")
 # Set by libraries when they are first imported or used, for the life of the process.
-_ENVIRONMENT_OF_LIBRARIES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "JUPYTER_", "MPLBACKEND", "TENSORBOARD_")
+_ENVIRONMENT_OF_LIBRARIES = (
+    "PYTEST_",
+    "KMP_",
+    "TORCHINDUCTOR_",
+    "_TORCHINDUCTOR_",
+    "TRITON_",
+    "JUPYTER_",
+    "MPLBACKEND",
+    "TENSORBOARD_",
+)
 _THREADS_OF_LIBRARIES = ("IPythonHistorySavingThread", "tqdm_monitor", "ThreadPoolExecutor-AsyncCompile", "pydevd")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 

@@ -160,3 +160,40 @@ def test_a_host_copy_of_a_gpus_tensors(tmp_path: Path) -> None:
         assert raw["w"].device.type == "cpu"
         assert torch.equal(raw["w"], expected.cpu())
         assert torch.equal(raw["half"], state["half"].cpu())
+
+
+class Halves(torch.Tensor):
+    """A tensor made of two others, as low-bit optimizers keep their state."""
+
+    @staticmethod
+    def __new__(cls, parts: list[torch.Tensor]) -> Halves:
+        return torch.Tensor._make_wrapper_subclass(cls, (2 * len(parts[0]),), dtype=parts[0].dtype)
+
+    def __init__(self, parts: list[torch.Tensor]) -> None:
+        self.left, self.right = parts
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["left", "right"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, torch.Tensor], *_: Any) -> Halves:
+        return cls([parts["left"], parts["right"]])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first, *others = args
+        return cls([func(part, *others, **(kwargs or {})) for part in (first.left, first.right)])
+
+
+def test_tensors_made_of_tensors_need_their_librarys_word(tmp_path: Path) -> None:
+    state = {"optimizer": Halves([torch.arange(2.0), torch.arange(2.0, 4.0)])}
+    with pytest.raises(CheckpointError, match=r"state\['optimizer'\] is a .*Halves of torch.float32"):
+        checkpoint.save(tmp_path / "a.pt", state)
+
+    with torch.serialization.safe_globals([Halves]):  # as torchao does when it is imported
+        checkpoint.save(tmp_path / "a.pt", HostCopy().copy(state))
+        loaded = checkpoint.load(tmp_path / "a.pt")["optimizer"]
+    assert type(loaded) is Halves
+    assert loaded.left.tolist() + loaded.right.tolist() == [0, 1, 2, 3]
+    with pytest.raises(CheckpointError, match="names code"):
+        checkpoint.load(tmp_path / "a.pt")

@@ -1,4 +1,4 @@
-"""Losses and models of odd shapes: graphs, contrastive over all ranks, several forwards, unused parameters, metrics inside."""
+"""Losses and models of odd shapes: graphs, contrastive over all ranks, several forwards, unused parameters."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader as GraphLoader
 from torch_geometric.nn import GCNConv, global_mean_pool
+from world import Entry, Items, Parts, in_all_modes, loaders, plain, randint, randn
 
 from trainloop import TTModel
 from trainloop.distributed import all_gather
-from world import Entry, Items, Parts, in_all_modes, loaders, plain, randint, randn, steps
 
 TRAIN, HELD_OUT = 37, 11
 
@@ -145,7 +145,7 @@ def clip_loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
 def make_contrastive(batch: int, shuffle: bool) -> Parts:
     """Equal shares: with ``drop_last`` every rank has as many pairs."""
     model = Contrastive().double()
-    train, held_out = (TensorDataset(randn(n, 6), randn(n, 5, seed=1)) for n in (TRAIN, HELD_OUT))
+    train = TensorDataset(randn(TRAIN, 6), randn(TRAIN, 5, seed=1))
     return Parts(
         model,
         DataLoader(train, batch, shuffle=shuffle, drop_last=True),
@@ -157,7 +157,7 @@ def make_contrastive(batch: int, shuffle: bool) -> Parts:
 
 
 class Consistency(TTModel):
-    """FixMatch: the weak view's prediction, without gradients, is the strong view's target; and mixed inputs besides."""
+    """FixMatch: the weak view's prediction, without gradients, is the strong view's target; and a side head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -340,7 +340,12 @@ def actor_critic_loss(model: Any, batch: Any) -> Tensor:
 
 def make_actor_critic(batch: int, shuffle: bool) -> Parts:
     model = ActorCritic().double()
-    return Parts(model, DataLoader(Episodes(), batch_size=batch), optim.Adam(model.parameters(), lr=3e-2), DataLoader(Episodes(), 1))
+    return Parts(
+        model,
+        DataLoader(Episodes(), batch_size=batch),
+        optim.Adam(model.parameters(), lr=3e-2),
+        DataLoader(Episodes(), 1),
+    )
 
 
 classify = plain(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
@@ -348,9 +353,20 @@ classify = plain(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
 test_single, test_ddp = in_all_modes(
     Entry("gat", make_full_graph, plain(full_graph_loss), epochs=8),
     Entry("torch_geometric", make_graphs, plain(lambda model, batch: F.cross_entropy(model(batch), batch.y))),
-    Entry("contrastive", make_contrastive, plain(lambda model, batch: clip_loss(*model(*batch), model.logit_scale)), epochs=3),
+    Entry(
+        "contrastive",
+        make_contrastive,
+        plain(lambda model, batch: clip_loss(*model(*batch), model.logit_scale)),
+        epochs=3,
+    ),
     Entry("several forwards", make_consistency, plain(consistency_loss)),
-    Entry("unused parameters", make_layer_drop, classify, epochs=3, ddp={"ddp_model_args": {"find_unused_parameters": True}}),
+    Entry(
+        "unused parameters",
+        make_layer_drop,
+        classify,
+        epochs=3,
+        ddp={"ddp_model_args": {"find_unused_parameters": True}},
+    ),
     Entry("nested tensors", make_ragged, classify),
     Entry("torchmetrics", make_measured, classify),
     Entry("actor_critic", make_actor_critic, plain(actor_critic_loss), batch=1, epochs=2),

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler, swa_utils
 from torch.utils.data import TensorDataset
 from torchao.optim import AdamW8bit
+from world import Entry, Parts, in_all_modes, loaders, plain, randint, randn, steps
 
 from trainloop import MultiOptimizer, TTModel
 from trainloop.callbacks import AbstractCallback, ExponentialMovingAverage, LRScheduler
-from world import Entry, Parts, in_all_modes, loaders, plain, randint, randn, steps
 
 TRAIN, HELD_OUT = 37, 11
 
@@ -85,7 +85,9 @@ def make_sparse(batch: int, shuffle: bool) -> Parts:
         [optim.SparseAdam(model.embedding.parameters(), lr=0.01), optim.Adam(model.head.parameters(), lr=0.01)]
     )
     words, held_out = (TensorDataset(randint(50, n, 4), randint(3, n)) for n in (TRAIN, HELD_OUT))
-    return Parts(model, optimizer=optimizer, criterion=nn.CrossEntropyLoss(), **loaders(words, held_out, batch, shuffle))
+    return Parts(
+        model, optimizer=optimizer, criterion=nn.CrossEntropyLoss(), **loaders(words, held_out, batch, shuffle)
+    )
 
 
 def sparse_by_hand(parts: Parts, epochs: int) -> None:

@@ -1,4 +1,4 @@
-"""pytorch/examples with sequences: word_language_model, time_sequence_prediction, mnist_rnn, minGPT, language_translation."""
+"""pytorch/examples with sequences: word language model, time sequences, mnist_rnn, minGPT, language translation."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
+from world import Entry, Items, Parts, in_all_modes, loaders, plain, randint, randn, steps
 
 from trainloop import TTModel
 from trainloop.callbacks import LRScheduler
-from world import Entry, Items, Parts, in_all_modes, loaders, plain, randint, randn, steps
 
 TRAIN, HELD_OUT = 37, 11
 TOKENS = 11
@@ -232,7 +232,11 @@ class Translator(TTModel):
         source, target = batch_data
         lengths = (target != PAD).sum(1).tolist()
         picked = self(source, target[:, :-1]).argmax(-1)
-        return [row[: n - 1].tolist() for row, n in zip(picked, lengths)], [row[:n].tolist() for row, n in zip(target, lengths)], {}
+        return (
+            [row[: n - 1].tolist() for row, n in zip(picked, lengths)],
+            [row[:n].tolist() for row, n in zip(target, lengths)],
+            {},
+        )
 
 
 def additive(mask: Tensor) -> Tensor:
@@ -246,7 +250,9 @@ def collate(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 def make_translation(batch: int, shuffle: bool) -> Parts:
     model = Translator().double()
     data, held_out = (
-        Items([(randint(TOKENS, 3 + i % 4, low=1, seed=i), randint(TOKENS, 3 + i % 5, low=1, seed=-i)) for i in range(n)])
+        Items(
+            [(randint(TOKENS, 3 + i % 4, low=1, seed=i), randint(TOKENS, 3 + i % 5, low=1, seed=-i)) for i in range(n)]
+        )
         for n in (TRAIN, HELD_OUT)
     )
     return Parts(

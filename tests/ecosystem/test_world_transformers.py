@@ -20,10 +20,10 @@ from transformers import (
     T5ForConditionalGeneration,
     get_cosine_schedule_with_warmup,
 )
+from world import Entry, Items, Parts, in_all_modes, loaders, plain, randint, steps
 
 from trainloop import TTModel
 from trainloop.callbacks import LRScheduler
-from world import Entry, Items, Parts, in_all_modes, loaders, plain, randint, steps
 
 TRAIN, HELD_OUT = 37, 11
 TOKENS, PAD = 19, 0
@@ -116,6 +116,10 @@ def gpt2(dropout: float = 0.0) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config).double()
 
 
+def warmup_and_cosine(optimizer: optim.Optimizer) -> Any:
+    return get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=2, num_training_steps=9)
+
+
 def make_gpt2(batch: int, shuffle: bool) -> Parts:
     """Tied embeddings, a schedule by steps, weights by tokens."""
     model = Causal(gpt2(dropout=0.1))
@@ -123,13 +127,13 @@ def make_gpt2(batch: int, shuffle: bool) -> Parts:
     return Parts(
         model,
         optimizer=optimizer,
-        callbacks=[LRScheduler(get_cosine_schedule_with_warmup, interval="step", num_warmup_steps=2, num_training_steps=9)],
+        callbacks=[LRScheduler(warmup_and_cosine, interval="step")],
         **loaders(sentences(TRAIN), sentences(HELD_OUT), batch, shuffle, collate_fn=pad_labels),
     )
 
 
 def gpt2_by_hand(parts: Parts, epochs: int) -> None:
-    scheduler = get_cosine_schedule_with_warmup(parts.optimizer, 2, 9)
+    scheduler = warmup_and_cosine(parts.optimizer)
     for batch in steps(parts, epochs):
         parts.model.net(**batch).loss.backward()
         parts.optimizer.step()

@@ -1,4 +1,4 @@
-"""pytorch/examples with images: mnist, vae, dcgan, siamese_network, super_resolution, imagenet; reduced to their core."""
+"""pytorch/examples with images, reduced to their core: mnist, vae, dcgan, siamese, super_resolution, imagenet."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor, nn, optim
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
+from world import Entry, Parts, in_all_modes, loaders, plain, randint, randn, steps
 
 from trainloop import MultiOptimizer, TTModel
 from trainloop.callbacks import LRScheduler
-from world import Entry, Parts, in_all_modes, loaders, plain, randint, randn, steps
 
 TRAIN, HELD_OUT = 37, 11
 

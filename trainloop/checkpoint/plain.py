@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
+from torch.serialization import get_safe_globals
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainloop.errors import CheckpointError
@@ -33,6 +34,7 @@ def plain(value: Any, where: str = "state", *, tensor: Callable[[Tensor], Tensor
     numpy scalars                                   Python numbers
     numpy arrays                                    tensors (their data copied)
     tensors, parameters                             tensors without gradient; a view is cut out of its storage
+    tensors made of others (torchao's, say)         as they are, if their class is one of torch's safe globals
     dicts of any kind                               dict; an OrderedDict stays one, with a state dict's ``_metadata``
     lists, deques; tuples; sets                     list; tuple, of a namedtuple too; set
     ==============================================  ==================================================================
@@ -96,8 +98,12 @@ def _plain_mapping(value: Mapping[Any, Any], where: str, tensor: Callable[[Tenso
 
 def _plain_tensor(value: Tensor, where: str) -> Tensor:
     found = value.detach()
-    if found.is_meta or is_traceable_wrapper_subclass(found):  # no data here, or in parts (DTensor)
+    if found.is_meta:  # no data here
         return _refuse(value, where)
+    if is_traceable_wrapper_subclass(found):
+        # Its library says by add_safe_globals that weights_only may make it again. A DTensor is but a part.
+        safe = type(found) in get_safe_globals() and not hasattr(found, "device_mesh")
+        return found if safe else _refuse(value, where)
     if type(found) is not Tensor:
         found = found.as_subclass(Tensor)
     if _has_storage(found) and found.untyped_storage().nbytes() != found.nbytes:
@@ -106,7 +112,7 @@ def _plain_tensor(value: Tensor, where: str) -> Tensor:
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_quantized
+    return tensor.layout is torch.strided and not tensor.is_quantized and not is_traceable_wrapper_subclass(tensor)
 
 
 def _tensor_from_array(value: np.ndarray[Any, Any], where: str) -> Tensor:
