@@ -286,9 +286,11 @@ class _Mark:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._fd = os.memfd_create("trainloop-signals") if hasattr(os, "memfd_create") else -1
-        if self._fd >= 0:
-            os.ftruncate(self._fd, 1)
+        self._fd = -1  # without a descriptor, forked workers have it, and spawned ones can't tell
+        if hasattr(os, "memfd_create"):
+            with contextlib.suppress(OSError):  # forbidden by a sandbox's filter
+                self._fd = os.memfd_create("trainloop-signals", os.MFD_CLOEXEC)
+                os.ftruncate(self._fd, 1)
         self._byte = mmap.mmap(self._fd, 1)
 
     def set_heard(self) -> None:

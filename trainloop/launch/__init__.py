@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -21,6 +22,7 @@ from trainloop.launch.joining import join, joined
 from trainloop.launch.main_guard import check_main_guard, main_place
 from trainloop.launch.meeting import MEETING_WAIT_S, Meeting, meeting_point
 from trainloop.launch.rank_process import Start, started_by_launch
+from trainloop.launch.scratch import scratch_folder
 from trainloop.launch.spawning import Ranks
 from trainloop.signals import signals, uninterrupted
 from trainloop.stopping import SharedStop, StopAgreement
@@ -107,6 +109,7 @@ def launch(
     own_choice = environment.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
     if not own_choice:
         environment["OMP_NUM_THREADS"] = str(threads)
+    token = f"{os.getpid()}-{time.monotonic_ns()}"
     with contextlib.ExitStack() as undo:
         payload = undo.enter_context(pack(function, roots=roots))
 
@@ -149,11 +152,12 @@ def launch(
             listen_fd=listener.fileno() if listener is not None else None,
             interface=hosts.interface if hosts is not None else "lo" if num_nodes == 1 else None,
             init_method=init_method if num_nodes > 1 and hosts is None else None,
+            scratch=undo.enter_context(scratch_folder(token)),
             inherited=tuple(payload.inherited),
             key=new_key() if num_nodes == 1 else key_from_environment(),
             main=main_place(),
         )
-        ranks = Ranks(start, hosts)
+        ranks = Ranks(start, token, hosts)
         undo.callback(ranks.close)
         with signals(ranks.stop) as heard:
             heard.end()  # nothing has begun: no rank has to be started to end it

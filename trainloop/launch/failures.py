@@ -77,13 +77,26 @@ def is_timeout(error: BaseException) -> bool:
     )
 
 
+_COLLECTIVES = ("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/torch/autograd/")
+
+
 def _is_communication(error: BaseException) -> bool:
     if isinstance(error, torch.distributed.DistError):
         return True
-    # Gloo raises plain RuntimeErrors, whose text begins with the place in its source.
-    return isinstance(error, RuntimeError) and bool(
-        re.search(r"gloo[/\\]|nccl|process group|store", str(error), re.IGNORECASE)
+    # Gloo raises plain RuntimeErrors, whose text begins with the place in its source, but not always ("Application
+    # timeout caused pair closure"), and a store's says "Wait timeout": then it counts where they were raised.
+    return isinstance(error, RuntimeError) and (
+        bool(re.search(r"gloo[/\\]|nccl|process group|store", str(error), re.IGNORECASE))
+        or any(part in _raised_in(error) for part in _COLLECTIVES)
     )
+
+
+def _raised_in(error: BaseException) -> str:
+    """File of the innermost Python frame."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return "" if place is None else place.tb_frame.f_code.co_filename.replace(os.sep, "/")
 
 
 def _is_consequence(error: BaseException) -> bool:
@@ -107,8 +120,8 @@ def failure_of(error: BaseException, rank: int) -> Failure:
         rank=rank,
         time_ns=time.monotonic_ns(),
         type=type(error).__qualname__,
-        message=message,
-        traceback="".join(traceback_module.format_exception(error)),
+        message=_shortened(message, _MOST_OF_MESSAGE),
+        traceback=_shortened_traceback("".join(traceback_module.format_exception(error))),
         exitcode=exitcode,
         consequence=not timeout and _is_consequence(error),
         timeout=timeout,
@@ -116,8 +129,11 @@ def failure_of(error: BaseException, rank: int) -> Failure:
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure:
-    """The failure that caused the others: the earliest that is not itself the loss of another rank."""
-    return min(failures, key=lambda f: (f.consequence, f.time_ns))
+    """The failure that caused the others: the earliest that is not itself the loss of another rank.
+
+    Where all look like that, the earliest rank that died comes before those that only lost their connection to it.
+    """
+    return min(failures, key=lambda f: (f.consequence, f.consequence and f.type is not None, f.time_ns))
 
 
 def exit_text(exitcode: int | None) -> str:
@@ -200,6 +216,7 @@ def worker_failed_error(
     ended: Sequence[int],
     stacks: dict[int, str] | None = None,
     hanging: Sequence[int] = (),
+    others_done: bool = False,
     timeout_s: float = 0.0,
 ) -> WorkerFailedError:
     """The error that ``launch`` raises.
@@ -216,6 +233,8 @@ def worker_failed_error(
         Python stacks by rank, where they help (a hang, a crash in native code).
     hanging : sequence of int
         After a time-out: the ranks that others waited for, as far as that is known.
+    others_done : bool
+        Whether those others had done their own work, rather than waited in a collective.
     timeout_s : float
         How long they waited.
     """
@@ -223,7 +242,8 @@ def worker_failed_error(
     if hanging:
         waiting = _names([r for r in range(world_size) if r not in hanging])
         who = f"{_names(hanging)} of {world_size}"
-        what = f"{who} {'hangs' if len(hanging) == 1 else 'hang'}: {waiting} waited {timeout_s:g} s for "
+        done = " done with all work and" if others_done else ""
+        what = f"{who} {'hangs' if len(hanging) == 1 else 'hang'}: {waiting}{done} waited {timeout_s:g} s for "
         what += "it" if len(hanging) == 1 else "them"
     elif failure.timeout:
         what = f"all ranks wait for each other: {who} did so for {timeout_s:g} s"
@@ -257,7 +277,26 @@ def _names(ranks: Sequence[int]) -> str:
 
 def _first_line(text: str) -> str:
     lines = text.strip().splitlines() or [""]
-    return lines[0] if len(lines) == 1 else f"{lines[0]} ..."
+    first = _shortened(lines[0], 300)
+    return first if len(lines) == 1 else f"{first} ..."
+
+
+_MOST_OF_MESSAGE, _MOST_OF_LINE, _MOST_OF_TRACEBACK = 16_384, 4096, 65_536
+
+
+def _shortened(text: str, most: int) -> str:
+    """Begin and end of a text that is longer, with how much is missing between them."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]} [... {len(text) - 2 * (most // 2):,} characters left out ...] {text[-(most // 2) :]}"
+
+
+def _shortened_traceback(text: str) -> str:
+    """So that a message of megabytes (a tensor's ``repr``, a server's page) does not push all else off the screen."""
+    if len(text) <= _MOST_OF_LINE:
+        return text
+    lines = (_shortened(line, _MOST_OF_LINE) for line in text.splitlines(keepends=True))
+    return _shortened("".join(lines), _MOST_OF_TRACEBACK)
 
 
 def write_record(fd: int, failure: Failure) -> None:

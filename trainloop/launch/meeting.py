@@ -92,6 +92,8 @@ class Meeting:
         self._lock = threading.Lock()
         self._failures: list[Failure] = []
         self._over = threading.Event()
+        self.done_since: float | None = None
+        """When another host told first that its ranks were done (monotonic clock)."""
         self.store_listener: socket.socket | None = None
         """Node 0 only: where the ranks' store is to listen."""
         try:
@@ -229,6 +231,7 @@ class Meeting:
                     self._send_all(message, but=node)
                 return False
             if "done" in message:
+                self.done_since = self.done_since or time.monotonic()
                 return False
         return True
 

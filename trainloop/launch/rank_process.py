@@ -28,12 +28,13 @@ from trainloop.distributed import Rank
 from trainloop.distributed.key import set_run_key
 from trainloop.launch.failures import failure_of, write_record
 from trainloop.launch.main_guard import take_main_place
+from trainloop.launch.scratch import Scratch, semaphore_prefix
 from trainloop.signals import rank_signals
 from trainloop.stopping import GroupStop, SharedStop
 from trainloop.transfer import Parcel
 from trainloop.transfer.pages import anonymous_path
 
-__all__ = ["LAUNCH_VARIABLE", "STACK_SIGNAL", "Start", "State", "run_rank", "semaphore_prefix", "started_by_launch"]
+__all__ = ["LAUNCH_VARIABLE", "STACK_SIGNAL", "Start", "State", "run_rank", "started_by_launch"]
 
 STACK_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else None
 """Makes a rank write its Python stacks: a real-time signal, which programs leave alone."""
@@ -42,6 +43,7 @@ LAUNCH_VARIABLE = "TRAINLOOP_LAUNCH"
 """In the environment of ranks and of all that they start: the token of their launch."""
 
 _STACK_WAIT_S = 2.0  # a rank whose collective timed out stays in place so long, for the parent to ask all for stacks
+_DAEMONS_S = 5.0  # at a rank's end, for loaders' workers to end
 _ORPHAN_GRACE_S = 5.0  # a rank whose parent was killed unwinds for so long, then is killed
 
 
@@ -71,6 +73,8 @@ class Start:
     result_fd: int
     record_fds: tuple[int, ...]
     stack_fds: tuple[int, ...]
+    scratch: Scratch
+    """Where processes of this launch make sockets and temporary files of multiprocessing."""
     store_address: tuple[str, int] | None = None
     """Where ranks of several nodes meet; ``None`` on one node, where they meet in a file."""
     listen_fd: int | None = None
@@ -91,6 +95,7 @@ class Start:
         popen = get_spawning_popen()
         if popen is not None:
             own = [self.words_fd, self.store_fd, self.result_fd, *self.record_fds, *self.stack_fds, *self.inherited]
+            own.append(self.scratch.lock_fd)
             for fd in {*own, *([] if self.listen_fd is None else [self.listen_fd])}:
                 popen.duplicate_for_child(fd)
         return _make_start, (self.__dict__,)
@@ -109,11 +114,6 @@ class Start:
     def map_words(self) -> memoryview:
         """The words that ranks and parent share: those of the stop agreement, then a state for each rank."""
         return memoryview(mmap.mmap(self.words_fd, 0)).cast("q")
-
-
-def semaphore_prefix(token: str) -> str:
-    """What the names of semaphores begin with that ranks of this launch, and their workers, make."""
-    return f"/mp-{token}"
 
 
 def _make_start(fields: dict[str, Any]) -> Start:
@@ -138,10 +138,14 @@ def run_rank(local_rank: int, start: Start) -> None:
     _started = True
     me = start.rank_of(local_rank)
     record_fd, stack_fd = start.record_fds[local_rank], start.stack_fds[local_rank]
-    for fd in {start.words_fd, start.store_fd, start.result_fd, *start.record_fds, *start.stack_fds, *start.inherited}:
+    own = (start.words_fd, start.store_fd, start.result_fd, start.scratch.lock_fd)
+    for fd in {*own, *start.record_fds, *start.stack_fds, *start.inherited}:
         os.set_inheritable(fd, False)  # not for programs that user code starts
-    # Named semaphores, those of loaders' workers, tell which launch they are of: a killed rank can't remove its own.
-    multiprocessing.current_process()._config["semprefix"] = semaphore_prefix(os.environ[LAUNCH_VARIABLE])  # type: ignore[attr-defined]
+    # Named semaphores and temporary files, those of loaders' workers, tell which launch they are of: a killed rank
+    # can't remove its own.
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    config["semprefix"] = semaphore_prefix(os.environ[LAUNCH_VARIABLE])
+    config["tempdir"] = start.scratch.path
     words = start.map_words()
     stop = SharedStop(words, local_rank, start.local_world_size, start.timeout_s)
     state = SharedStop.num_words(start.local_world_size) + local_rank
@@ -257,6 +261,7 @@ def _leave(exitcode: int) -> None:
     when all work is done.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # joins threads
+    _kill_stuck_daemons()
     atexit._run_exitfuncs()  # multiprocessing's among them: loaders' workers end
     gc.collect()  # what only cycles hold is closed
     for stream in (sys.stdout, sys.stderr):
@@ -265,6 +270,15 @@ def _leave(exitcode: int) -> None:
     with contextlib.suppress(Exception):
         ctypes.CDLL(None).fflush(None)  # what native code has printed
     os._exit(exitcode)
+
+
+def _kill_stuck_daemons() -> None:
+    """Python ends daemon processes (loaders' workers) by SIGTERM and waits; one may be stuck in native code."""
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            timer = threading.Timer(_DAEMONS_S, child.kill)
+            timer.daemon = True
+            timer.start()
 
 
 def _write_result(fd: int, result: Any) -> None:

@@ -9,17 +9,18 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from multiprocessing import connection, resource_tracker
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainloop.launch.failures import Failure, exit_text, first_failure, read_record, worker_failed_error
+from trainloop.launch.liveness import Liveness, Sign, hanging_ranks
 from trainloop.launch.main_guard import main_not_imported_again
 from trainloop.launch.meeting import Meeting
-from trainloop.launch.rank_process import LAUNCH_VARIABLE, STACK_SIGNAL, Start, State, run_rank, semaphore_prefix
+from trainloop.launch.rank_process import LAUNCH_VARIABLE, STACK_SIGNAL, Start, State, run_rank
 from trainloop.stopping import SharedStop
 from trainloop.transfer import load_state
 
@@ -42,11 +43,13 @@ class Ranks:
     ----------
     start : Start
         What they are told.
+    token : str
+        Marks this launch's processes, in their environment, and what they make.
     hosts : Meeting, optional
         The other hosts of the run.
     """
 
-    def __init__(self, start: Start, hosts: Meeting | None = None) -> None:
+    def __init__(self, start: Start, token: str, hosts: Meeting | None = None) -> None:
         self._start = start
         self._hosts = hosts
         self._map = mmap.mmap(start.words_fd, 0)
@@ -54,7 +57,8 @@ class Ranks:
         self.stop = SharedStop(self._words, -1, start.local_world_size)
         self._processes: list[Any] = []
         self._failures: dict[int, Failure] = {}
-        self._token = f"{os.getpid()}-{time.monotonic_ns()}"
+        self._liveness = Liveness(start.timeout_s)
+        self._token = token
 
     def spawn(self, environment: dict[str, str]) -> None:
         """Start the processes, with ``environment`` added to this process's own."""
@@ -93,6 +97,12 @@ class Ranks:
                 self.fail()
             if not self._alive():
                 return
+            overdue = self._overdue()
+            if overdue and self._state(overdue[0]) == State.DONE:
+                self._end_lingering(overdue)
+                return
+            if overdue:
+                self.fail(overdue)
 
     def _locals(self) -> range:
         return range(len(self._processes))
@@ -102,6 +112,11 @@ class Ranks:
 
     def _state(self, local_rank: int) -> int:
         return self._words[SharedStop.num_words(self._start.local_world_size) + local_rank]
+
+    def _overdue(self) -> list[int]:
+        signs = [Sign(self.stop.boundary_of(r), self._state(r) != State.DONE) for r in self._locals()]
+        elsewhere = self._hosts.done_since if self._hosts is not None else None
+        return self._liveness.overdue(signs, time.monotonic(), done_elsewhere_since=elsewhere)
 
     def _notice(self, ended_by_us: frozenset[int] = frozenset()) -> bool:
         """Take note of ranks that failed; whether there are any."""
@@ -128,27 +143,47 @@ class Ranks:
 
     # -- ending ----------------------------------------------------------------------------------------------------
 
-    def fail(self) -> None:
-        """End all ranks and raise what the first failure was."""
+    def fail(self, overdue: Sequence[int] = ()) -> None:
+        """End all ranks and raise what the first failure was; ``overdue``: ranks that gave no sign of life."""
         stacks: dict[int, str] = {}
         hanging: list[int] = []
         elsewhere = self._hosts.failure() if self._hosts is not None else None
-        if any(self._state(r) == State.TIMED_OUT for r in self._locals()) or (elsewhere and elsewhere.timeout):
+        timed_out = [r for r in self._locals() if self._state(r) == State.TIMED_OUT]
+        if timed_out or overdue or (elsewhere and elsewhere.timeout):
             stacks = self._stacks()
-            # Those others waited for; one that waits in a collective itself is not to blame.
-            hanging = [rank for rank, stack in stacks.items() if "torch/distributed/" not in stack]
-            hanging = [rank for rank in hanging if self._state(rank - self._start.rank) != State.TIMED_OUT]
+            first = self._start.rank
+            told = {first + r for r in self._locals() if r in self._failures}
+            boundaries = {first + r: self.stop.boundary_of(r) for r in self._locals()}
+            hanging = hanging_ranks({r: stack for r, stack in stacks.items() if r not in told}, boundaries)
+        if overdue:
+            hanging = [self._start.rank + r for r in overdue]
+            late = Failure(rank=hanging[0], time_ns=time.monotonic_ns(), type=None, timeout=True)
+            self._failures.setdefault(overdue[0], late)
         ended = self.end()
-        first = self._first_failure()
-        if first.type is None and first.rank - self._start.rank in self._locals():
-            stacks = self._stacks(ask=False, ranks=[first.rank - self._start.rank])
+        cause = self._first_failure()
+        if cause.type is None and not cause.timeout and cause.rank - self._start.rank in self._locals():
+            stacks = self._stacks(ask=False, ranks=[cause.rank - self._start.rank])
         raise worker_failed_error(
-            first,
+            cause,
             world_size=self._start.world_size,
-            ended=[r for r in ended if r != first.rank],
+            ended=[r for r in ended if r != cause.rank],
             stacks=stacks,
-            hanging=hanging if first.timeout else [],
+            hanging=hanging if cause.timeout else [],
+            others_done=bool(overdue),
             timeout_s=self._start.timeout_s,
+        )
+
+    def _end_lingering(self, ranks: list[int]) -> None:
+        """All work is done, and the result is here; some process does not end."""
+        stacks = self._stacks(ranks=ranks)
+        self.end()
+        text = "".join(f"\n\nPython stack of rank {rank}:\n{stack.rstrip()}" for rank, stack in stacks.items())
+        warnings.warn(
+            f"{len(ranks)} of {self._start.world_size} ranks had done all work but did not end within "
+            f"{self._start.timeout_s:g} s, and were ended: see below for what they waited for (a thread that is no "
+            f"daemon, most often).{text}",
+            RuntimeWarning,
+            stacklevel=2,
         )
 
     def _first_failure(self) -> Failure:
@@ -203,7 +238,8 @@ class Ranks:
         ranks = list(self._locals()) if ranks is None else ranks
         fds = self._start.stack_fds
         if ask and STACK_SIGNAL is not None:
-            asked = [r for r in ranks if self._processes[r].is_alive()]
+            # One that is still starting has no handler yet: the signal would kill it.
+            asked = [r for r in ranks if self._processes[r].is_alive() and self._state(r) != State.STARTING]
             for r in asked:
                 self._signal(r, STACK_SIGNAL)
             deadline = time.monotonic() + _DUMP_S
@@ -220,7 +256,8 @@ class Ranks:
             if text:
                 stacks[self._start.rank + r] = text
             elif ask:
-                stacks[self._start.rank + r] = f"none: {_process_state(self._processes[r])}"
+                starting = "it is still starting: the script's imports? " if self._state(r) == State.STARTING else ""
+                stacks[self._start.rank + r] = f"none: {starting}{_process_state(self._processes[r])}"
         return stacks
 
     def result(self) -> Any:
@@ -234,7 +271,6 @@ class Ranks:
         for process in self._processes:
             process.join()
             process.close()
-        _remove_semaphores(self._token)
         self.stop.release()
         self._map.close()
 
@@ -274,15 +310,6 @@ def _signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _remove_semaphores(token: str) -> None:
-    """Remove what killed ranks and workers left; the tracker that they shared would do it when this process ends."""
-    prefix = semaphore_prefix(token)
-    for path in Path("/dev/shm").glob(f"sem.{prefix[1:]}-*"):  # where Linux keeps them
-        with contextlib.suppress(OSError):
-            path.unlink()
-            resource_tracker.unregister(f"/{path.name[len('sem.') :]}", "semaphore")
 
 
 def _kill_strays(token: str) -> None:

@@ -1,0 +1,102 @@
+"""Which rank hangs: decided from what the launching process reads, with no process asked for anything but its stack.
+
+Each rank writes the number of its last step boundary and its state into shared memory (see :mod:`trainloop.stopping`);
+a change of either is a sign of life. The rule:
+
+* Ranks that work are left alone however long it takes, as long as no rank waits for another: the first compilation, a
+  long evaluation, a checkpoint that all write.
+* A rank that waits in a collective or at a step boundary waits ``timeout`` seconds. It notices by itself.
+* A rank that is done waits for the others' end without noticing it. So its launching process counts: a rank that gives
+  no sign of life for ``timeout`` seconds after another is done ends the run.
+* Where all are done, one whose process does not end for ``timeout`` seconds is ended; nothing is lost by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["Liveness", "Sign", "hanging_ranks"]
+
+
+class Sign(NamedTuple):
+    """What a rank shows of itself."""
+
+    boundary: int
+    """Step boundaries that it came to."""
+    working: bool
+    """Its work has not ended, by success or failure."""
+
+
+class Liveness:
+    """Since when each of a node's ranks has given no sign of life.
+
+    Parameters
+    ----------
+    timeout_s : float
+        How long a rank may be waited for.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._last: list[Sign] = []
+        self._since: list[float] = []
+
+    def overdue(self, signs: Sequence[Sign], now: float, *, done_elsewhere_since: float | None = None) -> list[int]:
+        """Local ranks that others, which are done, have waited for too long; where all are done, those not ended.
+
+        Parameters
+        ----------
+        signs : sequence of Sign
+            Of each local rank, now.
+        now : float
+            Monotonic clock.
+        done_elsewhere_since : float, optional
+            When the ranks of another host were done.
+        """
+        if not self._last:
+            self._last, self._since = list(signs), [now] * len(signs)
+        for r, sign in enumerate(signs):
+            if sign != self._last[r]:
+                self._last[r], self._since[r] = sign, now
+        done_since = [self._since[r] for r, sign in enumerate(signs) if not sign.working]
+        if done_elsewhere_since is not None:
+            done_since.append(done_elsewhere_since)
+        if not done_since:
+            return []
+        working = [r for r, sign in enumerate(signs) if sign.working]
+        waited_since = min(done_since) if working else max(done_since)
+        waited_for = working or range(len(signs))
+        return [r for r in waited_for if now - max(self._since[r], waited_since) > self._timeout_s]
+
+
+_WAITS = ("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/trainloop/stopping.py")
+_MAY_WAIT = ("/torch/autograd/",)  # the reduction of gradients has no Python frame of its own
+
+
+def hanging_ranks(stacks: dict[int, str], boundaries: dict[int, int]) -> list[int]:
+    """After a time-out, the ranks that others waited for, as far as that can be told.
+
+    Parameters
+    ----------
+    stacks : dict of int to str
+        As :mod:`faulthandler` writes them, of the ranks that did not report a time-out, or another's loss, themselves.
+    boundaries : dict of int to int
+        Step boundaries that each rank of this node came to.
+    """
+    innermost = {rank: _innermost_file(stack) for rank, stack in stacks.items()}
+    hanging = [rank for rank, file in innermost.items() if not any(part in file for part in _WAITS)]
+    # Who is a step ahead waits for who is not, whatever its stack looks like.
+    behind = [rank for rank in hanging if boundaries.get(rank, 0) == min(boundaries.values(), default=0)]
+    surely = [rank for rank in hanging if not any(part in innermost[rank] for part in _MAY_WAIT)]
+    for narrower in (behind, surely):
+        hanging = [rank for rank in hanging if rank in narrower] or hanging
+    return sorted(hanging)
+
+
+def _innermost_file(stack: str) -> str:
+    """File of the innermost frame of the main thread: the one that runs the rank's work."""
+    threads = stack.split("hread 0x")
+    main = next((text for text in threads if " in run_rank" in text), stack)
+    line = next((line for line in main.splitlines() if line.lstrip().startswith("File ")), "")
+    return line.split('"')[1] if line.count('"') >= 2 else ""
