@@ -26,7 +26,7 @@ LAYERS = [
     ["transfer", "launch"],
     ["rng", "data"],
     ["metrics", "history"],
-    ["model", "optim"],
+    ["carried", "model", "optim"],
     ["sync_batchnorm"],
     ["parallel"],
     ["callbacks", "schedulers"],

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from trainloop import rng
+from trainloop.carried import carried_state_of, load_carried_state, names_of
 from trainloop.errors import CheckpointError
 from trainloop.optim import optimizers_of
 
@@ -105,7 +106,9 @@ class Arrival:
             for i, module in enumerate(top.modules())
             for name, value in kept_attributes(module).items()
             # What the module itself leaves out of its state, or replaces there, is each process's own.
-            if name not in _TORCH_OWN and module.__dict__.get(name, _MISSING) is value
+            if name not in _TORCH_OWN
+            and module.__dict__.get(name, _MISSING) is value
+            and name not in names_of(module)  # rank 0's columns are not the caller's
         }
 
     def _dumped(self, value: Any) -> bytes | None:
@@ -200,6 +203,7 @@ def checkpoint_state(loop: TrainLoop) -> dict[str, Any] | None:
         "rng": rng.capture(),
         "feed": run.feed.state_dict(),
         "metrics": run.recorder.state_dict(),
+        "carried": carried_state_of(loop.model),
     }
     ranks = [mine] if run.gather is None else run.gather(mine)
     if loop.rank != 0:
@@ -300,6 +304,7 @@ def load_checkpoint_state(loop: TrainLoop, state: dict[str, Any]) -> None:
     run.start_epoch, run.start_iteration = place["start_epoch"], place["start_iteration"]
     run.epoch_batches = place["epoch_batches"]
     run.skip_steps = skip_steps
+    load_carried_state(loop.model, [saved.get("carried", {}) for saved in ranks], loop.rank, loop.world_size)
     if len(ranks) == loop.world_size:
         mine = ranks[loop.rank]
         run.recorder.load_state_dict(mine["metrics"])

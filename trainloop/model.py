@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,6 +35,10 @@ class TTModel(nn.Module, ABC):
     ...         x, y = batch_data
     ...         return self(x.to(device)).argmax(1), y, {}
     """
+
+    carried_state: Mapping[str, int] = {}
+    """Attributes that hold what is carried from batch to batch, such as ``{"hidden": 1}``, each with the dimension of
+    its columns. They are each rank's own, and checkpoints keep them; see :class:`trainloop.data.SplitBatches`."""
 
     def __init__(self) -> None:
         super().__init__()

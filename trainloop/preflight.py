@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainloop import rng
-from trainloop.data import train_feed
+from trainloop.data import SplitBatches, train_feed
 from trainloop.errors import ConfigurationError, TrainLoopError
 from trainloop.evaluation import split_loss
 from trainloop.optim import MultiLoss, optimizers_of, parameters_of
@@ -193,7 +193,9 @@ def _batches(loop: TrainLoop, steps: int, ranks: int) -> str:
 
 def _modes_agree(loop: TrainLoop, steps: int, ranks: int) -> str:
     # One process that accumulates over `ranks` batches sees the samples that so many ranks see in one step.
-    single = _trained(loop, "single", 1, steps * ranks, ranks)
+    # But of batches that ranks share, each step has one.
+    per_step = 1 if isinstance(loop.train_loader, SplitBatches) else ranks
+    single = _trained(loop, "single", 1, steps * per_step, per_step)
     many = _trained(loop, "ddp", ranks, steps, 1)
     worst, where = 0.0, ""
     for (name, a), b in zip(single.named_parameters(), many.parameters(), strict=True):

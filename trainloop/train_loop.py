@@ -31,6 +31,7 @@ from trainloop import arguments as check
 from trainloop import distributed, evaluation, loop_state, rng
 from trainloop.arguments import FitJob
 from trainloop.callbacks.base import AbstractCallback, HookTable, overrides
+from trainloop.carried import check_carried
 from trainloop.data import StepShare, train_feed
 from trainloop.errors import ConfigurationError
 from trainloop.loop_base import LoopBase, Run
@@ -196,6 +197,7 @@ class TrainLoop(LoopBase):
             self.num_epochs, self.num_iterations = num_epochs, num_iterations
             self.grad_accumulation = check.check_count(grad_accumulation, "grad_accumulation", 1)
             self._place_run(num_nodes, node_rank, num_gpus, on_gpu, backend, init_method)
+            check_carried(self.model, self.gpu_mode)
             check.check_step(self.optimizer, self._amp, self._devices[0])
             job = FitJob(
                 dp_model_args=check.check_wrapper_args(dp_model_args, "dp_model_args", TTDataParallel),

@@ -2,12 +2,14 @@
 
 * :func:`train_feed`: an epoch as optimizer steps, each rank's share of every global batch in them.
 * :func:`eval_feed`: the batches that one process would see, each on one rank.
+* :class:`SplitBatches`: each rank takes its own columns of every batch, for state carried from batch to batch.
 * :func:`count_samples`, :func:`move_to`: of batches of any shape.
 """
 
 from trainloop.data.batches import count_samples, move_to
+from trainloop.data.columns import SplitBatches
 from trainloop.data.evaluation import EvalFeed, eval_feed
 from trainloop.data.steps import StepShare
 from trainloop.data.train import TrainFeed, train_feed
 
-__all__ = ["EvalFeed", "StepShare", "TrainFeed", "count_samples", "eval_feed", "move_to", "train_feed"]
+__all__ = ["EvalFeed", "SplitBatches", "StepShare", "TrainFeed", "count_samples", "eval_feed", "move_to", "train_feed"]

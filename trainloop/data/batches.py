@@ -116,15 +116,15 @@ def _map(function: Callable[[Any], Any], method: str, batch: Any) -> Any:
     if callable(getattr(batch, method, None)):  # also of mappings: BatchEncoding, TensorDict
         return function(batch)
     if isinstance(batch, Mapping):
-        return _like(batch, {key: _map(function, method, value) for key, value in batch.items()})
+        return in_type_of(batch, {key: _map(function, method, value) for key, value in batch.items()})
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(_map(function, method, part) for part in batch))
     if isinstance(batch, (tuple, list)):
-        return _like(batch, [_map(function, method, part) for part in batch])
+        return in_type_of(batch, [_map(function, method, part) for part in batch])
     return batch
 
 
-def _like(original: Any, content: Any) -> Any:
+def in_type_of(original: Any, content: Any) -> Any:
     """``content`` in the original's own type, where that can be made from its content alone."""
     if type(original) is type(content):
         return content

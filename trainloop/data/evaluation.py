@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from trainloop.data import loaders
 from trainloop.data.batches import count_samples
+from trainloop.data.columns import SplitBatches, read_columns
 from trainloop.data.prefetch import on_device
 from trainloop.data.randomness import Aside, SeedOnArrival, drawn_aside
 from trainloop.data.samplers import digest_of, length_of, order_by_position, read_aside
@@ -159,6 +160,8 @@ class _Source(Protocol):
 def _source(loader: Any, rank: int, world_size: int, seed: int | None, name: str) -> _Source:
     if seed is not None:
         seed = derive_seed(seed, "evaluation")
+    if isinstance(loader, SplitBatches):
+        return _Columns(loader, rank, world_size, seed, name)
     if world_size > 1 and loaders.is_distributed(loader):
         return _Whole(loaders.for_rank(loader, rank, world_size, name), rank, world_size, seed, name, each_its_own=True)
     if isinstance(loader, DataLoader) and not loaders.is_stream(loader):
@@ -208,6 +211,28 @@ class _Whole:
             if size is None:
                 size = count_samples(batch, self._batch_size)
             yield (batch_index * self._world_size + self._rank, size), batch
+
+    def row_order(self, sizes: Sequence[int]) -> None:
+        return None
+
+
+class _Columns:
+    """Batches that all ranks read, each its own columns of them, in training as in evaluation."""
+
+    order_digest = None
+
+    def __init__(self, loader: SplitBatches, rank: int, world_size: int, seed: int | None, name: str) -> None:
+        self.loader = loader
+        self._rank, self._world_size, self._seed, self._name = rank, world_size, seed, name
+        self.num_batches = length_of(loader)
+
+    def items(self) -> Iterator[tuple[tuple[int, int], Any]]:
+        aside = None if self._seed is None else Aside(self._seed)
+        for batch_index, (columns, batch) in enumerate(read_columns(self.loader, aside, self._name)):
+            size = self.loader.shares(columns, self._world_size)[self._rank]
+            if size:
+                part = self.loader.part(batch, columns, self._rank, self._world_size)
+                yield (batch_index * self._world_size + self._rank, size), part
 
     def row_order(self, sizes: Sequence[int]) -> None:
         return None

@@ -12,6 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from trainloop.data import loaders
 from trainloop.data.batches import count_samples
+from trainloop.data.columns import SplitBatches, read_columns
 from trainloop.data.randomness import Aside, drawn_aside
 from trainloop.data.samplers import (
     BatchShardSampler,
@@ -69,6 +70,8 @@ def train_source(loader: Any, rank: int, world_size: int, seed: int | None, name
     loader, rank, world_size, seed, name
         As for :func:`trainloop.data.train_feed`.
     """
+    if isinstance(loader, SplitBatches):
+        return _Columns(loader, rank, world_size, seed, name)
     given = loaders.is_distributed(loader)
     if given:
         loader = loaders.for_rank(loader, rank, world_size, name)
@@ -337,3 +340,25 @@ class _Opaque:
         first = first_batch * self._step + self._rank
         for batch in islice(drawn_aside(batches, aside), first, None, self._step):
             yield max(1, count_samples(batch, self._batch_size)), batch
+
+
+class _Columns:
+    """Batches that all ranks read, each its own columns of them."""
+
+    sizes_known = True
+    order_digest = None
+
+    def __init__(self, loader: SplitBatches, rank: int, world_size: int, seed: int | None, name: str) -> None:
+        self.loader = loader
+        self._rank, self._world_size, self._name = rank, world_size, name
+        self._seed = None if seed is None else derive_seed(seed, "columns")
+        self.num_batches = length_of(loader)
+        self.num_samples: int | None = None
+        self.global_batch_size: int | None = None
+
+    def items(self, epoch: int, first_batch: int) -> Iterator[tuple[Shares, Any]]:
+        # The same random state on all ranks: they are to read the same batches.
+        aside = None if self._seed is None else Aside(derive_seed(self._seed, epoch))
+        for columns, batch in islice(read_columns(self.loader, aside, self._name), first_batch, None):
+            shares = self.loader.shares(columns, self._world_size)
+            yield shares, self.loader.part(batch, columns, self._rank, self._world_size)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from trainloop import rng
 from trainloop.data import loaders
+from trainloop.data.columns import SplitBatches
 from trainloop.data.prefetch import on_device
 from trainloop.data.samplers import generators_of
 from trainloop.data.sources import Source, train_source
@@ -87,6 +88,8 @@ class TrainFeed:
         self._exchange_ints = exchange_ints
         self._device = device
         self._epoch = 0
+        if isinstance(users_loader, SplitBatches):
+            users_loader = users_loader.loader
         self._users_loader = users_loader
         self._generators = generators_of(users_loader)
         self._draws_globally = seed is None

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
+from trainloop.data.columns import SplitBatches
+
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
 
 
@@ -32,8 +34,10 @@ def twin(loader: Loader, **changes: Any) -> Loader:
     return copy
 
 
-def with_workers(loader: Loader, num_workers: int) -> Loader:
+def with_workers(loader: Any, num_workers: int) -> Any:
     """The loader with another number of workers; with none, without what only workers have."""
+    if isinstance(loader, SplitBatches):
+        return SplitBatches(with_workers(loader.loader, num_workers), loader.dim)
     if num_workers:
         return twin(loader, num_workers=num_workers)
     context = {"_DataLoader__multiprocessing_context": None}

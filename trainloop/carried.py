@@ -1,0 +1,103 @@
+"""State that a model carries from batch to batch: each rank's own, and kept in checkpoints with its columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainloop.errors import ConfigurationError
+
+__all__ = ["check_carried", "load_carried_state", "names_of", "carried_state_of"]
+
+
+def names_of(module: nn.Module) -> Mapping[str, int]:
+    """The attributes of a module that are carried, by ``carried_state``, with the dimension of their columns."""
+    return getattr(module, "carried_state", None) or {}
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, int]]:
+    for path, module in model.named_modules():
+        for name, dim in names_of(module).items():
+            yield f"{path}.{name}".lstrip("."), module, name, dim
+
+
+def check_carried(model: nn.Module, gpu_mode: str) -> None:
+    """Raise where state can't be carried.
+
+    Raises
+    ------
+    ConfigurationError
+        In ``dp``, whose replicas are made anew for each batch, and for buffers, which DDP copies from rank 0.
+    """
+    for path, module, name, dim in _places(model):
+        if not isinstance(dim, int) or not hasattr(module, name):
+            raise ConfigurationError(
+                f"carried_state={dict(names_of(module))!r} of {type(module).__name__}: must be a dict from the name of "
+                f"an attribute (set it in __init__, self.{name} = None) to the dimension of its columns, an int."
+            )
+        if name in module._buffers or name in module._parameters:
+            raise ConfigurationError(
+                f"carried_state names {path}, which is a buffer or parameter: ranks would get rank 0's. Make it a "
+                f"plain attribute, self.{name} = None in __init__."
+            )
+        if gpu_mode == "dp":
+            raise ConfigurationError(
+                f"{path} is carried from batch to batch, but gpu_mode='dp' makes its replicas anew for each batch. Use "
+                f"gpu_mode='ddp' with trainloop.data.SplitBatches."
+            )
+
+
+def carried_state_of(model: nn.Module) -> dict[str, Any]:
+    """What this rank carries, as tensors on the CPU in whatever tuples, lists and dicts they are."""
+    return {path: _map(lambda t: t.detach().cpu(), getattr(module, name)) for path, module, name, _ in _places(model)}
+
+
+def load_carried_state(model: nn.Module, saved: list[dict[str, Any]], rank: int, world_size: int) -> None:
+    """Take up what :func:`carried_state_of` gave on each of the ranks that wrote a checkpoint.
+
+    Parameters
+    ----------
+    model : nn.Module
+    saved : list of dict
+        Of every rank, in order. Of another number of ranks, columns are dealt out again.
+    rank, world_size : int
+        Whose part to take.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    for path, module, name, dim in _places(model):
+        values = [of_rank[path] for of_rank in saved if path in of_rank]
+        if len(values) != len(saved):
+            continue
+        if len(saved) == world_size:
+            value = values[rank]
+        else:
+            whole = _joined([value for value in values if value is not None], dim)
+            value = _map(lambda t, dim=dim: t.tensor_split(world_size, dim)[rank] if t.ndim > dim else t, whole)
+        setattr(module, name, _map(lambda t: t.to(device).clone(), value))
+
+
+def _joined(values: list[Any], dim: int) -> Any:
+    """The columns of all ranks side by side."""
+    if not values:
+        return None
+    first = values[0]
+    if isinstance(first, Tensor):
+        return torch.cat(values, dim) if first.ndim > dim else first
+    if isinstance(first, Mapping):
+        return {key: _joined([value[key] for value in values], dim) for key in first}
+    if isinstance(first, (tuple, list)):
+        return type(first)(_joined(list(parts), dim) for parts in zip(*values, strict=True))
+    return first
+
+
+def _map(function: Any, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: _map(function, part) for key, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_map(function, part) for part in value)
+    return value

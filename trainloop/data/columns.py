@@ -1,0 +1,163 @@
+"""Batches that all ranks share: each reads every batch, and takes its own columns of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from trainloop.data.batches import in_type_of
+from trainloop.data.randomness import Aside, drawn_aside
+from trainloop.data.stops import whole
+from trainloop.errors import ConfigurationError
+from trainloop.sharding import shard_size
+
+
+class SplitBatches:
+    """A loader whose batches are shared out over the ranks by columns, so that a column stays on its rank.
+
+    In ``ddp`` a loader's batches, or the samples of each global batch, go to one rank after another. Where state is
+    carried from batch to batch (truncated backpropagation through time), that would leave gaps: the state after a
+    chunk of the sequence belongs to the chunk that follows it. Wrapped in this class, every rank reads every batch, in
+    order, and takes a block of its columns: rank ``r`` the same block of each. So any number of ranks trains as one
+    process does that has the whole batches.
+
+    Parameters
+    ----------
+    loader : iterable of batches
+        A ``DataLoader`` or anything else that can be iterated again and again. Its batches are those of all ranks
+        together.
+    dim : int
+        The dimension of the columns, in every tensor and array of a batch: 1 for chunks shaped ``(time, column)``, 0
+        for ``(column, time)``. What has one dimension only, such as lengths, has an entry for each column, and so have
+        lists; numbers, texts and tensors without dimensions are given to all ranks.
+
+    Raises
+    ------
+    ConfigurationError
+        If the loader can't be iterated or ``dim`` is no dimension; and, in training, for a batch whose tensors don't
+        agree on the number of columns.
+
+    Notes
+    -----
+    Columns count as samples: losses are weighed by their number. Of ``n`` columns on ``w`` ranks, the first ``n % w``
+    ranks have one more than the others. Each rank loads whole batches, so this is for data that is cheap to load.
+
+    Examples
+    --------
+    >>> chunks = [(torch.zeros(35, 20), torch.zeros(35, 20)) for _ in range(3)]  # (time, column)
+    >>> [data.shape for data, target in SplitBatches(chunks, dim=1)][0]
+    torch.Size([35, 20])
+    """
+
+    def __init__(self, loader: Iterable[Any], dim: int = 1) -> None:
+        if isinstance(loader, Iterator) or not hasattr(loader, "__iter__"):
+            raise ConfigurationError(
+                f"SplitBatches(loader={loader!r}): must be a DataLoader, or an iterable of batches whose __iter__ "
+                f"begins anew each time."
+            )
+        if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
+            raise ConfigurationError(f"SplitBatches(dim={dim!r}): must be the columns' dimension, an int of 0 or more.")
+        self.loader = loader
+        self.dim = dim
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]  # its own error where it has none
+
+    @property
+    def num_workers(self) -> int:
+        """The loader's, on each rank."""
+        return getattr(self.loader, "num_workers", 0)
+
+    def columns(self, batch: Any) -> int:
+        """Columns of a batch.
+
+        Raises
+        ------
+        ConfigurationError
+            If its tensors don't agree, or it has none.
+        """
+        counts = dict(_counts(batch, self.dim))
+        if len(counts) != 1 or None in counts:
+            found = ", ".join(counts.values()) or "no tensor"
+            raise ConfigurationError(
+                f"SplitBatches(dim={self.dim}): the parts of a batch don't agree on the number of columns: it has "
+                f"{found}. Each tensor must have the same size in dimension {self.dim}, or one dimension of that size: "
+                f"give a target in the shape of its input, for instance, and flatten it in get_loss."
+            )
+        (columns,) = counts
+        assert columns is not None  # seen above
+        return columns
+
+    def shares(self, columns: int, world_size: int) -> tuple[int, ...]:
+        """Columns of each rank, of so many."""
+        return tuple(shard_size(columns, rank, world_size) for rank in range(world_size))
+
+    def part(self, batch: Any, columns: int, rank: int, world_size: int) -> Any:
+        """The columns of one rank."""
+        if world_size == 1:
+            return batch
+        shares = self.shares(columns, world_size)
+        start = sum(shares[:rank])
+        return _narrowed(batch, self.dim, slice(start, start + shares[rank]))
+
+
+def read_columns(loader: SplitBatches, aside: Aside | None, name: str) -> Iterator[tuple[int, Any]]:
+    """``(columns, batch)`` of each batch of a pass, drawn inside ``aside`` where there is one."""
+    if aside is None:
+        batches = whole(iter(loader), name)
+    else:
+        with aside:
+            batches = whole(iter(loader), name)
+        batches = drawn_aside(batches, aside)
+    for batch in batches:
+        yield loader.columns(batch), batch
+
+
+def _axis(part: Any, dim: int) -> int | None:
+    """The dimension of the columns in a tensor or array; None where it has no dimension at all."""
+    return None if part.ndim == 0 else 0 if part.ndim == 1 else dim
+
+
+def _counts(batch: Any, dim: int) -> Iterator[tuple[int | None, str]]:
+    """Columns of each part (None: it has no such dimension), and the part in words."""
+    if isinstance(batch, (Tensor, np.ndarray)):
+        axis = _axis(batch, dim)
+        if axis is not None:
+            yield batch.shape[axis] if axis < batch.ndim else None, f"a {type(batch).__name__} {tuple(batch.shape)}"
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _counts(value, dim)
+    elif isinstance(batch, (tuple, list)):
+        if batch and isinstance(batch, list) and not any(isinstance(v, _PARTS) for v in batch):
+            yield len(batch), f"a list of {len(batch)}"
+        else:
+            for value in batch:
+                yield from _counts(value, dim)
+
+
+_PARTS = (Tensor, np.ndarray, Mapping, tuple, list)
+
+
+def _narrowed(batch: Any, dim: int, block: slice) -> Any:
+    if isinstance(batch, (Tensor, np.ndarray)):
+        axis = _axis(batch, dim)
+        if axis is None:
+            return batch
+        part = batch[(slice(None),) * axis + (block,)]
+        # As whole batches are, whose view(-1) works.
+        return part.contiguous() if isinstance(part, Tensor) else np.ascontiguousarray(part)
+    if isinstance(batch, Mapping):
+        return in_type_of(batch, {key: _narrowed(value, dim, block) for key, value in batch.items()})
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_narrowed(value, dim, block) for value in batch))
+    if isinstance(batch, (tuple, list)):
+        if batch and isinstance(batch, list) and not any(isinstance(v, _PARTS) for v in batch):
+            return batch[block]
+        return in_type_of(batch, [_narrowed(value, dim, block) for value in batch])
+    return batch
