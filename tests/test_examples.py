@@ -26,6 +26,7 @@ SCRIPTS: dict[str, tuple[list[str], str, float]] = {
     "wrappers_standalone.py": (["--epochs", "4"], r"accuracy[^\d]*([\d.]+)%", 90),
     "tabular.py": (["--epochs", "40"], r"R2 on 71 held-out patients: 0\.(\d\d)", 25),
     "text_transformer.py": (["--epochs", "3"], r"next letter on \d+ held-out lines: ([\d.]+)%", 25),
+    "carried_state.py": (["--epochs", "6"], r"held-out letters: ([\d.]+)% right", 20),
     "gan.py": (["--epochs", "3"], r"discriminator thinks real: (\d+)%", 0),
     "custom_callback.py": (["--epochs", "2"], r"2 epochs were timed", 0),
     "custom_sampler.py": (["--epochs", "5"], r"test accuracy: ([\d.]+)%", 70),
