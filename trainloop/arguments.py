@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainloop import devices as device_choice
 from trainloop.callbacks.base import AbstractCallback
+from trainloop.data.libraries import loads
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel
 from trainloop.optim import MultiOptimizer, needs_closure, optimizers_of, parameters_of
@@ -90,7 +91,7 @@ def check_loader(loader: Any, name: str, *, optional: bool = True) -> Any:
     """The loader as it is; what can't be iterated again and again is refused."""
     if loader is None and optional:
         return None
-    if isinstance(loader, Dataset) or torch.is_tensor(loader):
+    if (isinstance(loader, Dataset) and not loads(loader)) or torch.is_tensor(loader):
         raise ConfigurationError(
             f"{name} is a {type(loader).__name__}: wrap it, DataLoader({name.replace('loader', 'data')}, "
             "batch_size=32)."

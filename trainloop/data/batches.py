@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -40,7 +42,13 @@ def _parts(batch: Any) -> Iterable[Any]:
         return batch
     if isinstance(batch, (str, bytes)):
         return ()
+    if _is_record(batch):
+        return [getattr(batch, field.name) for field in dataclasses.fields(batch)]
     return getattr(batch, "__dict__", {}).values()
+
+
+def _is_record(batch: Any) -> bool:
+    return dataclasses.is_dataclass(batch) and not isinstance(batch, type)
 
 
 def _leading_dimension(batch: Any) -> int | None:
@@ -73,8 +81,8 @@ def _length(batch: Any) -> int | None:
 def move_to(batch: T, device: torch.device, *, non_blocking: bool = False) -> T:
     """A batch of any shape, its tensors on ``device``.
 
-    Tuples, named tuples, lists and mappings keep their type; other objects are moved by their own ``to(device)`` where
-    they have one, and are left alone where not.
+    Tuples, named tuples, lists, mappings and dataclasses keep their type; other objects are moved by their own
+    ``to(device)`` where they have one, and are left alone where not.
 
     Parameters
     ----------
@@ -121,6 +129,11 @@ def _map(function: Callable[[Any], Any], method: str, batch: Any) -> Any:
         return type(batch)(*(_map(function, method, part) for part in batch))
     if isinstance(batch, (tuple, list)):
         return in_type_of(batch, [_map(function, method, part) for part in batch])
+    if _is_record(batch):
+        mapped = copy.copy(batch)  # not made anew: a __post_init__ has had its turn
+        for field in dataclasses.fields(batch):
+            object.__setattr__(mapped, field.name, _map(function, method, getattr(batch, field.name)))
+        return mapped
     return batch
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from trainloop.data import loaders
 from trainloop.data.batches import count_samples
 from trainloop.data.columns import SplitBatches, read_columns
+from trainloop.data.libraries import same_on_all_ranks
 from trainloop.data.prefetch import on_device
 from trainloop.data.randomness import Aside, SeedOnArrival, drawn_aside
 from trainloop.data.samplers import digest_of, length_of, order_by_position, read_aside
@@ -189,7 +190,7 @@ class _Whole:
         self._batch_size = getattr(loader, "batch_size", None)
         length = None if loaders.is_stream(loader) else length_of(loader)
         self.num_batches = length * world_size if length is not None and each_its_own else length
-        self.loader = loader
+        self.loader = loader if seed is None else same_on_all_ranks(loader)
         # Of an iterable dataset it has to be seen that no sample comes once a worker, and that all ranks read the same.
         shared = world_size > 1 and not each_its_own
         if loaders.is_stream(loader) and not loaders.iterates_itself(loader) and (shared or loader.num_workers > 0):

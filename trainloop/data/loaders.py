@@ -9,8 +9,8 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from trainloop.data.libraries import cuts_batches, is_split
 from trainloop.data.samplers import length_of
-from trainloop.data.streams import is_split
 from trainloop.errors import ConfigurationError
 from trainloop.signals import WorkerInit
 
@@ -40,15 +40,17 @@ def distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
 
 def is_distributed(loader: Any) -> bool:
     """Whether a loader gives each rank its own share already."""
-    return distributed_sampler(loader) is not None or is_split(loader) or is_split(getattr(loader, "dataset", None))
+    if distributed_sampler(loader) is not None:
+        return True
+    return bool(is_split(loader) or is_split(getattr(loader, "dataset", None)))
 
 
 def plain_batches(loader: Any) -> BatchSampler | None:
     """The loader's batch sampler, where it cuts a sampler's order into batches and does nothing else."""
     if not isinstance(loader, DataLoader) or is_stream(loader):
         return None
-    index_sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    return index_sampler if type(index_sampler) is BatchSampler else None
+    index_sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    return index_sampler if type(index_sampler) is BatchSampler or cuts_batches(index_sampler) else None
 
 
 def epoch_holders(loader: Any) -> Iterator[Any]:

@@ -7,10 +7,10 @@ from itertools import islice
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, MapDataPipe
+from torch.utils.data import DataLoader, MapDataPipe
 from torch.utils.data.distributed import DistributedSampler
 
-from trainloop.data import loaders
+from trainloop.data import libraries, loaders
 from trainloop.data.batches import count_samples
 from trainloop.data.columns import SplitBatches, read_columns
 from trainloop.data.randomness import Aside, drawn_aside
@@ -184,7 +184,7 @@ class _Indexed:
             self.sizes_known = equal
         elif plain is not None or (scalar and order_by_position(index_sampler, seed) is not None):
             self._shard = ShardSampler(
-                index_sampler if plain is None else plain.sampler,
+                index_sampler if plain is None else libraries.plain_sampler(loader, plain.sampler),
                 loader.dataset,
                 batch_size=1 if plain is None else plain.batch_size,
                 rank=rank,
@@ -216,8 +216,8 @@ class _Indexed:
             length = length_of(index_sampler)
             self.num_batches = None if length is None else length if given else shard_size(length, 0, world_size)
             self.num_samples = self.global_batch_size = None
-        if type(index_sampler) is BatchSampler:
-            self.global_batch_size = index_sampler.batch_size * world_size
+        if plain is not None:
+            self.global_batch_size = plain.batch_size * world_size
 
     @property
     def order_digest(self) -> int | None:
@@ -323,7 +323,7 @@ class _Opaque:
     order_digest = None
 
     def __init__(self, loader: Any, rank: int, world_size: int, seed: int, name: str, given: bool) -> None:
-        self.loader = loader
+        self.loader = libraries.same_on_all_ranks(loader)
         self._name = name
         self._seed = derive_seed(seed, "stream", rank) if given else derive_seed(seed, "stream")
         self._rank, self._step = (0, 1) if given else (rank, world_size)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import IterableDataset, Sampler
 
+from trainloop.data.libraries import is_split, same_on_all_ranks
 from trainloop.data.randomness import Aside, SeedOnArrival, seed_cpu
 from trainloop.data.stops import slipped_out
 from trainloop.data.twins import twin
@@ -71,7 +72,7 @@ class StreamShard(IterableDataset[Share]):
         if _Arrived.seed is not None and worker is not None:
             # A persistent worker lives through many epochs, each of which starts from its own seed.
             seed_cpu(derive_seed(_Arrived.seed, worker.id_unasked))
-        stream = _same_on_all_ranks(self.dataset) if self.shared else iter(self.dataset)
+        stream = _same_on_all_ranks(self.dataset) if self.shared else _rest_of(iter(self.dataset))
         size = (self.batch_size or 1) * self.world_size
         group_index = 0
         mine: list[Any] = []
@@ -115,18 +116,28 @@ def _same_on_all_ranks(dataset: Any) -> Iterator[Any]:
         setattr(dist, name, noting(name, function))
     try:
         stream = iter(dataset)
-        first = list(islice(stream, 1))
+        first = list(islice(_rest_of(stream), 1))
     finally:
         for name, function in own.items():
             setattr(dist, name, function)
-    if asked and not hasattr(dataset, "is_distributed"):
+    if asked and is_split(dataset) is None:
         kind = type(dataset).__name__
         raise ConfigurationError(
             f"{kind} asks torch.distributed.{asked[0]}() while it is iterated. If it shares its samples out among "
             f"ranks, say so by an attribute, {kind}.is_distributed = True: each rank reads its own; "
             f"if all copies give the same, is_distributed = False, and trainloop shares the samples out."
         )
-    return chain(first, stream)
+    return chain(first, _rest_of(stream))
+
+
+def _rest_of(iterator: Iterator[Any]) -> Iterator[Any]:
+    """What an iterator still has, by ``next`` alone: some begin anew when they are iterated again (litdata's)."""
+    while True:
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        yield item
 
 
 class ShareCollate:
@@ -246,7 +257,9 @@ def stream_twin(loader: Any, rank: int, world_size: int, *, shared: bool, name: 
     """A loader of an iterable dataset that gives :class:`Share` objects: this rank's part of each global batch."""
     batch_size = None if loader.batch_sampler is None else loader.batch_size
     changes: dict[str, Any] = {
-        "dataset": StreamShard(loader.dataset, batch_size, rank, world_size, loader.drop_last, shared),
+        "dataset": StreamShard(
+            same_on_all_ranks(loader.dataset), batch_size, rank, world_size, loader.drop_last, shared
+        ),
         "sampler": EndlessSampler(),
         "batch_sampler": None,  # StreamShard cuts the stream into batches
         "collate_fn": ShareCollate(loader.collate_fn, batch_size is not None, rank, world_size, name),
@@ -261,8 +274,3 @@ def seed_stream(loader: Any, seed: int) -> None:
     loader.collate_fn.epoch_seed = seed
     # Without workers nothing is sent that could bring it along: the caller isolates the whole iteration.
     loader.sampler.seed = seed if loader.num_workers > 0 else None
-
-
-def is_split(dataset: Any) -> bool:
-    """Whether an iterable dataset says that it is shared out among ranks already."""
-    return bool(getattr(dataset, "is_distributed", False)) or getattr(dataset, "_distributed", None) is not None

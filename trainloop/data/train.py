@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainloop import rng
-from trainloop.data import loaders
+from trainloop.data import libraries, loaders
 from trainloop.data.columns import SplitBatches
 from trainloop.data.prefetch import on_device
 from trainloop.data.samplers import generators_of
@@ -121,6 +121,7 @@ class TrainFeed:
         self._epoch = epoch
         for holder in loaders.epoch_holders(self._users_loader):
             holder.set_epoch(epoch)
+        libraries.set_epoch(self._users_loader, epoch)
 
     def steps(self, grad_accumulation: int, skip_steps: int = 0) -> Iterator[StepShare]:
         """One epoch's optimizer steps.
