@@ -31,6 +31,7 @@ LAYERS = [
     ["parallel"],
     ["callbacks", "schedulers"],
     ["checkpoint", "result_package"],
+    ["trained"],
     ["arguments", "evaluation", "loop_state", "placement", "progress"],
     ["loop_base"],
     ["step"],

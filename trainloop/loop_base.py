@@ -37,6 +37,7 @@ from trainloop.progress import Progress
 from trainloop.resources.enforce import applied, cap_workers, child_environment, devices_under
 from trainloop.signals import signals, uninterrupted
 from trainloop.stopping import LocalStop, StopAgreement
+from trainloop.trained import TrainedParameters
 
 __all__ = ["LoopBase", "Run"]
 
@@ -70,6 +71,9 @@ class Run:
     epoch_finished: bool = False
     skip_steps: int = 0
     history_epoch: int = 0
+    learned: list[Tensor] = field(default_factory=list)  # parameters, and those of the criterion
+    trained: TrainedParameters | None = None  # in ddp
+    began_with: dict[str, dict[str, bool]] = field(default_factory=dict)  # flags of parameters and modules
     in_eval: list[nn.Module] | None = None  # modules that the user keeps in evaluation mode
 
     @property
@@ -80,6 +84,19 @@ class Run:
     def nominal_weight(self) -> int:
         """About what a batch weighs, the same on all ranks: keeps weighted losses in the range of plain ones."""
         return self.feed.global_batch_size or 1
+
+    def take_parameters(self, model: nn.Module, criterion: Any) -> None:
+        """What there is to learn now."""
+        self.parameters = list(model.parameters())
+        beside = criterion.parameters() if isinstance(criterion, nn.Module) else ()
+        self.learned = [*self.parameters, *beside]
+
+    def follow_trained(self, model: nn.Module, criterion: Any) -> None:
+        """Wrap anew, since other parameters train than before. Collective."""
+        assert self.trained is not None
+        self.trained.note()
+        self.take_parameters(model, criterion)
+        self.place.wrap_again()
 
     def close(self) -> None:
         """End workers that loaders would keep."""

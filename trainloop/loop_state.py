@@ -14,6 +14,7 @@ from trainloop import rng
 from trainloop.carried import carried_state_of, load_carried_state, names_of
 from trainloop.errors import CheckpointError
 from trainloop.optim import optimizers_of
+from trainloop.trained import add_missing_groups, changed_flags, group_names, set_flags
 
 if TYPE_CHECKING:
     from trainloop.loop_base import LoopBase
@@ -87,6 +88,7 @@ class Arrival:
             "tensors": {key: (t.detach().cpu(), t.requires_grad) for key, t in _tensors(loop)},
             "attributes": changed,
             "optimizers": [optimizer.state_dict() for optimizer in optimizers_of(loop.optimizer)],
+            "groups": group_names(loop),
             "history": loop.history.state_dict(),
             "scaler": loop._scaler_state,
             "counters": {name: getattr(loop, name) for name in COUNTERS if name != "message_service"},
@@ -141,6 +143,7 @@ def receive_end_state(loop: LoopBase, data: bytes) -> Any:
                 _root_modules(loop)[root].get_submodule(owner).register_buffer(name, value)
     for (root, i, name), value in state["attributes"].items():
         object.__setattr__(modules[root][i], name, value)
+    add_missing_groups(loop, state["groups"])
     for optimizer, saved in zip(optimizers_of(loop.optimizer), state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
     loop.history.load_state_dict(state["history"])
@@ -199,6 +202,8 @@ def checkpoint_state(loop: TrainLoop) -> dict[str, Any] | None:
     is to outlast the next step.
     """
     run = loop._run
+    if run.trained is not None:
+        run.trained.check_alike(run.place.wrapper)
     mine = {
         "rng": rng.capture(),
         "feed": run.feed.state_dict(),
@@ -217,6 +222,8 @@ def checkpoint_state(loop: TrainLoop) -> dict[str, Any] | None:
             {"type": type(optimizer).__name__, "state": optimizer.state_dict()}
             for optimizer in optimizers_of(loop.optimizer)
         ],
+        "groups": group_names(loop),
+        "flags": changed_flags(run.began_with, loop.model),
         "scaler": run.scaler.state_dict(),
         "callbacks": [
             {"name": callback.callback_name, "type": type(callback).__name__, "state": callback.state_dict()}
@@ -272,10 +279,11 @@ def check_checkpoint(loop: TrainLoop, state: dict[str, Any]) -> None:
             f"the checkpoint was made with {' and '.join(saved_kinds) or 'no optimizer'}, "
             f"the loop has {' and '.join(kinds) or 'none'}. Pass the same optimizer."
         )
-    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+    grow = add_missing_groups(loop, state.get("groups"), only_look=True)
+    for optimizer, saved, fits in zip(optimizers, state["optimizers"], grow, strict=True):
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         saved_sizes = [len(group["params"]) for group in saved["state"]["param_groups"]]
-        if sizes != saved_sizes:
+        if sizes != saved_sizes and not fits:
             raise CheckpointError(
                 f"the {type(optimizer).__name__} of the checkpoint has parameter groups of {saved_sizes} parameters, "
                 f"the loop's has {sizes}. Build it the same way."
@@ -292,6 +300,8 @@ def load_checkpoint_state(loop: TrainLoop, state: dict[str, Any]) -> None:
     loop.model.load_state_dict(state["model"])
     if isinstance(loop.criterion, nn.Module) and state["criterion"]:
         loop.criterion.load_state_dict(state["criterion"])
+    set_flags(loop.model, state.get("flags", {}))
+    add_missing_groups(loop, state.get("groups"))
     for optimizer, saved in zip(optimizers_of(loop.optimizer), state["optimizers"], strict=True):
         optimizer.load_state_dict(saved["state"])
     if run.scaler.is_enabled() and state["scaler"]:

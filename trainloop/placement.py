@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,21 @@ class Placement:
     """Disabled, and then a no-op, unless the dtype is fp16."""
     syncs_batchnorm: bool = False
     """Whether BatchNorm is over all ranks."""
+    wrap: Callable[..., Any] | None = None
+    """Makes the wrapper; takes further arguments of its constructor."""
+
+    def wrap_again(self) -> None:
+        """In ``ddp``, for the parameters that require gradients now. Collective, between two steps."""
+        assert self.wrap is not None
+        before, self.wrapper = self.wrapper, self.model
+        hooks: Sequence[tuple[Any, Any]] = ()
+        if isinstance(before, TTDistributedDataParallel):
+            before._remove_autograd_hooks()
+            hooks = before._comm_hooks
+        # The weights are alike, which the ranks have been told of at the start.
+        self.wrapper = self.wrap(init_sync=False)
+        for hook, state in hooks:
+            self.wrapper.register_comm_hook(state, hook)
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         """Around forward and backward: in ``ddp`` gradients are reduced in a step's last micro-batch only."""
@@ -118,24 +134,28 @@ def placed(
         if compile_args is not None:
             model.compile(**compile_args)
             undo.callback(setattr, model, "_compiled_call_impl", None)
+        wrap = partial(_wrapped, model, mode, devices, wrapper_args)
         yield Placement(
             model,
-            _wrapped(model, mode, devices, wrapper_args),
+            wrap(),
             device,
             _NOTHING if amp.dtype is None else torch.autocast(device.type, amp.dtype),
             torch.amp.GradScaler(device.type, enabled=amp.scales, **amp.scaler),
             sync_batchnorm_over_ranks,
+            wrap,
         )
 
 
-def _wrapped(model: nn.Module, mode: str, devices: list[torch.device], wrapper_args: dict[str, Any] | None) -> Any:
+def _wrapped(
+    model: nn.Module, mode: str, devices: list[torch.device], wrapper_args: dict[str, Any] | None, **further: Any
+) -> Any:
     if mode == "dp":
         if devices[0].type == "cuda":
             return TTDataParallel(model, **{"device_ids": devices, **(wrapper_args or {})})
         return TTDataParallel(model, **{"devices": len(devices), **(wrapper_args or {})})
     if mode == "ddp" and wrapper_args is not None and any(p.requires_grad for p in model.parameters()):
         # Gradients live in the buckets that are reduced: no copy in, no copy out.
-        arguments: dict[str, Any] = {"gradient_as_bucket_view": True, **wrapper_args}
+        arguments: dict[str, Any] = {"gradient_as_bucket_view": True, **wrapper_args, **further}
         if devices[0].type == "cuda":
             arguments.setdefault("device_ids", [devices[0]])
         return TTDistributedDataParallel(model, **arguments)

@@ -93,7 +93,6 @@ def backward_pass(
     hooks, place = run.hooks, run.place
     batches, sizes, scales = share.batches, share.sizes, share.scales
     by_hand = share.ragged or run.reduce_by_hand
-    model = place.model if by_hand else place.wrapper
     if by_hand:
         place.share_buffers()
     counts = None if not share.ragged else [n for (n,) in distributed.exchange_ints([len(batches)])]
@@ -110,6 +109,10 @@ def backward_pass(
             run.epoch_batches += 1
             for hook in hooks.on_batch_begin:
                 hook()
+            if not i and run.trained is not None and run.trained.changed():
+                run.trained.meet()
+                run.follow_trained(loop.model, loop.criterion)
+        model = place.model if by_hand else place.wrapper
         with place.alone(counts, i) if by_hand else place.gradient_sync(i == count - 1):
             if i < len(batches):
                 run.recorder.batch_size = sizes[i]
@@ -127,7 +130,7 @@ def backward_pass(
                 weights.append(weight)
                 if wants_loss:
                     scaled_losses.append(scaled.detach())
-    factor = complete_gradients(run, run.parameters, weights, by_hand, share.ragged)
+    factor = complete_gradients(run, run.learned, weights, by_hand, share.ragged)
     return loss_over_ranks(run, scaled_losses, factor) if wants_loss else None
 
 
@@ -172,6 +175,8 @@ def complete_gradients(
         reduce_gradients(parameters)
     elif isinstance(run.place.wrapper, TTDistributedDataParallel):
         run.place.wrapper.check_reduced()
+        if run.trained is not None:
+            run.trained.reduce_beside()
     if run.gather is None and len(weights) == 1:  # see scaled_loss
         return None
     given = [weight for weight in weights if weight is not None]

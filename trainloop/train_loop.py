@@ -42,6 +42,7 @@ from trainloop.parallel import TTDataParallel, TTDistributedDataParallel
 from trainloop.signals import signals
 from trainloop.step import kind_of_step
 from trainloop.stopping import CHECKPOINT, EARLY_STOP, INTERRUPT, TERMINATE, StopAgreement
+from trainloop.trained import TrainedParameters, training_flags
 
 __all__ = ["TrainLoop", "TrainLoopCheckpoint", "TrainLoopCheckpointEndSave", "TrainLoopEndSave"]  # noqa: F822  # see below
 
@@ -282,7 +283,10 @@ class TrainLoop(LoopBase):
         if job.resume is not None and job.resume["place"]["seed"] is not None:
             run.seed = job.resume["place"]["seed"]  # the interrupted epoch's order goes on
         run.feed = self._feed(train_feed, self.train_loader, "train_loader")
-        run.parameters = list(self.model.parameters())
+        run.take_parameters(self.model, self.criterion)
+        run.began_with = training_flags(self.model)
+        if self.gpu_mode == "ddp":
+            run.trained = TrainedParameters(self.model, self.criterion, self.timeout)
         run.optimizers = optimizers_of(self.optimizer)
         run.train_step = kind_of_step(run)
         # DDP's reducer expects one backward a forward; several optimizers make several.
@@ -325,6 +329,8 @@ class TrainLoop(LoopBase):
             run.epoch_steps = run.epoch_batches = 0
             for hook in run.hooks.on_epoch_begin:
                 hook()
+        if run.trained is not None and run.trained.agree():
+            run.follow_trained(self.model, self.criterion)
         run.epoch_finished, run.history_epoch = False, self.epoch
         skip, run.skip_steps, run.epoch_steps = run.skip_steps, 0, run.skip_steps
         last_iteration = run.start_iteration + self.num_iterations if self.num_iterations else None
@@ -353,6 +359,8 @@ class TrainLoop(LoopBase):
 
     def _finish_epoch(self, run: Run) -> None:
         run.progress.end_epoch()  # before anybody prints
+        if run.trained is not None:
+            run.trained.check_alike(run.place.wrapper)
         end = run.recorder.finish_epoch()
         self._publish(run, end.steps)
         for name, value in {**named_losses(end.losses), **end.metrics}.items():

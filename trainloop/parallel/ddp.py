@@ -213,7 +213,7 @@ _TORCHS_OWN = (
     (
         DistributedDataParallel,
         "_pre_forward _post_forward _inside_ddp_forward _check_reducer_finalized _ddp_init_helper _sync_buffers"
-        " to_kwargs",
+        " _remove_autograd_hooks to_kwargs",
     ),
     # A torch without distributed has no Reducer, and no wrapper can be made.
     (getattr(dist, "Reducer", object), "_push_all_rebuilt_params _rebuild_buckets" if dist.is_available() else ""),
@@ -284,7 +284,7 @@ def reduce_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | No
     Parameters
     ----------
     parameters : iterable of Tensor
-        The same on every rank, in the same order; those that require no gradient are passed over.
+        The same on every rank, in the same order; those without a gradient on all ranks are passed over.
     group : ProcessGroup, optional
         Default: all ranks.
 
@@ -298,7 +298,7 @@ def reduce_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | No
     if not dist.is_available() or not dist.is_initialized():
         return
     world_size = dist.get_world_size(group)
-    trained = [p for p in parameters if p.requires_grad]
+    trained = list(parameters)  # frozen ones too: a get_loss may freeze them again after it has used them
     if world_size == 1 or not trained:
         return
     # 0: no gradient, 1: dense, 2: sparse; the most of any rank counts.

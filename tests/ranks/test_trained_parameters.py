@@ -1,0 +1,202 @@
+"""Parameters frozen, unfrozen and added to the optimizer while ranks train; weights that differ are an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import reference
+from ranks import run_own_ranks
+from trainloop import AbstractCallback, TrainLoop, TTModel, distributed
+from trainloop.callbacks import ModelCheckpoint
+from trainloop.errors import CheckpointError, WorkerFailedError
+
+
+class Centers(nn.Module):
+    """A criterion that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, y_pred: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.scale * y_pred, y)
+
+
+class Net(TTModel):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.head = nn.Linear(8, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(x)))
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        x, y = batch_data
+        return criterion(self(x), y)
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        return self(batch_data[0]), batch_data[1], {}
+
+
+class Acts(AbstractCallback):
+    """Does ``act(loop, moment)`` in each hook that a recipe might use."""
+
+    def __init__(self, act: Any) -> None:
+        super().__init__("acts")
+        self.act = act
+
+    def on_epoch_begin(self) -> None:
+        self.act(self.train_loop_obj, f"epoch {self.train_loop_obj.epoch}")
+
+    def on_batch_begin(self) -> None:
+        self.act(self.train_loop_obj, f"before step {self.train_loop_obj.global_step + 1}")
+
+    def on_after_optimizer_step(self) -> None:
+        self.act(self.train_loop_obj, f"after step {self.train_loop_obj.global_step}")
+
+
+def body_trains(moment: str, trains: bool = True, rank: int | None = None, group: bool = False) -> Any:
+    def act(loop: TrainLoop, now: str) -> None:
+        if now == moment and rank in (None, loop.rank):
+            loop.model.body.requires_grad_(trains)
+            if group:
+                loop.optimizer.add_param_group({"params": list(loop.model.body.parameters()), "lr": 0.003})
+
+    return act
+
+
+def both(*acts: Any) -> Any:
+    def act(loop: TrainLoop, now: str) -> None:
+        for one in acts:
+            one(loop, now)
+
+    return act
+
+
+def make(mode: str, frozen: bool = True, ranks: int = 2, in_group: bool = True, **options: Any) -> TrainLoop:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(60, 8, generator=generator, dtype=torch.float64)
+    model, criterion = Net(), Centers()
+    model.body.requires_grad_(not frozen)
+    model.body[2].register_buffer("seen", torch.zeros(1))
+    parts = [model, criterion] if in_group else [model.head, criterion]
+    return TrainLoop(
+        model,
+        DataLoader(TensorDataset(x, (x @ torch.randn(8, 3, generator=generator).double()).argmax(1)), 12 // ranks),
+        optimizer=torch.optim.Adam([p for part in parts for p in part.parameters()], 0.01),
+        criterion=criterion,
+        gpu_mode=mode,
+        accelerator="cpu",
+        seed=1,
+        progress_bar=False,
+        **options,
+    )
+
+
+def trained(tl: TrainLoop, act: Any, **options: Any) -> dict[str, Tensor]:
+    tl.fit(num_epochs=3, callbacks=[Acts(act), *options.pop("more", [])], **options)
+    return {**tl.model.state_dict(), "scale": tl.criterion.scale.detach().clone()}
+
+
+RECIPES: dict[str, tuple[bool, bool, Any]] = {  # frozen at first, in the optimizer from the start, what happens
+    "nothing": (False, True, lambda loop, now: None),
+    "unfrozen at an epoch's begin": (True, True, body_trains("epoch 1")),
+    "unfrozen after a step": (True, True, body_trains("after step 3")),
+    "unfrozen before a forward": (True, True, body_trains("before step 3")),
+    "frozen before a forward": (False, True, body_trains("before step 3", False)),
+    "frozen and unfrozen": (False, True, both(body_trains("after step 2", False), body_trains("epoch 2"))),
+    "a group of its own": (True, False, body_trains("epoch 1", group=True)),
+}
+
+
+def all_recipes() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (frozen, in_group, act) in RECIPES.items():
+        for accumulation in (1, 2):
+            tl = make("ddp", frozen, distributed.get_world_size(), in_group)
+            weights = trained(tl, act, grad_accumulation=accumulation)
+            groups = [len(group["params"]) for group in tl.optimizer.param_groups]
+            found[f"{name}, {accumulation}"] = weights, groups
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_what_trains_may_change_at_any_moment(tmp_path: Path, world_size: int) -> None:
+    """As in one process; the criterion's own parameter too."""
+    everyone = run_own_ranks(all_recipes, world_size, folder=tmp_path)
+    for name, (frozen, in_group, act) in RECIPES.items():
+        for accumulation in (1, 2):
+            tl = make("single", frozen, 1, in_group)
+            expected = trained(tl, act, grad_accumulation=accumulation)
+            groups = [len(group["params"]) for group in tl.optimizer.param_groups]
+            for facts in everyone:
+                weights, their_groups = facts[f"{name}, {accumulation}"]
+                assert reference.largest_difference(weights, expected) < 1e-9, (name, accumulation)
+                assert their_groups == groups
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint holds state of callbacks")
+@pytest.mark.parametrize("mode", ["single", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_an_added_group_comes_back_and_is_resumed(tmp_path: Path, mode: str) -> None:
+    """Interrupted after the group was added: the checkpoint holds it, and that the parameters train."""
+    options: dict[str, Any] = {"ranks": 1} if mode == "single" else {"devices": 2}
+    keeper = ModelCheckpoint(str(tmp_path), every_n_epochs=None, every_n_steps=1, keep=99)
+    whole = make(mode, in_group=False, **options)
+    undisturbed = trained(whole, RECIPES["a group of its own"][2], more=[keeper])
+    assert [len(group["params"]) for group in whole.optimizer.param_groups] == [3, 4]
+    assert whole.optimizer.param_groups[1]["lr"] == 0.003
+    assert all(p.requires_grad and p in whole.optimizer.state for p in whole.model.parameters())
+
+    resumed = make(mode, in_group=False, **options)
+    saved = str(next(tmp_path.glob("*step=00000007.pt")))
+    assert reference.identical(trained(resumed, RECIPES["nothing"][2], resume_from=saved), undisturbed)
+    assert [len(group["params"]) for group in resumed.optimizer.param_groups] == [3, 4]
+
+    other = make(mode, **options)
+    other.optimizer = torch.optim.Adam(list(other.model.body.parameters()))
+    with pytest.raises(CheckpointError, match="parameter groups"):
+        other.fit(num_epochs=1, resume_from=saved)
+
+
+class Drifts(AbstractCallback):
+    def __init__(self) -> None:
+        super().__init__("drifts")
+
+    def on_epoch_end(self) -> None:
+        if self.train_loop_obj.rank == 1:
+            with torch.no_grad():
+                self.train_loop_obj.model.head.bias[1] += 0.25
+
+
+@pytest.mark.parametrize(
+    "callback, words",
+    [
+        pytest.param(
+            Acts(body_trains("epoch 1", rank=1)),
+            "body.2.weight, body.2.bias: trained on rank 1 (requires_grad), frozen on rank 0",
+            id="at an epoch's begin",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Acts(body_trains("after step 3", rank=1)),
+            "rank 1 changed requires_grad of body.0.bias, body.0.weight, body.2.bias, body.2.weight, and rank 0",
+            id="after a step",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(Drifts(), "weights differ: head.bias on rank 1 from that on rank 0, by up to 0.25", id="weights"),
+    ],
+)
+def test_ranks_that_differ_are_named(callback: Any, words: str) -> None:
+    tl = make("ddp", devices=2, timeout=8)
+    with pytest.raises(WorkerFailedError) as caught:
+        tl.fit(num_epochs=3, callbacks=[callback])
+    assert words in str(caught.value)

@@ -1,0 +1,263 @@
+"""Which parameters train, the same on all ranks; and whether the weights still are."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainloop import distributed
+from trainloop.errors import ConfigurationError
+from trainloop.optim import optimizers_of
+from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
+
+__all__ = ["TrainedParameters", "add_missing_groups", "changed_flags", "group_names", "set_flags", "training_flags"]
+
+# How long a rank that changes requires_grad within an epoch waits for the others to do the same.
+_MEETING_S = 300.0
+_meetings = itertools.count()  # of this process, so that no two of one process group share a key
+
+
+class TrainedParameters:
+    """What a rank of ``ddp`` trains, watched for parameters that are frozen, unfrozen or added while it trains.
+
+    DDP averages the gradients of those parameters that required one when it was made. The loop wraps anew when that
+    changes: at an epoch's begin ranks compare notes; within an epoch a rank looks at its own parameters before each
+    step, and only one that sees a change meets the others.
+
+    Parameters
+    ----------
+    model, criterion : nn.Module, object
+        A criterion's own parameters are outside of DDP and reduced by hand.
+    timeout_s : float
+        The run's.
+    """
+
+    def __init__(self, model: nn.Module, criterion: Any, timeout_s: float) -> None:
+        self._model = model
+        self._patience_s = min(_MEETING_S, timeout_s / 2)
+        self._beside = list(criterion.parameters()) if isinstance(criterion, nn.Module) else []
+        if distributed.get_world_size() > 1:
+            for tensor in (*self._beside, *(criterion.buffers() if isinstance(criterion, nn.Module) else ())):
+                dist.broadcast(tensor.detach(), 0)
+        self.note()
+
+    def note(self) -> None:
+        """Take what trains now for what is wrapped."""
+        self._named = dict(self._model.named_parameters())
+        self._parameters = list(self._named.values())
+        self._flags = [p.requires_grad for p in self._parameters]
+        self._frozen = [p for p in self._parameters if not p.requires_grad]
+
+    def changed(self) -> bool:
+        """Whether a parameter was frozen or unfrozen since; asked before each step."""
+        return [p.requires_grad for p in self._parameters] != self._flags
+
+    def agree(self) -> bool:
+        """At an epoch's begin: whether what trains has changed, on all ranks alike. Collective.
+
+        Raises
+        ------
+        ConfigurationError
+            Naming a parameter that trains on some ranks only.
+        """
+        named = dict(self._model.named_parameters())
+        names = [name for name, p in named.items() if p.requires_grad]
+        digests = distributed.exchange_ints([zlib.crc32("\n".join(names).encode())])
+        if any(digest != digests[0] for digest in digests):
+            _raise_unequal(distributed.gather_object(names))
+        same = len(named) == len(self._parameters) and all(map(_is, named.values(), self._parameters))
+        return not same or self.changed()
+
+    def meet(self) -> None:
+        """Within an epoch, on a rank that saw a change: wait for the others to have made the same.
+
+        Raises
+        ------
+        ConfigurationError
+            If they don't come, or with another change.
+        """
+        number, rank, world_size = next(_meetings), distributed.get_rank(), distributed.get_world_size()
+        if world_size == 1:
+            return
+        names = [name for name, p in self._named.items() if p.requires_grad or p.grad is not None]
+        # Through the store the ranks met at: an exchange would get mixed up with the one a rank without a change is in.
+        store = dist.distributed_c10d._get_default_store()
+        keys = [f"trainloop/trained/{number}/{other}" for other in range(world_size)]
+        store.set(keys[rank], "\n".join(names))
+        for other, key in enumerate(keys):
+            try:
+                store.wait([key], timedelta(seconds=self._patience_s))
+            except RuntimeError as e:
+                before = {name for (name, _), flag in zip(self._named.items(), self._flags, strict=True) if flag}
+                change = sorted(before.symmetric_difference(names))
+                raise ConfigurationError(
+                    f"rank {rank} changed requires_grad of {', '.join(change[:5])}, and rank "
+                    f"{other} did not within {self._patience_s:g} s: gradients of parameters that train on some ranks "
+                    "only can't be averaged. Freeze and unfreeze on every rank, at the same step."
+                ) from e
+        everyone = [store.get(key).decode().split("\n") for key in keys]
+        if any(theirs != names for theirs in everyone):
+            _raise_unequal(everyone)
+
+    def reduce_beside(self) -> None:
+        """Average the gradients that DDP knows nothing of: the criterion's, and of what was unfrozen in this step."""
+        late = [p for p in self._frozen if p.grad is not None]
+        if late:
+            self.meet()
+        if late or self._beside:
+            reduce_gradients([*self._beside, *late])
+
+    def check_alike(self, wrapper: Any) -> None:
+        """That all ranks have the same weights, bit for bit. Collective; one exchange of an integer.
+
+        Nothing is checked where the user's communication hook may let ranks differ for a while (local SGD).
+
+        Raises
+        ------
+        ConfigurationError
+            Naming the first parameter that differs.
+        """
+        if not isinstance(wrapper, TTDistributedDataParallel) or wrapper._comm_hooks:
+            return
+        named = {
+            name: p
+            for name, p in self._model.named_parameters()
+            if name not in wrapper.parameters_to_ignore and type(p) is nn.Parameter
+        }
+        named.update((f"criterion parameter {i}", p) for i, p in enumerate(self._beside))
+        sums = _bit_sums(list(named.values()))
+        digests = distributed.exchange_ints([zlib.crc32(repr(sums).encode())])
+        if all(digest == digests[0] for digest in digests):
+            return
+        everyone = distributed.exchange_ints(sums)
+        name, tensor = next(
+            (name, tensor)
+            for i, (name, tensor) in enumerate(named.items())
+            if len({theirs[i] for theirs in everyone}) > 1
+        )
+        odd = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+        values = tensor.detach()
+        distance = (distributed.all_reduce(values, "max") - distributed.all_reduce(values, "min")).abs().max()
+        raise ConfigurationError(
+            f"the ranks' weights differ: {name} on rank {', '.join(map(str, odd))} from that on rank 0, by up to "
+            f"{float(distance):.3g}. Their gradients were not averaged, or a rank changed its weights alone. Compute "
+            "losses in get_loss, change parameters on every rank in the same way, and let optimizers draw no random "
+            "numbers."
+        )
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other
+
+
+def _raise_unequal(everyone: list[list[str]]) -> None:
+    for rank, names in enumerate(everyone):
+        odd = [name for name in dict.fromkeys([*names, *everyone[0]]) if (name in names) != (name in everyone[0])]
+        if odd:
+            does, other = (rank, 0) if odd[0] in names else (0, rank)
+            raise ConfigurationError(
+                f"{', '.join(odd[:5])}: trained on rank {does} (requires_grad), frozen on rank {other}. Gradients of "
+                "parameters that train on some ranks only can't be averaged: freeze and unfreeze on every rank, at the "
+                "same step."
+            )
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bit_sums(tensors: list[Tensor]) -> list[int]:
+    """A number for each tensor's bits. Exact in any order of summation; waits once for each device."""
+    by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    for i, tensor in enumerate(tensors):
+        plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        bits = plain.view(_INTEGERS[plain.element_size()]) if plain.numel() else plain.new_zeros(1, dtype=torch.int8)
+        by_device.setdefault(tensor.device, []).append((i, bits.sum(dtype=torch.int64)))
+    sums = [0] * len(tensors)
+    for parts in by_device.values():
+        for (i, _), value in zip(parts, torch.stack([part for _, part in parts]).tolist(), strict=True):
+            sums[i] = value
+    return sums
+
+
+# -- what a run changed about its model, for checkpoints and for the way back ------------------------------------------
+
+
+def training_flags(model: nn.Module) -> dict[str, dict[str, bool]]:
+    """Which parameters require gradients, and which modules are in training mode, by name."""
+    return {
+        "requires_grad": {name: p.requires_grad for name, p in model.named_parameters()},
+        "training": {name: module.training for name, module in model.named_modules()},
+    }
+
+
+def changed_flags(before: Mapping[str, Mapping[str, bool]], model: nn.Module) -> dict[str, dict[str, bool]]:
+    """Those of :func:`training_flags` that are not as they were."""
+    return {
+        kind: {name: flag for name, flag in flags.items() if before[kind].get(name, flag) != flag}
+        for kind, flags in training_flags(model).items()
+    }
+
+
+def set_flags(model: nn.Module, flags: Mapping[str, Mapping[str, bool]]) -> None:
+    """The inverse: change what was changed."""
+    parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
+    for name, flag in flags.get("requires_grad", {}).items():
+        if name in parameters:
+            parameters[name].requires_grad_(flag)
+    for name, flag in flags.get("training", {}).items():
+        if name in modules:
+            modules[name].training = flag
+
+
+def _named_parameters(loop: Any) -> list[tuple[nn.Parameter, str]]:
+    roots = {"model": loop.model, "criterion": loop.criterion}
+    modules = {root: module for root, module in roots.items() if isinstance(module, nn.Module)}
+    return [(p, f"{root}.{name}") for root, module in modules.items() for name, p in module.named_parameters()]
+
+
+def group_names(loop: Any) -> list[list[list[str | None]]]:
+    """For each optimizer and group the names of its parameters; ``None`` for one that is not the model's."""
+    names = {id(p): name for p, name in _named_parameters(loop)}
+    return [
+        [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+        for optimizer in optimizers_of(loop.optimizer)
+    ]
+
+
+def add_missing_groups(loop: Any, saved: list[list[list[str | None]]] | None, *, only_look: bool = False) -> list[bool]:
+    """Give optimizers the parameters that were added to them in training; for each, whether its groups fit then.
+
+    Parameters
+    ----------
+    loop : LoopBase
+    saved : list
+        From :func:`group_names`.
+    only_look : bool
+        Change nothing.
+    """
+    if saved is None:
+        return [False] * len(optimizers_of(loop.optimizer))
+    parameters = {name: p for p, name in _named_parameters(loop)}
+    found = []
+    for optimizer, own, theirs in zip(optimizers_of(loop.optimizer), group_names(loop), saved, strict=True):
+        fits = len(own) <= len(theirs) and all(mine == group[: len(mine)] for mine, group in zip(own, theirs))
+        new = [group[len(own[i]) if i < len(own) else 0 :] for i, group in enumerate(theirs)]
+        fits = fits and all(name in parameters for group in new for name in group)
+        found.append(fits)
+        if only_look or not fits:
+            continue
+        named = any("param_names" in group for group in optimizer.param_groups)
+        for i, group in enumerate(new):
+            added = [parameters[name] for name in group if name is not None]
+            if i < len(own):
+                optimizer.param_groups[i]["params"].extend(added)
+            else:
+                optimizer.add_param_group({"params": list(zip(group, added, strict=True)) if named else added})
+    return found
