@@ -164,14 +164,16 @@ class TTModel(nn.Module, ABC):
                         return tensor.device
         return torch.device("cpu")
 
-    def all_gather(self, value: Any) -> Any:
+    def all_gather(self, value: Any, *, concat: bool = False) -> Any:
         """``value`` of every rank: nested tensors and numbers, with a new leading axis of world size.
 
-        Collective: every rank calls it, with equal shapes. In one process the axis has length 1.
+        Collective: every rank calls it, with equal shapes; or with ``concat=True``, which joins along the first axis,
+        where that may differ. In one process the new axis has length 1. Gradients flow back to every rank's tensors,
+        so that a loss over all ranks' rows trains as in one process; see :func:`trainloop.distributed.all_gather`.
         """
         from trainloop.distributed import all_gather
 
-        return all_gather(value)
+        return all_gather(value, concat=concat)
 
     def __getstate__(self) -> dict[str, Any]:
         # The listener belongs to the running loop, not to a copy of the model.

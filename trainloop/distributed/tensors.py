@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from trainloop.distributed.columns import DTYPES
 from trainloop.distributed.objects import backend_of, cpu_group, gather_object
@@ -28,9 +30,11 @@ class _Leaf(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     device_type: str
+    has_gradient: bool = False
 
     def __str__(self) -> str:
-        return f"value{self.path}: {self.dtype.removeprefix('torch.')} of shape {self.shape}"
+        gradient = " with a gradient" if self.has_gradient else ""
+        return f"value{self.path}: {self.dtype.removeprefix('torch.')} of shape {self.shape}{gradient}"
 
 
 def _map_leaves(value: Any, leaf: Callable[[Any, str], Any], path: str = "") -> Any:
@@ -78,38 +82,59 @@ def _rebuilt(value: Any, tensors: Iterator[Any]) -> Any:
     return _map_leaves(value, lambda _item, _path: next(tensors))
 
 
-def _agreed(call: str, tensors: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, bool]]:
-    """For each path, in one order on all ranks: the common dtype, and whether its device's own backend takes it.
+class _Agreed(NamedTuple):
+    """What ranks know of one leaf of each other."""
+
+    dtype: torch.dtype
+    """The common one."""
+    direct: bool
+    """Whether its device's own backend takes it."""
+    shapes: list[tuple[int, ...]]
+    """On each rank."""
+
+
+def _agreed(
+    call: str, tensors: dict[str, Tensor], with_gradient: Collection[str] = (), *, rows_may_differ: bool = False
+) -> dict[str, _Agreed]:
+    """What the exchange of each path is to be, in one order on all ranks.
 
     Raises, on every rank, where ranks called different functions or hold values of different structure or shape: the
     collectives below would hang or mix up memory.
     """
     own: tuple[str, list[_Leaf]] = (
         call,
-        [_Leaf(path, tuple(t.shape), str(t.dtype), t.device.type) for path, t in sorted(tensors.items())],
+        [
+            _Leaf(path, tuple(t.shape), str(t.dtype), t.device.type, path in with_gradient)
+            for path, t in sorted(tensors.items())
+        ],
     )
     everyone = _everyone(own, call)
     calls = [theirs[0] for theirs in everyone]
     if len(set(calls)) > 1:
         listed = ", ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(calls))
         raise ValueError(f"ranks are in different exchanges ({listed}). Every rank must make the same calls in order.")
-    forms = [[(leaf.path, leaf.shape) for leaf in leaves] for _, leaves in everyone]
+    first = int(rows_may_differ)
+    forms = [[(leaf.path, leaf.shape[first:], leaf.has_gradient) for leaf in leaves] for _, leaves in everyone]
     if any(form != forms[0] for form in forms):
         # Of values that are alike but for some leaves, show these only.
         common = set.intersection(*(set(form) for form in forms))
-        odd = [[str(leaf) for leaf in leaves if (leaf.path, leaf.shape) not in common] for _, leaves in everyone]
+        odd = [
+            [str(leaf) for leaf, form in zip(leaves, rank_forms, strict=True) if form not in common]
+            for (_, leaves), rank_forms in zip(everyone, forms, strict=True)
+        ]
         listed = "; ".join(f"rank {rank}: {', '.join(leaves) or 'nothing'}" for rank, leaves in enumerate(odd))
         raise ValueError(
-            f"{call}: the ranks' values differ in structure or shape ({listed}). Every rank must give the same; "
-            "pad or cut the tensors to one shape first, or use gather_object, which takes unequal ones."
+            f"{call}: the ranks' values differ in structure or shape ({listed}). Every rank must give the same. Where "
+            "they differ in their first axis, as an uneven last batch does, all_gather(value, concat=True) joins them; "
+            "else pad or cut the tensors to one shape first, or use gather_object, which takes unequal ones."
         )
-    agreed: dict[str, tuple[torch.dtype, bool]] = {}
+    agreed: dict[str, _Agreed] = {}
     for same_leaf in zip(*(leaves for _, leaves in everyone), strict=True):
         dtype = functools.reduce(torch.promote_types, (DTYPES[leaf.dtype] for leaf in same_leaf))
         device_types = {leaf.device_type for leaf in same_leaf}
         device_type = device_types.pop() if len(device_types) == 1 else "cpu"
         direct = device_type != "cpu" and backend_of(device_type) not in (None, "gloo")
-        agreed[same_leaf[0].path] = (dtype, direct)
+        agreed[same_leaf[0].path] = _Agreed(dtype, direct, [tuple(leaf.shape) for leaf in same_leaf])
     return agreed
 
 
@@ -130,8 +155,8 @@ def _own_leaves(value: Any, call: str) -> list[tuple[str, Tensor]]:
         raise  # pragma: no cover
 
 
-def all_gather(value: Any) -> Any:
-    """Values of all ranks, along a new leading axis of world size, on every rank.
+def all_gather(value: Any, *, concat: bool = False) -> Any:
+    """Values of all ranks, along a new leading axis of world size, on every rank; gradients flow back through it.
 
     Collective: every rank calls it.
 
@@ -140,18 +165,23 @@ def all_gather(value: Any) -> Any:
     value : tensor, number, or nested dict, list, tuple, namedtuple of these
         Tensors of any dtype on any device, numpy arrays and scalars, Python numbers. ``None`` stays as it is. Every
         rank must give the same structure and shapes; where dtypes differ, the values are promoted.
+    concat : bool
+        Join along the first axis instead of a new one; ranks may then differ in its length, as they do in an uneven
+        last batch.
 
     Returns
     -------
     same structure
         Each tensor of shape ``(*s)`` becomes one of shape ``(world_size, *s)``, entry r from rank r, on the device of
         this rank's own; numbers and arrays become CPU tensors, float64 for a Python float. In one process the axis
-        has length 1. The result is a copy, and no gradient flows through it.
+        has length 1. With ``concat``, tensors of shape ``(n_r, *s)`` become one of shape ``(n_0 + n_1 + ..., *s)``,
+        in the order of ranks, and numbers a vector. The result is a copy.
 
     Raises
     ------
     ValueError
-        On every rank, where ranks give different structures or shapes; the message names those of each rank.
+        On every rank, where ranks give different structures or shapes, or tensors of which some require a gradient and
+        some don't; the message names those of each rank.
     TypeError
         On every rank, where some rank gives something that is no tensor or number.
 
@@ -159,31 +189,99 @@ def all_gather(value: Any) -> Any:
     -----
     One small exchange of the shapes, then one of all tensors together (one for each kind of device).
 
+    A tensor that requires a gradient gets the sum of the gradients that all ranks' losses have with respect to it: one
+    all-reduce of the gathered tensor's size in the backward, which every rank must run. No factor is needed to train as
+    one process would on the global batch: be a rank's loss that of all gathered rows, or the mean over its own rows
+    against all, ``DistributedDataParallel`` divides the sum by the number of ranks. Give ``value.detach()`` where no
+    gradient is wanted, for metrics say.
+
     Examples
     --------
     >>> all_gather({"loss": torch.tensor(0.5), "seen": 7})  # in one process
     {'loss': tensor([0.5000]), 'seen': tensor([7])}
+    >>> all_gather(torch.ones(3, 2), concat=True).shape
+    torch.Size([3, 2])
     """
-    leaves = _own_leaves(value, "all_gather")
-    if not has_group():
-        return _rebuilt(value, iter([t.clone().unsqueeze(0) for _, t in leaves]))
+    call = "all_gather(concat=True)" if concat else "all_gather"
+    leaves = _own_leaves(value, call)
+    if concat:
+        leaves = [(path, t.reshape(1) if t.ndim == 0 else t) for path, t in leaves]
     tensors = dict(leaves)
-    world_size = dist.get_world_size()
+    sources = _with_gradient(value)
     gathered: dict[str, Tensor] = {}
-    for direct, batch in _by_route(_agreed("all_gather", tensors)).items():
-        # As bytes: one exchange for all dtypes, those too that backends don't know (bool, bfloat16, complex, float8).
-        flat = [_routed(tensors[path], direct).to(dtype).reshape(-1).view(torch.uint8) for path, dtype in batch]
-        own = torch.cat(flat)
-        rows = torch.empty(world_size, own.numel(), dtype=torch.uint8, device=own.device)
-        dist.all_gather(list(rows), own, group=None if direct else cpu_group())
-        begin = 0
-        for (path, dtype), part in zip(batch, flat, strict=True):
-            end = begin + part.numel()
-            # The clone is aligned for any dtype, which a slice of bytes need not be.
-            mine = rows[:, begin:end].clone(memory_format=torch.contiguous_format).flatten().view(dtype)
-            gathered[path] = mine.reshape(world_size, *tensors[path].shape).to(tensors[path].device)
-            begin = end
+    if not has_group():
+        for path, own in tensors.items():
+            source = sources[path].reshape(own.shape) if path in sources else own
+            gathered[path] = source.clone() if concat else source.clone().unsqueeze(0)
+        return _rebuilt(value, iter([gathered[path] for path, _ in leaves]))
+    rank = dist.get_rank()
+    agreed = _agreed(call, tensors, sources, rows_may_differ=concat)
+    for direct, paths in _by_route(agreed).items():
+        for path, parts in _exchanged(tensors, agreed, paths, direct).items():
+            gathered[path] = torch.cat(parts) if concat else torch.stack(parts)
+            gathered[path] = gathered[path].to(tensors[path].device)
+            if path in sources:
+                rows = [shape[0] if concat else 1 for shape in agreed[path].shapes]
+                where = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
+                gathered[path] = _Flow.apply(sources[path], [gathered[path]], where, direct)
     return _rebuilt(value, iter([gathered[path] for path, _ in leaves]))
+
+
+def _exchanged(
+    tensors: dict[str, Tensor], agreed: dict[str, _Agreed], paths: list[str], direct: bool
+) -> dict[str, list[Tensor]]:
+    """Each rank's tensor of each path. One exchange for all, those dtypes too that backends don't know: as bytes."""
+    flat = [_routed(tensors[path], direct).to(agreed[path].dtype).reshape(-1).view(torch.uint8) for path in paths]
+    world_size = dist.get_world_size()
+    lengths = [
+        [math.prod(agreed[path].shapes[rank]) * agreed[path].dtype.itemsize for path in paths]
+        for rank in range(world_size)
+    ]
+    own = torch.cat(flat)
+    padded = own.new_zeros(max(map(sum, lengths)))  # Gloo and NCCL gather equal shapes only
+    padded[: own.numel()] = own
+    rows = padded.new_empty(world_size, padded.numel())
+    dist.all_gather(list(rows), padded, group=None if direct else cpu_group())
+    found: dict[str, list[Tensor]] = {path: [] for path in paths}
+    for rank, row in enumerate(rows):
+        begin = 0
+        for path, length in zip(paths, lengths[rank], strict=True):
+            # The clone is aligned for any dtype, which a slice of bytes need not be.
+            part = row[begin : begin + length].clone().view(agreed[path].dtype)
+            found[path].append(part.reshape(agreed[path].shapes[rank]))
+            begin += length
+    return found
+
+
+def _with_gradient(value: Any) -> dict[str, Tensor]:
+    """The tensors through which a gradient is to flow back, by path."""
+    found: dict[str, Tensor] = {}
+
+    def look(item: Any, path: str) -> None:
+        if isinstance(item, Tensor) and item.requires_grad:
+            found[path] = item
+
+    if torch.is_grad_enabled():
+        _map_leaves(value, look)
+    return found
+
+
+class _Flow(torch.autograd.Function):
+    """What was gathered, as a function of this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, gathered: list[Tensor], where: slice, direct: bool) -> Tensor:
+        ctx.shape, ctx.dtype, ctx.where, ctx.direct = own.shape, own.dtype, where, direct
+        return gathered[0]  # in a list, lest autograd take it for an input that is handed through
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        wide = _routed(gradient, ctx.direct).to(_accumulation_dtype(gradient.dtype, "sum"))
+        total = wide.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=None if ctx.direct else cpu_group())
+        own = total[ctx.where].reshape(ctx.shape)
+        return own.to(gradient.device, ctx.dtype), None, None, None
 
 
 def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
@@ -230,13 +328,13 @@ def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
     if has_group():
         agreed = _agreed(call, tensors)
     else:
-        agreed = {path: (t.dtype, False) for path, t in leaves}
-    for path, (dtype, _) in agreed.items():
+        agreed = {path: _Agreed(t.dtype, False, [tuple(t.shape)]) for path, t in leaves}
+    for path, (dtype, *_) in agreed.items():
         if dtype.is_complex and reduce in ("min", "max"):
             raise TypeError(f"{call}: value{path} is complex, and complex numbers have no order.")
     reduced: dict[str, Tensor] = {}
     batches: dict[tuple[bool, torch.dtype], list[str]] = {}
-    for path, (dtype, direct) in agreed.items():
+    for path, (dtype, direct, _) in agreed.items():
         batches.setdefault((direct, _accumulation_dtype(dtype, reduce)), []).append(path)
     for (direct, accumulated_as), paths in batches.items():
         flat = torch.cat([_routed(tensors[path], direct).to(accumulated_as).reshape(-1) for path in paths])
@@ -250,7 +348,7 @@ def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
 
     def like(item: Any, _path: str) -> Any:
         path = next(paths_in_order)
-        result, dtype = reduced[path], _result_dtype(agreed[path][0], reduce)
+        result, dtype = reduced[path], _result_dtype(agreed[path].dtype, reduce)
         if isinstance(item, (bool, int, float, complex)):
             # Read in the dtype it was summed in: the default dtype would round it.
             return bool(result) if dtype == torch.bool else result.item()
@@ -275,10 +373,10 @@ def _result_dtype(dtype: torch.dtype, reduce: str) -> torch.dtype:
     return torch.int64 if dtype == torch.bool and reduce == "sum" else dtype
 
 
-def _by_route(agreed: dict[str, tuple[torch.dtype, bool]]) -> dict[bool, list[tuple[str, torch.dtype]]]:
-    batches: dict[bool, list[tuple[str, torch.dtype]]] = {}
-    for path, (dtype, direct) in agreed.items():
-        batches.setdefault(direct, []).append((path, dtype))
+def _by_route(agreed: dict[str, _Agreed]) -> dict[bool, list[str]]:
+    batches: dict[bool, list[str]] = {}
+    for path, (_, direct, _) in agreed.items():
+        batches.setdefault(direct, []).append(path)
     return batches
 
 
