@@ -180,7 +180,13 @@ _HINTS = [
     (
         r"op\.preamble\.length|mismatch|gloo::EnforceNotMet|Detected mismatch between collectives",
         "ranks called different collectives, or with different shapes: every rank must call the same ones in the same "
-        "order (TORCH_DISTRIBUTED_DEBUG=DETAIL names them).",
+        "order (TORCH_DISTRIBUTED_DEBUG=DETAIL names them). Unequal shapes, as of an uneven last batch, are what "
+        "trainloop.distributed.all_gather(value, concat=True) takes.",
+    ),
+    (
+        r"(?s:(distributed_c10d|distributed/nn/functional).*Connection (reset|closed) by peer)",
+        "another rank left in the middle of a collective. Where none failed before, ranks gave torch's own collective "
+        "unequal shapes, as of an uneven last batch: trainloop.distributed.all_gather(value, concat=True) takes them.",
     ),
 ]
 

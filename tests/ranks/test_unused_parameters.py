@@ -1,0 +1,109 @@
+"""Parameters that some steps, ranks or rows don't use: a gradient that no rank has is None, and Adam passes over it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import reference
+from ranks import run_own_ranks
+from trainloop import AbstractCallback, TrainLoop, TTModel, distributed
+
+GLOBAL_BATCH = 8
+
+
+class Branches(TTModel):
+    """``how``: extra layers used in some steps, for some rows, or where a batch as a whole says so."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how = how
+        self.first, self.second, self.third = (nn.Linear(4, 3).double() for _ in range(3))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if self.how == "steps":
+            y = y + (self.second(x) if self.calls % 2 else 0) + (self.third(x) if self.calls % 3 == 0 else 0)
+        elif self.how == "rows":
+            rows = (x[:, 0] > 1).nonzero().flatten()
+            if len(rows):
+                y = y.index_add(0, rows, self.second(x[rows]))
+        elif x.sum() > 0:
+            y = y + self.second(x)
+        return y
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        self.calls += 1
+        return criterion(self(batch_data[0]), batch_data[1])
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        return self(batch_data[0]), batch_data[1], {}
+
+
+class Without(AbstractCallback):
+    """Which parameters have no gradient in each step."""
+
+    def __init__(self) -> None:
+        super().__init__("without")
+        self.found: list[list[str]] = []
+
+    def on_after_gradient_update(self, optimizer_idx: int) -> None:
+        self.found.append([name for name, p in self.train_loop_obj.model.named_parameters() if p.grad is None])
+
+
+def rows() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(60, 4, generator=generator, dtype=torch.float64)  # the last global batch is short
+    return TensorDataset(x, torch.randint(0, 3, (60,), generator=generator))
+
+
+def train(how: str, mode: str) -> tuple[dict[str, Tensor], list[list[str]]]:
+    model, without = Branches(how), Without()
+    tl = TrainLoop(
+        model,
+        DataLoader(rows(), GLOBAL_BATCH // distributed.get_world_size()),
+        optimizer=torch.optim.Adam(model.parameters(), 0.01),
+        criterion=nn.CrossEntropyLoss(),
+        gpu_mode=mode,
+        accelerator="cpu",
+        progress_bar=False,
+    )
+    tl.fit(num_epochs=2, callbacks=[without], ddp_model_args={"find_unused_parameters": True})
+    return model.state_dict(), without.found
+
+
+def in_ranks() -> dict[str, Any]:
+    return {how: train(how, "ddp") for how in ("steps", "rows", "batches")}
+
+
+def by_hand_in_parts(how: str) -> Branches:
+    """One process that gives each rank's part of a batch to the model by itself."""
+    model = Branches(how)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for _ in range(2):
+        for x, y in DataLoader(rows(), GLOBAL_BATCH):
+            for rank in range(2):
+                part = slice(rank, None, 2)
+                loss = nn.functional.cross_entropy(model(x[part]), y[part], reduction="sum") / len(x)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def test_a_gradient_that_no_rank_has_is_none(tmp_path: Path) -> None:
+    for facts in run_own_ranks(in_ranks, 2, folder=tmp_path):
+        for how in ("steps", "rows"):
+            expected, without = train(how, "single")
+            weights, theirs = facts[how]
+            assert theirs == without
+            assert any(without)
+            assert reference.largest_difference(weights, expected) < 1e-9, how
+        # What a batch as a whole decides, each rank decides for its own part of it.
+        assert reference.largest_difference(facts["batches"][0], by_hand_in_parts("batches")) < 1e-9
