@@ -99,6 +99,30 @@ def test_hosts_meet_tell_each_other_and_part() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "trainloop-hosts"]
 
 
+def test_strangers_who_say_anything_keep_nobody_from_meeting() -> None:
+    port = free_port()
+    strangers: list[socket.socket] = []
+    outcomes: list[Any] = []
+    waiting = threading.Thread(target=lambda: outcomes.append(meet(port, 0)))
+    waiting.start()
+    for said in (b"[]\n", b'{"node_rank": []}\n', b'{"node_rank": null}\n', b"GET / HTTP/1.0\n", b"3\n", b"\xff\n"):
+        while True:
+            try:
+                strangers.append(socket.create_connection(("127.0.0.1", port), timeout=10))
+                break
+            except ConnectionRefusedError:  # node 0 does not listen yet
+                time.sleep(0.05)
+        strangers[-1].sendall(said)
+    one = meet(port, 1)
+    waiting.join(30)
+    (zero,) = outcomes
+    assert zero.store_address == one.store_address
+    for host in (zero, one):
+        host.__exit__()
+    for stranger in strangers:
+        stranger.close()
+
+
 def test_a_host_that_ends_in_order_is_not_lost() -> None:
     port = free_port()
     zero, one = in_threads({"port": port, "node_rank": 0}, {"port": port, "node_rank": 1})

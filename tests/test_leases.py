@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -103,7 +105,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 def waits(run: Run, folder: Path, tickets: int) -> None:
     """Return when so many stand in line, ``run`` the last of them."""
     deadline = time.monotonic() + 30
-    while len(list(folder.glob("ticket-*.json"))) < tickets:
+    while len(list(folder.glob("*/ticket-*.json"))) < tickets:
         assert time.monotonic() < deadline, "nobody came to wait"
         assert run.process.poll() is None
         time.sleep(0.01)
@@ -219,7 +221,7 @@ def test_a_waiter_that_dies_holds_nobody_up(end: int, start: Callable[..., Run],
     waiting.process.wait(timeout=30)
     with acquire({"gpu": Request(7, GPUS)}, timeout_s=30) as held:
         assert held.names == {"gpu": GPUS[1:]}
-    assert not list(tmp_path.glob("ticket-*"))
+    assert not list(tmp_path.glob("*/ticket-*"))
 
 
 def test_a_request_is_granted_whole_or_not_at_all(start: Callable[..., Run]) -> None:
@@ -276,18 +278,102 @@ def test_two_requests_of_one_process_exclude_each_other_too(tmp_path: Path) -> N
         assert repr(held).startswith("Lease({'gpu': ['gpu-0',")
 
 
-def test_the_folder_is_shared_by_all_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_user_has_a_folder_that_others_may_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = os.umask(0o077)
     try:
         acquire({"gpu": Request(1, ["GPU-1/../x y"])}, where=tmp_path / "a" / "b").release()
     finally:
         os.umask(old)
-    assert (tmp_path / "a" / "b").stat().st_mode & 0o7777 == 0o1777
-    (held,) = (tmp_path / "a" / "b").glob("held-*")
-    assert held.name == "held-GPU-1_.._x_y.lock"
-    assert held.stat().st_mode & 0o777 == 0o666
+    (own,) = (tmp_path / "a" / "b").iterdir()
+    assert (own.name, own.stat().st_mode & 0o7777) == (f"trainloop-leases-{os.geteuid()}", 0o755)
+    (held,) = own.glob("held-*")
+    assert (held.name, held.stat().st_mode & 0o777) == ("held-GPU-1_.._x_y.lock", 0o644)
+    assert (own / "desk.lock").stat().st_mode & 0o777 == 0o600
     monkeypatch.delenv("TRAINLOOP_LEASE_DIR", raising=False)
-    assert lease.folder().name == "trainloop-leases"
+    assert str(lease.folder()) == "/tmp"
+
+
+def test_who_holds_a_device_is_named(start: Callable[..., Run]) -> None:
+    run = start(gpu=[1, GPUS])
+    run.answer()
+    with pytest.raises(ResourceError, match=rf"held by process {run.process.pid} of user \S+ \(.*python"):
+        acquire({"gpu": Request(8, GPUS)}, timeout_s=0)
+
+
+def test_a_folder_that_is_a_link_is_refused_and_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "desk.lock").write_text("my thesis")
+    (tmp_path / f"trainloop-leases-{os.geteuid()}").symlink_to(precious)
+    with pytest.raises(
+        ResourceError, match=r"there is a link or file of user .* who could change them. Have it removed"
+    ):
+        acquire({"gpu": Request(1, GPUS)}, where=tmp_path)
+    assert (precious / "desk.lock").read_text() == "my thesis"
+
+
+def test_a_desk_that_stays_locked_is_an_error_that_names_who(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    acquire({"gpu": Request(1, GPUS)}, where=tmp_path).release()
+    desk = tmp_path / f"trainloop-leases-{os.geteuid()}" / "desk.lock"
+    holder = subprocess.Popen(["flock", str(desk), "sleep", "60"], start_new_session=True)
+    try:
+        monkeypatch.setattr(lease, "_DESK_S", 0.3)
+        while not lease._is_locked(desk):
+            time.sleep(0.01)
+        with pytest.raises(ResourceError, match=r"were locked for 0\.3 s by process \d+ of user \S+ \((flock|sleep) "):
+            acquire({"gpu": Request(1, GPUS)}, where=tmp_path)
+        with lease.one_at_a_time("desk", tmp_path):
+            pass  # a choice goes on without it
+    finally:
+        os.killpg(holder.pid, signal.SIGKILL)
+        holder.wait()
+
+
+@pytest.fixture
+def place_of_all() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="leases-", dir="/tmp"))
+    folder.chmod(0o1777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.hosts
+def test_runs_of_two_users_exclude_each_other_and_cannot_touch_each_other_s_files(place_of_all: Path) -> None:
+    """As root, with nobody as the other user."""
+    other = {"user": 65534, "group": 65534, "extra_groups": [], "cwd": "/"}
+    become = "import filelock, os; from trainloop.resources import lease; os.setgroups([])"
+    become += "; os.setgid(65534); os.setuid(65534)"
+    command = [sys.executable, "-c", f"{become}\n{RUN}"]
+    environ = {**os.environ, "PYTHONPATH": ROOT, "TRAINLOOP_LEASE_DIR": str(place_of_all)}
+    theirs = subprocess.Popen(
+        [*command, json.dumps({"gpu": [7, GPUS]}), "5"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ,
+    )  # fmt: skip
+    try:
+        assert theirs.stdout is not None
+        assert theirs.stdout.readline().strip() == "asks"
+        assert json.loads(theirs.stdout.readline()) == {"gpu": GPUS[:7]}
+        with acquire({"gpu": Request(1, GPUS)}, where=place_of_all) as mine:
+            assert mine.names == {"gpu": ["gpu-7"]}
+            text = rf"held by process {theirs.pid} of user nobody \(.*python"
+            with pytest.raises(ResourceError, match=text):
+                acquire({"gpu": Request(2, GPUS)}, where=place_of_all, timeout_s=0.1)
+        # The other user makes this user's folder first, with links to what root may write.
+        precious = place_of_all / "precious"
+        precious.write_text("root's own")
+        shutil.rmtree(place_of_all / "trainloop-leases-0")
+        trap = (
+            f"mkdir trainloop-leases-0; for f in desk held-gpu-0; do ln -s {precious} trainloop-leases-0/$f.lock; done"
+        )
+        subprocess.run(["sh", "-c", trap], check=True, **{**other, "cwd": str(place_of_all)})  # type: ignore[call-overload]
+        with pytest.raises(ResourceError, match="there is a folder of user nobody, who could change them"):
+            acquire({"gpu": Request(1, GPUS)}, where=place_of_all)
+        assert precious.read_text() == "root's own"
+    finally:
+        theirs.kill()
+        theirs.communicate()
+    with acquire({"gpu": Request(1, GPUS)}, where=place_of_all / "elsewhere") as mine:
+        assert mine.names == {"gpu": GPUS[:1]}
 
 
 def test_a_child_is_told_that_it_works_within_its_parent_s_lease() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
+from trainloop.distributed.peers import no_strangers
 from trainloop.errors import ConfigurationError
 
 __all__ = ["CpuSyncBatchNorm", "convert", "participating", "revert"]
@@ -123,7 +124,8 @@ def _group_of(ranks: tuple[int, ...]) -> Any:
     default = dist.group.WORLD
     made_beside, group = _groups.get(ranks, (None, None))
     if made_beside is not default:
-        group = dist.new_group(list(ranks))
+        with no_strangers():
+            group = dist.new_group(list(ranks))
         _groups[ranks] = (default, group)
     return group
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from trainloop.distributed.peers import no_strangers
 from trainloop.distributed.ranks import get_world_size, has_group
 from trainloop.distributed.wire import BLOCK, SHORT, Form, Message, Session, decoded, encoded
 from trainloop.errors import ConfigurationError
@@ -35,7 +36,8 @@ def cpu_group() -> dist.ProcessGroup | None:
     default = dist.group.WORLD
     group = _gloo_beside.get(default)
     if group is None:
-        group = _gloo_beside[default] = dist.new_group(backend="gloo")
+        with no_strangers():
+            group = _gloo_beside[default] = dist.new_group(backend="gloo")
     return group
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from trainloop.distributed import Rank, barrier, exchange_ints
+from trainloop.distributed.peers import no_strangers
 from trainloop.errors import ConfigurationError
 from trainloop.launch.rank_process import started_by_launch
 from trainloop.signals import signals
@@ -182,7 +183,8 @@ def _process_group(me: Rank, backend: str, init_method: str | None, timeout_s: f
         init_method = "env://" if "RANK" in os.environ and "MASTER_ADDR" in os.environ else meeting_point(os.environ)
     timeout = timedelta(seconds=timeout_s)
     store = _fresh_store(init_method, me, timeout)
-    dist.init_process_group(backend, store=store, rank=me.rank, world_size=me.world_size, timeout=timeout)
+    with no_strangers():
+        dist.init_process_group(backend, store=store, rank=me.rank, world_size=me.world_size, timeout=timeout)
     try:
         yield
     finally:
@@ -214,7 +216,8 @@ def _common_words(me: Rank) -> memoryview | None:
         words = None
         # Another container's process may have that number: the file's own number tells.
         with contextlib.suppress(OSError), open(f"/proc/{pid}/fd/{number}", "r+b", buffering=0) as file:
-            if os.fstat(file.fileno()).st_ino == inode:
+            found = os.fstat(file.fileno())
+            if found.st_ino == inode and found.st_uid == os.geteuid():  # whoever said so, it is this user's file
                 words = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
         barrier()  # rank 0 keeps the file open until all have mapped it
         return words
@@ -238,7 +241,8 @@ def _agreement(me: Rank, timeout_s: float) -> Iterator[StopAgreement]:
             yield shared
             shared.release()
             return
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    with no_strangers():
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     stop = GroupStop(group, me.world_size)
     yield stop
     stop.finish()

@@ -29,6 +29,7 @@ MEETING_WAIT_S = 600.0
 """How long hosts wait for each other at the start, at most; less where the run's time-out is less."""
 
 _BEAT_S = 1.0
+_LONGEST_LINE = 1 << 24
 SILENCE_S = 15.0
 """A host that is not heard of for so long is lost: its link was cut, or it is down."""
 
@@ -131,7 +132,7 @@ class Meeting:
         return address
 
     def _admit(self, line: _Line) -> None:
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # whoever it is may say anything
             hello = line.receive(timeout_s=5.0)
             node = int(hello["node_rank"])
             refusal = ""
@@ -166,9 +167,9 @@ class Meeting:
                 answer = line.receive(timeout_s=max(deadline - time.monotonic(), 0.1))
             if "refused" in answer:
                 raise ConfigurationError(answer["refused"])
-            if "store" in answer:
+            with contextlib.suppress(KeyError, TypeError, ValueError):
                 host, port = answer["store"]
-                return host, port
+                return str(host), int(port)
             raise ConfigurationError(
                 f"{who} reached node 0 at {self._point}, which then went away or waited in vain for the other nodes "
                 f"({self._wait_s:g} s): see the error of node 0."
@@ -226,7 +227,11 @@ class Meeting:
             return False
         for message in messages:
             if "failed" in message:
-                self._failures.append(Failure(**message["failed"]))
+                try:
+                    self._failures.append(Failure(**message["failed"]))
+                except TypeError:
+                    self._lost(node, "it told of a failure in a form that is none")
+                    return False
                 if self._me == 0:
                     self._send_all(message, but=node)
                 return False
@@ -286,7 +291,12 @@ class _Line:
         if not data:
             raise ConnectionResetError(errno.ECONNRESET, "closed by the other side")
         *lines, self._rest = (self._rest + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+        if len(self._rest) > _LONGEST_LINE:
+            raise ValueError(f"a line of more than {_LONGEST_LINE} bytes: this is no trainloop host")
+        messages = [json.loads(line) for line in lines]
+        if not all(isinstance(message, dict) for message in messages):
+            raise ValueError("something that is no message: this is no trainloop host")
+        return messages
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
         """The next one."""

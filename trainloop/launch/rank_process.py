@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from trainloop.distributed import Rank
 from trainloop.distributed.key import set_run_key
+from trainloop.distributed.peers import no_strangers
 from trainloop.launch.failures import failure_of, write_record
 from trainloop.launch.main_guard import take_main_place
 from trainloop.launch.scratch import Scratch, semaphore_prefix
@@ -183,11 +184,13 @@ def _work(start: Start, me: Rank, stop: SharedStop, undo: contextlib.ExitStack) 
     take_main_place(*start.main)
     set_run_key(start.key)
     function = start.parcel.open(device)
-    _make_group(start, me, device)
+    with no_strangers():
+        _make_group(start, me, device)
     undo.callback(_leave_group)
     if me.num_nodes == 1:
         return function(stop)
-    agreement = GroupStop(dist.new_group(backend="gloo"), me.world_size, also=stop)
+    with no_strangers():
+        agreement = GroupStop(dist.new_group(backend="gloo"), me.world_size, also=stop)
     result = function(agreement)
     agreement.finish()
     return result

@@ -118,6 +118,8 @@ def _leased(name: str) -> lease.Lease | None:
         return lease.Lease({}, [])
     try:
         return lease.acquire({"gpu": lease.Request(1, [name])}, timeout_s=0)
+    except lease.UnsafeFolderError:
+        raise
     except ResourceError:
         return None
     except OSError:

@@ -6,7 +6,10 @@ would outlive a SIGKILL. A lease therefore ends with its owner, and nothing has 
 * A request is granted whole or not at all, so that two half-served runs can't wait for each other.
 * Waiters stand in a queue of numbered tickets, themselves locked files. Only the first in line for a device may take
   it, so that a large request among many small ones is served.
-* All decisions fall under one short lock on the folder. Nobody waits for a device while holding that.
+* All decisions of a user fall under one short lock on the user's folder. Nobody waits for a device while holding that.
+* Each user has a folder of one's own, whose owner and mode are checked, so that nobody else can put links there. Runs
+  of different users see each other's leases by whether the others' files are locked; a device is taken first and looked
+  up second, so that two who want it at once may both step back, but never both keep it.
 
 Children of a run draw from their parent's lease: :func:`inherit` tells a child so, and it then leases nothing itself.
 """
@@ -18,6 +21,7 @@ import json
 import os
 import random
 import re
+import stat
 import sys
 import tempfile
 import time
@@ -30,11 +34,19 @@ from trainloop.errors import ResourceError
 if TYPE_CHECKING:
     import filelock
 
-__all__ = ["Lease", "Request", "acquire", "folder", "inherit", "inherited", "one_at_a_time"]
+__all__ = ["Lease", "Request", "UnsafeFolderError", "acquire", "folder", "inherit", "inherited", "one_at_a_time"]
 
 _POLL_S = (0.02, 0.25)  # a waiter looks again after this long at first, and at most
+_DAY_S = 86400.0
+_DESK_S = 60.0  # the desk is held for moments
+
+_FOLDER = "trainloop-leases-"  # and the user's number
 
 _inherited = False
+
+
+class UnsafeFolderError(ResourceError):
+    """Another user can change what this user's leases are kept in."""
 
 
 class Request(NamedTuple):
@@ -77,12 +89,12 @@ class Lease:
 
 
 def folder() -> Path:
-    """Where this machine's leases are kept: ``TRAINLOOP_LEASE_DIR``, or one folder that all users share."""
+    """Where the users' folders of leases are: ``TRAINLOOP_LEASE_DIR``, or one place that all users share."""
     named = os.environ.get("TRAINLOOP_LEASE_DIR")
     if named:
         return Path(named)
     # Not gettempdir(): TMPDIR differs between two jobs on one node.
-    return Path(tempfile.gettempdir() if sys.platform == "win32" else "/tmp") / "trainloop-leases"
+    return Path(tempfile.gettempdir() if sys.platform == "win32" else "/tmp")
 
 
 def acquire(requests: Mapping[str, Request], *, timeout_s: float | None = None, where: Path | None = None) -> Lease:
@@ -93,14 +105,15 @@ def acquire(requests: Mapping[str, Request], *, timeout_s: float | None = None, 
     requests : mapping of str to Request
         By kind, such as ``cpu`` and ``gpu``; granted together.
     timeout_s : float, optional
-        Seconds to wait; 0 takes what is free now or fails; None waits until the devices are there.
+        Seconds to wait; 0 takes what is free now or fails; a day by default.
     where : Path, optional
-        Folder of the leases, if not :func:`folder`'s.
+        Where the folders of leases are, if not :func:`folder`.
 
     Raises
     ------
     ResourceError
-        At once where a pool is smaller than its request, else when the time is over.
+        At once where a pool is smaller than its request, or where another user has made this user's folder; else when
+        the time is over. It names who holds the devices.
     """
     for kind, request in requests.items():
         if request.enough > len(request.pool):
@@ -109,7 +122,8 @@ def acquire(requests: Mapping[str, Request], *, timeout_s: float | None = None, 
                 "Ask for fewer."
             )
     desk = _Desk(folder() if where is None else where)
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    timeout_s = _DAY_S if timeout_s is None else timeout_s
+    deadline = time.monotonic() + timeout_s
     ticket = None
     pause = _POLL_S[0]
     try:
@@ -119,17 +133,17 @@ def acquire(requests: Mapping[str, Request], *, timeout_s: float | None = None, 
                     ticket = desk.stand_in_line(requests)
                 ahead = desk.ahead_of(ticket, requests)
                 lease, taken = (None, {}) if ahead else desk.take(requests)
-                late = deadline is not None and time.monotonic() >= deadline
+                late = time.monotonic() >= deadline
                 if lease is not None or late:
                     desk.leave_line(ticket)
                     ticket = None
             if lease is not None:
                 return lease
             if late:
-                raise _refusal(requests, timeout_s, ahead, taken)
+                raise _refusal(requests, timeout_s, ahead, taken, desk)
             # Waiters that woke together would meet at the desk together again.
             wait = pause * random.uniform(0.8, 1.2)
-            time.sleep(wait if deadline is None else max(0.0, min(wait, deadline - time.monotonic())))
+            time.sleep(max(0.0, min(wait, deadline - time.monotonic())))
             pause = min(2 * pause, _POLL_S[1])
     finally:
         if ticket is not None:  # Interrupted
@@ -138,11 +152,13 @@ def acquire(requests: Mapping[str, Request], *, timeout_s: float | None = None, 
 
 
 def _refusal(
-    requests: Mapping[str, Request], timeout_s: float | None, ahead: int, taken: Mapping[str, list[str]]
+    requests: Mapping[str, Request], timeout_s: float, ahead: int, taken: Mapping[str, list[str]], desk: _Desk
 ) -> ResourceError:
     wanted = " and ".join(f"{r.enough} of {len(r.pool)} {kind}s" for kind, r in requests.items() if r.number)
     why = [f"{ahead} waiting before this one"] if ahead else []
     why += [f"leased by other runs: {', '.join(names)}" for names in taken.values() if names]
+    holders = dict.fromkeys(holder for names in taken.values() for name in names for holder in desk.holders(name))
+    why += [f"held by {', '.join(holders)}"] if holders else []
     return ResourceError(
         f"{wanted} were not free within {timeout_s:g} s ({'; '.join(why)}). "
         "Wait longer, ask for fewer, or end another run on this machine."
@@ -155,19 +171,37 @@ class _Ticket(NamedTuple):
 
 
 class _Desk:
-    """The folder of locked files. The methods in the middle are called under :meth:`closed_to_others`."""
+    """This user's folder of locked files. The methods in the middle are called under :meth:`closed_to_others`."""
 
-    def __init__(self, where: Path) -> None:
-        self._where = where
-        if not where.is_dir():
-            where.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(OSError):  # Another user's may be there by now.
-                where.chmod(0o1777)
+    def __init__(self, base: Path) -> None:
+        self._base = base
+        base.mkdir(parents=True, exist_ok=True)
+        self._where = base / f"{_FOLDER}{_uid()}"
+        with contextlib.suppress(FileExistsError):
+            self._where.mkdir(mode=0o755)
+        found = os.lstat(self._where)
+        if not stat.S_ISDIR(found.st_mode) or (hasattr(os, "geteuid") and found.st_uid != os.geteuid()):
+            what = "folder" if stat.S_ISDIR(found.st_mode) else "link or file"
+            raise UnsafeFolderError(
+                f"leases would be kept in {str(self._where)!r}, but there is a {what} of {_user(found.st_uid)}, who "
+                "could change them. Have it removed, or set TRAINLOOP_LEASE_DIR to a folder that is yours."
+            )
+        if stat.S_IMODE(found.st_mode) != 0o755:  # by the umask; others look into it, and write nothing
+            self._where.chmod(0o755)
 
     @contextlib.contextmanager
     def closed_to_others(self) -> Iterator[None]:
-        lock = self.lock("desk.lock")
-        lock.acquire(timeout=-1, poll_interval=0.005)
+        import filelock
+
+        lock = self.lock("desk.lock", mode=0o600)
+        try:
+            lock.acquire(timeout=_DESK_S, poll_interval=0.005)
+        except filelock.Timeout:
+            holders = ", ".join(_holders(self._where / "desk.lock")) or "a process that can't be told"
+            raise ResourceError(
+                f"the leases in {str(self._where)!r} were locked for {_DESK_S:g} s by {holders}: that takes moments "
+                "otherwise. End it, or set TRAINLOOP_LEASE_DIR to another folder."
+            ) from None
         try:
             yield
         finally:
@@ -179,7 +213,7 @@ class _Desk:
         with open(self._pools_file(number), "x") as file:  # 'x': never through a link that somebody left here
             json.dump(pools, file)
         self._pools_file(number).chmod(0o644)
-        lock = self.lock(f"ticket-{number}.lock")
+        lock = self.lock(f"ticket-{number}.lock", mode=0o600)
         lock.acquire(timeout=0)
         return _Ticket(number, lock)
 
@@ -212,7 +246,10 @@ class _Desk:
             for name in request.pool:
                 if len(names[kind]) == request.number:
                     break
-                lock = self._try(f"held-{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}.lock")
+                lock = self._try(_held(name))
+                if lock is not None and any(_is_locked(path) for path in self._of_others(name)):
+                    lock.release()
+                    lock = None
                 if lock is None:
                     taken[kind].append(name)
                 else:
@@ -252,23 +289,92 @@ class _Desk:
             return None
         return lock
 
-    def lock(self, name: str) -> filelock.BaseFileLock:
+    def lock(self, name: str, mode: int = 0o644) -> filelock.BaseFileLock:
         import filelock
 
-        # Readable and writable for all: the next run may be another user's. A lease may end in another thread.
-        return filelock.FileLock(str(self._where / name), mode=0o666, thread_local=False)
+        # Others may read what tells them that a device is held, no more. A lease may end in another thread.
+        return filelock.FileLock(str(self._where / name), mode=mode, thread_local=False)
+
+    def holders(self, device: str) -> list[str]:
+        """Who holds a device, of this user's runs and of others', as far as the system tells."""
+        paths = [self._where / _held(device), *self._of_others(device)]
+        return [holder for path in paths for holder in _holders(path)]
+
+    def _of_others(self, device: str) -> Iterator[Path]:
+        """The file of a device in each other user's folder that is really that user's."""
+        for path in self._base.glob(f"{_FOLDER}*"):
+            with contextlib.suppress(OSError):
+                found = os.lstat(path)
+                own = path == self._where or path.name != f"{_FOLDER}{found.st_uid}"
+                if not own and stat.S_ISDIR(found.st_mode) and not stat.S_IMODE(found.st_mode) & 0o022:
+                    yield path / _held(device)
+
+
+def _held(device: str) -> str:
+    return f"held-{re.sub(r'[^A-Za-z0-9_.-]', '_', device)}.lock"
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether somebody holds the lock of another user's file; nothing is written, and no link followed."""
+    try:
+        import fcntl
+
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (ImportError, OSError):
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two who look are in nobody's way
+    except OSError:
+        return stat.S_ISREG(os.fstat(fd).st_mode)
+    finally:
+        os.close(fd)
+    return False
+
+
+def _holders(path: Path) -> list[str]:
+    """``process 4711 of user ann (python train.py)`` for each process that has locked the file; Linux tells."""
+    holders = []
+    with contextlib.suppress(OSError):
+        inode = os.lstat(path).st_ino
+        with open("/proc/locks") as file:
+            # 1: FLOCK  ADVISORY  WRITE 4711 08:01:131090 0 EOF. The device is not always that of stat().
+            rows = [
+                fields for line in file if (fields := line.split())[1] in ("FLOCK", "POSIX") and fields[3] == "WRITE"
+            ]
+        for pid in {int(fields[4]) for fields in rows if fields[5].rpartition(":")[2] == str(inode)} - {os.getpid()}:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            short = command if len(command) <= 80 else f"{command[:77]}..."
+            status = Path(f"/proc/{pid}/status").read_text()
+            user = next(int(line.split()[2]) for line in status.splitlines() if line.startswith("Uid:"))
+            holders.append(f"process {pid} of {_user(user)} ({short})")
+    return holders
+
+
+def _uid() -> int:
+    return os.geteuid() if hasattr(os, "geteuid") else 0
+
+
+def _user(uid: int) -> str:
+    try:
+        import pwd
+
+        return f"user {pwd.getpwuid(uid).pw_name}"
+    except (ImportError, KeyError):
+        return f"user {uid}"
 
 
 @contextlib.contextmanager
 def one_at_a_time(name: str, where: Path | None = None) -> Iterator[None]:
-    """Let one process of this machine at a time run the block, for a choice that takes several steps.
+    """Let one process of this user at a time run the block, for a choice that takes several steps.
 
-    A machine without a place for locks lets all of them.
+    A machine without a place for locks lets all of them, and so does one where somebody takes a minute.
     """
     try:
-        lock = _Desk(folder() if where is None else where).lock(f"{name}.lock")
-        lock.acquire()
-    except OSError:
+        import filelock
+
+        lock = _Desk(folder() if where is None else where).lock(f"{name}.lock", mode=0o600)
+        lock.acquire(timeout=_DESK_S)
+    except (OSError, ResourceError, filelock.Timeout):
         yield
         return
     try:

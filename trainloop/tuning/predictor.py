@@ -10,7 +10,7 @@ from typing import Any
 
 from trainloop.errors import CheckpointError
 from trainloop.tuning import fitting
-from trainloop.tuning.storage import dumps, loads, write_bytes
+from trainloop.tuning.storage import dumps, loads, read_own, write_bytes
 
 __all__ = ["BaggedPredictor"]
 
@@ -52,18 +52,28 @@ class BaggedPredictor:
         write_bytes(Path(path), _HEAD + hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> BaggedPredictor:
+    def load(cls, path: str | os.PathLike[str], *, trusted: bool = False) -> BaggedPredictor:
         """Read what :meth:`save` wrote.
 
-        The file holds pickled objects, which can run any code when they are read: load only files that you trust.
+        The file holds pickled objects, which can run any code when they are read. So it is read only where nobody else
+        can have written it: the file and its folder must belong to this user or to root, and not be writable by others.
+
+        Parameters
+        ----------
+        path : path
+        trusted : bool
+            You vouch for the file, whoever may have written it, for instance one that you have downloaded from a
+            source that you trust: nothing is checked.
 
         Raises
         ------
         CheckpointError
             If the file is absent, damaged, or something else.
+        ConfigurationError
+            If others may have written it.
         """
         try:
-            data = Path(path).read_bytes()
+            data = read_own(Path(path), trusted=trusted)
         except OSError as error:
             raise CheckpointError(
                 f"no predictor at {os.fspath(path)!r}: {error}. Give the path that save() got."

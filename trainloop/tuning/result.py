@@ -70,6 +70,7 @@ class TuneResult:
         folder: Path,
         folds: list[Fold] | None,
         interrupted: bool = False,
+        trusted: bool = False,
     ) -> None:
         self.trials = trials
         """All trials that were begun, in their order."""
@@ -83,6 +84,7 @@ class TuneResult:
         """Where parameters, predictions, models and logs are; without a ``storage`` as long as the result is."""
         self.folds = folds
         """The bag's folds; None without bagging."""
+        self._trusted = trusted
         self.interrupted = interrupted
         """Whether the search was stopped before its end."""
 
@@ -121,7 +123,7 @@ class TuneResult:
         """The best trial's models as one; ``save`` it to keep it."""
         best = self.best_trial
         folders = self._finished(best)
-        return BaggedPredictor([read(folder / "model.pkl") for _, folder in folders])
+        return BaggedPredictor([self._read(folder / "model.pkl") for _, folder in folders])
 
     def predict(self, data: Any) -> Any:
         """Mean of the best trial's models; see :meth:`BaggedPredictor.predict`."""
@@ -140,7 +142,9 @@ class TuneResult:
         """
         if self.folds is None:
             raise ConfigurationError("out-of-fold predictions need folds: tune(..., num_bag_folds=2) or more.")
-        parts = {fold: np.asarray(read(folder / "predictions.pkl")) for fold, folder in self._finished(self.best_trial)}
+        parts = {
+            fold: np.asarray(self._read(folder / "predictions.pkl")) for fold, folder in self._finished(self.best_trial)
+        }
         first = next(iter(parts.values()))
         rows = sum(len(fold.validation) for fold in self.folds)
         lost = len(parts) < len(self.folds)
@@ -151,6 +155,9 @@ class TuneResult:
         for fold, part in parts.items():
             whole[self.folds[fold].validation] = part
         return whole
+
+    def _read(self, path: Path) -> Any:
+        return read(path, trusted=self._trusted)
 
     def _finished(self, trial: Trial) -> list[tuple[int, Path]]:
         folder = self.folder / f"trial-{trial.number:04d}"

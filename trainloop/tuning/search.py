@@ -25,7 +25,7 @@ from trainloop.tuning.local import Ended, LocalBackend
 from trainloop.tuning.progress import Running, View
 from trainloop.tuning.result import TuneResult, best_of
 from trainloop.tuning.space import Searcher, make_searcher
-from trainloop.tuning.storage import Storage, read, write
+from trainloop.tuning.storage import Storage, make_folder, read, write
 from trainloop.tuning.worker import Job
 
 __all__ = ["tune"]
@@ -62,6 +62,7 @@ def tune(
     parallel_folds: bool = True,
     progress: bool = True,
     lease_timeout_s: float | None = None,
+    trusted: bool = False,
 ) -> TuneResult:
     """Search for the best parameters, each trial one model or a bag of them, under quotas that are enforced.
 
@@ -99,7 +100,8 @@ def tune(
     seed : int, optional
         Of parameters, folds and models.
     storage : path, optional
-        Folder of the search. One that was begun there goes on, and trains no finished fold again.
+        Folder of the search. One that was begun there goes on, and trains no finished fold again. It holds pickles,
+        which can run any code when they are read: it must belong to you or to root, and not be writable by others.
     fit_args : mapping, optional
         Arguments of ``fit``, where ``make_loop`` returns an untrained loop: ``{'num_epochs': 5}``. By default
         ``num_epochs`` is the parameter of that name, or 10.
@@ -113,7 +115,9 @@ def tune(
     progress : bool
         Whether to show trials done, running and failed, and resources in use.
     lease_timeout_s : float, optional
-        How long to wait for CPUs and GPUs that other runs hold; for ever by default.
+        How long to wait for CPUs and GPUs that other runs hold; a day by default.
+    trusted : bool
+        You vouch for what is in ``storage``, whoever may have written it: owners and modes are not checked.
 
     Returns
     -------
@@ -173,6 +177,7 @@ def tune(
                 "mode": mode,
                 "seed": seed,
             },
+            trusted=trusted,
         )
         undo.callback(store.close)
         chosen_seed = store.fix_seed(secrets.randbelow(2**31) if seed is None else seed)
@@ -198,6 +203,7 @@ def tune(
             folder=store.folder,
             folds=search.folds,
             interrupted=search.interrupted,
+            trusted=trusted,
         )
         if temporary:
             unless_returned.pop_all()
@@ -318,7 +324,7 @@ class _Search:
         if num_bag_folds > 1:
             path = self._store.folder / "folds.pkl"
             if path.exists():
-                self.folds = read(path)
+                self.folds = read(path, trusted=self._store.trusted)
             else:
                 length, targets = self._describe(targets)
                 self.folds = make_folds(length, num_bag_folds, seed=self._seed, classes=class_targets(targets))
@@ -341,12 +347,12 @@ class _Search:
                 "make_loop(params, None) was called to learn the rows of the data for the folds, and failed. Give tune "
                 f"data=(x, y) or targets=(one for each row), or mend it:\n{ended.error}"
             )
-        found = read(folder / "result.pkl")
+        found = read(folder / "result.pkl", trusted=self._store.trusted)
         return found["length"], found["targets"]
 
     def _probe(self) -> Ended:
         folder = self._store.folder / "data"
-        folder.mkdir(exist_ok=True)
+        make_folder(folder)
         for name in ("result.pkl", "error.txt"):
             (folder / name).unlink(missing_ok=True)
         self._backend.start(self._job(0, 0, folder, bag=0, place=0, probe=True), 0)
@@ -361,6 +367,7 @@ class _Search:
             folder=str(folder),
             work=str(self._store.folder / "work.pkl"),
             params=str(self._store.trial_folder(number) / "params.pkl"),
+            trusted=self._store.trusted,
             seed=int(np.random.SeedSequence([self._seed, number, fold]).generate_state(1)[0]),
             quota=self._slots.quota,
             cpus=self._slots.cpus(bag, place),

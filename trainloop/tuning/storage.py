@@ -11,7 +11,8 @@
                       model.pkl     the trained model
                       error.txt     why there is no result
 
-Every file is written beside its place and renamed into it.
+Every file is written beside its place and renamed into it. Pickles are read only where no other user can have written
+them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import contextlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +31,9 @@ from trainloop.errors import ConfigurationError, UnpicklableError
 if TYPE_CHECKING:
     import filelock
 
-__all__ = ["Storage", "dumps", "loads", "read", "write", "write_bytes"]
+__all__ = ["Storage", "dumps", "loads", "make_folder", "read", "read_own", "write", "write_bytes"]
+
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
 
 def dumps(value: object, root: str = "") -> bytes:
@@ -62,17 +66,85 @@ def write(path: Path, value: object, root: str = "") -> None:
     write_bytes(path, dumps(value, root))
 
 
-def read(path: Path) -> Any:
-    """What :func:`write` wrote."""
-    return loads(path.read_bytes())
+def read(path: Path, *, trusted: bool = False) -> Any:
+    """What :func:`write` wrote; a pickle, hence read only where nobody else can have written it, or if ``trusted``."""
+    return loads(read_own(path, trusted=trusted))
+
+
+def read_own(path: Path, *, trusted: bool = False) -> bytes:
+    """Bytes of a file that runs code when it is read: refused where another user may have written it.
+
+    Parameters
+    ----------
+    trusted : bool
+        The caller vouches for it: nothing is checked.
+
+    Raises
+    ------
+    ConfigurationError
+        If the file or its folder is owned by a user other than this one and root, or others may write to it.
+    """
+    with open(path, "rb") as file:
+        if not trusted:
+            # The open file itself and not its name, which may mean another by now.
+            _check_owner(path, os.fstat(file.fileno()))
+            _check_owner(path.parent, os.stat(path.parent))
+        return file.read()
+
+
+def check_own_folder(folder: Path, *, trusted: bool = False) -> None:
+    """See that nobody else can put files into a folder from which pickles are read; raises as :func:`read_own`."""
+    if not trusted:
+        _check_owner(folder, os.stat(folder))
+
+
+def _check_owner(path: Path, found: os.stat_result) -> None:
+    if not hasattr(os, "geteuid"):  # a system whose files have no such owners
+        return
+    is_folder = stat.S_ISDIR(found.st_mode)
+    if found.st_uid not in (os.geteuid(), 0):
+        wrong, mend = f"is owned by user {_name(found.st_uid)}", "Copy what you trust into a folder of your own"
+    # Of a folder that is open to all, such as /tmp, the sticky bit keeps others' files from being replaced.
+    elif is_folder and found.st_mode & stat.S_ISVTX:
+        return
+    elif stat.S_IMODE(found.st_mode) & 0o002 or (stat.S_IMODE(found.st_mode) & 0o020 and not _is_private(found)):
+        wrong, mend = f"may be written by others (mode {stat.S_IMODE(found.st_mode):o})", f"chmod go-w {str(path)!r}"
+    else:
+        return
+    what = "folder" if is_folder else "file"
+    raise ConfigurationError(
+        f"{str(path)!r}: this {what} {wrong}, and what is read from it can run any code. {mend}, or pass trusted=True "
+        "if you know who wrote it."
+    )
+
+
+def _is_private(found: os.stat_result) -> bool:
+    """Whether the group is one that many systems make for each user: of the user's name, with nobody else in it."""
+    import grp
+    import pwd
+
+    try:
+        user, group = pwd.getpwuid(found.st_uid), grp.getgrgid(found.st_gid)
+    except KeyError:
+        return False
+    return user.pw_gid == found.st_gid and user.pw_name == group.gr_name and set(group.gr_mem) <= {user.pw_name}
+
+
+def _name(uid: int) -> str:
+    import pwd
+
+    try:
+        return f"{pwd.getpwuid(uid).pw_name!r}"
+    except KeyError:
+        return str(uid)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file that is whole or absent."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file that is whole or absent, and that others can't write to, whatever the umask is."""
+    make_folder(path.parent)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(beside, "wb") as file:
+        with open(beside, "wb", opener=lambda name, flags: os.open(name, flags | _NO_LINK, 0o644)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -82,12 +154,21 @@ def write_bytes(path: Path, data: bytes) -> None:
             beside.unlink()
 
 
+def make_folder(folder: Path) -> None:
+    """A folder, and those above it, that others can't write to; one that is there stays as it is."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(mode=0o755, exist_ok=True)
+
+
 class Storage:
     """The folder of one search, open in one process at a time."""
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, identity: Mapping[str, Any], *, trusted: bool = False) -> None:
         self.folder = folder.absolute()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.trusted = trusted
+        make_folder(self.folder)
+        check_own_folder(self.folder, trusted=trusted)
         self._lock = self._locked()
         try:
             self.identity = self._checked(dict(identity))
@@ -147,7 +228,7 @@ class Storage:
     def params(self, number: int) -> dict[str, Any] | None:
         """Parameters of a trial begun earlier."""
         path = self.trial_folder(number) / "params.pkl"
-        return dict(read(path)) if path.exists() else None
+        return dict(read(path, trusted=self.trusted)) if path.exists() else None
 
     def begin_trial(self, number: int, params: Mapping[str, Any]) -> None:
         folder = self.trial_folder(number)
@@ -157,7 +238,7 @@ class Storage:
     def result(self, number: int, fold: int) -> dict[str, Any] | None:
         """The finished fold, without its predictions and its model."""
         path = self.fold_folder(number, fold) / "result.pkl"
-        return read(path) if path.exists() else None
+        return read(path, trusted=self.trusted) if path.exists() else None
 
     def forget_models(self, number: int) -> None:
         """Delete the models of a trial that another one has beaten."""
@@ -169,5 +250,5 @@ class Storage:
         """An empty folder for a fold that begins."""
         folder = self.fold_folder(number, fold)
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        make_folder(folder)
         return folder

@@ -42,6 +42,8 @@ class Job:
     """CPUs of the child; all it finds where the list is empty."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that must be there before the interpreter starts."""
+    trusted: bool = False
+    """Whether the files are read whoever may have written them."""
     probe: bool = False
     """Only look at the data, for its length and targets."""
 
@@ -101,8 +103,8 @@ def _train(job: Job, folder: Path) -> None:
 
         device = torch.device("cuda", 0)
     with enforce.applied(quota, device=device):
-        work = read(Path(job.work))
-        params = read(Path(job.params))
+        work = read(Path(job.work), trusted=job.trusted)
+        params = read(Path(job.params), trusted=job.trusted)
         _seed(job.seed)
         from trainloop.tuning import fitting
 

@@ -1,0 +1,122 @@
+"""Who is at the other end of this process's connections, where that is on the same host.
+
+Gloo's listeners are open to every user of the host, and its protocol asks nobody who they are: a process that connects
+before a rank does takes the rank's place, in gradients too. It has to stay connected for that, and the kernel knows
+whose each end of a local connection is. So the connections that came in while a process group was made are looked up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+__all__ = ["no_strangers"]
+
+_ESTABLISHED, _LISTEN = "01", "0A"
+_TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
+
+
+class _Socket(NamedTuple):
+    local: str
+    remote: str
+    state: str
+    uid: int
+    inode: int
+
+
+@contextlib.contextmanager
+def no_strangers() -> Iterator[None]:
+    """Make a process group in this context: another user's connection to it is an error that says so.
+
+    Sees connections between processes of one host (of one network namespace) on Linux; does nothing elsewhere. The
+    user's own servers, which listened before, may be connected to by anybody.
+
+    Raises
+    ------
+    ConnectionError
+        That names the user; also in place of the group's own error, which would not say what happened.
+    """
+    before = _own_listeners()
+    try:
+        yield
+    except Exception as error:
+        _check(before, error)
+        raise
+    _check(before, None)
+
+
+def _check(before: set[str], cause: Exception | None) -> None:
+    strangers = _strangers(_own_listeners() - before)
+    if strangers:
+        users = " and ".join(sorted({_user(uid) for uid in strangers}))
+        then = "" if cause is None else f" It then failed: {cause}"
+        # Without the cause: it would look like the loss of another rank.
+        raise ConnectionError(
+            f"{users} connected to this run's process group while it was made, as only its ranks should (process "
+            f"{os.getpid()}, at {time.strftime('%H:%M:%S')}). Nothing was exchanged.{then} Start the run again; where "
+            "that happens on purpose, in a container with a network of its own. See SECURITY.md."
+        ) from None
+
+
+def _strangers(listeners: set[str]) -> list[int]:
+    """Users, other than this process's, at the other ends of connections that these listeners took."""
+    if not listeners:
+        return []
+    sockets = _sockets()
+    owners = {(s.local, s.remote): s.uid for s in sockets}
+    taken = [s for s in sockets if s.state != _LISTEN and _port(s.local) in listeners]
+    others = [owners.get((s.remote, s.local)) for s in taken if s.inode]
+    # Root may look into every process anyway.
+    return [uid for uid in others if uid is not None and uid not in (os.geteuid(), 0)]
+
+
+def _own_listeners() -> set[str]:
+    """Ports that this process listens on."""
+    own = _own_inodes()
+    return {_port(s.local) for s in _sockets() if s.state == _LISTEN and s.inode in own} if own else set()
+
+
+def _own_inodes() -> set[int]:
+    inodes = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                found = os.stat(f"/proc/self/fd/{name}")
+                if stat.S_ISSOCK(found.st_mode):
+                    inodes.add(found.st_ino)
+    return inodes
+
+
+def _sockets() -> list[_Socket]:
+    """TCP sockets of this network namespace, as the kernel lists them; none where it doesn't."""
+    sockets = []
+    for table in _TABLES:
+        with contextlib.suppress(OSError), open(table) as file:
+            next(file, None)
+            for line in file:
+                fields = line.split()
+                local, remote = _address(fields[1]), _address(fields[2])
+                sockets.append(_Socket(local, remote, fields[3], int(fields[7]), int(fields[9])))
+    return sockets
+
+
+def _address(text: str) -> str:
+    """IPv4 addresses that an IPv6 socket shows mapped as they are."""
+    return text.removeprefix("0000000000000000FFFF0000")
+
+
+def _port(address: str) -> str:
+    return address.rpartition(":")[2]
+
+
+def _user(uid: int) -> str:
+    try:
+        import pwd
+
+        return f"user {pwd.getpwuid(uid).pw_name} (uid {uid})"
+    except (ImportError, KeyError):
+        return f"another user (uid {uid})"
