@@ -18,7 +18,7 @@ from trainloop import devices as device_choice
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.data.libraries import loads
 from trainloop.errors import ConfigurationError
-from trainloop.model import TTModel
+from trainloop.model import TTModel, yields_losses
 from trainloop.optim import MultiOptimizer, needs_closure, optimizers_of, parameters_of
 
 __all__ = ["AmpOptions", "FitJob"]
@@ -84,6 +84,12 @@ def check_model(model: Any) -> Any:
         )
     if not isinstance(model, TTModel) and not callable(getattr(model, "get_loss_eval", None)):
         raise ConfigurationError(f"model is a {type(model).__name__} without get_loss_eval. Subclass TTModel.")
+    reduction = getattr(model, "loss_reduction", None)
+    if reduction not in (None, "mean", "sum"):
+        raise ConfigurationError(
+            f"{type(model).__name__}.loss_reduction={_short(reduction)}: must be 'mean' or 'sum', what get_loss makes "
+            "of a batch's samples, or None to leave it to the criterion."
+        )
     return model
 
 
@@ -302,8 +308,8 @@ def check_fit_parts(
             )
 
 
-def check_step(optimizer: Any, amp: AmpOptions, device: torch.device) -> None:
-    """Whether such optimizers can take steps in this way."""
+def check_step(model: Any, optimizer: Any, amp: AmpOptions, device: torch.device) -> None:
+    """Whether such optimizers can take steps with such a model in this way."""
     optimizers = optimizers_of(optimizer)
     asking = next((type(single).__name__ for single in optimizers if needs_closure(single)), None)
     if asking is None:
@@ -313,6 +319,12 @@ def check_step(optimizer: Any, amp: AmpOptions, device: torch.device) -> None:
             f"{asking} evaluates the loss again and again in a step (step(closure)), but it is one of "
             f"{len(optimizers)} optimizers, whose weights would change meanwhile. Give it all parameters, or choose "
             "others that need no closure, such as Adam."
+        )
+    if yields_losses(model):
+        raise ConfigurationError(
+            f"{asking} evaluates the loss again and again in a step (step(closure)), but get_loss yields its losses, "
+            "and what came before a loss can't be run again. Return the loss, or choose an optimizer that needs no "
+            "closure, such as Adam."
         )
     if amp.on(device).scales:
         raise ConfigurationError(

@@ -6,9 +6,9 @@ that neither the number of ranks nor the order in which they finish shows in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trainloop.errors import ConfigurationError
 from trainloop.metrics import EpochEnd, Recorder
 from trainloop.optim import MultiLoss
+from trainloop.reduction import SumRule
 
 __all__ = [
     "Predictions",
@@ -90,7 +91,11 @@ def about_eval_mode(model: nn.Module, kept: Sequence[nn.Module]) -> str:
 
 
 def mean_loss(
-    batches: Iterator[tuple[int, Any, int]], get_loss: Callable[[Any], Any], recorder: Recorder, name: str
+    batches: Iterator[tuple[int, Any, int]],
+    get_loss: Callable[[Any], Any],
+    recorder: Recorder,
+    name: str,
+    sums: SumRule | None = None,
 ) -> EpochEnd:
     """Mean loss over all samples of a loader (over all units where the loss comes with a weight), and what was logged.
 
@@ -106,15 +111,25 @@ def mean_loss(
         An empty one; emptied again.
     name : str
         Of the loader, for messages.
+    sums : SumRule, optional
+        Which losses are sums over samples.
 
     Raises
     ------
     ConfigurationError
         If the loader has no samples at all.
     """
+    summed = None if sums is not None else False
     for number, (_, batch, size) in enumerate(batches, start=1):
         recorder.batch_size = size
-        loss, weight = split_loss(get_loss(batch))
+        # Only a graph tells whether get_loss divides the criterion's sum; the first batch's speaks for all.
+        with torch.set_grad_enabled(summed is None and not getattr(sums, "certain", True)):
+            loss, weight = split_loss(get_loss(batch))
+        if summed is None:
+            assert sums is not None
+            summed = sums(loss)
+        if summed and weight is None:
+            loss = per_sample(loss, size)
         recorder.add_loss(loss, size if weight is None else weight)
         if number % BATCHES_BETWEEN_READINGS == 0:
             recorder.compact()
@@ -219,6 +234,11 @@ def predictions(
     return y_pred, y_true, metadata
 
 
+def per_sample(loss: Any, size: int) -> Any:
+    """A sum over so many samples as what the history shows: their mean."""
+    return loss.detach() / max(size, 1)
+
+
 def split_loss(output: Any) -> tuple[Any, Any]:
     """A loss and its weight, ``None`` where ``get_loss`` gave no weight."""
     if isinstance(output, tuple):
@@ -230,6 +250,11 @@ def split_loss(output: Any) -> tuple[Any, Any]:
         loss, weight = output
     else:
         loss, weight = output, None
+    if isinstance(loss, Generator):
+        raise ConfigurationError(
+            "get_loss returned a generator, but is none itself, so that it was called as any other method. Write it "
+            "with yield: `yield from super().get_loss(...)`, for instance."
+        )
     if not isinstance(loss, (Tensor, MultiLoss)):
         raise ConfigurationError(
             f"get_loss returned a {type(loss).__name__}{' as the loss' if weight is not None else ''}: "
@@ -254,6 +279,64 @@ def explain_backward(loss: Any) -> None:
             "get_loss returned a loss without a graph, so there is nothing to differentiate: compute it from the "
             "model's output, without .detach(), .item() or torch.no_grad(), with parameters that require gradients."
         )
+
+
+# -- a get_loss that yields its losses ---------------------------------------------------------------------------------
+
+
+class Yielded(NamedTuple):
+    """One loss of a ``get_loss`` that yields them."""
+
+    optimizer: int | str | None
+    """Name or index of its optimizer; ``None`` where there is only one."""
+    loss: Any
+    """A tensor."""
+    weight: Any
+    """``None`` where ``get_loss`` gave none."""
+
+
+def split_yielded(item: Any) -> Yielded:
+    """What a ``get_loss`` yielded: a loss or ``(loss, weight)``, alone or behind its optimizer's name or index."""
+    optimizer = None
+    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], (str, int)):
+        optimizer, item = item
+    loss, weight = split_loss(item)
+    if not isinstance(loss, Tensor):
+        raise ConfigurationError(
+            "get_loss yielded a MultiLoss: yield the losses one by one, each behind its optimizer's name, as "
+            "`yield 'generator', loss`; or return the MultiLoss."
+        )
+    return Yielded(optimizer, loss, weight)
+
+
+def joined_losses(losses: Sequence[Yielded]) -> tuple[Tensor | MultiLoss, Any]:
+    """The losses that one batch yielded, as one with its weight: the mean of each optimizer's, by its name or index."""
+    groups: dict[int | str | None, list[Tensor]] = {}
+    for optimizer, loss, _ in losses:
+        groups.setdefault(optimizer, []).append(loss.reshape(()))
+    if not groups:
+        raise ConfigurationError(
+            "get_loss yielded no loss for a batch. It is a generator, as there is a yield in it: yield one at least."
+        )
+    means = {optimizer: sum(group[1:], group[0]) / len(group) for optimizer, group in groups.items()}
+    weight = next((weight for *_, weight in losses if weight is not None), None)
+    if None not in means:
+        return MultiLoss({str(optimizer): mean for optimizer, mean in means.items()}), weight
+    if len(means) > 1:
+        names = ", ".join(repr(name) for name in means if name is not None)
+        raise ConfigurationError(
+            f"get_loss yielded losses for optimizers {names}, and some that say for none. Put the optimizer's name or "
+            "index before each, `yield 'generator', loss`, or before none."
+        )
+    return means[None], weight
+
+
+def run_through(output: Any) -> Any:
+    """What ``get_loss`` returned; of a generator, what it yields to its end, as one loss with its weight."""
+    if not isinstance(output, Generator):
+        return output
+    loss, weight = joined_losses([split_yielded(item) for item in output])
+    return loss if weight is None else (loss, weight)
 
 
 def check_rows(output: Any) -> None:

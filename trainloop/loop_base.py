@@ -34,6 +34,7 @@ from trainloop.model import TTModel
 from trainloop.optim import MultiOptimizer, optimizers_of
 from trainloop.placement import Placement, placed
 from trainloop.progress import Progress
+from trainloop.reduction import SumRule, sum_rule
 from trainloop.resources.enforce import applied, cap_workers, child_environment, devices_under
 from trainloop.signals import signals, uninterrupted
 from trainloop.stopping import LocalStop, StopAgreement
@@ -64,6 +65,7 @@ class Run:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     reduce_by_hand: bool = False
     train_step: Any = None
+    sums: SumRule | None = None
     start_epoch: int = 0
     start_iteration: int = -1
     epoch_steps: int = 0
@@ -304,7 +306,7 @@ class LoopBase:
         if not lazy or loader is None:
             return
         with rng.isolated(), evaluation.evaluating(self.model):
-            self.model.get_loss(next(iter(loader)), self.criterion, self.model.device)
+            evaluation.run_through(self.model.get_loss(next(iter(loader)), self.criterion, self.model.device))
 
     @contextmanager
     def _running(self, stop: StopAgreement, job: FitJob | None) -> Iterator[Run]:
@@ -442,12 +444,13 @@ class LoopBase:
 
         def get_loss(batch: Any) -> Any:
             with run.place.autocast:
-                return model.get_loss_eval(batch, self.criterion, device)
+                return evaluation.run_through(model.get_loss_eval(batch, self.criterion, device))
 
         with self._recording(run, prefix) as recorder:
             feed = self._eval_feed(run, loader, name)
             batches = _between_hooks(feed.batches(), run.hooks, recorder, {"type": kind, "pass": "loss"})
-            end = evaluation.mean_loss(batches, get_loss, recorder, name)
+            sums = sum_rule(self.model, self.criterion)
+            end = evaluation.mean_loss(batches, get_loss, recorder, name, sums)
         losses = named_losses(end.losses, prefix) if losses_into_history else {}
         self._into_history(run, prefix, {**losses, **end.metrics})
         parts = {part: value for part, value in end.losses.items() if part}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from trainloop.errors import ConfigurationError
 
-__all__ = ["ModelWrap", "TTBasicModel", "TTModel"]
+__all__ = ["ModelWrap", "TTBasicModel", "TTModel", "yields_losses"]
 
 
 class TTModel(nn.Module, ABC):
@@ -40,6 +41,10 @@ class TTModel(nn.Module, ABC):
     """Attributes that hold what is carried from batch to batch, such as ``{"hidden": 1}``, each with the dimension of
     its columns. They are each rank's own, and checkpoints keep them; see :class:`trainloop.data.SplitBatches`."""
 
+    loss_reduction: str | None = None
+    """``'sum'`` or ``'mean'``: what :meth:`get_loss` makes of a batch's samples. ``None``: what the criterion's
+    ``reduction`` says, a mean where it says nothing."""
+
     def __init__(self) -> None:
         super().__init__()
         # Old code lists here what its wrapper should pass on. Every attribute is passed on: nothing reads it.
@@ -61,8 +66,16 @@ class TTModel(nn.Module, ABC):
         Returns
         -------
         Tensor, tuple of (Tensor, weight), or MultiLoss
-            A 0-d loss that is a mean over the batch's samples; or with the number of units (tokens, say) it is a mean
-            over, by which micro-batches and ranks are then weighed.
+            A 0-d loss that is a mean over the batch's samples (or their sum, where the criterion's ``reduction`` or
+            :attr:`loss_reduction` says so); or with the number of units (tokens, say) it is a mean over, by which
+            micro-batches and ranks are then weighed.
+
+        Yields
+        ------
+        tuple of (name or index, loss), or loss
+            Written as a generator, it yields losses in the order of their steps: after each ``yield`` the optimizer of
+            that name has stepped, and what follows is computed with its new weights. A loss is a Tensor or
+            ``(Tensor, weight)``; with one optimizer it needs no name.
         """
 
     def get_loss_eval(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
@@ -221,6 +234,7 @@ class ModelWrap(TTModel):
             raise ConfigurationError(f"feed={feed!r} has no {' and no '.join(missing)}: define them, see ModelWrap.")
         self.model = module
         self.batch_model_feed_def = feed
+        self.loss_reduction = getattr(feed, "loss_reduction", None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's output."""
@@ -238,6 +252,15 @@ class ModelWrap(TTModel):
     def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
         """The feed's predictions."""
         return self.batch_model_feed_def.get_predictions(self.model, batch_data, device)
+
+
+def yields_losses(model: Any, method: str = "get_loss") -> bool:
+    """Whether a model's ``get_loss`` is a generator, which yields a loss for each optimizer step."""
+    function = getattr(model, method, None)
+    if isinstance(model, ModelWrap):
+        feed = model.batch_model_feed_def
+        function = getattr(feed, method, feed.get_loss)
+    return callable(function) and inspect.isgeneratorfunction(inspect.unwrap(function))
 
 
 def _inputs_and_target(batch_data: Any) -> tuple[list[Any], Any]:

@@ -7,7 +7,7 @@ take; :func:`closure_step` for an optimizer that evaluates the loss as often as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from trainloop import distributed, evaluation
 from trainloop.data import StepShare
 from trainloop.errors import ConfigurationError
 from trainloop.metrics import Recorder
+from trainloop.model import yields_losses
 from trainloop.optim import MultiLoss, drop_gradients, needs_closure, parameters_of, take_step
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 
@@ -30,15 +31,19 @@ __all__ = ["kind_of_step"]
 Step = Callable[["TrainLoop", "Run", StepShare], None]
 
 
-def kind_of_step(run: Run) -> Step:
-    """Which of the functions below takes a run's steps."""
+def kind_of_step(loop: TrainLoop, run: Run) -> Step:
+    """Which of these functions takes a run's steps."""
+    if yields_losses(loop.model):
+        from trainloop.alternating import alternating_step
+
+        return alternating_step
     return closure_step if any(map(needs_closure, run.optimizers)) else train_step
 
 
 def train_step(loop: TrainLoop, run: Run, share: StepShare) -> None:
     """Forward and backward for each micro-batch, then one optimizer step for them all."""
     backward_pass(loop, run, share)
-    finish_gradients(loop, run)
+    finish_gradients(loop, run, enumerate(run.optimizers), run.parameters)
     take_steps(loop, run, run.optimizers)
     for optimizer in run.optimizers:
         drop_gradients(optimizer)
@@ -62,7 +67,7 @@ def closure_step(loop: TrainLoop, run: Run, share: StepShare) -> None:
         with torch.enable_grad(), nullcontext() if first else loop._listening(Recorder()):
             value = backward_pass(loop, run, share, first=first, wants_loss=True)
             # Not once a step: what clips here must clip each time, or the line search compares unlike gradients.
-            finish_gradients(loop, run)
+            finish_gradients(loop, run, enumerate(run.optimizers), run.parameters)
         first = False
         assert value is not None  # as asked for
         return value
@@ -119,14 +124,17 @@ def backward_pass(
                 with place.autocast:
                     output = model.get_loss(batches[i], loop.criterion, place.device)
                 loss, weight = (output, None) if isinstance(output, Tensor) else evaluation.split_loss(output)
-                scaled = scaled_loss(run, loss, weight, None if scales is None else scales[i], count)
+                summed = run.sums is not None and weight is None and run.sums(loss)
+                scale = None if scales is None else scales[i]
+                scaled = summed_loss(run, loss) if summed else scaled_loss(run, loss, weight, scale, count)
                 try:
                     _backward(loop, run, scaled)
                 except RuntimeError:
                     evaluation.explain_backward(loss)
                     raise
                 if first:
-                    loop.last_loss = run.recorder.add_loss(loss, sizes[i] if weight is None else weight)
+                    shown = evaluation.per_sample(loss, sizes[i]) if summed else loss
+                    loop.last_loss = run.recorder.add_loss(shown, sizes[i] if weight is None else weight)
                 weights.append(weight)
                 if wants_loss:
                     scaled_losses.append(scaled.detach())
@@ -144,6 +152,11 @@ def scaled_loss(run: Run, loss: Any, weight: Any, scale: float | None, count: in
     if scale is not None:  # micro-batches that differ in samples
         return loss * scale
     return loss / count if count > 1 else loss
+
+
+def summed_loss(run: Run, loss: Any) -> Any:
+    """A sum over samples as it is differentiated: micro-batches add up by themselves, ranks are averaged."""
+    return loss if run.gather is None else loss * distributed.get_world_size()
 
 
 def _like(loss: Tensor | MultiLoss, weight: Any) -> Any:
@@ -214,14 +227,19 @@ def loss_over_ranks(run: Run, scaled_losses: list[Any], factor: Tensor | None) -
     return value if factor is None else value * factor
 
 
-def finish_gradients(loop: TrainLoop, run: Run) -> None:
+def finish_gradients(
+    loop: TrainLoop,
+    run: Run,
+    optimizers: Iterable[tuple[int, torch.optim.Optimizer]],
+    parameters: Sequence[Tensor],
+) -> None:
     """Complete gradients are unscaled, shown to callbacks, and clipped."""
-    for i, optimizer in enumerate(run.optimizers):
+    for i, optimizer in optimizers:
         run.scaler.unscale_(optimizer)  # before clipping: torch's notes on AMP
         for hook in run.hooks.on_after_gradient_update:
             hook(i)
     if loop.gradient_clip_norm is not None:
-        nn.utils.clip_grad_norm_(run.parameters, loop.gradient_clip_norm)
+        nn.utils.clip_grad_norm_(parameters, loop.gradient_clip_norm)
 
 
 def take_steps(loop: TrainLoop, run: Run, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -39,6 +39,7 @@ from trainloop.metrics import Recorder, StepValues, named_losses, rows_of
 from trainloop.model import TTModel
 from trainloop.optim import optimizers_of
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel
+from trainloop.reduction import sum_rule
 from trainloop.signals import signals
 from trainloop.step import kind_of_step
 from trainloop.stopping import CHECKPOINT, EARLY_STOP, INTERRUPT, TERMINATE, StopAgreement
@@ -199,7 +200,7 @@ class TrainLoop(LoopBase):
             self.grad_accumulation = check.check_count(grad_accumulation, "grad_accumulation", 1)
             self._place_run(num_nodes, node_rank, num_gpus, on_gpu, backend, init_method)
             check_carried(self.model, self.gpu_mode)
-            check.check_step(self.optimizer, self._amp, self._devices[0])
+            check.check_step(self.model, self.optimizer, self._amp, self._devices[0])
             job = FitJob(
                 dp_model_args=check.check_wrapper_args(dp_model_args, "dp_model_args", TTDataParallel),
                 ddp_model_args=check.check_wrapper_args(ddp_model_args, "ddp_model_args", TTDistributedDataParallel),
@@ -288,7 +289,8 @@ class TrainLoop(LoopBase):
         if self.gpu_mode == "ddp":
             run.trained = TrainedParameters(self.model, self.criterion, self.timeout)
         run.optimizers = optimizers_of(self.optimizer)
-        run.train_step = kind_of_step(run)
+        run.train_step = kind_of_step(self, run)
+        run.sums = sum_rule(self.model, self.criterion)
         # DDP's reducer expects one backward a forward; several optimizers make several.
         run.reduce_by_hand = run.gather is not None and len(run.optimizers) > 1
         run.recorder = Recorder(rank=self.rank, gather=run.gather, reserved=("val_loss", "test_loss"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainloop.errors import ConfigurationError
+from trainloop.model import yields_losses
 from trainloop.optim import MultiLoss
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy
 
@@ -26,6 +27,10 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     it, whichever submodules they call and however often. So gradients are averaged over ranks in the backward that
     follows, and buffers come from rank 0, exactly as DDP does it for ``wrapper(...)``, which works too. With gradients
     disabled they are plain calls without any exchange, so that ranks may evaluate different numbers of batches.
+
+    A ``get_loss`` that yields its losses, so that one optimizer steps after another within a batch, yields them here
+    too: each is a pass of DDP of its own. As each loss's backward leaves the others' parameters without gradients, that
+    takes ``find_unused_parameters=True``.
 
     Every other attribute, property and method is the model's own, for reading and writing. A method other than these
     three runs past DDP: gradients of a loss that it computes are **not** averaged.
@@ -123,6 +128,8 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         if not torch.is_grad_enabled() or not self._tt_exchanges:
             args, kwargs = self._moved(args, kwargs)
             return function(*args, **kwargs)
+        if yields_losses(self.module, method):
+            return self._passes(function(*args, **kwargs), args, kwargs)
         # The body of DistributedDataParallel.forward, with another function in the place of the module.
         with (
             torch.autograd.profiler.record_function(f"DistributedDataParallel.{method}"),
@@ -132,6 +139,18 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             with self._inside_ddp_forward():
                 output = function(*args, **kwargs)
             return _shut(self._post_forward(_opened(output)), output)
+
+    def _passes(self, losses: Generator[Any, None, None], args: tuple[Any, ...], kwargs: Any) -> Iterator[Any]:
+        """Each loss of a ``get_loss`` that yields them, as a forward pass of DDP of its own."""
+        while True:
+            with torch.autograd.profiler.record_function("DistributedDataParallel.get_loss"):
+                self._pre_forward(*args, **kwargs)
+                with self._inside_ddp_forward():
+                    output = next(losses, losses)
+                if output is losses:
+                    return
+                output = _shut(self._post_forward(_opened(output)), output)
+            yield output
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """As ``DistributedDataParallel``: the module's forward."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,11 @@ from torch._utils import ExceptionWrapper
 from torch.nn.parallel import DataParallel, replicate
 
 from trainloop.errors import ConfigurationError
+from trainloop.model import yields_losses
 from trainloop.optim import MultiLoss
 from trainloop.parallel import scatter as parts
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy
+from trainloop.reduction import sum_rule
 
 __all__ = ["TTDataParallel"]
 
@@ -28,6 +30,10 @@ class TTDataParallel(Transparent, DataParallel):
     each part, and put the results together: losses into the loss of the whole batch, predictions into all its rows, in
     order. Gradients add up in the module's own parameters. ``wrapper(...)`` does the same with ``forward`` and
     concatenates the outputs, as ``nn.DataParallel`` does.
+
+    A ``get_loss`` that yields its losses, so that one optimizer steps after another within a batch, yields those of the
+    whole batch; after each, the replicas get the module's new weights. Losses whose criterion says
+    ``reduction='sum'`` add up, see :mod:`trainloop.reduction`.
 
     Every other attribute, property and method is the model's own, for reading and writing.
 
@@ -102,6 +108,7 @@ class TTDataParallel(Transparent, DataParallel):
         self.dim = dim  # DataParallel leaves it out where there is no GPU
         self._become_transparent()
 
+    _tt_summed = True  # whether the last loss was a sum over samples, where the criterion is one
     _tt_devices: list[torch.device]  # of the replicas; empty: call the module as it is
     _tt_output_device: torch.device
 
@@ -123,14 +130,58 @@ class TTDataParallel(Transparent, DataParallel):
                 return _bound(self.module, method)(*inputs[0][0], **inputs[0][1])
             replicas = _replicas(self.module, devices, sizes)
             calls = [_call(_bound(replica, method), *part) for replica, part in zip(replicas, inputs, strict=True)]
-            outputs = _in_threads(calls, devices)
-            if devices[0].type != "cpu":
-                outputs = [_on_device(output, self._tt_output_device) for output in outputs]
+            outputs = self._outputs(calls, devices)
             if method == "__call__":
                 return parts.gather(outputs, self.dim)
             if method == "get_predictions":
                 return parts.combine_predictions(outputs, self.dim)
-            return parts.combine_losses(outputs, sizes)
+            criterion = kwargs.get("criterion", args[1] if len(args) > 1 else None)
+            if yields_losses(self.module, method):
+                return self._passes(outputs, replicas, devices, sizes, criterion)
+            return self._loss_of_all(outputs, sizes, criterion)
+
+    def _outputs(self, calls: list[Callable[[], Any]], devices: list[torch.device]) -> list[Any]:
+        """What each replica's call returns, on the device of outputs."""
+        outputs = _in_threads(calls, devices)
+        if devices[0].type != "cpu":
+            outputs = [_on_device(output, self._tt_output_device) for output in outputs]
+        return outputs
+
+    def _loss_of_all(self, losses: list[Any], sizes: list[int], criterion: Any) -> Any:
+        """The loss of the whole batch from those of its parts."""
+        rule = sum_rule(self.module, criterion)
+        if rule is None or isinstance(losses[0], tuple):
+            return parts.combine_losses(losses, sizes)
+        # Without a graph the last one counts: evaluation's first batch has one.
+        if torch.is_grad_enabled() or rule.certain:
+            self._tt_summed = rule(losses[0])
+        return parts.combine_losses(losses, sizes, self._tt_summed)
+
+    def _passes(
+        self,
+        generators: list[Generator[Any, None, None]],
+        replicas: list[nn.Module],
+        devices: list[torch.device],
+        sizes: list[int],
+        criterion: Any,
+    ) -> Iterator[Any]:
+        """Each loss of a ``get_loss`` that yields them, for the whole batch; then the replicas get the new weights."""
+        ended = object()
+        while True:
+            items = self._outputs([_call(next, (generator, ended), {}) for generator in generators], devices)
+            if all(item is ended for item in items):
+                return
+            named = [isinstance(item, tuple) and isinstance(item[0], (str, int)) for item in items]
+            names = {item[0] if has_name else None for item, has_name in zip(items, named, strict=True)}
+            if len(names) > 1 or ended in items:
+                raise ConfigurationError(
+                    "the replicas' parts of one batch yielded losses of different optimizers at the same place, or not "
+                    "equally many. Let the sequence of get_loss depend on nothing but what is the same for all."
+                )
+            losses = [item[1] if has_name else item for item, has_name in zip(items, named, strict=True)]
+            loss = self._loss_of_all(losses, sizes, criterion)
+            yield (names.pop(), loss) if named[0] else loss
+            _renew(replicas, _replicas(self.module, devices, sizes))
 
     def _check_on(self, device: torch.device) -> None:
         for t in (*self.module.parameters(), *self.module.buffers()):
@@ -207,6 +258,17 @@ def _replicas(module: nn.Module, devices: list[torch.device], sizes: list[int]) 
             # It would run the module that was compiled, which is not this one.
             part.__dict__.pop("_compiled_call_impl", None)
     return replicas
+
+
+def _renew(replicas: list[nn.Module], with_weights_of: list[nn.Module]) -> None:
+    """Give replicas that are in the middle of a method the parameters of newer ones, attribute by attribute."""
+    for replica, newer in zip(replicas, with_weights_of, strict=True):
+        for part, newer_part in zip(replica.modules(), newer.modules(), strict=True):
+            part._parameters.clear()  # else a tensor can't be set where there is a parameter
+            for name, tensor in newer_part.__dict__["_former_parameters"].items():
+                setattr(part, name, tensor)  # by setattr: an RNN keeps its list of weights by it
+            part.__dict__["_former_parameters"] = newer_part.__dict__["_former_parameters"]
+            part._parameters.update(newer_part._parameters)
 
 
 def _cpu_replica(module: nn.Module, shares_buffers: bool) -> nn.Module:

@@ -138,7 +138,7 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 # -- putting together --------------------------------------------------------------------------------------------------
 
 
-def combine_losses(losses: Sequence[Any], sizes: Sequence[int]) -> Any:
+def combine_losses(losses: Sequence[Any], sizes: Sequence[int], summed: bool = False) -> Any:
     """The loss of the whole batch from those of its parts.
 
     Parameters
@@ -147,11 +147,13 @@ def combine_losses(losses: Sequence[Any], sizes: Sequence[int]) -> Any:
         What ``get_loss`` gave for each part: a 0-d tensor, a ``MultiLoss`` or dict of these, or ``(loss, weight)``.
     sizes : sequence of int
         Samples in each part.
+    summed : bool
+        Losses without a weight are sums over samples, and not means.
 
     Returns
     -------
     same as each
-        Means over samples combine by ``sizes``; ``(loss, weight)`` by the weights, with their sum.
+        Sums add up. Means over samples combine by ``sizes``; ``(loss, weight)`` by the weights, with their sum.
 
     Raises
     ------
@@ -164,7 +166,7 @@ def combine_losses(losses: Sequence[Any], sizes: Sequence[int]) -> Any:
             raise _wrong_loss(losses[0])
         total = sum(weights[1:], weights[0])
         return _mean([loss[0] for loss in losses], weights, total), total
-    return _mean(losses, sizes, sum(sizes))
+    return _mean(losses, [1] * len(losses), 1) if summed else _mean(losses, sizes, sum(sizes))
 
 
 def _mean(losses: Sequence[Any], weights: Sequence[Any], total: Any) -> Any:
