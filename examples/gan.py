@@ -2,7 +2,8 @@
 
     python examples/gan.py --epochs 20
 
-``get_loss`` returns both losses; each reaches only the parameters of its own optimizer.
+``get_loss`` yields its losses: the discriminator steps, then the generator against the new one. Each loss reaches only
+the parameters of its own optimizer.
 """
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
 from digits import arguments, datasets
-from trainloop import MultiLoss, MultiOptimizer, TrainLoop, TTModel
+from trainloop import MultiOptimizer, TrainLoop, TTModel
 from trainloop.callbacks import TensorBoard
 
 NOISE = 16
@@ -33,8 +34,8 @@ class GAN(TTModel):
         drawn = self(len(real))
         yes, no = torch.ones(len(real), 1, device=device), torch.zeros(len(real), 1, device=device)
         detects = criterion(self.discriminator(real), yes) + criterion(self.discriminator(drawn.detach()), no)
-        fools = criterion(self.discriminator(drawn), yes)
-        return MultiLoss({"generator": fools, "discriminator": detects}, {"generator": 0, "discriminator": 1})
+        yield "discriminator", detects
+        yield "generator", criterion(self.discriminator(drawn), yes)
 
     def get_predictions(self, batch_data, device):
         images, _ = batch_data
@@ -52,10 +53,10 @@ if __name__ == "__main__":
     train_set, _, test_set = datasets()
     model = GAN()
     optimizer = MultiOptimizer(
-        [
-            optim.Adam(model.generator.parameters(), lr=1e-3, betas=(0.5, 0.999)),
-            optim.Adam(model.discriminator.parameters(), lr=5e-4, betas=(0.5, 0.999)),
-        ]
+        {
+            "generator": optim.Adam(model.generator.parameters(), lr=1e-3, betas=(0.5, 0.999)),
+            "discriminator": optim.Adam(model.discriminator.parameters(), lr=5e-4, betas=(0.5, 0.999)),
+        }
     )
     tl = TrainLoop(
         model,

@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
 from conftest import make_data
-from trainloop import TrainLoop, TTBasicModel
+from trainloop import TrainLoop, TTBasicModel, preflight
 from trainloop.errors import ConfigurationError
 
 
@@ -80,6 +80,39 @@ def test_it_finds_a_loss_that_depends_on_the_mode() -> None:
     report = loop_of(ByRank(), seed=3).preflight()
     assert [finding.check for finding in report.findings if not finding.ok] == ["single equals ddp on 2 CPU ranks"]
     assert "differs by" in report.findings[-1].detail
+
+
+def test_it_finds_a_sum_that_is_taken_for_a_mean() -> None:
+    class Sum(Net):
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+            return nn.functional.cross_entropy(self(batch_data[0]), batch_data[1], reduction="sum")
+
+    class Declared(Sum):
+        loss_reduction = "sum"
+
+    class Misdeclared(Net):
+        loss_reduction = "sum"
+
+    class Yielding(Sum):
+        loss_reduction = "sum"
+
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+            yield super().get_loss(batch_data, criterion, device)
+
+    found = {}
+    for kind in (Sum, Declared, Misdeclared, Yielding):
+        loop = loop_of(kind())
+        found[kind] = [preflight._one_batch, preflight._gradients]
+        for i, check in enumerate(found[kind]):
+            try:
+                found[kind][i] = check(loop)
+            except preflight._Found as finding:
+                found[kind][i] = f"LOOK {finding}"
+    assert "LOOK" in found[Sum][0]
+    assert "is the sum of its halves'" in found[Sum][0]
+    assert "is the mean of its halves'" in found[Misdeclared][0]
+    for kind in (Declared, Yielding):
+        assert "LOOK" not in " ".join(found[kind]), found[kind]
 
 
 def test_it_finds_batches_of_several_shapes() -> None:

@@ -318,7 +318,8 @@ def joined_losses(losses: Sequence[Yielded]) -> tuple[Tensor | MultiLoss, Any]:
         raise ConfigurationError(
             "get_loss yielded no loss for a batch. It is a generator, as there is a yield in it: yield one at least."
         )
-    means = {optimizer: sum(group[1:], group[0]) / len(group) for optimizer, group in groups.items()}
+    # By mean(), as a division would tell that a sum over samples had been made a mean; see trainloop.reduction.
+    means = {optimizer: torch.stack(group).mean() for optimizer, group in groups.items()}
     weight = next((weight for *_, weight in losses if weight is not None), None)
     if None not in means:
         return MultiLoss({str(optimizer): mean for optimizer, mean in means.items()}), weight

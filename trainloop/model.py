@@ -256,6 +256,8 @@ class ModelWrap(TTModel):
 
 def yields_losses(model: Any, method: str = "get_loss") -> bool:
     """Whether a model's ``get_loss`` is a generator, which yields a loss for each optimizer step."""
+    if method == "get_loss_eval" and getattr(type(model), method, None) is TTModel.get_loss_eval:
+        method = "get_loss"
     function = getattr(model, method, None)
     if isinstance(model, ModelWrap):
         feed = model.batch_model_feed_def

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from trainloop import rng
 from trainloop.data import SplitBatches, train_feed
 from trainloop.errors import ConfigurationError, TrainLoopError
-from trainloop.evaluation import split_loss
+from trainloop.evaluation import run_through, split_loss, split_yielded
 from trainloop.optim import MultiLoss, optimizers_of, parameters_of
+from trainloop.parallel.scatter import batch_length, chunk_sizes, scatter
+from trainloop.reduction import sum_rule
 
 if TYPE_CHECKING:
     from trainloop.train_loop import TrainLoop
@@ -133,17 +135,57 @@ def _sendable(loop: TrainLoop) -> str:
 
 def _one_batch(loop: TrainLoop) -> str:
     model, _, criterion = _copies(loop)
-    loss, weight = split_loss(model.get_loss(_first_batch(loop), criterion, torch.device("cpu")))
-    value = float((loss.total() if isinstance(loss, MultiLoss) else loss).detach())
+    batch = _first_batch(loop)
+    loss, weight = _loss_of(model, batch, criterion)
+    value = _number(loss)
     if not math.isfinite(value):
         raise _Found(f"the first batch's loss is {value}. Look at its inputs, and at the model's initial weights.")
+    rule = sum_rule(model, criterion)
+    if weight is None:
+        _check_reduction(model, batch, criterion, declared_sum=rule is not None and rule(loss))
     return f"loss {value:.4g}" + ("" if weight is None else f", weight {float(weight):g}")
+
+
+def _check_reduction(model: Any, batch: Any, criterion: Any, *, declared_sum: bool) -> None:
+    """The loss of a batch against those of its halves: a mean of theirs, or their sum?"""
+    cut, sizes = scatter(batch, 2), chunk_sizes(batch_length(batch) or 0, 2)
+    if len(cut) != 2:
+        return
+    model.eval()  # BatchNorm makes a sample's loss depend on the others, dropout on chance
+    try:
+        whole, first, second = (_number(_loss_of(model, part, criterion)[0]) for part in (batch, *cut))
+    except Exception:  # a model for batches of one size: nothing to compare
+        return
+    is_sum = math.isclose(whole, first + second, rel_tol=1e-4)
+    is_mean = math.isclose(whole, (first * sizes[0] + second * sizes[1]) / sum(sizes), rel_tol=1e-4)
+    if is_sum and not is_mean and not declared_sum:
+        raise _Found(
+            f"the loss of a batch, {whole:.4g}, is the sum of its halves' ({first:.4g} and {second:.4g}), and is taken "
+            "for a mean: ranks and micro-batches would step by a part of it. Write loss_reduction = 'sum' into the "
+            "model's class, give the criterion reduction='sum', or divide by the number of samples."
+        )
+    if is_mean and not is_sum and declared_sum:
+        raise _Found(
+            f"the loss of a batch, {whole:.4g}, is the mean of its halves' ({first:.4g} and {second:.4g}), and is "
+            "taken for a sum: ranks and micro-batches would step by a multiple of it. Write loss_reduction = 'mean' "
+            "into the model's class, or give the criterion reduction='mean'."
+        )
+
+
+def _loss_of(model: Any, batch: Any, criterion: Any) -> tuple[Any, Any]:
+    return split_loss(run_through(model.get_loss(batch, criterion, torch.device("cpu"))))
+
+
+def _number(loss: Any) -> float:
+    return float((loss.total() if isinstance(loss, MultiLoss) else loss).detach())
 
 
 def _gradients(loop: TrainLoop) -> str:
     model, optimizer, criterion = _copies(loop)
-    loss, _ = split_loss(model.get_loss(_first_batch(loop), criterion, torch.device("cpu")))
-    (loss.total() if isinstance(loss, MultiLoss) else loss).backward()
+    output = model.get_loss(_first_batch(loop), criterion, torch.device("cpu"))
+    for item in output if isinstance(output, Generator) else [output]:
+        loss = split_yielded(item).loss if isinstance(output, Generator) else split_loss(item)[0]
+        (loss.total() if isinstance(loss, MultiLoss) else loss).backward()
     stepped = {id(p) for single in optimizers_of(optimizer) for p in parameters_of(single)}
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     without = [name for name, p in trainable.items() if p.grad is None]

@@ -14,7 +14,6 @@ from torch._utils import ExceptionWrapper
 from torch.nn.parallel import DataParallel, replicate
 
 from trainloop.errors import ConfigurationError
-from trainloop.model import yields_losses
 from trainloop.optim import MultiLoss
 from trainloop.parallel import scatter as parts
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy
@@ -136,7 +135,7 @@ class TTDataParallel(Transparent, DataParallel):
             if method == "get_predictions":
                 return parts.combine_predictions(outputs, self.dim)
             criterion = kwargs.get("criterion", args[1] if len(args) > 1 else None)
-            if yields_losses(self.module, method):
+            if isinstance(outputs[0], Generator):
                 return self._passes(outputs, replicas, devices, sizes, criterion)
             return self._loss_of_all(outputs, sizes, criterion)
 

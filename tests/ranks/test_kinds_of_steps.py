@@ -1,0 +1,201 @@
+"""Closures, alternating optimizers and summed losses over ranks: each equals one process fed the whole global batch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from alternating_models import WGAN, points, wgan_by_hand, wgan_optimizers
+from torch import nn, optim
+from torch.utils.data import DataLoader, TensorDataset
+
+import reference
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel
+from trainloop.errors import ConfigurationError
+from trainloop.parallel import TTDistributedDataParallel
+
+
+class Net(TTBasicModel):
+    """Draws nothing; logs how often it is evaluated."""
+
+    def __init__(self, divided: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.divided = divided
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        self.log("one", 1.0, reduce="sum")
+        loss = super().get_loss(batch_data, criterion, device)
+        return loss / len(batch_data[0]) if self.divided else loss
+
+
+class Tokens(Net):
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        x, y = batch_data
+        counted = y > 0
+        if not bool(counted.any()):
+            return 0 * self(x).sum(), 0
+        return criterion(self(x)[counted], y[counted]), counted.sum()
+
+
+def classes(n: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(n, 6, generator=generator).double()
+    return TensorDataset(x, (x @ torch.randn(6, 3, generator=generator).double()).argmax(1))
+
+
+def cases() -> dict[str, Any]:
+    """Model, data, what makes its optimizer, criterion, steps' micro-batches."""
+
+    def searching(model: nn.Module) -> Any:
+        return optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+
+    def adam(model: nn.Module) -> Any:
+        return optim.Adam(model.parameters(), lr=0.02)
+
+    cross, summed = nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="sum")
+    return {
+        "closure": (Net(), classes(43), searching, cross, 1),
+        "closure, accumulated": (Net(), classes(43), searching, cross, 2),
+        "closure, weighted": (Tokens(), classes(43), searching, cross, 1),
+        "closure, summed": (Net(), classes(43), searching, summed, 2),
+        "alternating": (WGAN(), points(43), wgan_optimizers, None, 1),
+        "alternating, accumulated": (WGAN(), points(43), wgan_optimizers, None, 2),
+        "alternating, weighted": (WGAN(weighted=True), points(43), wgan_optimizers, None, 2),
+        "summed": (Net(), classes(43), adam, summed, 1),
+        "summed, accumulated": (Net(), classes(43), adam, summed, 3),
+        "summed, but divided": (Net(divided=True), classes(43), adam, summed, 2),
+    }
+
+
+def trained(name: str, ranks: int, mode: str) -> tuple[Any, dict[str, Any], float | dict[str, float]]:
+    """12 samples a global batch and micro-batch: 43 leave 7, of which 3 ranks have 3, 2 and 2 (and 5 ranks 0, some)."""
+    torch.manual_seed(0)
+    model, data, make_optimizer, criterion, accumulation = cases()[name]
+    model = model.double()
+    loop = TrainLoop(
+        model,
+        DataLoader(data, batch_size=12 // ranks if mode == "ddp" else 12),
+        DataLoader(data, batch_size=5),
+        None,
+        make_optimizer(model),
+        criterion,
+        gpu_mode=mode,
+        accelerator="cpu",
+        devices=ranks if mode == "ddp" else "auto",
+        seed=3,
+        progress_bar=False,
+        gradient_clip_norm=0.5,
+    )
+    loop.fit(num_epochs=2, grad_accumulation=accumulation)
+    return model.state_dict(), loop.history.to_dict(), loop.evaluate_loss_on_train_set()
+
+
+class Disagreeing(WGAN):
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        self.critic_steps = 1 + torch.distributed.get_rank()
+        yield from super().get_loss(batch_data, criterion, device)
+
+
+def in_rank(rank: int, ranks: int, folder: str) -> None:
+    """Each case, in a group that is up: the loops join it, so that all cases cost one start."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    facts: dict[str, Any] = {name: trained(name, ranks, "ddp") for name in cases()}
+
+    torch.manual_seed(0)
+    model, optimizers = WGAN().double(), None
+    wrapper = TTDistributedDataParallel(model, find_unused_parameters=True)
+    optimizers = wgan_optimizers(model)
+    for batch in DataLoader(points(36), batch_size=12):
+        mine = [t[rank::ranks] for t in batch]
+        for which, loss in wrapper.get_loss(mine, None, torch.device("cpu")):
+            optimizers.zero_grad()
+            loss.backward()
+            optimizers[which].step()
+    facts["wrapper"] = model.state_dict()
+
+    try:
+        model = Disagreeing().double()
+        loader = DataLoader(points(24), batch_size=12 // ranks)
+        TrainLoop(
+            model, loader, None, None, wgan_optimizers(model), gpu_mode="ddp", accelerator="cpu", devices=ranks
+        ).fit(num_epochs=1)
+    except ConfigurationError as error:
+        facts["disagreeing"] = str(error)
+    torch.save(facts, f"{folder}/facts-{rank}")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_equal_one_process(ranks: int, tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(in_rank, (ranks, str(tmp_path)), nprocs=ranks)
+    everyone = [torch.load(tmp_path / f"facts-{rank}", weights_only=False) for rank in range(ranks)]
+    for name in cases():
+        state, history, loss = trained(name, 1, "single")
+        for facts in everyone:
+            assert reference.largest_difference(state, facts[name][0]) < 1e-9, name
+        ours = everyone[0][name][1]
+        assert ours.keys() == history.keys(), name
+        for metric in history:
+            if metric != "one":
+                assert ours[metric] == pytest.approx(history[metric], rel=1e-9), (name, metric)
+        assert everyone[0][name][2] == pytest.approx(loss, rel=1e-9), name
+        if "one" in history:  # logged once a micro-batch, not once an evaluation: 4 global ones of 43 samples
+            assert history["one"] == [4.0, 4.0]
+            assert ours["one"] == [4.0 * ranks, 4.0 * ranks]
+    torch.manual_seed(0)
+    by_hand = WGAN().double()
+    wgan_by_hand(by_hand, DataLoader(points(36), batch_size=12), 1)
+    for facts in everyone:
+        assert reference.largest_difference(by_hand, facts["wrapper"]) < 1e-9
+        assert "must yield the same sequence for all of them" in facts["disagreeing"]
+
+
+class StopsAt(AbstractCallback):
+    """Notes hooks of a run in which a rank has no samples in the last step."""
+
+    def __init__(self) -> None:
+        super().__init__("stops at")
+        self.calls = 0
+
+    def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
+        self.calls += 1
+
+
+@pytest.mark.parametrize("name", ["closure, weighted", "alternating"])
+def test_a_rank_without_samples_takes_part(name: str) -> None:
+    results = []
+    for mode, size in (("single", 12), ("ddp", 4)):
+        torch.manual_seed(0)
+        model, _, make_optimizer, criterion, _ = cases()[name]
+        model = model.double()
+        data = classes(14) if "closure" in name else points(14)  # 12 + 2, so that the third rank gets none of the last
+        loop = TrainLoop(
+            model,
+            DataLoader(data, batch_size=size),
+            None,
+            None,
+            make_optimizer(model),
+            criterion,
+            gpu_mode=mode,
+            accelerator="cpu",
+            devices=3 if mode == "ddp" else "auto",
+            seed=3,
+            progress_bar=False,
+        )
+        hooks = StopsAt()
+        loop.fit(num_epochs=1, callbacks=[hooks])
+        results.append((model.state_dict(), loop.history["loss"], hooks.calls, loop.global_step))
+    single, ddp = results
+    assert reference.largest_difference(single[0], ddp[0]) < 1e-9
+    assert single[1] == pytest.approx(ddp[1], rel=1e-9)
+    assert single[2:] == ddp[2:]
