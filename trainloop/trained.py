@@ -176,14 +176,23 @@ def _bit_sums(tensors: list[Tensor]) -> list[int]:
     """A number for each tensor's bits. Exact in any order of summation; waits once for each device."""
     by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
     for i, tensor in enumerate(tensors):
-        plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-        bits = plain.view(_INTEGERS[plain.element_size()]) if plain.numel() else plain.new_zeros(1, dtype=torch.int8)
-        by_device.setdefault(tensor.device, []).append((i, bits.sum(dtype=torch.int64)))
+        by_device.setdefault(tensor.device, []).append((i, _bit_sum(tensor.detach())))
     sums = [0] * len(tensors)
     for parts in by_device.values():
         for (i, _), value in zip(parts, torch.stack([part for _, part in parts]).tolist(), strict=True):
             sums[i] = value
     return sums
+
+
+def _bit_sum(tensor: Tensor) -> Tensor:
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+    size = flat.element_size()
+    # Eight bytes at a time, as far as it goes: torch sums narrower integers thirty times slower (on the CPU).
+    if flat.storage_offset() * size % 8:
+        flat = flat.clone()
+    whole = flat.numel() - flat.numel() % (8 // size) if size < 8 else flat.numel()
+    rest = flat[whole:].view(_INTEGERS[size]).sum(dtype=torch.int64)
+    return flat[:whole].view(torch.int64).sum() + rest if whole else rest
 
 
 # -- what a run changed about its model, for checkpoints and for the way back ------------------------------------------
