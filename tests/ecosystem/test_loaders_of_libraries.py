@@ -1,4 +1,4 @@
-"""Loaders of torchdata, webdataset, litdata and Hugging Face: two ranks see and learn what one process does.
+"""Loaders of torchdata, webdataset and Hugging Face: two ranks see and learn what one process does.
 
 Run with ``-m ecosystem`` where the libraries are; a missing one fails its test by name.
 """
@@ -90,24 +90,6 @@ def webloader(folder: Path, size: int) -> Any:
     return wds.WebLoader(rows_of(pipeline(folder)).batched(4), batch_size=None).unbatched().shuffle(20).batched(size)
 
 
-def litdata_plain(folder: Path, size: int) -> Any:
-    return DataLoader(litdata_stream(folder), batch_size=size)
-
-
-def litdata_own(folder: Path, size: int) -> Any:
-    return importlib.import_module("litdata").StreamingDataLoader(litdata_stream(folder, shuffle=True), batch_size=size)
-
-
-def litdata_stream(folder: Path, **options: Any) -> Any:
-    if not (folder / "index.json").exists():
-        writer = importlib.import_module("litdata.streaming.writer").BinaryWriter(str(folder), chunk_size=10)
-        for i in range(ROWS):
-            writer[i] = {"x": X[i], "y": Y[i], "i": i}
-        writer.done()
-        writer.merge()
-    return importlib.import_module("litdata").StreamingDataset(str(folder), **options)
-
-
 def hugging_face(folder: Path) -> Any:
     rows = {"x": X.tolist(), "y": Y.tolist(), "i": list(range(ROWS))}
     return importlib.import_module("datasets").Dataset.from_dict(rows)
@@ -127,8 +109,6 @@ LOADERS: list[Callable[[Path, int], Any]] = [
     webdataset_plain,
     webdataset_detshuffle,
     webloader,
-    litdata_plain,
-    litdata_own,
     hugging_face_map,
     hugging_face_iterable,
 ]
