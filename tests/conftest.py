@@ -28,6 +28,10 @@ torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Other programs, with names alike, use the machine too: semaphores made here, and by children, say whose they are.
+_SEMAPHORES = f"mp-tests-{os.getpid()}"
+multiprocessing.current_process()._config["semprefix"] = f"/{_SEMAPHORES}"  # type: ignore[attr-defined]
+
 ODD_LENGTH = 101  # divisible by no batch size and no number of ranks that the tests use
 
 
@@ -157,7 +161,10 @@ def _shared_memory() -> set[str]:
 
 
 def _made_by_this_process(name: str) -> bool:
-    """torch_<pid>_... tells its maker; another name is judged by the time of the test alone."""
+    """A semaphore and torch_<pid>_... tell their maker; another name is judged by the time of the test alone."""
+    if name.startswith("sem."):
+        # Those of a launch begin with the launching process's number.
+        return name.startswith((f"sem.{_SEMAPHORES}-", f"sem.mp-{os.getpid()}-"))
     parts = name.split("_")
     return not (parts[0] == "torch" and len(parts) > 1 and parts[1].isdigit()) or int(parts[1]) == os.getpid()
 

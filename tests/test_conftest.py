@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -44,6 +46,12 @@ def _leave_shared_memory() -> Callable[[], object]:
     return lambda: (block.close(), block.unlink())
 
 
+def _leave_semaphore() -> Callable[[], object]:
+    context = multiprocessing.get_context("spawn")
+    semaphore = [context.Semaphore()]
+    return lambda: (semaphore.clear(), gc.collect())
+
+
 def _leave_threads_setting() -> Callable[[], object]:
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
@@ -64,6 +72,7 @@ def _leave_folder() -> Callable[[], object]:
         (_leave_child, "children: pid"),
         (_leave_descriptor, "file descriptors: "),
         (_leave_shared_memory, "shared memory: psm_"),
+        (_leave_semaphore, f"shared memory: sem.mp-tests-{os.getpid()}-"),
         (_leave_threads_setting, "torch threads: was"),
         (_leave_folder, "current folder: was"),
     ],
@@ -77,6 +86,27 @@ def test_sees_what_a_test_leaves(leave: Callable[[], Callable[[], object]], word
         mend()
     assert any(line.startswith(word) for line in lines), lines
     assert conftest.left_behind(before, conftest._state()) == []
+
+
+def test_what_another_program_leaves_meanwhile_is_not_ours() -> None:
+    """Its semaphores lie beside ours, held by nobody once it was killed."""
+    code = """
+import multiprocessing, os, signal
+from multiprocessing import resource_tracker
+semaphores = [multiprocessing.get_context("spawn").Semaphore() for _ in range(3)]
+os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)  # it would clear up
+print(*(semaphore._semlock.name for semaphore in semaphores), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    before = conftest._state()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    paths = [Path("/dev/shm", f"sem.{name[1:]}") for name in done.stdout.split()]
+    try:
+        assert len([path for path in paths if path.exists()]) == 3
+        assert conftest.left_behind(before, conftest._state()) == []
+    finally:
+        for path in paths:
+            path.unlink(missing_ok=True)
 
 
 def test_a_test_that_leaves_something_fails(tmp_path: Path) -> None:

@@ -241,6 +241,21 @@ def test_an_absent_accelerator_or_device_is_refused(
         choose_devices(accelerator, asked, cuda=cuda, mps=mps)
 
 
+@pytest.mark.parametrize("asked", [10**6, str(10**6), 10**18, 65])
+def test_an_absurd_number_of_processes_is_refused(asked: object) -> None:
+    with pytest.raises(
+        DeviceError, match=rf"devices='?{asked}'?: .*2 cores to use. Use devices=2; more than 64"
+    ):
+        choose_devices("cpu", asked, cuda=0, cores=2)
+    assert len(choose_devices("cpu", 65, cuda=0, cores=9).indices) == 65
+
+
+@pytest.mark.parametrize(("asked", "cores", "note"), [(2, 1, "devices=2 on 1 CPU core: "), (3, 2, "on 2 CPU cores: ")])
+def test_more_processes_than_cores_are_told(asked: int, cores: int, note: str) -> None:
+    assert note in choose_devices("cpu", asked, cuda=0, cores=cores).note
+    assert choose_devices("cpu", asked, cuda=0, cores=asked).note == ""
+
+
 @pytest.mark.parametrize("accelerator", ["tpu", "", None, 0, True, "cuda:0", "gpus", ["gpu"]], ids=repr)
 def test_an_unknown_accelerator_is_a_configuration_error_that_lists_the_names(accelerator: object) -> None:
     with pytest.raises(ConfigurationError, match="must be one of 'auto', 'gpu', 'cuda', 'mps', 'cpu'") as caught:

@@ -180,7 +180,7 @@ class DeviceChoice(NamedTuple):
 
 
 def choose_devices(
-    accelerator: object, devices: object, *, cuda: int, mps: bool = False, interactive: bool = False
+    accelerator: object, devices: object, *, cuda: int, mps: bool = False, interactive: bool = False, cores: int = 8
 ) -> DeviceChoice:
     """The decision of :func:`resolve`, from what the machine has.
 
@@ -194,6 +194,8 @@ def choose_devices(
         Whether there is an Apple GPU.
     interactive : bool
         In a notebook or shell ``devices='auto'`` takes one of several GPUs, because processes and cells mix badly.
+    cores : int
+        CPU cores this process may use.
 
     Raises
     ------
@@ -209,7 +211,9 @@ def choose_devices(
     here = [f"{cuda} CUDA device{'s' * (cuda > 1)}"] * (cuda > 0) + ["mps"] * mps + ["cpu"]
     kind: Kind
     if name == "cpu" or (name == "auto" and not cuda and not mps):
-        return DeviceChoice("cpu", [0] * _cpu_processes(devices, found_none=name == "auto"))
+        count = _cpu_processes(devices, cores, found_none=name == "auto")
+        note = f"devices={count} on {cores} CPU core{'s' * (cores > 1)}: processes will wait for each other's turn."
+        return DeviceChoice("cpu", [0] * count, note if count > cores else "")
     if name in ("auto", "gpu"):
         if not cuda and not mps:
             raise DeviceError(
@@ -236,7 +240,7 @@ def choose_devices(
     return DeviceChoice(kind, indices)
 
 
-def _cpu_processes(devices: object, *, found_none: bool) -> int:
+def _cpu_processes(devices: object, cores: int, *, found_none: bool) -> int:
     """On the CPU ``devices`` is a number of processes: there is no device 3 to choose."""
     text = devices.strip().lower() if isinstance(devices, str) else None
     if text == "auto":
@@ -254,7 +258,22 @@ def _cpu_processes(devices: object, *, found_none: bool) -> int:
             f"devices={_shown(devices)}: {where}on the CPU devices is a number of processes, an int of 1 or more. "
             "Use devices=1 for one process, devices=2 for two; 'auto' is one."
         )
+    if number > most_cpu_processes(cores):
+        raise DeviceError(
+            f"devices={_shown(devices)}: on the CPU that is a number of processes, and there {_be(cores)} {cores} core"
+            f"{'s' * (cores > 1)} to use. Use devices={cores}; more than {most_cpu_processes(cores)} are refused."
+        )
     return number
+
+
+def most_cpu_processes(cores: int) -> int:
+    """How many may be asked for: far more than is of use, so that many ranks can be tried out on a small machine."""
+    return max(64, 8 * cores)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def resolve(accelerator: object = "auto", devices: object = "auto") -> list[torch.device]:
@@ -282,12 +301,14 @@ def resolve(accelerator: object = "auto", devices: object = "auto") -> list[torc
     Warns
     -----
     UserWarning
-        In a notebook or shell, where ``devices='auto'`` takes one of several GPUs.
+        In a notebook or shell, where ``devices='auto'`` takes one of several GPUs; and for more processes than cores.
     """
     import torch
 
     mps = bool(torch.backends.mps.is_available())
-    choice = choose_devices(accelerator, devices, cuda=_cuda_count(), mps=mps, interactive=_interactive())
+    choice = choose_devices(
+        accelerator, devices, cuda=_cuda_count(), mps=mps, interactive=_interactive(), cores=usable_cores()
+    )
     if choice.note:
         warnings.warn(choice.note, stacklevel=2)
     if choice.kind == "cpu":

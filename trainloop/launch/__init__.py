@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import torch
 
+from trainloop.devices import usable_cores
 from trainloop.distributed.key import key_from_environment, new_key
 from trainloop.errors import ConfigurationError
 from trainloop.launch.joining import join, joined
@@ -105,7 +106,7 @@ def launch(
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if on_cuda and len(set(chosen)) == len(chosen) else "gloo"
     environment = dict(child_env or {})
-    threads = max(1, _usable_cpus() // ranks_per_node)
+    threads = max(1, usable_cores() // ranks_per_node)
     own_choice = environment.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
     if not own_choice:
         environment["OMP_NUM_THREADS"] = str(threads)
@@ -173,7 +174,3 @@ def launch(
             heard.note(ranks.stop.requested)  # a rank's own, that came after its last step
         result: T = ranks.result()
         return result
-
-
-def _usable_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
