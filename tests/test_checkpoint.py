@@ -432,6 +432,42 @@ def test_a_kill_during_the_write_always_leaves_a_whole_one(tmp_path: Path) -> No
     assert leftovers >= 10, "the kills did not hit the writes"
 
 
+WRITES_AND_WAITS = """
+import sys, time
+from trainloop.checkpoint import folder
+def write(file):
+    file.write(b"half")
+    file.flush()
+    print("half", flush=True)
+    time.sleep(1000)
+folder(sys.argv[1]).write("checkpoint.pt", write, writer="another-run")
+"""
+
+
+def test_what_a_killed_process_of_any_run_left_goes_and_nothing_else(tmp_path: Path) -> None:
+    others = [".x.pt.run-b.0123abcd.tmp", ".checkpoint.pt.run.0123456789abcdef0123.tmp", ".swp.tmp", "mine.tmp"]
+    for name in others:  # of an older version, of another host, of other programs
+        (tmp_path / name).touch()
+    command = [sys.executable, "-c", WRITES_AND_WAITS, str(tmp_path)]
+    writers = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
+    try:
+        for writer in writers:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == b"half\n"
+        assert len(os.listdir(tmp_path)) == len(others) + 2
+        writers[0].kill()
+        writers[0].wait()
+        folder(tmp_path).remove_dead()
+        assert len(os.listdir(tmp_path)) == len(others) + 1, "the living one's stays, the dead one's goes"
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.communicate()
+    folder(tmp_path).remove_dead()
+    assert sorted(os.listdir(tmp_path)) == sorted(others)
+    folder(tmp_path / "none").remove_dead()
+
+
 def test_unfinished_files_of_others_stay(tmp_path: Path) -> None:
     names = [".checkpoint-epoch=0-step=1.pt.run-a.0123abcd.tmp", ".x.pt.run-b.0123abcd.tmp", "mine.run-a.0123abcd.tmp"]
     for name in names:

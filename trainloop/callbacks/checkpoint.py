@@ -225,6 +225,8 @@ class ModelCheckpoint(AbstractCallback):
         self._saved_step = None
         self._failed = False
         self._prepared = not self.async_save
+        if self.train_loop_obj.is_global_zero:
+            self._folder.remove_dead()
         self._restart_clock()
 
     def on_after_optimizer_step(self) -> None:

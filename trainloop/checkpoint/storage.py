@@ -11,7 +11,9 @@ Whoever reads sees a file complete or does not see it, wherever the writer was k
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -118,6 +120,10 @@ class Folder(ABC):
         """Delete what a killed ``writer`` left half-written here; nobody else's."""
 
     @abstractmethod
+    def remove_dead(self) -> None:
+        """Delete what any killed process left half-written here, where its death is certain: on a local disk."""
+
+    @abstractmethod
     def check_writable(self) -> None:
         """Raise ConfigurationError where it is plain that no file can be made here. Makes nothing."""
 
@@ -151,10 +157,10 @@ class _LocalFolder(Folder):
 
     def write(self, name: str, write: Callable[[BinaryIO], object], *, writer: str = "", durable: bool = True) -> None:
         self._make(Path(self.location))
-        temporary = self.path(_temporary_name(name, writer))
+        temporary = self.path(_temporary_name(name, writer, _kernel()))
         try:
             # open() and not tempfile: the file gets the permissions that the user's umask gives all others.
-            with open(temporary, "xb", buffering=1 << 20) as file:
+            with _new_locked(temporary) as file:
                 write(file)
                 file.flush()
                 if durable:
@@ -176,6 +182,19 @@ class _LocalFolder(Folder):
             for entry in entries:
                 if _is_temporary_of(writer, entry.name):
                     self.remove(entry.name)
+
+    def remove_dead(self) -> None:
+        mark = re.compile(rf"\..+\.{_kernel()}[0-9a-f]{{8}}{re.escape(_TEMPORARY)}")
+        with contextlib.suppress(OSError), os.scandir(self.location) as entries:
+            for entry in entries:
+                if _kernel() and mark.fullmatch(entry.name):
+                    with contextlib.suppress(OSError):
+                        file = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW)
+                        try:
+                            if _lock(file):
+                                os.unlink(entry.path)
+                        finally:
+                            os.close(file)
 
     def check_writable(self) -> None:
         nearest = Path(self.location)
@@ -288,16 +307,52 @@ class _RemoteFolder(Folder):
                 if _is_temporary_of(writer, name):
                     self.remove(name)
 
+    def remove_dead(self) -> None:
+        pass  # objects have no locks
+
     def check_writable(self) -> None:
         pass  # an upload will tell; asking a store for its rights is a right of its own
 
 
-def _temporary_name(name: str, writer: str) -> str:
-    return f".{name}.{writer or 'write'}.{uuid4().hex[:8]}{_TEMPORARY}"
+def _temporary_name(name: str, writer: str, kernel: str = "") -> str:
+    return f".{name}.{writer or 'write'}.{kernel}{uuid4().hex[:8]}{_TEMPORARY}"
+
+
+@functools.cache
+def _kernel() -> str:
+    """Digits of the running system since its start; empty where unknown.
+
+    What was written under the same one is locked while its writer lives, in whichever container. Of another host, on a
+    network disk, a missing lock says nothing.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "")[:12]
+    except OSError:
+        return ""
+
+
+def _new_locked(path: str) -> BinaryIO:
+    """A new file, locked for as long as this process lives."""
+    while True:
+        file = open(path, "xb", buffering=1 << 20)  # noqa: SIM115  # the caller closes it
+        if _lock(file.fileno()) or os.path.exists(path):  # or there are no locks here
+            return file
+        file.close()  # somebody who looks for dead ones was here before the lock
+
+
+def _lock(file: int) -> bool:
+    """Whether this process has the file's lock now; ``False`` too where the file system has none."""
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _is_temporary_of(writer: str, name: str) -> bool:
-    parts = name.split(".")  # '', the name's own parts, writer, 8 digits, 'tmp'
+    parts = name.split(".")  # '', the name's own parts, writer, digits, 'tmp'
     return len(parts) >= 5 and not parts[0] and parts[-3] == writer and name.endswith(_TEMPORARY)
 
 
