@@ -4,6 +4,7 @@
 # make test-ecosystem  other projects' models, optimizers and loaders in every mode (large downloads at first)
 # make check     what CI runs: tests, lint, types, documentation
 # make docs      build docs/_build/html
+# make soak      disturb hundreds of short trainings at random: make soak ARGS='--trials 300 --seed 1'
 # make bench     run the benchmarks, write benchmarks/RESULTS.rst
 # make clean     remove what these made
 #
@@ -22,7 +23,7 @@ $(VENV)/$(1).stamp: setup.cfg setup.py pyproject.toml constraints.txt | $(BIN)/p
 	@touch $$@
 endef
 
-.PHONY: help demo test test-hosts test-all test-ecosystem lint types docs check bench clean
+.PHONY: help demo test test-hosts test-all test-ecosystem lint types docs check bench soak clean
 help:
 	@sed -n '1,/^PYTHON/{/^# make/s/^# //p}' Makefile
 
@@ -66,6 +67,9 @@ docs: $(VENV)/docs.stamp
 
 check:
 	bash .ci/run
+
+soak: $(VENV)/test.stamp
+	$(BIN)/python tests/faults/soak.py $(ARGS)
 
 bench: $(VENV)/examples.stamp
 	$(BIN)/python -m benchmarks $(ARGS)

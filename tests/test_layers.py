@@ -21,7 +21,7 @@ LAYERS = [
     ["sharding"],
     ["devices", "resources"],
     ["stopping"],
-    ["signals"],
+    ["signals", "scratch"],
     ["distributed"],
     ["transfer", "launch"],
     ["rng", "data"],

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import multiprocessing
 import os
 import signal
 import sys
@@ -335,10 +336,18 @@ class WorkerInit:
     get, and the second one, are meant for the worker.
 
     It has to be that late: torch's worker installs a handler before, by which it would end at once.
+
+    Parameters
+    ----------
+    users : callable, optional
+        The user's own.
+    temporary : str, optional
+        Folder for the worker's sockets, which it can't remove where it is killed.
     """
 
-    def __init__(self, users: Callable[[int], None] | None) -> None:
+    def __init__(self, users: Callable[[int], None] | None, temporary: str | None = None) -> None:
         self.users = users
+        self._temporary = temporary
         self._mark = _mark
 
     def __call__(self, worker_id: int) -> None:
@@ -347,6 +356,8 @@ class WorkerInit:
         if _mark is not None:
             for number in _numbers():
                 signal.signal(number, _in_worker)
+        if self._temporary is not None:
+            multiprocessing.current_process()._config["tempdir"] = self._temporary  # type: ignore[attr-defined]
         if self.users is not None:
             self.users(worker_id)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import os
+import time
 from collections.abc import Iterator, Sized
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 from trainloop.data.libraries import cuts_batches, is_split
 from trainloop.data.samplers import length_of
 from trainloop.errors import ConfigurationError
+from trainloop.scratch import scratch_folder
 from trainloop.signals import WorkerInit
 
 
@@ -87,16 +91,24 @@ def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:
 
 @contextlib.contextmanager
 def workers_outlive_signals(loader: Any) -> Iterator[None]:
-    """Workers that a loader starts in this context go on after a signal to the whole process group; see signals.py."""
+    """Workers that a loader starts in this context go on after a signal to the whole process group; see signals.py.
+
+    What they leave in the temporary folder if they are killed is removed as well.
+    """
     if not isinstance(loader, DataLoader) or not loader.num_workers or isinstance(loader.worker_init_fn, WorkerInit):
         yield
         return
     users = loader.worker_init_fn
-    loader.worker_init_fn = WorkerInit(users)
-    try:
-        yield
-    finally:
-        loader.worker_init_fn = users
+    with contextlib.ExitStack() as undo:
+        temporary = None
+        # A rank has a folder of its launch; workers that outlive this context keep Python's own.
+        if "tempdir" not in multiprocessing.current_process()._config and not loader.persistent_workers:  # type: ignore[attr-defined]
+            temporary = undo.enter_context(scratch_folder(f"{os.getpid()}-{time.monotonic_ns()}")).path
+        loader.worker_init_fn = WorkerInit(users, temporary)
+        try:
+            yield
+        finally:
+            loader.worker_init_fn = users
 
 
 def check_asked(log: Sized, loader: Any, name: str) -> None:

@@ -23,8 +23,8 @@ from trainloop.launch.joining import join, joined
 from trainloop.launch.main_guard import check_main_guard, main_place
 from trainloop.launch.meeting import MEETING_WAIT_S, Meeting, meeting_point
 from trainloop.launch.rank_process import Start, started_by_launch
-from trainloop.launch.scratch import scratch_folder
 from trainloop.launch.spawning import Ranks
+from trainloop.scratch import scratch_folder
 from trainloop.signals import signals, uninterrupted
 from trainloop.stopping import SharedStop, StopAgreement
 from trainloop.transfer import pack

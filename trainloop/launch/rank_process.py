@@ -29,7 +29,7 @@ from trainloop.distributed.key import set_run_key
 from trainloop.distributed.peers import no_strangers
 from trainloop.launch.failures import failure_of, write_record
 from trainloop.launch.main_guard import take_main_place
-from trainloop.launch.scratch import Scratch, semaphore_prefix
+from trainloop.scratch import Scratch, semaphore_prefix
 from trainloop.signals import rank_signals
 from trainloop.stopping import GroupStop, SharedStop
 from trainloop.transfer import Parcel
