@@ -104,11 +104,23 @@ def workers_outlive_signals(loader: Any) -> Iterator[None]:
         # A rank has a folder of its launch; workers that outlive this context keep Python's own.
         if "tempdir" not in multiprocessing.current_process()._config and not loader.persistent_workers:  # type: ignore[attr-defined]
             temporary = undo.enter_context(scratch_folder(f"{os.getpid()}-{time.monotonic_ns()}")).path
-        loader.worker_init_fn = WorkerInit(users, temporary)
+        loader.worker_init_fn = WorkerInit(_with_settings(loader), temporary)
         try:
             yield
         finally:
             loader.worker_init_fn = users
+
+
+def _with_settings(loader: DataLoader[Any]) -> Any:
+    """The loader's ``worker_init_fn``; in a rank, workers that are not forked take over the rank's settings before."""
+    context = loader.multiprocessing_context or multiprocessing
+    if context.get_start_method() != "fork":
+        from trainloop.launch.rank_process import started_by_launch
+        from trainloop.launch.settings import SettingsInit
+
+        if started_by_launch():
+            return SettingsInit(loader.worker_init_fn)
+    return loader.worker_init_fn
 
 
 def check_asked(log: Sized, loader: Any, name: str) -> None:

@@ -45,14 +45,18 @@ def with_workers(loader: Any, num_workers: int) -> Any:
 
 
 def _spawned_by_inheritance() -> bool:
-    """Whether workers would be spawned only because this process, a rank, was.
+    """Whether workers would be spawned only because this process, a rank that others started, was.
 
     Python hands the method that started a process on to its children as their default. Spawned workers each import
     everything anew (seconds), get a copy of the data, and can't be sent what forked ones, which the same loader has
     outside of ranks, simply have.
     """
-    platforms_own = multiprocessing.get_all_start_methods()[0]
-    return multiprocessing.parent_process() is not None and multiprocessing.get_start_method() != platforms_own
+    if multiprocessing.parent_process() is None:
+        return False
+    from trainloop.launch.rank_process import started_by_launch
+
+    # Our ranks have the method that the caller has.
+    return not started_by_launch() and multiprocessing.get_start_method() != multiprocessing.get_all_start_methods()[0]
 
 
 # A spawned process runs the script of the one that spawned it, to find there what pickles name of ``__main__``. A rank

@@ -23,6 +23,7 @@ from trainloop.launch.joining import join, joined
 from trainloop.launch.main_guard import check_main_guard, main_place
 from trainloop.launch.meeting import MEETING_WAIT_S, Meeting, meeting_point
 from trainloop.launch.rank_process import Start, started_by_launch
+from trainloop.launch.settings import dumped_settings
 from trainloop.launch.spawning import Ranks
 from trainloop.scratch import scratch_folder
 from trainloop.signals import signals, uninterrupted
@@ -91,7 +92,8 @@ def launch(
 
     Notes
     -----
-    The caller's environment, random state, threads, signal handlers and process group are left as they were.
+    The caller's environment, random state, threads, signal handlers and process group are left as they were. Ranks take
+    over its process-wide settings: see :mod:`trainloop.launch.settings`.
     """
     if started_by_launch():
         raise ConfigurationError("a rank can't start ranks: call fit() with gpu_mode='single' inside of one.")
@@ -108,8 +110,12 @@ def launch(
     environment = dict(child_env or {})
     threads = max(1, usable_cores() // ranks_per_node)
     own_choice = environment.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
+    num_threads: int | None = torch.get_num_threads()  # fewer than these, if the caller chose fewer
     if not own_choice:
-        environment["OMP_NUM_THREADS"] = str(threads)
+        num_threads = min(threads, torch.get_num_threads())
+        environment["OMP_NUM_THREADS"] = str(num_threads)
+    elif environment.get("OMP_NUM_THREADS"):
+        num_threads = None
     token = f"{os.getpid()}-{time.monotonic_ns()}"
     with contextlib.ExitStack() as undo:
         payload = undo.enter_context(pack(function, roots=roots))
@@ -142,7 +148,7 @@ def launch(
             devices=tuple(str(device) for device in chosen),
             backend=backend,
             timeout_s=timeout_s,
-            num_threads=None if own_choice else threads,
+            num_threads=num_threads,
             parcel=payload.parcel,
             words_fd=file("words", 8 * words),
             store_fd=file("store"),
@@ -156,6 +162,7 @@ def launch(
             scratch=undo.enter_context(scratch_folder(token)),
             inherited=tuple(payload.inherited),
             key=new_key() if num_nodes == 1 else key_from_environment(),
+            settings=dumped_settings(),
             main=main_place(),
         )
         ranks = Ranks(start, token, hosts)

@@ -8,6 +8,7 @@ import ctypes
 import faulthandler
 import gc
 import io
+import logging
 import mmap
 import multiprocessing
 import os
@@ -29,6 +30,7 @@ from trainloop.distributed.key import set_run_key
 from trainloop.distributed.peers import no_strangers
 from trainloop.launch.failures import failure_of, write_record
 from trainloop.launch.main_guard import take_main_place
+from trainloop.launch.settings import apply_settings
 from trainloop.scratch import Scratch, semaphore_prefix
 from trainloop.signals import rank_signals
 from trainloop.stopping import GroupStop, SharedStop
@@ -88,6 +90,8 @@ class Start:
     """Further descriptors that the payload refers to."""
     key: bytes | None = field(default=None, repr=False)
     """By which ranks know each other's messages; see :mod:`trainloop.distributed.key`."""
+    settings: bytes = b""
+    """What :func:`~trainloop.launch.settings.dumped_settings` gave in the caller."""
     main: tuple[str | None, str | None] = (None, None)
     """The script that runs, see :func:`~trainloop.launch.main_guard.main_place`."""
 
@@ -183,6 +187,10 @@ def _work(start: Start, me: Rank, stop: SharedStop, undo: contextlib.ExitStack) 
         torch.cuda.set_device(device)
     take_main_place(*start.main)
     set_run_key(start.key)
+    if start.settings:
+        # Before the payload is opened: it imports the user's modules, whose warnings are to be filtered, too.
+        apply_settings(start.settings)
+        _quieten_log_streams(me)
     function = start.parcel.open(device)
     with no_strangers():
         _make_group(start, me, device)
@@ -380,6 +388,20 @@ class _Prefixed(io.TextIOBase):
         return self._stream.encoding
 
 
+def _quieten_log_streams(me: Rank) -> None:
+    """Of the logs that the caller sends to its standard streams, ranks other than global rank 0 show warnings only."""
+    if me.rank == 0 or _all_output_shown():
+        return
+    for log in (logging.root, *logging.root.manager.loggerDict.values()):
+        for handler in getattr(log, "handlers", ()):
+            if type(handler) is logging.StreamHandler:
+                handler.setLevel(max(handler.level, logging.WARNING))
+
+
+def _all_output_shown() -> bool:
+    return os.environ.get("TRAINLOOP_ALL_RANKS_OUTPUT", "0") not in ("", "0")
+
+
 @contextlib.contextmanager
 def _streams(me: Rank) -> Iterator[None]:
     """Global rank 0 writes as it is; others' errors are prefixed, and their output is shown on request only."""
@@ -391,7 +413,7 @@ def _streams(me: Rank) -> Iterator[None]:
     errors = _Prefixed(stderr, prefix)
     sys.stderr = errors
     with open(os.devnull, "w") as nowhere:
-        shown = os.environ.get("TRAINLOOP_ALL_RANKS_OUTPUT", "0") not in ("", "0")
+        shown = _all_output_shown()
         output: Any = _Prefixed(stdout, prefix) if shown else nowhere
         sys.stdout = output
         try:

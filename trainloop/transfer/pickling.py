@@ -274,12 +274,12 @@ def _storage_from_buffer(buffer: Any, on_accelerator: bool) -> torch.UntypedStor
     elif isinstance(buffer, bytearray):
         # From the stream, hence small: a copy, which can be resized as torch's own storages can.
         storage = torch.UntypedStorage(nbytes)
-        torch.empty(0, dtype=torch.uint8).set_(storage).copy_(torch.frombuffer(buffer, dtype=torch.uint8))
+        torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).copy_(torch.frombuffer(buffer, dtype=torch.uint8))
     else:
         storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
     device = getattr(_loading, "device", None)
     if on_accelerator and device is not None and device.type != "cpu":
-        storage = torch.empty(0, dtype=torch.uint8).set_(storage).to(device).untyped_storage()
+        storage = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).to(device).untyped_storage()
     return storage
 
 
