@@ -265,7 +265,8 @@ class LoopBase:
                 return work(self, stop, *args)
         self._initialize_lazy_parameters()
         self._shared_seed = rng.peek_seed()
-        run = partial(_in_rank, self, work, args)
+        departure = loop_state.Departure(self)
+        run = partial(_in_rank, self, work, args, departure.paths)
         options = {"timeout_s": self.timeout, **self._meeting_options}
         here = launch.joined()
         if here is not None:
@@ -285,7 +286,7 @@ class LoopBase:
                 **options,
             )
         with uninterrupted():  # half of the new state and half of the old would be of no use
-            return loop_state.receive_end_state(self, data)
+            return departure.receive(data)
 
     def _loader_workers(self, ranks: int) -> int:
         """Workers that load beside a rank, under the quota."""
@@ -554,13 +555,19 @@ class _alone:
 
 
 def _in_rank(
-    loop: LoopBase, work: Callable[..., Any], args: tuple[Any, ...], stop: Any, *, joined: bool = False
+    loop: LoopBase,
+    work: Callable[..., Any],
+    args: tuple[Any, ...],
+    paths: tuple[str, ...],
+    stop: Any,
+    *,
+    joined: bool = False,
 ) -> Any:
     """In a rank of ``ddp``: do the work; what comes back is the loop's state and the work's result."""
     loop._rank = rank = _rank_here()
     loop._shared_seed = distributed.broadcast_object(loop._shared_seed)
     device = loop._devices[rank.local_rank]
-    arrival = None if joined else loop_state.Arrival(loop)
+    arrival = None if joined else loop_state.Arrival(loop, paths)
     ranks, workers = rank.local_world_size, loop._loader_workers(rank.local_world_size)
     with applied(loop._quota, local_rank=rank.local_rank, ranks=ranks, device=device, loader_workers=workers):
         result = work(loop, stop, *args)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trainloop.loop_base import LoopBase
     from trainloop.train_loop import TrainLoop
 
-__all__ = ["Arrival", "checkpoint_state", "load_checkpoint_state", "receive_end_state"]
+__all__ = ["Arrival", "Departure", "checkpoint_state", "load_checkpoint_state"]
 
 COUNTERS = ("epoch", "global_step", "total_iteration_idx", "early_stop", "message_service")
 # What every nn.Module has in its __dict__ and torch itself keeps in order.
@@ -53,30 +53,72 @@ def known_objects(loop: LoopBase) -> list[object]:
         add([loader, getattr(loader, "dataset", None)])
     for callback in loop.callbacks:
         add([callback])
-        add(_stateful_attributes(callback).values())
     return list(found.values())
+
+
+def _parts(loop: LoopBase) -> dict[str, Any]:
+    """What is reached from optimizers, criterion, callbacks and the attributes of modules, by its path."""
+    from trainloop.transfer.kept import kept_attributes
+    from trainloop.transfer.shared import shared_parts
+
+    roots: dict[str, object] = {"optimizer": loop.optimizer, "criterion": loop.criterion}
+    for i, callback in enumerate(loop.callbacks):
+        roots.update((f"callbacks.{i}.{name}", value) for name, value in kept_attributes(callback).items())
+    roots.update((f"modules.{root}.{i}.{name}", value) for (root, i, name), value in _plain_attributes(loop).items())
+    optimizers = [loop.optimizer, *optimizers_of(loop.optimizer)]
+    own = [loop.criterion, *optimizers] if not isinstance(loop.criterion, nn.Module) else optimizers
+    apart = {id(obj): obj for obj in known_objects(loop) if all(obj is not other for other in own)}
+    return shared_parts(roots, apart)
+
+
+class Departure:
+    """The caller's side of a run in ranks: which of the loop's parts are sent, for their contents to come back to."""
+
+    def __init__(self, loop: LoopBase) -> None:
+        self._loop = loop
+        self._known = known_objects(loop)
+        self._parts = _parts(loop)
+        self.paths = tuple(self._parts)
+        """Of the parts, for :class:`Arrival`: both sides number them alike."""
+
+    def receive(self, data: bytes) -> Any:
+        """Put a rank's end state into the caller's own objects; returns the ``result`` that came with it."""
+        from trainloop.transfer import load_state
+        from trainloop.transfer.shared import put_into
+
+        state = load_state(data, [*self._known, *self._parts.values()])
+        _receive(self._loop, state)
+        put_into(self._parts, state["parts"])
+        return state["result"]
 
 
 class Arrival:
     """What a loop was when it arrived in a rank, so that at the end only what changed goes back."""
 
-    def __init__(self, loop: LoopBase) -> None:
+    def __init__(self, loop: LoopBase, paths: Iterable[str] = ()) -> None:
+        from trainloop.transfer.shared import dumped_parts
+
         self._loop = loop
-        self._known = known_objects(loop)
+        found = _parts(loop)
+        self._parts = {path: found[path] for path in paths if path in found}
+        # A part that is not found here keeps its number.
+        self._known = [*known_objects(loop), *(found.get(path, object()) for path in paths)]
         self._stateful = [
             (i, name) for i, callback in enumerate(loop.callbacks) for name in _stateful_attributes(callback)
         ]
         # A pickled optimizer loses the mark by which torch's schedulers recognise it, and they would warn about it.
         warnings.filterwarnings("ignore", message=r"Seems like `optimizer\.step\(\)` has been overridden")
-        self._attributes = {key: self._dumped(value) for key, value in self._plain_attributes().items()}
+        self._attributes = {key: self._dumped(value) for key, value in _plain_attributes(loop).items()}
+        self._arrived = dumped_parts(self._parts, self._known)
 
     def end_state(self, result: Any) -> bytes:
         """The loop's state now, and ``result``, for :func:`receive_end_state` on the caller's side."""
         from trainloop.transfer import dump_state
+        from trainloop.transfer.shared import changed_parts
 
         loop = self._loop
         changed = {}
-        for key, value in self._plain_attributes().items():
+        for key, value in _plain_attributes(loop).items():
             dumped = self._dumped(value)
             if dumped is None:
                 if self._attributes.get(key) is not None:
@@ -87,31 +129,24 @@ class Arrival:
         state = {
             "tensors": {key: (t.detach().cpu(), t.requires_grad) for key, t in _tensors(loop)},
             "attributes": changed,
-            "optimizers": [optimizer.state_dict() for optimizer in optimizers_of(loop.optimizer)],
-            "groups": group_names(loop),
+            "parts": changed_parts(self._parts, self._arrived, self._known),
             "history": loop.history.state_dict(),
             "scaler": loop._scaler_state,
             "counters": {name: getattr(loop, name) for name in COUNTERS if name != "message_service"},
             "messages": loop.message_service.__dict__,
-            "callbacks": [_callback_state(callback) for callback in loop.callbacks],
+            "callbacks": [self._that_can_be_sent(_callback_state(callback), callback) for callback in loop.callbacks],
             "stateful": [getattr(loop.callbacks[i], name).state_dict() for i, name in self._stateful],
             "result": result,
         }
         return dump_state(state, self._known)
 
-    def _plain_attributes(self) -> dict[tuple[int, int, str], Any]:
-        from trainloop.transfer.kept import kept_attributes
-
-        return {
-            (root, i, name): value
-            for root, top in enumerate(_root_modules(self._loop))
-            for i, module in enumerate(top.modules())
-            for name, value in kept_attributes(module).items()
-            # What the module itself leaves out of its state, or replaces there, is each process's own.
-            if name not in _TORCH_OWN
-            and module.__dict__.get(name, _MISSING) is value
-            and name not in names_of(module)  # rank 0's columns are not the caller's
-        }
+    def _that_can_be_sent(self, state: Any, callback: Any) -> Any:
+        if not isinstance(state, dict) or self._dumped(state) is not None:
+            return state
+        can = {name: value for name, value in state.items() if self._dumped(value) is not None}
+        lost = ", ".join(str(name) for name in state if name not in can)
+        warnings.warn(f"{callback!r}: {lost} can't be pickled any more: the caller's stays as it was.", stacklevel=2)
+        return can
 
     def _dumped(self, value: Any) -> bytes | None:
         from trainloop.transfer import dump_state
@@ -122,12 +157,24 @@ class Arrival:
             return None
 
 
-def receive_end_state(loop: LoopBase, data: bytes) -> Any:
-    """Put a rank's end state into the caller's own objects; returns the ``result`` that came with it."""
-    from trainloop.transfer import load_state
+def _plain_attributes(loop: LoopBase) -> dict[tuple[int, int, str], Any]:
+    """Attributes of the root modules and all in them, by root, place in it, and name."""
+    from trainloop.transfer.kept import kept_attributes
 
+    return {
+        (root, i, name): value
+        for root, top in enumerate(_root_modules(loop))
+        for i, module in enumerate(top.modules())
+        for name, value in kept_attributes(module).items()
+        # What the module itself leaves out of its state, or replaces there, is each process's own.
+        if name not in _TORCH_OWN
+        and module.__dict__.get(name, _MISSING) is value
+        and name not in names_of(module)  # rank 0's columns are not the caller's
+    }
+
+
+def _receive(loop: LoopBase, state: dict[str, Any]) -> None:
     stateful = [(callback, name) for callback in loop.callbacks for name in _stateful_attributes(callback)]
-    state = load_state(data, known_objects(loop))
     tensors = dict(_tensors(loop))
     modules = [list(top.modules()) for top in _root_modules(loop)]
     with torch.no_grad():
@@ -143,9 +190,6 @@ def receive_end_state(loop: LoopBase, data: bytes) -> Any:
                 _root_modules(loop)[root].get_submodule(owner).register_buffer(name, value)
     for (root, i, name), value in state["attributes"].items():
         object.__setattr__(modules[root][i], name, value)
-    add_missing_groups(loop, state["groups"])
-    for optimizer, saved in zip(optimizers_of(loop.optimizer), state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
     loop.history.load_state_dict(state["history"])
     loop._scaler_state = state["scaler"]
     for name, value in state["counters"].items():
@@ -158,7 +202,6 @@ def receive_end_state(loop: LoopBase, data: bytes) -> Any:
             callback.__setstate__(saved)
         else:
             callback.__dict__.update(saved)
-    return state["result"]
 
 
 def _root_modules(loop: LoopBase) -> list[nn.Module]:
@@ -181,7 +224,7 @@ def _stateful_attributes(callback: Any) -> dict[str, Any]:
         and not isinstance(value, type)
         and callable(getattr(value, "state_dict", None))
         and callable(getattr(value, "load_state_dict", None))
-        and not isinstance(value, Mapping)
+        and not isinstance(value, (Mapping, nn.Module, torch.optim.Optimizer))  # their parts come back
     }
 
 

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 
 from trainloop.transfer.kept import unparametrized_class
 
-__all__ = ["compile_context_of", "reduce_compiled_function", "reducer_for"]
+__all__ = ["compile_context_of", "optimizer_state", "reduce_compiled_function", "reducer_for"]
 
 _EVAL_FRAME = "torch._dynamo.eval_frame"
 
@@ -32,6 +32,9 @@ def reducer_for(kind: type) -> Callable[[Any, Any], Any] | None:
         return _reduce_module_like if kind is not types.ModuleType else None
     if issubclass(kind, nn.Module):
         return _module_reducer(kind)
+    if issubclass(kind, torch.optim.Optimizer):
+        plain = kind.__reduce__ is object.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__
+        return _reduce_optimizer if plain else None
     if kind.__module__ == _EVAL_FRAME and hasattr(kind, "__enter__"):
         return _reduce_compile_context
     return _BY_KIND.get(kind)
@@ -233,6 +236,30 @@ def _set_with_slots(module: nn.Module, state: tuple[dict[str, Any], dict[str, An
     module.__setstate__(attributes)
     for name, value in slots.items():
         object.__setattr__(module, name, value)
+
+
+def _reduce_optimizer(pickler: Any, optimizer: torch.optim.Optimizer) -> Any:
+    return _new, (type(optimizer),), optimizer_state(optimizer)
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, hooks: bool = True) -> dict[str, Any]:
+    """All attributes of an optimizer; torch's own state has three of them, unless a class says what it keeps.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+    hooks : bool
+        Functions to be called before and after steps, too.
+    """
+    kind = type(optimizer)
+    if kind.__getstate__ is not torch.optim.Optimizer.__getstate__:
+        return dict(kind.__getstate__(optimizer))
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if not (name == "step" and hasattr(value, "_wrapped_by_lr_sched"))  # a scheduler counts steps of this one
+        and (hooks or not (name.startswith("_optimizer_") and name.endswith("_hooks")))
+    }
 
 
 def _reduce_script_module(pickler: Any, module: Any) -> Any:

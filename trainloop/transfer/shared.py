@@ -1,0 +1,180 @@
+"""The objects that sender and receiver both have, and how what one of them became is put into the other.
+
+What is reached from some roots is walked in the same way on both sides: modules and tensors, optimizers, lists,
+dictionaries and instances in each other. A part that both have keeps its identity: its contents come back into the very
+object that was sent, so that an averaged model or an optimizer's state is, after ``fit``, where its owner left it.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from trainloop.transfer.kept import kept_attributes
+from trainloop.transfer.pickling import dump_state
+from trainloop.transfer.torch_objects import optimizer_state
+
+__all__ = ["changed_parts", "dumped_parts", "put_into", "shared_parts"]
+
+_MOST_PARTS = 20_000
+_LONG = 1000  # items; a longer list is data, and travels as a whole
+_MISSING = object()
+# What every nn.Module has and torch keeps in order; its three dictionaries of parts are walked.
+_TORCH_OWN = frozenset(nn.Module().__dict__) - {"training", "_parameters", "_buffers", "_modules"}
+_LEAVES = (str, bytes, bytearray, int, float, complex, type(None), type, types.ModuleType, types.BuiltinFunctionType)
+_DATA = (np.ndarray, np.generic, torch.dtype, torch.device, torch.Generator, DataLoader, Dataset, Sampler)
+
+_OTHERS = ("torch._", "logging", "threading", "multiprocessing")  # what is in their objects is no user's
+
+
+def shared_parts(roots: Mapping[str, object], apart: Mapping[int, object]) -> dict[str, Any]:
+    """All parts of ``roots`` whose identity matters, by their path; each once.
+
+    Parameters
+    ----------
+    roots : mapping of str to object
+        By the names that paths start with.
+    apart : mapping of int to object
+        By their id, objects that are somebody else's concern: neither they nor what they hold are parts.
+    """
+    found: dict[str, Any] = {}
+    seen = set(apart)
+    queue = deque(roots.items())
+    while queue and len(found) < _MOST_PARTS:
+        path, obj = queue.popleft()
+        if id(obj) in seen or isinstance(obj, (*_LEAVES, *_DATA)):
+            continue
+        seen.add(id(obj))
+        if type(obj).__module__.startswith(_OTHERS):
+            if isinstance(obj, nn.Module) and hasattr(obj, "_orig_mod"):  # what torch.compile gave
+                queue.append((f"{path}._orig_mod", obj._orig_mod))
+        elif isinstance(obj, torch.Tensor):
+            found[path] = obj
+        elif isinstance(obj, (types.FunctionType, types.MethodType, functools.partial, tuple)):
+            queue.extend((path + suffix, part) for suffix, part in _held(obj))  # can't be written into
+        elif (contents := _contents(obj)) is not None:
+            found[path] = obj
+            items = contents.items() if isinstance(contents, dict) else enumerate(contents)
+            # Keys may be parameters: their place tells them apart on both sides.
+            queue.extend((f"{path}.{key if isinstance(key, str) else i}", v) for i, (key, v) in enumerate(items))
+    return found
+
+
+def _held(obj: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(obj, tuple):
+        yield from ((f".{i}", part) for i, part in enumerate(obj[:_LONG]))
+    elif isinstance(obj, types.MethodType):
+        yield ".__self__", obj.__self__
+    elif isinstance(obj, functools.partial):
+        yield from ((f".args.{i}", part) for i, part in enumerate(obj.args))
+        yield from ((f".keywords.{name}", part) for name, part in obj.keywords.items())
+        yield ".func", obj.func
+    else:
+        for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True):
+            try:
+                yield f".{name}", cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+
+
+def _contents(obj: Any) -> dict[Any, Any] | list[Any] | None:
+    """What an object holds, as far as it is its own and may be written; ``None`` where it is a value."""
+    if isinstance(obj, (list, deque)):
+        return list(obj) if len(obj) <= _LONG else None
+    if isinstance(obj, dict):
+        return dict(obj) if len(obj) <= _LONG or any(isinstance(key, torch.Tensor) for key in obj) else None
+    if isinstance(obj, Optimizer):
+        return {name: v for name, v in optimizer_state(obj, hooks=False).items() if vars(obj).get(name, _MISSING) is v}
+    attributes = getattr(obj, "__dict__", None)
+    if not isinstance(attributes, dict):
+        return None
+    torch_own = _TORCH_OWN if isinstance(obj, nn.Module) else ()
+    return {
+        name: value
+        for name, value in kept_attributes(obj).items()
+        # What the object itself leaves out of its state, or replaces there, is each process's own.
+        if name not in torch_own and attributes.get(name, _MISSING) is value
+    }
+
+
+def dumped_parts(parts: Mapping[str, Any], known: list[object]) -> dict[str, bytes | None]:
+    """What each part holds now, for :func:`changed_parts` to compare with; ``None`` for what can't be pickled."""
+    return {path: _dumped(_contents(obj), known) for path, obj in parts.items() if not isinstance(obj, torch.Tensor)}
+
+
+def _dumped(value: Any, known: list[object]) -> bytes | None:
+    try:
+        return dump_state(value, known)
+    except Exception:  # whatever a user's __reduce__ raises
+        return None
+
+
+def changed_parts(parts: Mapping[str, Any], before: Mapping[str, bytes | None], known: list[object]) -> dict[str, Any]:
+    """What parts hold that is another than before, for :func:`put_into`; tensors always, on the CPU."""
+    changed: dict[str, Any] = {}
+    for path, obj in parts.items():
+        if isinstance(obj, torch.Tensor):
+            changed[path] = (obj.detach().cpu(), obj.requires_grad)
+            continue
+        now = _contents(obj)
+        dumped = _dumped(now, known)
+        if dumped is not None and dumped != before.get(path):
+            changed[path] = now
+        elif dumped is None and isinstance(now, dict):  # each for itself, then
+            can = {key: value for key, value in now.items() if _dumped((key, value), known) is not None}
+            if before.get(path) is not None:
+                lost = ", ".join(str(key) for key in now if key not in can)
+                warnings.warn(f"{path}: {lost} can't be pickled any more: the caller's stays as it was.", stacklevel=2)
+                changed[path] = can
+    return changed
+
+
+def put_into(parts: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
+    """Write what :func:`changed_parts` gave into the parts of the same paths."""
+    for path, contents in changed.items():
+        obj = parts[path]
+        if isinstance(obj, torch.Tensor):
+            _put_tensor(obj, *contents)
+        elif isinstance(obj, (list, deque)):
+            obj.clear()
+            obj.extend(contents)
+        elif isinstance(obj, dict):
+            for key in [key for key in obj if key not in contents]:
+                del obj[key]
+            obj.update(contents)
+        else:
+            for name in [name for name in _contents(obj) or () if name not in contents]:
+                vars(obj).pop(name, None)  # deleted there
+            vars(obj).update(contents)
+    for obj in parts.values():
+        if isinstance(obj, Optimizer):
+            _state_to_parameters(obj)
+
+
+def _put_tensor(own: torch.Tensor, value: torch.Tensor, requires_grad: bool) -> None:
+    with torch.no_grad():
+        if own.shape == value.shape and own.dtype == value.dtype and not own.is_inference():
+            own.copy_(value)
+        elif not torch.nn.parameter.is_lazy(own):
+            own.data = value.to(own.device)
+    if own.is_leaf and own.requires_grad != requires_grad:
+        own.requires_grad_(requires_grad)
+
+
+def _state_to_parameters(optimizer: Optimizer) -> None:
+    """State that came from a rank's device goes to its parameter's; step counters stay where torch keeps them."""
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, torch.Tensor) and isinstance(state, dict) and parameter.device.type != "cpu":
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and key != "step" and value.device != parameter.device:
+                    state[key] = value.to(parameter.device)
