@@ -97,15 +97,15 @@ def loop_of(make: Callable[[nn.Module], optim.Optimizer], criterion: Any = F.mse
 def train(loop: TrainLoop, steps: int = 3) -> None:
     """What a rank does, by hand."""
     keeps: Any = loop.callbacks[0] if loop.callbacks else None
+    x, y = loop.train_loader.dataset.tensors
+
+    def closure() -> Tensor:
+        loop.optimizer.zero_grad()
+        loss = loop.criterion(loop.model(x), y)
+        loss.backward()
+        return loss
+
     for step in range(steps):
-
-        def closure() -> Tensor:
-            loop.optimizer.zero_grad()
-            loss = loop.criterion(loop.model(x), y)
-            loss.backward()
-            return loss
-
-        x, y = loop.train_loader.dataset.tensors
         if not isinstance(loop.optimizer, optim.LBFGS):
             closure()
         loop.optimizer.step(closure)

@@ -1,0 +1,99 @@
+"""Optimizers around others and averaged models, in two ranks: as in a hand-written loop, and back where they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn, optim
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel
+
+
+class Net(TTBasicModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.fc = nn.GRU(4, 6, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.rnn(x.view(-1, 2, 4))[0][:, -1])
+
+
+class Lookahead(optim.Optimizer):
+    """Shares the groups and the state of the optimizer it is around."""
+
+    def __init__(self, inner: optim.Optimizer, alpha: float = 0.5, k: int = 2) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner, self.alpha, self.k, self.calls = inner, alpha, k, 0
+        self.param_groups, self.state = inner.param_groups, inner.state
+        self.slow = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        self.calls += 1
+        if self.calls % self.k == 0:
+            for p, slow in self.slow.items():
+                slow.lerp_(p, self.alpha)
+                p.copy_(slow)
+
+
+class Averages(AbstractCallback):
+    def __init__(self, averaged: AveragedModel) -> None:
+        super().__init__("averages")
+        self.held = {"ema": [averaged]}
+
+    def on_after_optimizer_step(self) -> None:
+        self.held["ema"][0].update_parameters(self.train_loop_obj.model)
+
+
+def test_lookahead_and_averages_in_ranks_equal_the_hand_written_loop() -> None:
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(22, 8).double(), torch.randint(3, (22,)))  # the last batch is short, and uneven
+    start = Net().double().state_dict()
+
+    def made() -> tuple[Net, Lookahead, AveragedModel]:
+        model = Net().double()
+        model.load_state_dict(start)
+        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        return model, Lookahead(optim.AdamW(model.parameters(), lr=0.01)), averaged
+
+    model, optimizer, averaged = made()
+    reference, by_hand, by_hand_averaged = made()
+    inner, slow = optimizer.inner, optimizer.slow
+    loop = TrainLoop(
+        model,
+        DataLoader(data, 4),
+        optimizer=optimizer,
+        criterion=nn.CrossEntropyLoss(),
+        gpu_mode="ddp",
+        accelerator="cpu",
+        devices=2,
+        progress_bar=False,
+    )
+    loop.fit(num_epochs=1, callbacks=[Averages(averaged)])
+    loop.fit(num_epochs=1, callbacks=[Averages(averaged)])
+    for _ in range(2):
+        for x, y in DataLoader(data, 8):
+            by_hand.zero_grad()
+            F.cross_entropy(reference(x), y).backward()
+            by_hand.step()
+            by_hand_averaged.update_parameters(reference)
+
+    def close(mine: nn.Module, theirs: nn.Module) -> None:
+        for name, value in theirs.state_dict().items():
+            torch.testing.assert_close(mine.state_dict()[name], value, rtol=0, atol=1e-9)
+
+    close(model, reference)
+    close(averaged, by_hand_averaged)
+    assert averaged.n_averaged == by_hand_averaged.n_averaged == 6
+    assert (loop.optimizer is optimizer, optimizer.inner is inner, optimizer.slow is slow) == (True, True, True)
+    assert optimizer.calls == 6
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(slow[mine], by_hand.slow[theirs], rtol=0, atol=1e-9)
+        torch.testing.assert_close(
+            inner.state[mine]["exp_avg_sq"], by_hand.inner.state[theirs]["exp_avg_sq"], rtol=0, atol=1e-9
+        )
