@@ -40,7 +40,7 @@ def no_strangers() -> Iterator[None]:
     ConnectionError
         That names the user; also in place of the group's own error, which would not say what happened.
     """
-    before = _own_listeners()
+    before = _own_sockets()
     try:
         yield
     except Exception as error:
@@ -49,8 +49,8 @@ def no_strangers() -> Iterator[None]:
     _check(before, None)
 
 
-def _check(before: set[str], cause: Exception | None) -> None:
-    strangers = _strangers(_own_listeners() - before)
+def _check(before: set[int], cause: Exception | None) -> None:
+    strangers = _strangers(_own_sockets() - before)
     if strangers:
         users = " and ".join(sorted({_user(uid) for uid in strangers}))
         then = "" if cause is None else f" It then failed: {cause}"
@@ -62,11 +62,10 @@ def _check(before: set[str], cause: Exception | None) -> None:
         ) from None
 
 
-def _strangers(listeners: set[str]) -> list[int]:
-    """Users, other than this process's, at the other ends of connections that these listeners took."""
-    if not listeners:
-        return []
-    sockets = _sockets()
+def _strangers(own: set[int]) -> list[int]:
+    """Users, other than this process's, at the other ends of connections that listeners among these sockets took."""
+    sockets = _sockets() if own else []  # once: the kernel takes some milliseconds to list them
+    listeners = {_port(s.local) for s in sockets if s.state == _LISTEN and s.inode in own}
     owners = {(s.local, s.remote): s.uid for s in sockets}
     taken = [s for s in sockets if s.state != _LISTEN and _port(s.local) in listeners]
     others = [owners.get((s.remote, s.local)) for s in taken if s.inode]
@@ -74,13 +73,8 @@ def _strangers(listeners: set[str]) -> list[int]:
     return [uid for uid in others if uid is not None and uid not in (os.geteuid(), 0)]
 
 
-def _own_listeners() -> set[str]:
-    """Ports that this process listens on."""
-    own = _own_inodes()
-    return {_port(s.local) for s in _sockets() if s.state == _LISTEN and s.inode in own} if own else set()
-
-
-def _own_inodes() -> set[int]:
+def _own_sockets() -> set[int]:
+    """This process's sockets, by the numbers under which the kernel lists them."""
     inodes = set()
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
