@@ -35,6 +35,7 @@ LAYERS = [
     ["arguments", "evaluation", "loop_state", "placement", "progress"],
     ["loop_base"],
     ["step", "alternating"],
+    ["loop_logs"],
     ["train_loop"],
     ["tracking_loops"],
     ["preflight", "tuning"],

@@ -42,7 +42,8 @@ def alternating_step(loop: TrainLoop, run: Run, share: StepShare) -> None:
     counts = None if not share.ragged else [n for (n,) in distributed.exchange_ints([len(share.batches)])]
     count = len(share.batches) if counts is None else max(counts)
     run.recorder.step = loop.global_step + 1
-    for _ in range(count):
+    sizes = [*share.sizes, *[0] * (count - len(share.sizes))]  # without a batch, what hooks log weighs nothing
+    for run.recorder.batch_size in sizes:
         loop.total_iteration_idx += 1
         run.epoch_batches += 1
         for hook in hooks.on_batch_begin:
@@ -65,7 +66,7 @@ def alternating_step(loop: TrainLoop, run: Run, share: StepShare) -> None:
         loss, weight = evaluation.joined_losses(losses)
         loop.last_loss = run.recorder.add_loss(loss, size if weight is None else weight)
     end_step(loop, run)
-    for _ in range(count):
+    for run.recorder.batch_size in sizes:
         for hook in hooks.on_batch_end:
             hook()
 

@@ -8,6 +8,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class History(Mapping[str, list[float]]):
         # Steps are kept as machine numbers: 16 bytes each, and no objects for the garbage collector to walk.
         self._step_indices: dict[str, array[int]] = {}
         self._step_values: dict[str, array[float]] = {}
+        self._own: dict[str, list[int]] = {}  # places of values that this rank has put in and the others don't know yet
 
     def __getitem__(self, name: str) -> list[float]:
         try:
@@ -55,6 +57,10 @@ class History(Mapping[str, list[float]]):
     def step_indices(self, name: str) -> list[int]:
         """The optimizer steps, counted from 1, to which :meth:`steps` belongs."""
         return list(self._step_indices.get(name, ()))
+
+    def epochs(self, name: str) -> list[int]:
+        """The epoch, counted from 0, of each of a metric's values; empty where it has none."""
+        return list(self._epochs.get(name, ()))
 
     @property
     def step_names(self) -> list[str]:
@@ -150,6 +156,33 @@ class History(Mapping[str, list[float]]):
             values.append(value)
             epochs.append(epoch)
 
+    def _insert(self, name: str, value: float, epoch: int) -> None:
+        """Add this rank's own value of an epoch, until ranks agree on one."""
+        self._own.setdefault(name, []).append(len(self._values.get(name, ())))
+        self._append(name, value, epoch)
+
+    @property
+    def _has_own(self) -> bool:
+        return bool(self._own)
+
+    def _take_own(self) -> dict[str, list[tuple[int, float]]]:
+        """Take out the values, with their epochs, that ranks have to agree on."""
+        taken = {}
+        for name, places in self._own.items():
+            values, epochs = self._values[name], self._epochs[name]
+            taken[name] = [(epochs[i], values[i]) for i in places]
+            for i in reversed(places):
+                del values[i], epochs[i]
+        self._own = {}
+        return taken
+
+    def _put_agreed(self, everyone: Sequence[Mapping[str, Sequence[tuple[int, float]]]]) -> None:
+        """Add what :meth:`_take_own` gave on all ranks: the mean of first values, of second ones, ... of a name."""
+        for name in dict.fromkeys(name for theirs in everyone for name in theirs):
+            for same in zip_longest(*(theirs[name] for theirs in everyone if name in theirs)):
+                entries = [entry for entry in same if entry is not None]
+                self._append(name, _mean([value for _, value in entries]), entries[0][0])
+
     def _extend_steps(self, steps: StepValues) -> None:
         """Add step values."""
         for name, (indices, values) in steps.items():
@@ -169,10 +202,16 @@ class History(Mapping[str, list[float]]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Become what :meth:`state_dict` described."""
+        self._own = {}
         self._values = {name: list(values) for name, values in state["values"].items()}
         self._epochs = {name: list(epochs) for name, epochs in state["epochs"].items()}
         self._step_indices = {name: array("q", t.tolist()) for name, t in state["step_indices"].items()}
         self._step_values = {name: array("d", t.tolist()) for name, t in state["step_values"].items()}
+
+
+def _mean(values: Sequence[float]) -> float:
+    # Equal ones as they are: a sum may round.
+    return values[0] if all(value == values[0] for value in values) else sum(values) / len(values)
 
 
 def format_table(rows: Sequence[Mapping[str, float]]) -> str:

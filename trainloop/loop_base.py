@@ -42,7 +42,7 @@ from trainloop.trained import TrainedParameters
 
 __all__ = ["LoopBase", "Run"]
 
-# Put before the names of what is logged in an evaluation, by the dataset's type.
+# Put before the names of what is logged in an evaluation, by the dataset's type; a user's own type is one itself.
 _PREFIXES = {"train": "train_", "validation": "val_", "test": "test_", "other": ""}
 
 
@@ -57,6 +57,8 @@ class Run:
     gather: Callable[[Any], list[Any]] | None
     progress: Progress
     recorder: Recorder = field(default_factory=Recorder)
+    sink: Callable[..., None] | None = None
+    """What takes in logs now: that of the training, or of the evaluation inside it."""
     eval_feeds: dict[int, Any] = field(default_factory=dict)
     undo: ExitStack = field(default_factory=ExitStack)
     # of training only
@@ -77,6 +79,7 @@ class Run:
     trained: TrainedParameters | None = None  # in ddp
     began_with: dict[str, dict[str, bool]] = field(default_factory=dict)  # flags of parameters and modules
     in_eval: list[nn.Module] | None = None  # modules that the user keeps in evaluation mode
+    same_callbacks: bool = True
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
@@ -347,16 +350,19 @@ class LoopBase:
 
     @contextmanager
     def _listening(self, recorder: Recorder) -> Iterator[None]:
-        """Whatever the model logs goes to this recorder."""
+        """Whatever the model, callbacks and the loop log goes to this recorder."""
         models = [module for module in self.model.modules() if isinstance(module, TTModel)]
         before = [model.__dict__.get("_log_sink") for model in models]
         # Compiled code leaves its graph for a log; traced into, the growing lists of logs would recompile it each step.
         sink = torch.compiler.disable(recorder.log) if _has_compiled_parts(self.model) else recorder.log
+        run = self._run
+        run_before, run.sink = run.sink, sink
         for model in models:
             model.__dict__["_log_sink"] = sink
         try:
             yield
         finally:
+            run.sink = run_before
             for model, sink in zip(models, before, strict=True):
                 model.__dict__["_log_sink"] = sink
 
@@ -412,7 +418,8 @@ class LoopBase:
             Call their ``on_evaluation_begin``, ``on_after_batch_prediction`` and ``on_evaluation_end``. The model's own
             hooks are called in any case.
         dataset_info : dict, optional
-            Handed to those hooks, with ``'pass': 'predictions'`` added. Default: ``{'type': 'other'}``.
+            Handed to those hooks, with ``'pass': 'predictions'`` added. Default: ``{'type': 'other'}``. Inside ``fit``
+            what is logged in the pass is recorded under its type, ``type_name``, but for ``'other'``.
         """
         return self._predict(data_loader, "data_loader", dataset_info or {"type": "other"}, execute_callbacks)
 
@@ -473,7 +480,8 @@ class LoopBase:
                 hook(*output, dataset_info)
             return output
 
-        prefix = _PREFIXES.get(dataset_info.get("type", ""), "")
+        kind = str(dataset_info.get("type", "other"))
+        prefix = _PREFIXES.get(kind, f"{kind}_")
 
         def gather(mine: Any) -> list[Any]:  # what was logged goes along
             end = recorder.finish_epoch(mine)

@@ -252,8 +252,10 @@ def checkpoint_state(loop: TrainLoop) -> dict[str, Any] | None:
         "feed": run.feed.state_dict(),
         "metrics": run.recorder.state_dict(),
         "carried": carried_state_of(loop.model),
+        "inserted": loop.history._take_own(),
     }
     ranks = [mine] if run.gather is None else run.gather(mine)
+    loop.history._put_agreed([theirs.pop("inserted") for theirs in ranks])
     if loop.rank != 0:
         return None
     finished = run.epoch_finished
@@ -351,7 +353,9 @@ def load_checkpoint_state(loop: TrainLoop, state: dict[str, Any]) -> None:
         run.scaler.load_state_dict(state["scaler"])
     loop.history.load_state_dict(state["history"])
     _load_callbacks(loop.callbacks, state["callbacks"])
-    loop.epoch = place["epoch"]
+    # What on_train_begin has logged again.
+    run.recorder.drop({*state["history"]["values"], *(name for saved in ranks for name in saved["metrics"])})
+    loop.epoch = run.history_epoch = place["epoch"]
     loop.global_step = place["global_step"]
     loop.total_iteration_idx = place["total_iteration_idx"]
     run.start_epoch, run.start_iteration = place["start_epoch"], place["start_iteration"]

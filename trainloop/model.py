@@ -141,14 +141,14 @@ class TTModel(nn.Module, ABC):
         value : 0-d Tensor or number
             A tensor of one element counts as 0-d.
         on_step, on_epoch : bool, optional
-            Keep each step's value; keep the epoch's. Default: both in training, the epoch's in evaluation.
+            Keep each step's value; keep the epoch's. Default: both in a training step, the epoch's elsewhere.
         reduce : {'mean', 'sum', 'min', 'max'}
             How values become one, over micro-batches, steps and ranks. A mean is weighed by ``batch_size``.
         sync_dist : bool
             Over all ranks; else each rank keeps its own.
         batch_size : int or 0-d Tensor, optional
             Weight of the value; with 0 it doesn't count, even where it is nan. Default: the number of samples in the
-            batch.
+            batch; 1 between steps.
         prog_bar : bool
             Show this rank's newest value in the progress bar.
         rank_zero_only : bool

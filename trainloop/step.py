@@ -110,6 +110,8 @@ def backward_pass(
         if first:
             for hook in hooks.on_batch_end if i else ():  # of the micro-batch before
                 hook()
+            # From its first hook on; where a rank has no batch, what its hooks log weighs nothing.
+            run.recorder.batch_size = sizes[i] if i < len(batches) else 0
             loop.total_iteration_idx += 1
             run.epoch_batches += 1
             for hook in hooks.on_batch_begin:
@@ -120,7 +122,6 @@ def backward_pass(
         model = place.model if by_hand else place.wrapper
         with place.alone(counts, i) if by_hand else place.gradient_sync(i == count - 1):
             if i < len(batches):
-                run.recorder.batch_size = sizes[i]
                 with place.autocast:
                     output = model.get_loss(batches[i], loop.criterion, place.device)
                 loss, weight = (output, None) if isinstance(output, Tensor) else evaluation.split_loss(output)

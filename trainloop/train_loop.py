@@ -30,12 +30,13 @@ from typing import Any, cast
 from trainloop import arguments as check
 from trainloop import distributed, evaluation, loop_state, rng
 from trainloop.arguments import FitJob
-from trainloop.callbacks.base import AbstractCallback, HookTable, overrides
+from trainloop.callbacks.base import AbstractCallback, HookTable
 from trainloop.carried import check_carried
 from trainloop.data import StepShare, train_feed
 from trainloop.errors import ConfigurationError
-from trainloop.loop_base import LoopBase, Run
-from trainloop.metrics import Recorder, StepValues, named_losses, rows_of
+from trainloop.loop_base import Run
+from trainloop.loop_logs import STEPS_BETWEEN_FLUSHES, LoggingLoop
+from trainloop.metrics import Recorder
 from trainloop.model import TTModel
 from trainloop.optim import optimizers_of
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel
@@ -47,13 +48,8 @@ from trainloop.trained import TrainedParameters, training_flags
 
 __all__ = ["TrainLoop", "TrainLoopCheckpoint", "TrainLoopCheckpointEndSave", "TrainLoopEndSave"]  # noqa: F822  # see below
 
-# Steps between two readings of the logs: they wait for the device, and ranks exchange what they logged.
-STEPS_BETWEEN_FLUSHES = 128
-# Step values are held twice until they are exchanged.
-MOST_STEPS_BETWEEN_EXCHANGES = 32 * STEPS_BETWEEN_FLUSHES
 
-
-class TrainLoop(LoopBase):
+class TrainLoop(LoggingLoop):
     """Train a :class:`TTModel` on one device or many, with the same script and the same numbers.
 
     Parameters
@@ -252,9 +248,12 @@ class TrainLoop(LoopBase):
     def _train(self, stop: StopAgreement, job: FitJob) -> int:
         """This rank's part of ``fit``; returns why it ended, 0 for as planned."""
         with self._own_randomness(job), self._running(stop, job) as run:
+            run.recorder = Recorder(rank=self.rank, gather=run.gather, reserved=("val_loss", "test_loss"))
+            run.history_epoch = self.epoch
             try:
-                self._prepare_training(run, job)
                 with self._listening(run.recorder):
+                    self._prepare_training(run, job)
+                with self._listening(run.recorder):  # anew: hooks may have changed the model
                     ended_by = self._train_epochs(run)
                 run.place.share_buffers()  # where ranks were started by others, each has a model to return
             except BaseException as exception:
@@ -278,6 +277,7 @@ class TrainLoop(LoopBase):
             yield
 
     def _prepare_training(self, run: Run, job: FitJob) -> None:
+        run.recorder.between_steps(self.global_step + 1)
         for hook in run.hooks.on_multiprocess_start:
             hook()
         check.check_loader(self.train_loader, "train_loader", optional=False)
@@ -293,11 +293,11 @@ class TrainLoop(LoopBase):
         run.sums = sum_rule(self.model, self.criterion)
         # DDP's reducer expects one backward a forward; several optimizers make several.
         run.reduce_by_hand = run.gather is not None and len(run.optimizers) > 1
-        run.recorder = Recorder(rank=self.rank, gather=run.gather, reserved=("val_loss", "test_loss"))
         run.start_epoch, run.start_iteration = self.epoch, self.total_iteration_idx
         if run.scaler.is_enabled() and self._scaler_state:
             run.scaler.load_state_dict(self._scaler_state)
         run.progress.say(repr(self))
+        run.same_callbacks = self._have_same_callbacks(run)
         for hook in run.hooks.on_train_begin:
             hook()
         if job.resume is not None:
@@ -314,10 +314,10 @@ class TrainLoop(LoopBase):
                 return self._end_early(run, ended_by)
             if ended_by:
                 break
+        run.history_epoch = max(self.epoch - 1, 0)  # of the last epoch, which an earlier run may have finished
         if self.end_auto_eval and self.test_loader is not None:
             self._auto_evaluate(run, self.test_loader, "test_loader", "test")
-        for hook in run.hooks.on_train_end:
-            hook()
+        self._call_in_turn(run, "on_train_end")
         return 0
 
     def _is_done(self, run: Run) -> bool:
@@ -327,13 +327,14 @@ class TrainLoop(LoopBase):
 
     def _train_epoch(self, run: Run) -> int:
         """One pass over the loader, or what is left of it; returns why it was broken off, 0 if it wasn't."""
+        run.epoch_finished, run.history_epoch = False, self.epoch
         if run.skip_steps == 0:
             run.epoch_steps = run.epoch_batches = 0
+            run.recorder.between_steps(self.global_step + 1)
             for hook in run.hooks.on_epoch_begin:
                 hook()
         if run.trained is not None and run.trained.agree():
             run.follow_trained(self.model, self.criterion)
-        run.epoch_finished, run.history_epoch = False, self.epoch
         skip, run.skip_steps, run.epoch_steps = run.skip_steps, 0, run.skip_steps
         last_iteration = run.start_iteration + self.num_iterations if self.num_iterations else None
         first = run.in_eval is None
@@ -363,15 +364,12 @@ class TrainLoop(LoopBase):
         run.progress.end_epoch()  # before anybody prints
         if run.trained is not None:
             run.trained.check_alike(run.place.wrapper)
-        end = run.recorder.finish_epoch()
-        self._publish(run, end.steps)
-        for name, value in {**named_losses(end.losses), **end.metrics}.items():
-            self.history._append(name, value, self.epoch, replace=True)
+        run.recorder.between_steps(self.global_step)
+        self._record_epoch(run)
         if self.end_auto_eval and self.validation_loader is not None and (self.epoch + 1) % self.end_auto_eval == 0:
             self._auto_evaluate(run, self.validation_loader, "validation_loader", "validation")
         run.epoch_finished = True
-        for hook in run.hooks.on_epoch_end:
-            hook()
+        self._call_in_turn(run, "on_epoch_end")
         self.message_service.end_of_epoch_trigger()
         if run.progress.enabled:
             run.progress.row(self.history.row(self.epoch))
@@ -398,41 +396,12 @@ class TrainLoop(LoopBase):
         if run.gather is None:  # the others' values can't be had any more
             with suppress(Exception):
                 self.flush_logs()
-        for hook in run.hooks.on_exception:
-            try:
-                hook(exception)
-            except Exception as error:  # must not hide what went wrong first
-                warnings.warn(f"{hook!r} failed while handling {exception!r}: {error!r}", stacklevel=2)
-
-    # -- logs --------------------------------------------------------------------------------------------------------
-
-    def flush_logs(self) -> None:
-        """Read what was logged and hand it to ``on_log``. Collective; waits for the device."""
-        run = self._run
-        if run is None:
-            return
-        # The same answer on all ranks: hooks of one rank make all exchange. Without hooks, now and then is enough.
-        heard = any(overrides(callback, "on_log") for callback in self.callbacks)
-        if heard or run.epoch_steps % MOST_STEPS_BETWEEN_EXCHANGES == 0:
-            self._publish(run, run.recorder.exchange_steps())
-        else:
-            run.recorder.compact()
-
-    def _publish(self, run: Run, steps: StepValues) -> None:
-        self.history._extend_steps(steps)
-        if steps and self.is_global_zero and run.hooks.on_log:
-            rows = rows_of(steps)
-            for hook in run.hooks.on_log:
-                hook(rows)
-
-    def _bar_values(self) -> dict[str, float]:
-        loss = {} if self.last_loss is None else {"loss": float(self.last_loss)}
-        return {**loss, **self._run.recorder.bar_values()}
-
-    def insert_metric_result_into_history(self, name: str, value: float) -> None:
-        """Append a value to the history of a metric, for the running epoch (outside ``fit``: the last one)."""
-        epoch = self._run.history_epoch if self._run is not None else max(self.epoch - 1, 0)
-        self.history._append(name, float(value), epoch)
+        with self._recording_alone(run):
+            for hook in run.hooks.on_exception:
+                try:
+                    hook(exception)
+                except Exception as error:  # must not hide what went wrong first
+                    warnings.warn(f"{hook!r} failed while handling {exception!r}: {error!r}", stacklevel=2)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel
 
-__all__ = ["AbstractCallback", "HookTable", "overrides"]
+__all__ = ["AbstractCallback", "HookTable", "logs_nothing", "overrides"]
 
 Hook = Callable[..., Any]
+HookT = TypeVar("HookT", bound=Hook)
 
 # Those that a model may have itself: where what it carries from batch to batch begins anew.
 MODEL_HOOKS = ("on_epoch_begin", "on_evaluation_begin", "on_evaluation_end")
@@ -92,6 +93,52 @@ class AbstractCallback:
         self.message_service = getattr(train_loop_obj, "message_service", None)
         self.on_train_loop_registration()
         return self
+
+    def log(
+        self,
+        name: str,
+        value: Tensor | float,
+        *,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce: str = "mean",
+        sync_dist: bool = True,
+        batch_size: Tensor | float | None = None,
+        prog_bar: bool = False,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Record a metric from a hook, by the arguments of :meth:`trainloop.TTModel.log`, by default over all ranks.
+
+        It belongs to the epoch whose hook it is: ``on_train_begin`` to the first, ``on_train_end`` to the last,
+        ``on_exception`` to the one that was broken off (this rank's value only). At an epoch's end and at that of the
+        training, callbacks that come later find it in the history, on all ranks. In the hooks of an evaluation the name
+        gets the evaluation's prefix.
+
+        Between two steps (in ``on_epoch_begin`` and ``on_epoch_end``, for instance) ``on_step`` is off unless asked
+        for, and the weight in a mean is 1. What several ranks, or a model's steps as well, log by one name is one
+        metric. In a resumed run ``on_train_begin`` adds nothing to metrics that the checkpoint has.
+
+        Raises
+        ------
+        ConfigurationError
+            As there; and in ``on_train_loop_registration``, where no epoch is near.
+        """
+        if self.train_loop_obj is None:
+            raise ConfigurationError(
+                f"{type(self).__name__}.log({name!r}, ...): the callback has no loop yet. Call it in a hook, from "
+                "on_multiprocess_start on."
+            )
+        self.train_loop_obj.log(
+            name,
+            value,
+            on_step=on_step,
+            on_epoch=on_epoch,
+            reduce=reduce,
+            sync_dist=sync_dist,
+            batch_size=batch_size,
+            prog_bar=prog_bar,
+            rank_zero_only=rank_zero_only,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold for this callback: plain types and tensors. Default: nothing."""
@@ -187,11 +234,25 @@ class HookTable:
     """
 
     def __init__(self, callbacks: Iterable[AbstractCallback], rank: int = 0, model: nn.Module | None = None) -> None:
-        here = [cb for cb in callbacks if cb.device_idx_execution in (None, rank)]
-        here.sort(key=lambda cb: cb.execution_order)  # stable: equal ones stay in the order they were passed
+        # Stable: equal ones stay in the order they were passed.
+        everywhere = sorted(callbacks, key=lambda cb: cb.execution_order)
+        here = [cb for cb in everywhere if cb.device_idx_execution in (None, rank)]
         for name in AbstractCallback.HOOKS:
             own = [_hook(model, name)] if name in MODEL_HOOKS and _model_overrides(model, name) else []
             setattr(self, name, (*own, *(_hook(cb, name) for cb in here if overrides(cb, name))))
+
+        self._in_turn = {
+            name: tuple(
+                (_hook(cb, name) if cb in here else None, not hasattr(getattr(cb, name), "_logs_nothing"))
+                for cb in everywhere
+                if overrides(cb, name)
+            )
+            for name in ("on_epoch_end", "on_train_end")
+        }
+
+    def in_turn(self, name: str) -> tuple[tuple[Hook | None, bool], ...]:
+        """A hook of all callbacks, ``None`` of those restricted to another rank; and whether it may log."""
+        return self._in_turn[name]
 
     def __getattr__(self, name: str) -> tuple[Hook, ...]:
         # Only for type checkers and typing errors: every real hook is set in __init__.
@@ -201,6 +262,12 @@ class HookTable:
 def overrides(callback: AbstractCallback, name: str) -> bool:
     """Whether a hook does anything; one set on the instance, ``callback.on_epoch_end = function``, counts too."""
     return name in callback.__dict__ or getattr(type(callback), name) is not getattr(AbstractCallback, name)
+
+
+def logs_nothing(hook: HookT) -> HookT:
+    """Mark a hook that records nothing: ranks need not agree, after it, on whether it did."""
+    hook._logs_nothing = True  # type: ignore[attr-defined]
+    return hook
 
 
 def _model_overrides(model: nn.Module | None, name: str) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from trainloop import checkpoint, distributed
-from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.monitor import Mode, Monitor
 from trainloop.checkpoint import Checkpoint, CheckpointInfo
 from trainloop.errors import CheckpointError, ConfigurationError
@@ -38,7 +38,8 @@ class ModelCheckpoint(AbstractCallback):
     every_n_epochs : int or None
         Write at the end of every n-th epoch, with its ``val_loss``; a resumed run begins with the next epoch.
     every_n_steps : int or None
-        Write after every n-th optimizer step, counted over all of training.
+        Write after every n-th optimizer step, counted over all of training: in ``on_after_optimizer_step``, so that
+        what the batch's ``on_batch_end`` does and logs is not in it.
     monitor : str, optional
         Metric in ``history`` by which checkpoints at an epoch's end are judged. Whenever it is better than ever, one
         is written, also where no ``every_n_*`` asks for it: with all of them None, only then.
@@ -240,6 +241,7 @@ class ModelCheckpoint(AbstractCallback):
         elif self.every_n_minutes is not None and self._time_is_up(60 * self.every_n_minutes):
             self._save("time")
 
+    @logs_nothing
     def on_epoch_end(self) -> None:
         loop = self.train_loop_obj
         self._saved_step = None  # the history has a new row
@@ -252,6 +254,7 @@ class ModelCheckpoint(AbstractCallback):
         elif improved:
             self._save("improved", value)
 
+    @logs_nothing
     def on_train_end(self) -> None:
         self.save_now("end")
         self._host_copy = checkpoint.HostCopy()  # gives the memory back

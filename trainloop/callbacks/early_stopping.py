@@ -6,7 +6,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.monitor import Mode, Monitor
 from trainloop.errors import ConfigurationError
 
@@ -72,6 +72,7 @@ class EarlyStopping(AbstractCallback):
         self.epochs_without_improvement = 0
         self.stopped_epoch = None
 
+    @logs_nothing
     def on_epoch_end(self) -> None:
         loop = self.train_loop_obj
         value = self._metric.new_value(loop)
@@ -137,6 +138,7 @@ class ThresholdEarlyStopping(AbstractCallback):
     def on_train_begin(self) -> None:
         self.epochs_below = 0
 
+    @logs_nothing
     def on_epoch_end(self) -> None:
         loop = self.train_loop_obj
         value = self._metric.new_value(loop)
@@ -219,6 +221,7 @@ class TimeLimit(AbstractCallback):
             if loop.is_main_process():
                 print(f"Time limit of {timedelta(seconds=self.limit_s)} reached at step {loop.global_step}.")
 
+    @logs_nothing
     def on_train_end(self) -> None:
         self._stop_clock()
 

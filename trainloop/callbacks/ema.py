@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.errors import CheckpointError, ConfigurationError
 
 __all__ = ["ExponentialMovingAverage"]
@@ -136,6 +136,7 @@ class ExponentialMovingAverage(AbstractCallback):
             for name, value in loss.items() if isinstance(loss, dict) else [("", loss)]:
                 loop.insert_metric_result_into_history(f"ema_val_loss{name and '_' + name}", value)
 
+    @logs_nothing
     def on_train_end(self) -> None:
         if self.apply_on_train_end:
             weights = self._weights()

@@ -190,7 +190,7 @@ class GradientStats(GradientCallbackBase):
 
     def _log(self, name: str, value: Tensor) -> None:
         # The same on all ranks, so there is nothing to average.
-        self.train_loop_obj.model.log(name, value, on_step=True, on_epoch=True, sync_dist=False, batch_size=1)
+        self.log(name, value, on_step=True, on_epoch=True, sync_dist=False, batch_size=1)
 
 
 class GradientStatsPrint(AbstractCallback):

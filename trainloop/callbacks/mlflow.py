@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainloop.callbacks.base import AbstractCallback
-from trainloop.callbacks.wandb import new_epoch_values
+from trainloop.callbacks.base import AbstractCallback, logs_nothing
+from trainloop.callbacks.epoch_values import EpochValues
 from trainloop.errors import ConfigurationError
 
 __all__ = ["MLflowTracking"]
@@ -51,7 +51,8 @@ class MLflowTracking(AbstractCallback):
         hyperparams: Mapping[str, Any] | None = None,
         tags: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__("MLflowTracking", execution_order=97, device_idx_execution=0)
+        # After whatever logs at an epoch's end, before what writes checkpoints.
+        super().__init__("MLflowTracking", execution_order=997, device_idx_execution=0)
         if log_every_n_steps is not None and log_every_n_steps < 1:
             raise ConfigurationError(
                 f"MLflowTracking: log_every_n_steps={log_every_n_steps}: must be 1 or more, or None."
@@ -65,7 +66,7 @@ class MLflowTracking(AbstractCallback):
         self.run_id: str | None = None
         self._client: Any = None
         self._step_names: set[str] = set()
-        self._lengths: dict[str, int] = {}
+        self._epoch_values = EpochValues()
 
     def on_train_loop_registration(self) -> None:
         _import_mlflow()
@@ -78,7 +79,7 @@ class MLflowTracking(AbstractCallback):
 
     def on_train_begin(self) -> None:
         if self.train_loop_obj.global_step == 0:
-            self._lengths = {}
+            self._epoch_values.clear()
 
     def _active_client(self) -> Any:
         """MLflow's client, with the run begun: at the first thing to send, when it is known what was resumed."""
@@ -119,13 +120,13 @@ class MLflowTracking(AbstractCallback):
         if chosen:
             self._send(chosen)
 
+    @logs_nothing
     def on_epoch_end(self) -> None:
-        loop = self.train_loop_obj
-        values = new_epoch_values(loop.history, self._lengths)
-        if values:
+        for _, step, values in self._epoch_values.take(self.train_loop_obj):
             tagged = {f"epoch/{name}" if name in self._step_names else name: value for name, value in values.items()}
-            self._send([(loop.global_step, tagged)])
+            self._send([(step, tagged)])
 
+    @logs_nothing
     def on_train_end(self) -> None:
         self.on_epoch_end()
         self._finish("FINISHED")
@@ -142,11 +143,11 @@ class MLflowTracking(AbstractCallback):
         return {**self.__dict__, "_client": None}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"run_id": self.run_id, "lengths": dict(self._lengths)}
+        return {"run_id": self.run_id, "lengths": self._epoch_values.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.run_id = state["run_id"]
-        self._lengths = dict(state["lengths"])
+        self._epoch_values.load_state_dict(state["lengths"])
 
 
 def _import_mlflow() -> Any:

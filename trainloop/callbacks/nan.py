@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.monitor import Monitor
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiOptimizer, parameters_of
@@ -142,6 +142,7 @@ class TerminateOnNaN(AbstractCallback):
             if self._steps >= self._every:
                 self._look()
 
+    @logs_nothing
     def on_epoch_end(self) -> None:
         self._look()
         value = self._metric.new_value(self.train_loop_obj)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from trainloop.callbacks.abstract import AbstractExperimentCallback
-from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.base import AbstractCallback, logs_nothing
+from trainloop.callbacks.epoch_values import EpochValues
 from trainloop.callbacks.event_file import EventFile
 from trainloop.callbacks.train_schedule import learning_rate_names
 from trainloop.errors import ConfigurationError
@@ -93,7 +94,8 @@ class TensorBoard(AbstractCallback):
         graph_input: Any = None,
     ) -> None:
         # After what computes metrics at an epoch's end. Rank 0 has the file, the others do nothing.
-        super().__init__("TensorBoard", execution_order=97, device_idx_execution=0)
+        # After whatever logs at an epoch's end, before what writes checkpoints.
+        super().__init__("TensorBoard", execution_order=997, device_idx_execution=0)
         for name, number in (
             ("log_every_n_steps", log_every_n_steps),
             ("histograms_every_n_epochs", histograms_every_n_epochs),
@@ -110,7 +112,7 @@ class TensorBoard(AbstractCallback):
         self._chosen = log_dir is None  # the folder is ours to choose
         self._file: EventFile | None = None
         self._last_step: int | None = None  # newest step in the folder; None where others may have written there
-        self._lengths: dict[str, int] = {}  # epoch values of each metric that are written
+        self._epoch_values = EpochValues()
         self._step_names: set[str] = set()
         self._first_step: int | None = None  # first step of this run
         self._failed = False
@@ -137,7 +139,8 @@ class TensorBoard(AbstractCallback):
         self._rate_names = learning_rate_names(loop.optimizer)
         self._rates, self._first_step, self._failed = {}, None, False
         if loop.global_step == 0:
-            self._lengths, self._last_step = {}, None
+            self._epoch_values.clear()
+            self._last_step = None
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -201,6 +204,7 @@ class TensorBoard(AbstractCallback):
         named = zip(self._rate_names, rates, strict=True)
         return {name: float(rate) for name, rate in named if name not in scalars}
 
+    @logs_nothing
     def on_epoch_end(self) -> None:
         if not self._failed:
             with self._writing():
@@ -218,17 +222,15 @@ class TensorBoard(AbstractCallback):
             self._write_graph()
 
     def _write_epoch_values(self) -> None:
-        loop = self.train_loop_obj
-        lengths = {name: len(loop.history[name]) for name in loop.history}
-        new = [name for name, length in lengths.items() if length > self._lengths.get(name, 0)]
-        self._lengths = lengths
-        if self.metric_names is not None:
-            new = [name for name in new if name in self.metric_names]
-        if new:
-            step = loop.global_step
-            scalars = {self._epoch_tag(name): loop.history[name][-1] for name in new}
-            self._events.write_scalars([(step, scalars)])
-            self._last_step = max(step, self._last_step or 0)
+        for _, step, values in self._epoch_values.take(self.train_loop_obj):
+            scalars = {
+                self._epoch_tag(name): value
+                for name, value in values.items()
+                if self.metric_names is None or name in self.metric_names
+            }
+            if scalars:
+                self._events.write_scalars([(step, scalars)])
+                self._last_step = max(step, self._last_step or 0)
 
     def _epoch_tag(self, name: str) -> str:
         return f"epoch/{name}" if name in self._step_names else name
@@ -286,6 +288,7 @@ class TensorBoard(AbstractCallback):
 
     # -- the end, and again --------------------------------------------------------------------------------------------
 
+    @logs_nothing
     def on_train_end(self) -> None:
         if not self._failed:
             with self._writing():
@@ -305,12 +308,12 @@ class TensorBoard(AbstractCallback):
         return {**self.__dict__, "_file": None, "_rates": {}}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"log_dir": self.log_dir, "lengths": dict(self._lengths), "once_written": self._once_written}
+        return {"log_dir": self.log_dir, "lengths": self._epoch_values.state_dict(), "once_written": self._once_written}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._chosen:
             self.log_dir = state["log_dir"]
-        self._lengths = dict(state["lengths"])
+        self._epoch_values.load_state_dict(state["lengths"])
         self._once_written = state["once_written"] and self.log_dir == state["log_dir"]
         self._last_step = None  # the run that wrote the checkpoint may have gone on after it
         self._close()

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torch.optim import Optimizer, lr_scheduler
 
-from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.monitor import Monitor
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiOptimizer, optimizers_of
@@ -199,6 +199,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         if self.interval == "step" and not self.train_loop_obj.step_skipped:
             self._step()
 
+    @logs_nothing
     def on_epoch_end(self) -> None:
         if self.interval != "epoch":
             return
@@ -364,6 +365,7 @@ class ReduceLROnPlateauScheduler(GeneralLRSchedulerCallback):
         super().__init__(lr_scheduler.ReduceLROnPlateau, monitor="val_loss", **kwargs)
         self.main_multi_loss = main_multi_loss
 
+    @logs_nothing
     def on_epoch_end(self) -> None:
         loop = self.train_loop_obj
         assert self._metric is not None, "on_train_loop_registration comes first"
@@ -420,7 +422,7 @@ class LearningRateMonitor(AbstractCallback):
         if optimizer_idx == 0 and (step % self.every_n_steps == 0 or step == 1):
             for name, group in zip(self._names, loop.optimizer.param_groups, strict=True):
                 # The same on all ranks: nothing to average.
-                loop.model.log(name, group["lr"], on_step=True, on_epoch=True, reduce="max", sync_dist=False)
+                self.log(name, group["lr"], on_step=True, on_epoch=True, reduce="max", sync_dist=False)
 
 
 def learning_rate_names(optimizer: Optimizer | MultiOptimizer) -> list[str]:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.base import AbstractCallback, logs_nothing
+from trainloop.callbacks.epoch_values import EpochValues
 from trainloop.errors import ConfigurationError
 
 __all__ = ["AlertConfig", "WandBTracking"]
@@ -105,7 +106,8 @@ class WandBTracking(AbstractCallback):
         experiment_name: str | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__("WandBTracking", execution_order=97, device_idx_execution=0)
+        # After whatever logs at an epoch's end, before what writes checkpoints.
+        super().__init__("WandBTracking", execution_order=997, device_idx_execution=0)
         for alert in alerts or ():
             if not isinstance(alert, AlertConfig):
                 raise ConfigurationError(f"WandBTracking: alerts holds {alert!r}: it must be an AlertConfig.")
@@ -126,7 +128,7 @@ class WandBTracking(AbstractCallback):
         self.init_kwargs = kwargs
         self.run_id: str | None = None
         self._run: Any = None
-        self._lengths: dict[str, int] = {}
+        self._epoch_values = EpochValues()
 
     def on_train_loop_registration(self) -> None:
         _import_wandb()
@@ -178,7 +180,7 @@ class WandBTracking(AbstractCallback):
 
     def on_train_begin(self) -> None:
         if self.train_loop_obj.global_step == 0:
-            self._lengths = {}
+            self._epoch_values.clear()
 
     def on_log(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
         every = self.batch_log_frequency
@@ -188,6 +190,7 @@ class WandBTracking(AbstractCallback):
             if step % every == 0:
                 self._active_run().log({**scalars, "global_step": step})
 
+    @logs_nothing
     def on_epoch_end(self) -> None:
         values = self._send_epoch_values()
         for alert in self.alerts:
@@ -204,17 +207,19 @@ class WandBTracking(AbstractCallback):
                 self._active_run().alert(title=title, text=text, **level)
 
     def _send_epoch_values(self) -> dict[str, float]:
-        loop = self.train_loop_obj
-        values = new_epoch_values(loop.history, self._lengths)
-        chosen = {
-            f"epoch/{name}": value
-            for name, value in values.items()
-            if self.metric_names is None or name in self.metric_names
-        }
-        if chosen:
-            self._active_run().log({**chosen, "epoch": loop.epoch, "global_step": loop.global_step})
-        return values
+        newest: dict[str, float] = {}
+        for epoch, step, values in self._epoch_values.take(self.train_loop_obj):
+            newest.update(values)
+            chosen = {
+                f"epoch/{name}": value
+                for name, value in values.items()
+                if self.metric_names is None or name in self.metric_names
+            }
+            if chosen:
+                self._active_run().log({**chosen, "epoch": epoch, "global_step": step})
+        return newest
 
+    @logs_nothing
     def on_train_end(self) -> None:
         self._send_epoch_values()
         self._finish(0)
@@ -231,22 +236,11 @@ class WandBTracking(AbstractCallback):
         return {**self.__dict__, "_run": None}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"run_id": self.run_id, "lengths": dict(self._lengths)}
+        return {"run_id": self.run_id, "lengths": self._epoch_values.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.run_id = state["run_id"]
-        self._lengths = dict(state["lengths"])
-
-
-def new_epoch_values(history: Mapping[str, list[float]], lengths: dict[str, int]) -> dict[str, float]:
-    """The newest value of each metric that has more values than ``lengths`` says, which is brought up to date."""
-    values = {}
-    for name in history:
-        series = history[name]
-        if len(series) > lengths.get(name, 0):
-            values[name] = series[-1]
-        lengths[name] = len(series)
-    return values
+        self._epoch_values.load_state_dict(state["lengths"])
 
 
 def _import_wandb() -> Any:

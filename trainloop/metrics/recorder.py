@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from operator import mul
 from typing import Any, NamedTuple, cast
 
@@ -79,9 +79,12 @@ class _Series:
         weights: list[Any] = list(map(numbers.get, map(id, kept_weights), kept_weights))
         self.latest = values[-1]
         if self.options.on_step:
-            self.steps.extend(steps)
-            self.values.extend(values)
-            self.weights.extend(weights)
+            if min(steps) > 0:
+                self.steps.extend(steps)
+                self.values.extend(values)
+                self.weights.extend(weights)
+            else:
+                self._settle_outside(steps, values, weights)
         if self.options.on_epoch:
             if self.options.reduce == "mean":
                 if not all(weights):  # nothing weighs nothing, even where it is nan: the mean over no samples
@@ -91,6 +94,15 @@ class _Series:
                 self.weight = exact_sum([*self.weight, *weights])
             self.total = reduced(self.options.reduce, [*self.total, *values])
             self.count += len(pending)
+
+    def _settle_outside(self, steps: Sequence[int], values: Sequence[float], weights: Sequence[float]) -> None:
+        """Step values, where some were logged between two steps: those count as such only if it was asked for."""
+        wanted = self.asked is not None and (bool(self.asked.on_step) or self.asked.on_epoch is False)
+        for step, value, weight in zip(steps, values, weights):
+            if step > 0 or wanted:
+                self.steps.append(abs(step))
+                self.values.append(value)
+                self.weights.append(weight)
 
     def new_steps(self) -> tuple[Options, Any, Any, Any]:
         columns = (np.array(self.steps, np.int64), np.array(self.values), np.array(self.weights))
@@ -116,7 +128,8 @@ class Recorder:
     Attributes
     ----------
     step : int
-        The optimizer step that is running, counted from 1; the loop sets it.
+        The optimizer step that is running, counted from 1; the loop sets it. Negative between two steps: what is logged
+        then is a value of the epoch, and of that step only where ``on_step`` was asked for.
     batch_size : int
         Samples of the batch that is running: the weight of what is logged without one. The loop sets it.
     rank_zero_only_names : set of str
@@ -143,6 +156,7 @@ class Recorder:
         self._series: dict[str, _Series] = {}
         self._logged: dict[str, _Series] = {}  # by the name that log was called with
         self._parts: dict[str, _Series] = {}
+        self._finished: dict[str, list[Any]] = {}  # all ranks' entries of the epoch that was finished last
         self._slots: dict[torch.device, Slots] = {}
         self._cpu = self._slots_on(torch.device("cpu"))
         self._registering = threading.Lock()
@@ -268,6 +282,24 @@ class Recorder:
             part=None,
         )
 
+    # -- between steps -------------------------------------------------------------------------------------------------
+
+    def between_steps(self, step: int) -> None:
+        """From here on no step is running; ``step`` is the one that values belong to whose step is asked for."""
+        self.step, self.batch_size = -step, 1
+
+    @property
+    def has_logs(self) -> bool:
+        """Whether anything was logged since the epoch was finished."""
+        return any(series.pending or series.count or series.steps for series in self._series.values())
+
+    def drop(self, names: Container[str]) -> None:
+        """Forget what was logged by these names since the epoch was finished."""
+        for series in self._series.values():
+            if series.name in names:
+                series.pending.clear()
+                series.clear()
+
     # -- every now and then --------------------------------------------------------------------------------------------
 
     def bar_values(self) -> dict[str, float]:
@@ -296,7 +328,7 @@ class Recorder:
         (steps,), _ = self._exchanged(self._new_steps())
         return step_values(steps)
 
-    def finish_epoch(self, rider: Any = None) -> EpochEnd:
+    def finish_epoch(self, rider: Any = None, *, late: bool = False) -> EpochEnd:
         """The remaining step values and the epoch's, in one exchange; the recorder is empty afterwards.
 
         Collective where there are several ranks.
@@ -305,10 +337,17 @@ class Recorder:
         ----------
         rider : object
             Sent along to all ranks.
+        late : bool
+            What was logged since the last call belongs to the same epoch: the metrics that were, of the whole epoch.
         """
         self.compact()
         totals = {s.name: (s.options, s.total, s.weight) for s in self._series.values() if s.count}
         (steps, epoch), riders = self._exchanged(self._new_steps(), totals, rider=rider)
+        if late:
+            epoch = {name: _joined(name, self._finished.get(name, []), entries) for name, entries in epoch.items()}
+            self._finished.update(epoch)
+        else:
+            self._finished = epoch
         losses, metrics = {}, {}
         for name, entries in epoch.items():
             part = entries[0][0].part
@@ -364,6 +403,15 @@ class Recorder:
                 series.count += saved["count"]
                 series.total = reduced(options.reduce, [*series.total, *saved["total"]])
                 series.weight = exact_sum([*series.weight, *saved["weight"]])
+
+
+def _joined(name: str, before: list[Any], entries: list[Any]) -> list[Any]:
+    if before and before[0][0] != entries[0][0]:
+        raise ConfigurationError(
+            f"log({name!r}, ...): it was logged with other options before, on another rank. "
+            "Use one set of options for a name."
+        )
+    return [*before, *entries]
 
 
 def named_losses(losses: Mapping[str, float], prefix: str = "") -> dict[str, float]:

@@ -1,0 +1,41 @@
+"""Epoch values on their way to a tracker: each sent once, with the step at which its epoch ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["EpochValues"]
+
+
+class EpochValues:
+    """What the history holds and has not been sent yet."""
+
+    def __init__(self) -> None:
+        self._lengths: dict[str, int] = {}  # values of each metric that are sent
+        self._steps: dict[int, int] = {}  # at which epochs ended
+
+    def clear(self) -> None:
+        """Begin with another training."""
+        self._lengths, self._steps = {}, {}
+
+    def take(self, loop: Any) -> Iterator[tuple[int, int, dict[str, float]]]:
+        """New values as (epoch, step, values), by epochs; for ``on_epoch_end`` and ``on_train_end``.
+
+        A callback that comes after the tracker may have logged for an epoch that has ended since.
+        """
+        self._steps[loop.epoch] = loop.global_step
+        found: dict[int, dict[str, float]] = {}
+        for name in loop.history:
+            values, epochs, sent = loop.history[name], loop.history.epochs(name), self._lengths.get(name, 0)
+            for value, epoch in zip(values[sent:], epochs[sent:], strict=True):
+                found.setdefault(epoch, {})[name] = value
+            self._lengths[name] = len(values)
+        for epoch in sorted(found):
+            yield epoch, self._steps.get(epoch, loop.global_step), found[epoch]
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(self._lengths)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._lengths, self._steps = dict(state), {}
