@@ -1,4 +1,4 @@
-"""pytorch/examples with sequences: word language model, time sequences, mnist_rnn, minGPT, language translation."""
+"""pytorch/examples with sequences: time sequences, mnist_rnn, minGPT, language translation."""
 
 from __future__ import annotations
 

@@ -144,9 +144,10 @@ class Dcgan(TTModel):
         real, noise = batch_data
         fake = self.generator(noise)
         on_real, on_fake = self.discriminator(real), self.discriminator(fake.detach())
-        yield criterion(on_real, torch.ones_like(on_real)) + criterion(on_fake, torch.zeros_like(on_fake))
+        detects = criterion(on_real, torch.ones_like(on_real)) + criterion(on_fake, torch.zeros_like(on_fake))
+        yield "discriminator", detects
         output = self.discriminator(fake)
-        yield criterion(output, torch.ones_like(output))
+        yield "generator", criterion(output, torch.ones_like(output))
 
     def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
         real, noise = batch_data
@@ -155,9 +156,10 @@ class Dcgan(TTModel):
 
 def make_dcgan(batch: int, shuffle: bool) -> Parts:
     model = Dcgan().double()
-    optimizers = [
-        optim.Adam(net.parameters(), lr=0.002, betas=(0.5, 0.999)) for net in (model.discriminator, model.generator)
-    ]
+    optimizers = {
+        name: optim.Adam(getattr(model, name).parameters(), lr=0.002, betas=(0.5, 0.999))
+        for name in ("discriminator", "generator")
+    }
     data = TensorDataset(randn(TRAIN, 1, 8, 8), randn(TRAIN, 6, 1, 1, seed=1))
     parts = loaders(data, data, batch, shuffle)
     parts["held_out"] = None  # a discriminator's and a generator's loss are no mean over samples of either

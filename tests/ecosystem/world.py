@@ -271,21 +271,31 @@ def differing(ours: nn.Module, theirs: nn.Module) -> dict[str, float]:
 
 def assert_evaluated(parts: Parts, predictions: Any, loss: float, tolerance: float) -> None:
     """``predictions`` and ``loss`` are those of a plain pass over the held-out loader."""
+    model = parts.model
     predicted, truth = [], []
-    total, units = 0.0, 0.0
-    parts.model.eval()
-    with torch.no_grad():
-        for batch in parts.held_out:
-            y_pred, y_true, _ = parts.model.get_predictions(batch, CPU)
-            predicted += rows(y_pred)
-            truth += rows(y_true)
-            value = parts.model.get_loss_eval(batch, parts.criterion, CPU)
-            value, weight = value if isinstance(value, tuple) else (value, len(rows(y_true)))
-            total += float(value) * float(weight)
-            units += float(weight)
+    for y_pred, y_true, _ in one_pass(parts, lambda batch: model.get_predictions(batch, CPU)):
+        predicted += rows(y_pred)
+        truth += rows(y_true)
+    sizes = [len(rows(y_true)) for _, y_true, _ in one_pass(parts, lambda batch: model.get_predictions(batch, CPU))]
+    losses = one_pass(parts, lambda batch: model.get_loss_eval(batch, parts.criterion, CPU))
+    # A mean over the units of the weight where there is one, else over samples; of a sum, a sample's part.
+    summed = getattr(parts.criterion, "reduction", "mean") == "sum"
+    weighted = [loss if isinstance(loss, tuple) else (loss, 1 if summed else n) for loss, n in zip(losses, sizes)]
+    units = sum(sizes) if summed else sum(float(weight) for _, weight in weighted)
+    total = sum(float(value) * float(weight) for value, weight in weighted)
     assert_same_rows(rows(predictions[1]), truth, 0.0)
     assert_same_rows(rows(predictions[0]), predicted, tolerance)
     assert loss == pytest.approx(total / units, rel=1e-6)
+
+
+def one_pass(parts: Parts, what: Callable[[Any], Any]) -> list[Any]:
+    """``what(batch)`` of each batch held out, by hand."""
+    parts.model.eval()
+    parts.model.on_evaluation_begin({})
+    with torch.no_grad():
+        found = [what(batch) for batch in parts.held_out]
+    parts.model.on_evaluation_end({})
+    return found
 
 
 def rows(values: Any) -> list[Any]:
