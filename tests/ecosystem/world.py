@@ -81,6 +81,8 @@ def in_all_modes(*entries: Entry) -> tuple[Callable[..., None], Callable[..., No
         pytest.mark.filterwarnings("ignore::FutureWarning"),
         pytest.mark.filterwarnings("ignore::DeprecationWarning"),
         pytest.mark.filterwarnings("ignore:.*set_vital.*:UserWarning"),
+        pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype.*:UserWarning"),
+        pytest.mark.filterwarnings("ignore::ResourceWarning"),  # webdataset leaves its files to the collector
     ]
 
     def test_single(entry: Entry, folder: Path) -> None:
