@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from world import Entry, Parts, in_all_modes, randint
 
 from trainloop import TTModel
+from trainloop.data import SplitBatches
 
 TOKENS = 11
 
@@ -51,8 +52,6 @@ class WordModel(TTModel):
 
 def make_word_model(batch: int, shuffle: bool) -> Parts:
     """Whatever the number of ranks, the batches are those of all columns together. The last chunk is short."""
-    from trainloop.data import SplitBatches
-
     model = WordModel().double()
     chunks = []
     for seed, length in ((1, 5 * 5 + 3), (2, 12)):
