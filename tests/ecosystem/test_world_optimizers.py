@@ -224,13 +224,22 @@ def swa_by_hand(parts: Parts, epochs: int) -> None:
 
 
 class ScheduleFreeModes(AbstractCallback):
-    """The optimizer holds two points: where gradients are taken, and the average that is evaluated and saved."""
+    """The optimizer holds two points: where gradients are taken, and the average that is evaluated and kept."""
 
     def __init__(self) -> None:
         super().__init__("ScheduleFreeModes", execution_order=-100)
+        self.was_training = True
 
     def on_epoch_begin(self) -> None:
         self.train_loop_obj.optimizer.train()
+
+    def on_evaluation_begin(self, dataset_info: dict[str, Any]) -> None:
+        self.was_training = self.train_loop_obj.optimizer.param_groups[0]["train_mode"]
+        self.train_loop_obj.optimizer.eval()
+
+    def on_evaluation_end(self, dataset_info: dict[str, Any]) -> None:
+        if self.was_training:
+            self.train_loop_obj.optimizer.train()
 
     def on_train_end(self) -> None:
         self.train_loop_obj.optimizer.eval()
