@@ -133,7 +133,7 @@ class Contrastive(TTModel):
 
 
 def together(embeddings: Tensor) -> Tensor:
-    return all_gather(embeddings).flatten(0, 1)
+    return all_gather(embeddings, concat=True)
 
 
 def clip_loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
@@ -143,12 +143,12 @@ def clip_loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
 
 
 def make_contrastive(batch: int, shuffle: bool) -> Parts:
-    """Equal shares: with ``drop_last`` every rank has as many pairs."""
+    """The last batch is uneven: one rank has more pairs than the other."""
     model = Contrastive().double()
     train = TensorDataset(randn(TRAIN, 6), randn(TRAIN, 5, seed=1))
     return Parts(
         model,
-        DataLoader(train, batch, shuffle=shuffle, drop_last=True),
+        DataLoader(train, batch, shuffle=shuffle),
         optim.Adam(model.parameters(), lr=0.01),
     )
 
