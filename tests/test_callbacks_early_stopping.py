@@ -117,7 +117,7 @@ class LogsOnRankZero(Net):
 
 def test_a_metric_that_only_rank_zero_knows() -> None:
     with pytest.raises(ConfigurationError, match="monitor='mine' was logged with rank_zero_only=True"):
-        make_loop(LogsOnRankZero()).fit(num_epochs=2, callbacks=[EarlyStopping("mine")])
+        make_loop(LogsOnRankZero()).fit(num_epochs=2, callbacks=[EarlyStopping("mine", mode="max")])
 
 
 @pytest.mark.parametrize(

@@ -123,8 +123,8 @@ def test_names_sort_as_training_went() -> None:
     infos = [CheckpointInfo(epoch=e, step=s) for e, s in [(0, 7), (0, 70), (1, 105), (2, 1000), (10, 20000)]]
     names = [checkpoint.checkpoint_name(info) for info in infos]
     assert names == sorted(names)
-    assert names[0] == "checkpoint-epoch=0000-step=00000007.pt"
-    assert checkpoint.checkpoint_name(infos[0], version=2) == "checkpoint-epoch=0000-step=00000007_2.pt"
+    assert names[0] == "checkpoint-epoch=0001-step=00000007.pt"
+    assert checkpoint.checkpoint_name(infos[0], version=2) == "checkpoint-epoch=0001-step=00000007_2.pt"
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------

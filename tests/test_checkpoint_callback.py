@@ -174,7 +174,7 @@ def test_keep_the_newest(tmp_path: Path) -> None:
     keeper = ModelCheckpoint(tmp_path, keep=2)
     StandIn(keeper).run(5)
     assert steps(tmp_path) == [20, 25]
-    assert keeper.last_path == str(tmp_path / "checkpoint-epoch=0004-step=00000025.pt")
+    assert keeper.last_path == str(tmp_path / "checkpoint-epoch=0005-step=00000025.pt")
     assert keeper.best_path is None
 
 
@@ -182,16 +182,16 @@ def test_keep_the_best_and_the_newest(tmp_path: Path) -> None:
     keeper = ModelCheckpoint(tmp_path, keep=2, monitor="val_loss")
     StandIn(keeper).run(6, values=[0.5, 0.2, float("nan"), 0.3, 0.9, 0.8])
     assert steps(tmp_path) == [10, 20, 30]
-    assert keeper.best_path == str(tmp_path / "checkpoint-epoch=0001-step=00000010.pt")
+    assert keeper.best_path == str(tmp_path / "checkpoint-epoch=0002-step=00000010.pt")
     assert keeper.best_value == 0.2
-    assert keeper.last_path == str(tmp_path / "checkpoint-epoch=0005-step=00000030.pt")
+    assert keeper.last_path == str(tmp_path / "checkpoint-epoch=0006-step=00000030.pt")
 
 
 def test_mode_max(tmp_path: Path) -> None:
     keeper = ModelCheckpoint(tmp_path, keep=1, monitor="accuracy", mode="max")
     StandIn(keeper).run(4, values=[0.5, 0.7, 0.6, 0.7], name="accuracy")
     assert steps(tmp_path) == [10, 20]
-    assert keeper.best_path == str(tmp_path / "checkpoint-epoch=0001-step=00000010.pt")
+    assert keeper.best_path == str(tmp_path / "checkpoint-epoch=0002-step=00000010.pt")
 
 
 def test_steps_fill_places_until_there_are_judged_ones(tmp_path: Path) -> None:
@@ -211,14 +211,14 @@ def test_steps_fill_places_until_there_are_judged_ones(tmp_path: Path) -> None:
 def test_others_files_are_neither_deleted_nor_replaced(tmp_path: Path) -> None:
     """Those of an earlier run, of the user, and what only looks like a checkpoint."""
     StandIn(ModelCheckpoint(tmp_path, keep=1)).run(2)
-    (tmp_path / "checkpoint-epoch=0000-step=00000005.pt").write_text("mine")
+    (tmp_path / "checkpoint-epoch=0001-step=00000005.pt").write_text("mine")
     (tmp_path / "notes.txt").write_text("mine")
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir() if not p.name.startswith(".")}
     keeper = ModelCheckpoint(tmp_path, keep=1)
     StandIn(keeper).run(3)
     after = {p.name: p.read_bytes() for p in tmp_path.iterdir() if not p.name.startswith(".")}
     assert {name: after.get(name) for name in before} == before
-    assert set(after) - set(before) == {"checkpoint-epoch=0002-step=00000015.pt"}
+    assert set(after) - set(before) == {"checkpoint-epoch=0003-step=00000015.pt"}
 
 
 def test_a_name_in_use_by_another_run_gets_a_version(tmp_path: Path) -> None:
@@ -226,8 +226,8 @@ def test_a_name_in_use_by_another_run_gets_a_version(tmp_path: Path) -> None:
     second, third = ModelCheckpoint(tmp_path), ModelCheckpoint(tmp_path)
     StandIn(second).run(1)
     StandIn(third).run(1)
-    assert second.last_path == str(tmp_path / "checkpoint-epoch=0000-step=00000005_2.pt")
-    assert third.last_path == str(tmp_path / "checkpoint-epoch=0000-step=00000005_3.pt")
+    assert second.last_path == str(tmp_path / "checkpoint-epoch=0001-step=00000005_2.pt")
+    assert third.last_path == str(tmp_path / "checkpoint-epoch=0001-step=00000005_3.pt")
 
 
 def test_newer_than_all_before_though_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,7 @@ def test_a_resumed_run_owns_what_it_wrote_before(tmp_path: Path) -> None:
     again = ModelCheckpoint(tmp_path, keep=2, monitor="val_loss")
     loop = resumed(again)
     assert again.best_value == 0.1
-    assert again.best_path == keeper.best_path == str(tmp_path / "checkpoint-epoch=0000-step=00000005.pt")
+    assert again.best_path == keeper.best_path == str(tmp_path / "checkpoint-epoch=0001-step=00000005.pt")
     loop.run_epoch(val_loss=0.3)
     assert steps(tmp_path) == [1, 5, 20]
     assert again.best_path == keeper.best_path
@@ -278,7 +278,7 @@ def test_a_resumed_run_owns_what_it_wrote_before(tmp_path: Path) -> None:
 
 def test_a_branch_from_an_older_checkpoint_owns_nothing_of_the_run_it_left(tmp_path: Path) -> None:
     StandIn(ModelCheckpoint(tmp_path, keep=None)).run(4)
-    state = checkpoint.load(tmp_path / "checkpoint-epoch=0001-step=00000010.pt")
+    state = checkpoint.load(tmp_path / "checkpoint-epoch=0002-step=00000010.pt")
     branch = ModelCheckpoint(tmp_path, keep=1)
     loop = StandIn(branch)
     branch.on_train_begin()
@@ -287,7 +287,7 @@ def test_a_branch_from_an_older_checkpoint_owns_nothing_of_the_run_it_left(tmp_p
     for _ in range(3):
         loop.run_epoch()
     assert steps(tmp_path) == [5, 10, 15, 20, 25]
-    assert branch.last_path == str(tmp_path / "checkpoint-epoch=0004-step=00000025.pt")
+    assert branch.last_path == str(tmp_path / "checkpoint-epoch=0005-step=00000025.pt")
     # Resumed in turn, the branch owns its own.
     again = ModelCheckpoint(tmp_path, keep=1)
     resumed(again).run_epoch()
@@ -297,8 +297,8 @@ def test_a_branch_from_an_older_checkpoint_owns_nothing_of_the_run_it_left(tmp_p
 def test_leftovers_of_a_kill_go_with_the_next_checkpoint(tmp_path: Path) -> None:
     keeper = ModelCheckpoint(tmp_path)
     StandIn(keeper).run(1)
-    mine = tmp_path / f".checkpoint-epoch=0001-step=00000007.pt.{keeper._run}.0123abcd.tmp"
-    others = tmp_path / ".checkpoint-epoch=0001-step=00000007.pt.another.0123abcd.tmp"
+    mine = tmp_path / f".checkpoint-epoch=0002-step=00000007.pt.{keeper._run}.0123abcd.tmp"
+    others = tmp_path / ".checkpoint-epoch=0002-step=00000007.pt.another.0123abcd.tmp"
     mine.touch()
     others.touch()
     resumed(ModelCheckpoint(tmp_path)).run_epoch()
@@ -313,7 +313,7 @@ def test_a_finished_run_resumed_writes_nothing_new(tmp_path: Path) -> None:
     keeper.on_train_end()
     assert loop.states == 0
     assert steps(tmp_path) == [5, 10]
-    assert keeper.last_path == str(tmp_path / "checkpoint-epoch=0001-step=00000010.pt")
+    assert keeper.last_path == str(tmp_path / "checkpoint-epoch=0002-step=00000010.pt")
 
 
 def test_another_monitor_begins_anew(tmp_path: Path) -> None:
@@ -476,10 +476,10 @@ def test_in_memory_by_url() -> None:
     try:
         keeper = ModelCheckpoint("memory://test-callback/run", keep=2, monitor="val_loss")
         StandIn(keeper).run(4, values=[0.1, 0.4, 0.3, 0.2])
-        assert keeper.best_path == "memory://test-callback/run/checkpoint-epoch=0000-step=00000005.pt"
+        assert keeper.best_path == "memory://test-callback/run/checkpoint-epoch=0001-step=00000005.pt"
         again = ModelCheckpoint("memory://test-callback/run", keep=2, monitor="val_loss")
         resumed(again).run_epoch(val_loss=0.5)
-        assert again.last_path == "memory://test-callback/run/checkpoint-epoch=0004-step=00000025.pt"
+        assert again.last_path == "memory://test-callback/run/checkpoint-epoch=0005-step=00000025.pt"
         assert len(checkpoint.checkpoints("memory://test-callback/run")) == 3
     finally:
         fsspec.filesystem("memory").rm("/test-callback", recursive=True)
@@ -488,6 +488,6 @@ def test_in_memory_by_url() -> None:
 def test_weights_beside_in_safetensors(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     StandIn(ModelCheckpoint(tmp_path, keep=1, safetensors=True)).run(3)
-    stem = "checkpoint-epoch=0002-step=00000015"
+    stem = "checkpoint-epoch=0003-step=00000015"
     assert sorted(os.listdir(tmp_path)) == [".newest", f"{stem}.pt", f"{stem}.safetensors"]
     assert checkpoint.load_weights(tmp_path / f"{stem}.safetensors")["weight"].eq(15).all()

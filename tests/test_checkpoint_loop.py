@@ -152,7 +152,7 @@ def test_from_a_checkpoint_by_its_path(tmp_path: Path) -> None:
     again = make_loop()
     elsewhere = ModelCheckpoint(tmp_path / "elsewhere", keep=1)
     again.fit(num_epochs=3, callbacks=[elsewhere], resume_from=middle)
-    assert elsewhere.last_path == str(tmp_path / "elsewhere" / "checkpoint-epoch=0002-step=00000033.pt")
+    assert elsewhere.last_path == str(tmp_path / "elsewhere" / "checkpoint-epoch=0003-step=00000033.pt")
     assert len(checkpoint.checkpoints(tmp_path)) == 3, "what the run wrote elsewhere before is left alone"
     assert same(state_of(again), state_of(loop))
     longer = make_loop()

@@ -83,14 +83,14 @@ def test_the_callback_keeps_resumes_and_passes_over_damage(bucket: str) -> None:
     assert ModelCheckpoint(where).last_state() is None
     keeper = ModelCheckpoint(where, keep=2, monitor="val_loss", async_save=True)
     StandIn(keeper).run(4, values=[0.1, 0.4, 0.3, 0.2])
-    assert keeper.best_path == f"{where}/checkpoint-epoch=0000-step=00000005.pt"
+    assert keeper.best_path == f"{where}/checkpoint-epoch=0001-step=00000005.pt"
     steps = [c.info.step for c in checkpoint.checkpoints(where) if c.info]
     assert steps == [5, 20]
     again = ModelCheckpoint(where, keep=2, monitor="val_loss")
     resumed(again).run_epoch(val_loss=0.15)
     assert [c.info.step for c in checkpoint.checkpoints(where) if c.info] == [5, 25]
-    data = checkpoint.folder(where).open("checkpoint-epoch=0004-step=00000025.pt").read()
-    checkpoint.folder(where).write("checkpoint-epoch=0004-step=00000025.pt", lambda file: file.write(data[:-500]))
+    data = checkpoint.folder(where).open("checkpoint-epoch=0005-step=00000025.pt").read()
+    checkpoint.folder(where).write("checkpoint-epoch=0005-step=00000025.pt", lambda file: file.write(data[:-500]))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         state = ModelCheckpoint(where).last_state()
@@ -98,7 +98,7 @@ def test_the_callback_keeps_resumes_and_passes_over_damage(bucket: str) -> None:
     assert state["place"]["step"] == 5
     assert len([w for w in caught if "is no whole checkpoint" in str(w.message)]) == 1
     with pytest.raises(CheckpointError, match="is no whole checkpoint"):
-        checkpoint.load(f"{where}/checkpoint-epoch=0004-step=00000025.pt")
+        checkpoint.load(f"{where}/checkpoint-epoch=0005-step=00000025.pt")
 
 
 def test_a_bucket_that_is_not_there_costs_a_warning_and_is_not_made(bucket: str) -> None:

@@ -43,8 +43,9 @@ class ModelCheckpoint(AbstractCallback):
     monitor : str, optional
         Metric in ``history`` by which checkpoints at an epoch's end are judged. Whenever it is better than ever, one
         is written, also where no ``every_n_*`` asks for it: with all of them None, only then.
-    mode : {'min', 'max', 'auto'}
-        Whether lower or higher is better; ``'auto'``: lower for names with ``loss`` or ``error`` in them.
+    mode : {'auto', 'min', 'max'}
+        Whether lower or higher is better; ``'auto'``: by the name's words (``loss``, ``rmse``, ``accuracy``) or by
+        the torchmetrics metric of that name. A name that tells nothing needs the mode.
     keep : int or None
         How many stay: the newest, or with ``monitor`` the best and the newest besides. None: all. Only files are
         deleted that this run wrote, before or after it was resumed.
@@ -91,7 +92,7 @@ class ModelCheckpoint(AbstractCallback):
         every_n_epochs: int | None = 1,
         every_n_steps: int | None = None,
         monitor: str | None = None,
-        mode: Mode = "min",
+        mode: Mode = "auto",
         keep: int | None = 3,
         async_save: bool = False,
         *,

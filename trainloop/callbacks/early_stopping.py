@@ -29,7 +29,8 @@ class EarlyStopping(AbstractCallback):
         Evaluations in a row without improvement after which training ends; 0 ends it at the first, as 1 does.
         (AIToolbox went on for one more where ``patience`` was above 0.)
     mode : {'auto', 'min', 'max'}
-        Whether lower or higher is better; ``'auto'``: lower for names with ``loss`` or ``error`` in them.
+        Whether lower or higher is better; ``'auto'``: by the name's words (``loss``, ``rmse``, ``accuracy``) or by
+        the torchmetrics metric of that name. A name that tells nothing needs the mode.
 
     Attributes
     ----------

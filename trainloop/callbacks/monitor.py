@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from trainloop.errors import ConfigurationError
@@ -9,6 +12,18 @@ from trainloop.errors import ConfigurationError
 __all__ = ["Monitor"]
 
 Mode = Literal["auto", "min", "max"]
+
+# Words of metrics' names. The first group wins, as in "accuracy_loss". "score" is to rise: scikit-learn's rule.
+_LOWER_WINS = frozenset("loss error err brier".split())
+_LOWER = frozenset(
+    """mae mse rmse msle rmsle mape smape nll logloss perplexity ppl entropy bce ce kl divergence hinge hamming wer cer
+    mer eer ece fid kid lpips ter deviance regret""".split()
+)
+_HIGHER = frozenset(
+    """accuracy acc f1 fbeta dice jaccard iou miou auc auroc auprc aucpr roc ap map precision recall sensitivity
+    specificity r2 mcc matthews kappa bleu rouge meteor chrf ndcg mrr psnr ssim snr sdr score top hits reward
+    return""".split()
+)
 
 
 class Monitor:
@@ -21,14 +36,15 @@ class Monitor:
     name : str
         Name in ``history``.
     mode : {'auto', 'min', 'max'}
-        Whether lower or higher is better; ``'auto'``: lower for names with ``loss`` or ``error`` in them.
+        Whether lower or higher is better; ``'auto'``: by the name's words, such as ``loss``, ``rmse`` or ``accuracy``,
+        or by ``higher_is_better`` of the torchmetrics metric of that name, in the model or evaluated by a callback.
     owner : str
         Callback in whose name errors are raised.
 
     Raises
     ------
     ConfigurationError
-        If ``mode`` is none of the three, or ``name`` is no string.
+        If ``mode`` is none of the three, or ``name`` is no string; at ``fit``, if ``'auto'`` can't tell.
 
     Examples
     --------
@@ -43,13 +59,25 @@ class Monitor:
             raise ConfigurationError(f"{owner}: mode={mode!r}: must be 'auto', 'min' or 'max'.")
         self.name = name
         self.owner = owner
-        if mode == "auto":
-            mode = "min" if any(word in name.lower() for word in ("loss", "error")) else "max"
-        self.minimize = mode == "min"
+        self._minimize = {"min": True, "max": False, "auto": _lower_is_better(name)}[mode]
         self._seen = 0
 
+    @property
+    def minimize(self) -> bool:
+        """Whether lower is better."""
+        if self._minimize is None:
+            raise ConfigurationError(
+                f"{self.owner}: monitor={self.name!r}: whether lower or higher is better doesn't show in this name. "
+                "Pass mode='min' or mode='max'."
+            )
+        return self._minimize
+
     def check(self, loop: Any) -> None:
-        """Refuse, at registration, a metric that can't come."""
+        """Refuse, at registration, a metric that can't come or be judged."""
+        if self._minimize is None:
+            higher = _by_torchmetrics(self.name, loop)
+            self._minimize = None if higher is None else not higher
+        _ = self.minimize
         if self.name == "val_loss" and loop.validation_loader is None:
             raise ConfigurationError(
                 f"{self.owner}: monitor='val_loss', but the loop has no validation_loader. "
@@ -98,3 +126,44 @@ class Monitor:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._seen = state["seen"]
+
+
+def _lower_is_better(name: str) -> bool | None:
+    """By the name's words; ``None`` where it has none that is known, or such as contradict each other."""
+    texts = name.lower() + " " + re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()  # mIoU, and valAccuracy
+    words = {word for part in re.findall(r"[a-z]+[0-9]*", texts) for word in (part, part.rstrip("0123456789"))}
+    if words & _LOWER_WINS:
+        return True
+    lower, higher = bool(words & _LOWER), bool(words & _HIGHER)
+    return None if lower == higher else lower
+
+
+def _by_torchmetrics(name: str, loop: Any) -> bool | None:
+    """``higher_is_better`` of the metric of that name; ``None`` where there is none, or it doesn't say."""
+    if "torchmetrics" not in sys.modules:  # then there can't be one
+        return None
+    stem = re.sub("^(train_end_)?(train_|val_|test_)", "", name).lower()
+    said = {higher for own, higher in _torchmetrics_of(loop) if own.lower() == stem and higher is not None}
+    return said.pop() if len(said) == 1 else None
+
+
+def _torchmetrics_of(loop: Any) -> Iterator[tuple[str, bool | None]]:
+    """Names under which the metrics of the model, and those that callbacks evaluate, may be logged."""
+    from torchmetrics import Metric, MetricCollection
+
+    def named(name: str, value: Any) -> Iterator[tuple[str, bool | None]]:
+        if isinstance(value, (MetricCollection, Mapping)):
+            for key, item in value.items():
+                yield from named(str(key), item)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                yield from named("", item)
+        elif isinstance(value, Metric):
+            kind = type(value).__name__
+            for own in (name, kind, re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind)):
+                yield own, value.higher_is_better
+
+    for path, module in loop.model.named_modules():
+        yield from named(path.rpartition(".")[2], module)
+    for callback in loop.callbacks:
+        yield from named("", getattr(callback, "result_package", None))

@@ -82,7 +82,7 @@ class TerminateOnNaN(AbstractCallback):
         self.check_every_n_steps = check_every_n_steps
         self.gradients = gradients
         self.found: NonFinite | None = None
-        self._metric = Monitor(monitor, owner="TerminateOnNaN")
+        self._metric = Monitor(monitor, "min", owner="TerminateOnNaN")  # nothing is judged by it
         self._every = 1
         self._parameters: dict[int, list[tuple[str, Tensor]]] = {}
         self._forget()

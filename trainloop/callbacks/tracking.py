@@ -170,8 +170,8 @@ class ExperimentCheckpoint(ModelCheckpoint):
     ----------
     experiment : Experiment
     rm_subopt_local_models : bool or str
-        Whether to keep only the best: ``True`` by ``loss``, a metric's name by that one (lower is better for names with
-        ``loss`` or ``error`` in them). Default: all stay.
+        Whether to keep only the best: ``True`` by ``loss``, a metric's name by that one (whether lower or higher is
+        better must show in it). Default: all stay.
     num_best_checkpoints_kept : int
         How many then.
     iteration_save_freq : int

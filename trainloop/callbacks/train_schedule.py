@@ -154,7 +154,8 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             self.scheduler = self.factory(optimizer, **self.factory_kwargs)  # registered with another loop
         if _is_plateau(self.scheduler):
             self._check_plateau()
-            self._metric = self._metric or Monitor(self.monitor or "val_loss", owner="LRScheduler")
+            # Torch judges by its own mode: this one is not asked.
+            self._metric = self._metric or Monitor(self.monitor or "val_loss", "min", owner="LRScheduler")
             self._metric.check(loop)
 
     def _check_plateau(self) -> None:

@@ -87,9 +87,9 @@ class Checkpoint:
 
 
 def checkpoint_name(info: CheckpointInfo, version: int = 1) -> str:
-    """``checkpoint-epoch=0003-step=00000120.pt``: names sort as training went; ``version`` tells equal ones apart."""
+    """``checkpoint-epoch=0003-step=00000120.pt``: epochs as in tables, from 1; ``version`` tells equal ones apart."""
     again = f"_{version}" if version > 1 else ""
-    return f"checkpoint-epoch={info.epoch:04d}-step={info.step:08d}{again}{_SUFFIX}"
+    return f"checkpoint-epoch={info.epoch + 1:04d}-step={info.step:08d}{again}{_SUFFIX}"
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

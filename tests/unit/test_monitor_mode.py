@@ -1,0 +1,81 @@
+"""Whether lower or higher is better, where nobody says: one rule for all callbacks that monitor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from small_loop import Net, Scores, make_loop
+from trainloop.callbacks import EarlyStopping, ModelCheckpoint, TerminateOnNaN, ThresholdEarlyStopping
+from trainloop.callbacks.monitor import Monitor
+from trainloop.errors import ConfigurationError
+
+LOWER = """loss val_loss loss_kl ema_val_loss train_error val_rmse mae MSE nll test_nll perplexity val_ppl wer log_loss
+    accuracy_loss top5_error brier_score mean_absolute_error cross_entropy valLoss""".split()
+HIGHER = """accuracy val_accuracy Accuracy valAccuracy acc f1 val_f1_macro auroc val/auc mAP map50 mIoU precision
+    recall@10 r2 r2_score bleu4 test_top1 score train_end_val_accuracy episode_reward""".split()
+UNKNOWN = ["grad_norm", "lr", "seconds", "weight", "mse_accuracy", "x"]
+
+
+@pytest.mark.parametrize("name", LOWER)
+def test_lower_is_better(name: str) -> None:
+    assert Monitor(name).minimize is True
+    assert Monitor(name, "max").minimize is False
+
+
+@pytest.mark.parametrize("name", HIGHER)
+def test_higher_is_better(name: str) -> None:
+    assert Monitor(name).minimize is False
+    assert Monitor(name, "min").minimize is True
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+@pytest.mark.parametrize(
+    "make",
+    [
+        EarlyStopping,
+        lambda name, **more: ThresholdEarlyStopping(name, 1.0, **more),
+        lambda name, **more: ModelCheckpoint("d", monitor=name, **more),
+    ],
+    ids=["EarlyStopping", "ThresholdEarlyStopping", "ModelCheckpoint"],
+)
+def test_a_name_that_does_not_tell_needs_the_mode(name: str, make: Any, folder: Path) -> None:
+    message = rf"monitor='{name}': whether lower or higher is better doesn't show in this name. Pass mode='min' or"
+    with pytest.raises(ConfigurationError, match=message):
+        make_loop().fit(num_epochs=1, callbacks=[make(name)])
+    make_loop().fit(num_epochs=1, callbacks=[Scores([1.0], name), make(name, mode="max")])
+
+
+def test_what_judges_nothing_needs_no_mode() -> None:
+    make_loop().fit(num_epochs=1, callbacks=[Scores([1.0], "lr"), TerminateOnNaN("lr")])
+
+
+def test_the_best_checkpoint_is_kept_without_a_mode(folder: Path) -> None:
+    values = [0.92, 0.99, 0.95]
+    keeper = ModelCheckpoint("kept", monitor="val_accuracy_of_mine", keep=1)
+    make_loop().fit(num_epochs=3, callbacks=[Scores(values, "val_accuracy_of_mine"), keeper])
+    assert keeper.best_value == max(values)
+    assert keeper.load_best()["history"]["values"]["val_accuracy_of_mine"] == values[:2]
+    # Names count epochs as tables do, from 1.
+    assert "epoch=0002" in str(keeper.best_path)
+
+
+def test_torchmetrics_says_it(folder: Path) -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class WithMetrics(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spread = torchmetrics.MeanSquaredError()  # of the model, by its attribute's name
+            self.several = torchmetrics.MetricCollection({"hit": torchmetrics.classification.MulticlassRecall(3)})
+
+    for name, minimize in (("val_spread", True), ("test_hit", False), ("val_mean_squared_error", True)):
+        stopping = EarlyStopping(name, patience=5)
+        make_loop(WithMetrics()).fit(num_epochs=1, callbacks=[Scores([1.0], name), stopping])
+        assert stopping._metric.minimize is minimize
+    torch.manual_seed(0)
+    with pytest.raises(ConfigurationError, match="doesn't show in this name"):
+        make_loop(WithMetrics()).fit(num_epochs=1, callbacks=[EarlyStopping("val_other")])
