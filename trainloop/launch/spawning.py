@@ -150,9 +150,10 @@ class Ranks:
         elsewhere = self._hosts.failure() if self._hosts is not None else None
         timed_out = [r for r in self._locals() if self._state(r) == State.TIMED_OUT]
         if timed_out or overdue or (elsewhere and elsewhere.timeout):
-            stacks = self._stacks()
+            self._notice()
             first = self._start.rank
-            told = {first + r for r in self._locals() if r in self._failures}
+            told = {first + r for r in self._failures}  # before the signal, which may wake who hangs in a system call
+            stacks = self._stacks()
             boundaries = {first + r: self.stop.boundary_of(r) for r in self._locals()}
             hanging = hanging_ranks({r: stack for r, stack in stacks.items() if r not in told}, boundaries)
         if overdue:
@@ -237,6 +238,7 @@ class Ranks:
         """Python stacks of all ranks: asked for now, or left by a crash, or from the error that ended the rank."""
         ranks = list(self._locals()) if ranks is None else ranks
         fds = self._start.stack_fds
+        told = {r: failure.traceback for r, failure in self._failures.items()}
         if ask and STACK_SIGNAL is not None:
             # One that is still starting has no handler yet: the signal would kill it.
             asked = [r for r in ranks if self._processes[r].is_alive() and self._state(r) != State.STARTING]
@@ -246,13 +248,10 @@ class Ranks:
             while time.monotonic() < deadline and not all(os.fstat(fds[r]).st_size for r in asked):
                 time.sleep(0.02)
             time.sleep(0.1)  # a dump is written line by line
-            self._notice()
         stacks = {}
         for r in ranks:
             text = os.pread(fds[r], 1 << 20, 0).decode(errors="replace")
-            failure = self._failures.get(r)
-            if failure is not None and failure.traceback:
-                text = failure.traceback
+            text = told.get(r) or text
             if text:
                 stacks[self._start.rank + r] = text
             elif ask:
