@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop, TTModel
+from trainloop.result_package import AbstractResultPackage
 
 BATCH_SIZE = 16
 STEPS_PER_EPOCH = 7  # 101 samples
@@ -73,3 +74,17 @@ class Scores(AbstractCallback):
         value = self.values[self.train_loop_obj.epoch]
         if value is not None:
             self.train_loop_obj.insert_metric_result_into_history(self.name, value)
+
+
+class Counts(AbstractResultPackage):
+    """How many rows there are; and how often it was asked."""
+
+    asked = 0
+
+    def prepare_results_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        results = {"rows": len(self.y_true), "right": float((self.y_true == self.y_predicted).mean())}
+        if self.requires_loss:
+            assert self.additional_results is not None
+            results["own_loss"] = self.additional_results["additional_results"]["loss"]
+        return results

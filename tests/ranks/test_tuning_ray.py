@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from tuning_kinds import MakeFailing, make_scaled, rows
 
+from places import IMPORTS
 from trainloop.errors import ResourceError
-from trainloop.resources import ResourceQuota, lease
+from trainloop.resources import ResourceQuota
 from trainloop.tuning import tune
 
 ray = pytest.importorskip("ray")
@@ -54,8 +55,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_leave: Callable[.
     may_leave("ray", "RAY_", "environment", "signal", "threads", "children", "file descriptors", "shared memory")
     monkeypatch.setenv("TRAINLOOP_LEASE_DIR", str(tmp_path / "leases"))
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    path = os.pathsep.join([str(Path(lease.__file__).parents[2]), str(Path(__file__).parent)])
-    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("PYTHONPATH", IMPORTS)
     made = Nodes()
     try:
         yield made
@@ -152,8 +152,7 @@ print(ray.is_initialized())
 
 
 def test_a_cluster_of_its_own_listens_on_loopback_only_and_ends(tmp_path: Path) -> None:
-    path = os.pathsep.join([str(Path(lease.__file__).parents[2]), str(Path(__file__).parent)])
-    environ = {**os.environ, "PYTHONPATH": path, "TRAINLOOP_LEASE_DIR": str(tmp_path)}
+    environ = {**os.environ, "PYTHONPATH": IMPORTS, "TRAINLOOP_LEASE_DIR": str(tmp_path)}
     environ.pop("RAY_ADDRESS", None)
     done = subprocess.run(
         [sys.executable, "-c", LOCAL, str(tmp_path / "listens")],

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_checkpoint import make_state
 
+from checkpoints import make_state
 from trainloop import checkpoint
 from trainloop.checkpoint import CheckpointInfo, folder
 from trainloop.errors import ConfigurationError

@@ -26,8 +26,8 @@ from resume_job import (
     steps_done,
     wait_for_steps,
 )
-from test_checkpoint import same
 
+from checkpoints import same
 from trainloop import checkpoint
 
 STEPS_AN_EPOCH = {"single": 9, "ddp": 5}

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from places import IMPORTS
 from small_loop import Net, make_loop
 from trainloop import AbstractCallback, TrainLoop, progress
 from trainloop.progress import Progress
@@ -235,8 +236,7 @@ def test_of_two_ranks_one_shows_the_run(tmp_path: Path) -> None:
     """Table into a file, bar on a terminal: of rank 0 alone."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parent}", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": IMPORTS, "OMP_NUM_THREADS": "1"}
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))  # on none of 0 columns tqdm draws
     with ThreadPoolExecutor(1) as pool:

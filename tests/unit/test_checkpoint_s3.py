@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from test_checkpoint import make_state, same
-from test_checkpoint_callback import StandIn, resumed
 
+from checkpoints import StandIn, make_state, resumed, same
 from trainloop import checkpoint
 from trainloop.callbacks.checkpoint import ModelCheckpoint
 from trainloop.callbacks.tracking import Experiment

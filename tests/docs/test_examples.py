@@ -14,7 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+from places import ROOT
+
+EXAMPLES = ROOT / "examples"
 
 # What to pass, and what must be printed. The first group, where there is one, is a share that must be reached.
 SCRIPTS: dict[str, tuple[list[str], str, float]] = {

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_checkpoint import same
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 
+from checkpoints import same
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop, TTModel, checkpoint
 from trainloop.callbacks import EarlyStopping, ModelCheckpoint

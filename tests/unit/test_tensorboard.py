@@ -18,7 +18,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator, ScalarEvent
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -26,6 +26,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor, nn, optim
 from torch.utils.tensorboard import SummaryWriter
 
+from event_files import event_files, read, steps, values_of
+from places import IMPORTS
 from small_loop import STEPS_PER_EPOCH, Net, Scores, make_loop
 from trainloop import AbstractCallback, MultiOptimizer
 from trainloop.callbacks import LearningRateMonitor, LRScheduler, ModelCheckpoint, TensorBoard, event_file
@@ -36,27 +38,6 @@ from trainloop.callbacks.tensorboard import (
     TensorboardTrainHistoryMetric,
 )
 from trainloop.errors import ConfigurationError
-
-
-def read(folder: str | os.PathLike[str]) -> dict[str, list[tuple[int, float]]]:
-    """(step, value) of each scalar, as TensorBoard shows them."""
-    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    reader.Reload()
-    events: dict[str, list[ScalarEvent]] = {tag: reader.Scalars(tag) for tag in reader.Tags()["scalars"]}
-    return {tag: [(event.step, event.value) for event in of_tag] for tag, of_tag in events.items()}
-
-
-def steps(events: list[tuple[int, float]]) -> list[int]:
-    return [step for step, _ in events]
-
-
-def event_files(folder: str | os.PathLike[str]) -> list[Path]:
-    return sorted(Path(folder).glob("events.out.tfevents.*"))
-
-
-def values_of(events: list[tuple[int, float]]) -> list[float]:
-    return [value for _, value in events]
-
 
 # -- the file ----------------------------------------------------------------------------------------------------------
 
@@ -271,8 +252,7 @@ def resumable(*callbacks: AbstractCallback) -> None:
 
 def test_killed_and_resumed(folder: Path) -> None:
     """Killed between two checkpoints: the steps after the last one are done again, and are shown once."""
-    here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parent), str(here)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([IMPORTS, str(Path(__file__).parent)])}
     command = [sys.executable, "-c", textwrap.dedent(KILLED)]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == -signal.SIGKILL, done.stderr

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_callbacks_evaluation import Counts
 
-from small_loop import STEPS_PER_EPOCH, make_loop
+from small_loop import STEPS_PER_EPOCH, Counts, make_loop
 from trainloop.callbacks.model_load import ModelLoadContinueTraining
 from trainloop.callbacks.model_save import ModelCheckpoint, ModelIterationCheckpoint, ModelTrainEndSave
 from trainloop.errors import CheckpointError, ConfigurationError

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_callbacks_evaluation import Counts
-from test_tensorboard import event_files, read, steps, values_of
 from torch import nn, optim
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import make_data
-from small_loop import Net, make_loop
+from event_files import event_files, read, steps, values_of
+from small_loop import Counts, Net, make_loop
 from trainloop import TrainLoop
 from trainloop.callbacks import (
     AllPredictionsSame,

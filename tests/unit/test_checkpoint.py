@@ -10,11 +10,9 @@ import signal
 import struct
 import subprocess
 import sys
-import textwrap
 import time
 import warnings
 import zlib
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -22,43 +20,11 @@ import pytest
 import torch
 from torch import nn
 
+from checkpoints import in_small_tmpfs, make_state, same, write_some
+from places import ROOT
 from trainloop import checkpoint
 from trainloop.checkpoint import CheckpointInfo, folder, plain
 from trainloop.errors import CheckpointError
-
-ROOT = Path(__file__).parent.parent
-
-
-def make_state(number: float = 0.0) -> dict[str, Any]:
-    return {
-        "model": OrderedDict(w=torch.full((50, 40), number), b=torch.arange(3)),
-        "optimizer": {"state": {0: {"exp_avg": torch.full((50, 40), -number), "step": torch.tensor(number)}}},
-        "history": {"loss": [0.5, 0.25], "nan": [float("nan")]},
-        "rng": {"python": (3, (1, 2, 3), None), "torch": torch.arange(20, dtype=torch.uint8)},
-        "place": {"epoch": int(number), "batch": 3},
-    }
-
-
-def write_some(where: Path, count: int = 3) -> list[Path]:
-    """``count`` checkpoints, oldest first; the number of each is in its state."""
-    paths = []
-    for i in range(1, count + 1):
-        info = CheckpointInfo(epoch=i, step=10 * i, run="r", stamp=i)
-        path = where / checkpoint.checkpoint_name(info)
-        checkpoint.save(path, make_state(i), info)
-        checkpoint.mark_newest(folder(where), path.name)
-        paths.append(path)
-    return paths
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return type(a) is type(b) and list(a) == list(b) and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and (a == b or a != a)
 
 
 class RunsWhenUnpickled:
@@ -327,16 +293,6 @@ checkpoint.load(where + "/checkpoint-epoch=0000-step=00000001.pt")
 checkpoint.save(where + "/checkpoint-epoch=0000-step=00000003.pt", small)
 print("then", sorted(os.listdir(where)))
 """
-
-
-def in_small_tmpfs(code: str, where: Path, megabytes: int) -> subprocess.CompletedProcess[str]:
-    """Run ``code`` with a tmpfs of that size at ``where``, a mount that only this process sees."""
-    probe = subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", str(where)], capture_output=True)
-    if probe.returncode:
-        pytest.skip("needs root and unshare to mount a small tmpfs")
-    script = f'mount -t tmpfs -o size={megabytes}m tmpfs "$1" && exec "$2" -c "$3" "$1"'
-    command = ["unshare", "-m", "sh", "-c", script, "sh", str(where), sys.executable, textwrap.dedent(code)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
 
 
 def test_a_full_disk_leaves_the_earlier_whole_and_nothing_else(tmp_path: Path) -> None:

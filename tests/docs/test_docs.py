@@ -30,9 +30,9 @@ from torch.utils.data import DataLoader
 
 import conftest
 import trainloop
+from places import ROOT
 from trainloop.errors import TrainLoopError
 
-ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.rst", *sorted((ROOT / "docs").rglob("*.rst"))]
 LANGUAGES = {"python", "shell", "text", "pytb", "ini"}
 

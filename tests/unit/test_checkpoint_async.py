@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_checkpoint_callback import StandIn, steps
 
+from checkpoints import StandIn, steps
 from trainloop import checkpoint
 from trainloop.callbacks import checkpoint as under_test
 from trainloop.callbacks.checkpoint import ModelCheckpoint

@@ -14,7 +14,7 @@ import torch
 from loader_kinds import KINDS, ROWS, Kind
 from loaders_job import LENGTHS, SHAPES, evaluate_rows, run_kind, run_tokens
 
-HERE = Path(__file__).parent
+from places import IMPORTS, TESTS
 
 # Few kinds in the default run, for each way in which samples are shared out; the whole table is `slow`.
 QUICK = ("tensors shuffled", "unsized sampler", "custom batch_sampler", "elements", "batches", "stream", "workers")
@@ -23,14 +23,13 @@ AT_ONCE = 12
 
 def run_ranks_limited(world_size: int, names: list[str], folder: Path) -> list[dict[str, Any]]:
     """What each rank saw, for each kind of loader; all in one start of ranks."""
-    job = [sys.executable, str(HERE / "loaders_job.py"), str(world_size), str(folder), ",".join(names)]
+    job = [sys.executable, str(TESTS / "loaders_job.py"), str(world_size), str(folder), ",".join(names)]
     limits = 'ulimit -n 256 && exec "$@"'
     command = ["sh", "-c", limits, "sh", *job]
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode == 0:
         small = "mount -t tmpfs -o size=64m tmpfs /dev/shm && "
         command = ["unshare", "--mount", "sh", "-c", small + limits, "sh", *job]
-    paths = os.pathsep.join([str(HERE.parent), str(HERE)])
-    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    env = {**os.environ, "PYTHONPATH": IMPORTS, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-5000:]
     return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
@@ -160,7 +159,7 @@ if __name__ == "__main__":
 def test_workers_that_ranks_spawn_find_what_main_defines(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]), "PYTHONWARNINGS": "ignore"}
+    env = {**os.environ, "PYTHONPATH": IMPORTS, "PYTHONWARNINGS": "ignore"}
     done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr[-5000:]
     assert done.stdout.splitlines()[-1] == str(list(range(9)))

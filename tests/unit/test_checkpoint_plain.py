@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_checkpoint import same
 from torch import nn
 
+from checkpoints import same
 from trainloop import checkpoint
 from trainloop.checkpoint import HostCopy, plain
 from trainloop.errors import CheckpointError

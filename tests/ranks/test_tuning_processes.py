@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from tuning_kinds import MakeBusy, MakeFailing, Scaled, make_broken, make_scaled, rows
 
+from places import IMPORTS
 from trainloop.resources import ResourceQuota, lease
 from trainloop.tuning import BaggedPredictor, tune
 
@@ -129,13 +130,12 @@ print(found.trials[0].errors.get(1))
 def test_a_search_that_is_ended_leaves_no_process_and_goes_on_later(end: int, tmp_path: Path) -> None:
     marks = tmp_path / "marks"
     marks.mkdir()
-    path = os.pathsep.join([str(Path(lease.__file__).parents[2]), str(Path(__file__).parent)])
     run = subprocess.Popen(
         [sys.executable, "-c", RUN, str(marks)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": IMPORTS},
     )
     try:
         first = tmp_path / "search" / "trial-0000" / "fold-0" / "result.pkl"

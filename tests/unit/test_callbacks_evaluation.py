@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from small_loop import STEPS_PER_EPOCH, Scores, make_loop
+from small_loop import STEPS_PER_EPOCH, Counts, Scores, make_loop
 from trainloop.callbacks import (
     EarlyStopping,
     ExponentialMovingAverage,
@@ -23,21 +23,7 @@ from trainloop.callbacks import (
 )
 from trainloop.callbacks.performance_eval import TrainHistoryFormatter
 from trainloop.errors import ConfigurationError
-from trainloop.result_package import AbstractResultPackage, ClassificationResultPackage
-
-
-class Counts(AbstractResultPackage):
-    """How many rows there are; and how often it was asked."""
-
-    asked = 0
-
-    def prepare_results_dict(self) -> dict[str, Any]:
-        self.asked += 1
-        results = {"rows": len(self.y_true), "right": float((self.y_true == self.y_predicted).mean())}
-        if self.requires_loss:
-            assert self.additional_results is not None
-            results["own_loss"] = self.additional_results["additional_results"]["loss"]
-        return results
+from trainloop.result_package import ClassificationResultPackage
 
 
 def test_metrics_of_each_epoch_and_of_the_end() -> None:

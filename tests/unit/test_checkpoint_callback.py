@@ -8,79 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from test_checkpoint import in_small_tmpfs
 from torch import nn
 
+from checkpoints import StandIn, in_small_tmpfs, resumed, steps, written
 from trainloop import checkpoint
 from trainloop.callbacks import checkpoint as under_test
 from trainloop.callbacks.checkpoint import ModelCheckpoint
 from trainloop.errors import CheckpointError, ConfigurationError
-from trainloop.history import History
-
-
-class StandIn:
-    """As much of a loop as ModelCheckpoint sees: counters, a history, a state."""
-
-    end_auto_eval: Any = True
-    validation_loader: Any = object()
-    is_global_zero = True
-
-    def __init__(self, *callbacks: ModelCheckpoint, size: int = 4) -> None:
-        self.model = nn.Linear(size, size, bias=False)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.epoch = self.global_step = 0
-        self.history = History()
-        self.message_service = None
-        self.callbacks = callbacks
-        self.states = 0
-        for callback in callbacks:
-            callback.register_train_loop_object(self)
-
-    def checkpoint_state(self) -> dict[str, Any]:
-        self.states += 1
-        return {
-            "model": self.model.state_dict(),
-            "history": self.history.state_dict(),
-            "place": {"epoch": self.epoch, "step": self.global_step},
-            "callbacks": [callback.state_dict() for callback in self.callbacks],
-        }
-
-    def run(self, epochs: int, steps: int = 5, values: Any = (), name: str = "val_loss") -> StandIn:
-        values = list(values)
-        for callback in self.callbacks:
-            callback.on_train_begin()
-        for _ in range(epochs):
-            self.run_epoch(steps, **({name: values.pop(0)} if values else {}))
-        for callback in self.callbacks:
-            callback.on_train_end()
-        return self
-
-    def run_epoch(self, steps: int = 5, **values: float) -> None:
-        for _ in range(steps):
-            self.step()
-        for name, value in values.items():
-            self.history._append(name, value, self.epoch)
-        for callback in self.callbacks:
-            callback.on_epoch_end()
-        self.epoch += 1
-
-    def step(self) -> None:
-        self.global_step += 1
-        with torch.no_grad():
-            self.model.weight.fill_(self.global_step)
-        for callback in self.callbacks:
-            callback.on_after_optimizer_step()
-
-
-def written(where: Path) -> list[tuple[int, int, str]]:
-    """Epoch, step and reason of each whole checkpoint, oldest first."""
-    return [(c.info.epoch, c.info.step, c.info.reason) for c in checkpoint.checkpoints(where) if c.info is not None]
-
-
-def steps(where: Path) -> list[int]:
-    return [step for _, step, _ in written(where)]
-
 
 # -- when --------------------------------------------------------------------------------------------------------------
 
@@ -243,18 +177,6 @@ def test_newer_than_all_before_though_the_clock_was_set_back(tmp_path: Path, mon
 # -- resuming ----------------------------------------------------------------------------------------------------------
 
 
-def resumed(keeper: ModelCheckpoint) -> StandIn:
-    """A loop that goes on from the newest checkpoint, as another process would."""
-    state = keeper.last_state()
-    assert state is not None
-    loop = StandIn(keeper)
-    keeper.on_train_begin()
-    keeper.load_state_dict(state["callbacks"][0])
-    loop.epoch, loop.global_step = state["place"]["epoch"] + 1, state["place"]["step"]
-    loop.history.load_state_dict(state["history"])
-    return loop
-
-
 def test_none_yet(tmp_path: Path) -> None:
     assert ModelCheckpoint(tmp_path / "new").last_state() is None
 
@@ -366,7 +288,7 @@ FULL_DISK = """
 import os, sys, warnings
 sys.path.insert(0, "tests")
 import torch
-from test_checkpoint_callback import StandIn, steps
+from checkpoints import StandIn, steps
 from trainloop import checkpoint
 from trainloop.callbacks.checkpoint import ModelCheckpoint
 where = sys.argv[1]
