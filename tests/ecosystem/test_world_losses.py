@@ -6,13 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torchmetrics
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from torch_geometric.data import Data
-from torch_geometric.loader import DataLoader as GraphLoader
-from torch_geometric.nn import GCNConv, global_mean_pool
 from world import Entry, Items, Parts, in_all_modes, loaders, plain, randint, randn
 
 from trainloop import TTModel
@@ -65,44 +61,6 @@ def make_full_graph(batch: int, shuffle: bool) -> Parts:
 def full_graph_loss(model: Any, batch: Any) -> Tensor:
     x, adjacency, y, mask = batch
     return F.cross_entropy(model(x, adjacency)[mask], y[mask])
-
-
-# -- torch_geometric ---------------------------------------------------------------------------------------------------
-
-
-class GraphClassifier(TTModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = GCNConv(4, 8), GCNConv(8, 8)
-        self.lin = nn.Linear(8, 3)
-
-    def forward(self, data: Any) -> Tensor:
-        x = self.conv2(self.conv1(data.x, data.edge_index).relu(), data.edge_index).relu()
-        return self.lin(global_mean_pool(x, data.batch))
-
-    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
-        return criterion(self(batch_data), batch_data.y)
-
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        return self(batch_data), batch_data.y, {}
-
-
-def make_graphs(batch: int, shuffle: bool) -> Parts:
-    model = GraphClassifier().double()
-    train, held_out = (
-        [
-            Data(x=randn(3 + i % 4, 4, seed=i), edge_index=randint(3 + i % 4, 2, 6, seed=i), y=torch.tensor([i % 3]))
-            for i in range(n)
-        ]
-        for n in (TRAIN, HELD_OUT)
-    )
-    return Parts(
-        model,
-        GraphLoader(train, batch_size=batch, shuffle=shuffle),
-        optim.Adam(model.parameters(), lr=0.01),
-        GraphLoader(held_out, batch_size=3),
-        nn.CrossEntropyLoss(),
-    )
 
 
 # -- contrastive, over the embeddings of all ranks ---------------------------------------------------------------------
@@ -264,38 +222,6 @@ def make_ragged(batch: int, shuffle: bool) -> Parts:
     )
 
 
-# -- torchmetrics inside the model -------------------------------------------------------------------------------------
-
-
-class Measured(TTModel):
-    """A metric with state, a submodule as Lightning's users have it; its state is part of checkpoints."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Linear(6, 3)
-        self.accuracy = torchmetrics.classification.MulticlassAccuracy(3)
-        self.accuracy.persistent(True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
-
-    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
-        x, y = batch_data
-        output = self(x)
-        self.log("accuracy", (output.argmax(1) == y).double().mean())
-        return criterion(output, y)
-
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        x, y = batch_data
-        output = self(x)
-        self.accuracy.update(output, y)
-        return output, y, {}
-
-
-def make_measured(batch: int, shuffle: bool) -> Parts:
-    return classified(Measured().double(), batch, shuffle)
-
-
 # -- actor-critic: the loader is an environment ------------------------------------------------------------------------
 
 
@@ -352,7 +278,6 @@ classify = plain(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
 
 test_single, test_ddp = in_all_modes(
     Entry("gat", make_full_graph, plain(full_graph_loss), epochs=8),
-    Entry("torch_geometric", make_graphs, plain(lambda model, batch: F.cross_entropy(model(batch), batch.y))),
     Entry(
         "contrastive",
         make_contrastive,
@@ -368,6 +293,5 @@ test_single, test_ddp = in_all_modes(
         ddp={"ddp_model_args": {"find_unused_parameters": True}},
     ),
     Entry("nested tensors", make_ragged, classify),
-    Entry("torchmetrics", make_measured, classify),
     Entry("actor_critic", make_actor_critic, plain(actor_critic_loss), batch=1, epochs=2),
 )
