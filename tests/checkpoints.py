@@ -72,7 +72,7 @@ class StandIn:
     def __init__(self, *callbacks: ModelCheckpoint, size: int = 4) -> None:
         self.model = nn.Linear(size, size, bias=False)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.epoch = self.global_step = 0
+        self.epoch = self.global_step = self.history_epoch = 0
         self.history = History()
         self.message_service = None
         self.callbacks = callbacks
@@ -109,6 +109,7 @@ class StandIn:
         self.epoch += 1
 
     def step(self) -> None:
+        self.history_epoch = self.epoch
         self.global_step += 1
         with torch.no_grad():
             self.model.weight.fill_(self.global_step)

@@ -27,6 +27,7 @@ from trainloop.data.loaders import workers_outlive_signals
 from trainloop.data.twins import with_workers
 from trainloop.devices import effective_batch_size, find_usable_cuda_devices, resolve_mode
 from trainloop.distributed import Rank
+from trainloop.ending import End, who_asks
 from trainloop.errors import ConfigurationError
 from trainloop.history import History
 from trainloop.metrics import Recorder, named_losses
@@ -80,6 +81,8 @@ class Run:
     began_with: dict[str, dict[str, bool]] = field(default_factory=dict)  # flags of parameters and modules
     in_eval: list[nn.Module] | None = None  # modules that the user keeps in evaluation mode
     same_callbacks: bool = True
+    ended: bool = False  # by a callback, before the checkpoint that is resumed
+    finished: bool = False
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
@@ -169,7 +172,8 @@ class LoopBase:
         self.epoch = 0
         self.global_step = 0
         self.total_iteration_idx = -1
-        self.early_stop = False
+        self._early_stop = False
+        self._ends: list[End] = []
         self.num_epochs = self.num_iterations = 0
         self.grad_accumulation = 1
         self.last_loss: Tensor | None = None
@@ -206,6 +210,28 @@ class LoopBase:
     def is_main_process(self) -> bool:
         """The same as :attr:`is_global_zero`."""
         return self.is_global_zero
+
+    @property
+    def early_stop(self) -> bool:
+        """Whether training is to end after this step; any callback may set it, on any rank."""
+        return self._early_stop
+
+    @early_stop.setter
+    def early_stop(self, stop: bool) -> None:
+        self._early_stop = bool(stop)
+        if not stop:
+            self._ends = []
+        elif (end := who_asks(self)) is not None:
+            self._note_end(end)
+
+    def end_training(self, callback: AbstractCallback, reason: str = "") -> None:
+        """What :meth:`AbstractCallback.end_training` calls; see there."""
+        self._note_end(End(type(callback).__name__, callback.callback_name, reason))
+        self._early_stop = True
+
+    def _note_end(self, end: End) -> None:
+        if all((end.kind, end.name) != (known.kind, known.name) for known in self._ends):
+            self._ends.append(end)
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:

@@ -57,6 +57,11 @@ class LoggingLoop(LoopBase):
             )
         run.sink(name, value, (on_step, on_epoch, reduce, sync_dist, prog_bar, rank_zero_only), batch_size)
 
+    @property
+    def history_epoch(self) -> int:
+        """The epoch, counted from 0, whose row what is logged now goes into; between epochs the last one."""
+        return int(self._run.history_epoch) if self._run is not None else max(self.epoch - 1, 0)
+
     def insert_metric_result_into_history(self, name: str, value: float) -> None:
         """Append a value to the history of a metric, for the running epoch (outside ``fit``: the last one).
 
@@ -66,7 +71,7 @@ class LoggingLoop(LoopBase):
         """
         run = self._run
         if run is None:
-            self.history._append(name, float(value), max(self.epoch - 1, 0))
+            self.history._append(name, float(value), self.history_epoch)
         elif run.gather is None:
             self.history._append(name, float(value), run.history_epoch)
         else:

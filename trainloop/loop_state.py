@@ -12,6 +12,7 @@ from torch import nn
 
 from trainloop import rng
 from trainloop.carried import carried_state_of, load_carried_state, names_of
+from trainloop.ending import end_that_holds
 from trainloop.errors import CheckpointError
 from trainloop.optim import optimizers_of
 from trainloop.trained import add_missing_groups, changed_flags, group_names, set_flags
@@ -253,12 +254,15 @@ def checkpoint_state(loop: TrainLoop) -> dict[str, Any] | None:
         "metrics": run.recorder.state_dict(),
         "carried": carried_state_of(loop.model),
         "inserted": loop.history._take_own(),
+        "ends": [tuple(end) for end in loop._ends],
     }
     ranks = [mine] if run.gather is None else run.gather(mine)
     loop.history._put_agreed([theirs.pop("inserted") for theirs in ranks])
+    ends = list(dict.fromkeys(tuple(end) for theirs in ranks for end in theirs.pop("ends")))
     if loop.rank != 0:
         return None
-    finished = run.epoch_finished
+    # At the end of training the last epoch is counted already.
+    finished, epoch = run.epoch_finished, loop.epoch + run.epoch_finished
     return {
         "versions": {"trainloop": 1, "torch": str(torch.__version__), "python": platform.python_version()},
         "model": loop.model.state_dict(),
@@ -278,7 +282,7 @@ def checkpoint_state(loop: TrainLoop) -> dict[str, Any] | None:
         "place": {
             "start_epoch": run.start_epoch,
             "start_iteration": run.start_iteration,
-            "epoch": loop.epoch + 1 if finished else loop.epoch,
+            "epoch": epoch,
             "epoch_steps": 0 if finished else run.epoch_steps,
             "epoch_batches": 0 if finished else run.epoch_batches,
             "global_step": loop.global_step,
@@ -287,6 +291,10 @@ def checkpoint_state(loop: TrainLoop) -> dict[str, Any] | None:
             "global_batch_size": run.feed.global_batch_size,
             "num_samples": run.feed.num_samples,
             "seed": run.seed,
+            "num_epochs": loop.num_epochs,
+            "num_iterations": loop.num_iterations,
+            "finished": run.finished,
+            "ends": [list(end) for end in ends] if finished or run.finished else [],
         },
         "ranks": ranks,
     }
@@ -342,25 +350,16 @@ def load_checkpoint_state(loop: TrainLoop, state: dict[str, Any]) -> None:
     _check_data(run.feed, place)
     skip_steps = _steps_here(place, run.feed.global_batch_size, loop.grad_accumulation)
     # All that can be refused has been: from here on the loop changes.
-    loop.model.load_state_dict(state["model"])
-    if isinstance(loop.criterion, nn.Module) and state["criterion"]:
-        loop.criterion.load_state_dict(state["criterion"])
-    set_flags(loop.model, state.get("flags", {}))
-    add_missing_groups(loop, state.get("groups"))
-    for optimizer, saved in zip(optimizers_of(loop.optimizer), state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved["state"])
+    _load_parts(loop, state)
     if run.scaler.is_enabled() and state["scaler"]:
         run.scaler.load_state_dict(state["scaler"])
-    loop.history.load_state_dict(state["history"])
-    _load_callbacks(loop.callbacks, state["callbacks"])
     # What on_train_begin has logged again.
     run.recorder.drop({*state["history"]["values"], *(name for saved in ranks for name in saved["metrics"])})
-    loop.epoch = run.history_epoch = place["epoch"]
-    loop.global_step = place["global_step"]
-    loop.total_iteration_idx = place["total_iteration_idx"]
+    run.history_epoch = place["epoch"]
     run.start_epoch, run.start_iteration = place["start_epoch"], place["start_iteration"]
     run.epoch_batches = place["epoch_batches"]
     run.skip_steps = skip_steps
+    run.ended = not place["epoch_steps"] and bool(end_that_holds(loop, state))
     load_carried_state(loop.model, [saved.get("carried", {}) for saved in ranks], loop.rank, loop.world_size)
     if len(ranks) == loop.world_size:
         mine = ranks[loop.rank]
@@ -373,6 +372,32 @@ def load_checkpoint_state(loop: TrainLoop, state: dict[str, Any]) -> None:
             run.recorder.load_state_dict(own, others)
         rng.seed_all(rng.derive_seed(place["seed"] or 0, "resumed", loop.global_step, loop.rank))
     run.feed.load_state_dict(ranks[loop.rank if len(ranks) == loop.world_size else 0]["feed"])
+
+
+def load_finished(loop: TrainLoop, state: dict[str, Any]) -> None:
+    """Become what a training left that has ended, in the calling process and without running."""
+    _load_parts(loop, state)
+    # A callback may have put the weights back that training would go on from.
+    loop.model.load_state_dict(state["model"])
+    load_carried_state(loop.model, [saved.get("carried", {}) for saved in state["ranks"]], 0, len(state["ranks"]))
+    loop._scaler_state = state["scaler"]
+    loop._ends = end_that_holds(loop, state)
+    loop._early_stop = bool(loop._ends)
+
+
+def _load_parts(loop: TrainLoop, state: dict[str, Any]) -> None:
+    """What is the loop's own, whether or not it runs."""
+    loop.model.load_state_dict(state["model"])
+    if isinstance(loop.criterion, nn.Module) and state["criterion"]:
+        loop.criterion.load_state_dict(state["criterion"])
+    set_flags(loop.model, state.get("flags", {}))
+    add_missing_groups(loop, state.get("groups"))
+    for optimizer, saved in zip(optimizers_of(loop.optimizer), state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved["state"])
+    loop.history.load_state_dict(state["history"])
+    _load_callbacks(loop.callbacks, state["callbacks"])
+    for name in ("epoch", "global_step", "total_iteration_idx"):
+        setattr(loop, name, state["place"][name])
 
 
 def _check_data(feed: Any, place: dict[str, Any]) -> None:

@@ -33,6 +33,7 @@ from trainloop.arguments import FitJob
 from trainloop.callbacks.base import AbstractCallback, HookTable
 from trainloop.carried import check_carried
 from trainloop.data import StepShare, train_feed
+from trainloop.ending import End, described, has_work_at_end, nothing_left
 from trainloop.errors import ConfigurationError
 from trainloop.loop_base import Run
 from trainloop.loop_logs import STEPS_BETWEEN_FLUSHES, LoggingLoop
@@ -154,7 +155,8 @@ class TrainLoop(LoggingLoop):
             ``False`` trains on the CPU even where there are GPUs.
         resume_from : 'last' or path, optional
             A checkpoint to go on from; ``'last'`` is the newest whole one of the ``ModelCheckpoint`` in ``callbacks``,
-            and a fresh start where there is none yet.
+            and a fresh start where there is none yet. A run that has ended, as planned or by a callback that would end
+            it again, is taken up as it was left, and nothing is done.
 
         Returns
         -------
@@ -206,6 +208,8 @@ class TrainLoop(LoggingLoop):
             HookTable((), model=self.model)  # a hook of its own that can't be called is an error before ranks start
             for callback in self.callbacks:
                 callback.register_train_loop_object(self)
+            if job.resume is not None and self._has_nothing_left(job.resume):
+                return self.model
             heard.note(self._in_ranks(TrainLoop._train, job))
         heard.end()
         return self.model
@@ -242,6 +246,18 @@ class TrainLoop(LoggingLoop):
         if state is not None:
             loop_state.check_checkpoint(self, state)
         return cast("dict[str, Any] | None", state)
+
+    def _has_nothing_left(self, state: dict[str, Any]) -> bool:
+        """Take up a run that has ended already, without starting it again."""
+        from trainloop.launch import joined
+
+        why = nothing_left(self, state)
+        if why:
+            loop_state.load_finished(self, state)
+            here = joined()
+            if here is None or here.rank == 0:
+                print(f"Nothing left to do: {why}", flush=True)
+        return bool(why)
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -305,7 +321,7 @@ class TrainLoop(LoggingLoop):
             run.progress.say(f"resumed at epoch {self.epoch + 1}, step {self.global_step}")
 
     def _train_epochs(self, run: Run) -> int:
-        while not self._is_done(run):
+        while not run.ended and not self._is_done(run):
             ended_by = self._train_epoch(run)
             if not ended_by & ~EARLY_STOP:
                 self._finish_epoch(run)
@@ -313,12 +329,25 @@ class TrainLoop(LoggingLoop):
             if ended_by & ~EARLY_STOP:
                 return self._end_early(run, ended_by)
             if ended_by:
+                self._tell_end(run)
                 break
         run.history_epoch = max(self.epoch - 1, 0)  # of the last epoch, which an earlier run may have finished
         if self.end_auto_eval and self.test_loader is not None:
             self._auto_evaluate(run, self.test_loader, "test_loader", "test")
         self._call_in_turn(run, "on_train_end")
+        run.finished = True
+        for callback in self.callbacks if has_work_at_end(self) else ():
+            save = getattr(callback, "save_finished", None)
+            if save is not None:
+                save()
         return 0
+
+    def _tell_end(self, run: Run) -> None:
+        """Print who ended training; what only one rank knows, such as the time, is known to it alone."""
+        everyone = [self._ends] if run.gather is None else run.gather(self._ends)
+        ends = list(dict.fromkeys(End(*end) for theirs in everyone for end in theirs))
+        if self.is_global_zero and (run.progress.enabled or any(end.reason for end in ends)):
+            print(described(ends, self.epoch), flush=True)
 
     def _is_done(self, run: Run) -> bool:
         if self.num_epochs:
@@ -353,7 +382,7 @@ class TrainLoop(LoggingLoop):
                 self.flush_logs()
             if perf_counter() >= run.progress.next_look:
                 run.progress.look(run.epoch_batches, self._bar_values)
-            if self.early_stop:
+            if self._early_stop:
                 run.stop.request(EARLY_STOP)
             ended_by = run.stop.reached()
             if ended_by or (last_iteration is not None and self.total_iteration_idx >= last_iteration):
@@ -379,8 +408,8 @@ class TrainLoop(LoggingLoop):
     def _agree_at_epoch_end(self, run: Run) -> int:
         """Stop after this epoch if a callback of any rank wants it, or a signal came."""
         if run.gather is not None:
-            self.early_stop = any(stop for (stop,) in distributed.exchange_ints([int(self.early_stop)]))
-        return run.stop.reached() | (EARLY_STOP if self.early_stop else 0)
+            self._early_stop = any(stop for (stop,) in distributed.exchange_ints([int(self._early_stop)]))
+        return run.stop.reached() | (EARLY_STOP if self._early_stop else 0)
 
     def _end_early(self, run: Run, ended_by: int) -> int:
         """Ctrl-C or a signal: a checkpoint where one is wanted, and no more."""

@@ -23,20 +23,20 @@ from trainloop.errors import CheckpointError, ConfigurationError
     "arguments, expected",
     [
         ({}, [(0, 5, "epoch"), (1, 10, "epoch"), (2, 15, "epoch")]),
-        ({"every_n_epochs": 2}, [(1, 10, "epoch"), (3, 15, "end")]),
+        ({"every_n_epochs": 2}, [(1, 10, "epoch"), (2, 15, "end")]),
         (
             {"every_n_epochs": None, "every_n_steps": 4},
-            [(0, 4, "steps"), (1, 8, "steps"), (2, 12, "steps"), (3, 15, "end")],
+            [(0, 4, "steps"), (1, 8, "steps"), (2, 12, "steps"), (2, 15, "end")],
         ),
         (
             {"every_n_steps": 7},
             [(0, 5, "epoch"), (1, 7, "steps"), (1, 10, "epoch"), (2, 14, "steps"), (2, 15, "epoch")],
         ),
-        ({"every_n_epochs": None}, [(3, 15, "end")]),
+        ({"every_n_epochs": None}, [(2, 15, "end")]),
         ({"every_n_epochs": None, "monitor": "val_loss"}, [(0, 5, "improved"), (2, 15, "improved")]),
         (
             {"every_n_epochs": 2, "monitor": "val_loss", "mode": "max"},
-            [(0, 5, "improved"), (1, 10, "epoch"), (3, 15, "end")],
+            [(0, 5, "improved"), (1, 10, "epoch"), (2, 15, "end")],
         ),
     ],
     ids=str,
@@ -340,7 +340,7 @@ def test_a_write_that_failed_is_tried_again_at_the_end(tmp_path: Path, monkeypat
         with pytest.warns(RuntimeWarning, match=r"could not be written .*RuntimeError: the store is away.*is none yet"):
             loop.run_epoch()
     keeper.on_train_end()
-    assert written(tmp_path) == [(1, 5, "end")]
+    assert written(tmp_path) == [(0, 5, "end")]
 
 
 def test_a_state_that_is_not_plain_ends_training(tmp_path: Path) -> None:

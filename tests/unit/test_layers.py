@@ -32,6 +32,7 @@ LAYERS = [
     ["callbacks", "schedulers"],
     ["checkpoint", "result_package"],
     ["trained"],
+    ["ending"],
     ["arguments", "evaluation", "loop_state", "placement", "progress"],
     ["loop_base"],
     ["step", "alternating"],

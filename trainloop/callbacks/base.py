@@ -140,6 +140,23 @@ class AbstractCallback:
             rank_zero_only=rank_zero_only,
         )
 
+    def end_training(self, reason: str = "") -> None:
+        """End training after this step, or this epoch where it is at its end: ``early_stop``, with a reason to show.
+
+        Any rank may call it; all end at the same step.
+        """
+        self.train_loop_obj.end_training(self, reason)
+
+    def ends_again(self, state: dict[str, Any]) -> bool:
+        """Whether a run that this callback ended is ended for it as it is now, when it is resumed. Default: yes.
+
+        Parameters
+        ----------
+        state : dict
+            What :meth:`state_dict` gave in that run.
+        """
+        return True
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold for this callback: plain types and tensors. Default: nothing."""
         return {}

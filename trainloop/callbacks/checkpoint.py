@@ -199,6 +199,12 @@ class ModelCheckpoint(AbstractCallback):
             self._save(reason)
             self._finish_writing()
 
+    def save_finished(self) -> None:
+        """Write a checkpoint of the training's end, from which nothing is left to do. Collective."""
+        self._save("end", final=True)
+        self._finish_writing()
+        self._host_copy = checkpoint.HostCopy()
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "run": self._run,
@@ -273,7 +279,7 @@ class ModelCheckpoint(AbstractCallback):
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def _save(self, reason: str, value: float | None = None) -> None:
+    def _save(self, reason: str, value: float | None = None, *, final: bool = False) -> None:
         """Collective. Rank 0 writes; the others go on as soon as it has their part of the state."""
         loop = self.train_loop_obj
         self._finish_writing()  # before the state is taken: the copy's memory is free again only then
@@ -282,8 +288,8 @@ class ModelCheckpoint(AbstractCallback):
         self._restart_clock()
         if state is None:
             return
-        info = CheckpointInfo(loop.epoch, loop.global_step, self._run, 0, value, reason)
-        if self.async_save:
+        info = CheckpointInfo(loop.history_epoch, loop.global_step, self._run, 0, value, reason)
+        if self.async_save and not final:
             copied = self._host_copy.copy(state)
             self._writing = _Writing(lambda: self._write(copied, info), info.step)
         else:
@@ -295,7 +301,10 @@ class ModelCheckpoint(AbstractCallback):
         files = self._own_files()
         self._stamp = max(time.time_ns(), self._stamp + 1)
         info = replace(info, stamp=self._stamp)
-        name = self._free_name(info, [file.name for file in files])
+        # The end's takes the place of the last epoch's, but not if that was judged: weights may have changed since.
+        is_end = info.reason == "end"
+        replaceable = [file.name for file in files if not is_end or file.info is None or file.info.value is None]
+        name = self._free_name(info, replaceable)
         checkpoint.save(self._folder.path(name), state, info)
         if self.safetensors:
             checkpoint.save_weights(self._folder.path(_weights_name(name)), state["model"], run=self._run)

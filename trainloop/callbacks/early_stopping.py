@@ -86,10 +86,11 @@ class EarlyStopping(AbstractCallback):
         self.epochs_without_improvement += 1
         if self.epochs_without_improvement >= self.patience:
             self.stopped_epoch = loop.epoch
-            loop.early_stop = True
-            if loop.is_main_process():
-                best = "no finite value" if self.best is None else f"{self.best:.6g} in epoch {self.best_epoch + 1}"
-                print(f"Early stopping after epoch {loop.epoch + 1}: {self.monitor} = {value:.6g}, best was {best}.")
+            best = "no finite value" if self.best is None else f"{self.best:.6g} in epoch {self.best_epoch + 1}"
+            self.end_training(f"{self.monitor} = {value:.6g}, best was {best}.")
+
+    def ends_again(self, state: dict[str, Any]) -> bool:
+        return bool(state["epochs_without_improvement"] >= self.patience)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -150,12 +151,10 @@ class ThresholdEarlyStopping(AbstractCallback):
             return
         self.epochs_below += 1
         if self.epochs_below > self.patience:
-            loop.early_stop = True
-            if loop.is_main_process():
-                print(
-                    f"Early stopping after epoch {loop.epoch + 1}: {self.monitor} = {value:.6g} "
-                    f"has not reached {self.threshold:.6g}."
-                )
+            self.end_training(f"{self.monitor} = {value:.6g} has not reached {self.threshold:.6g}.")
+
+    def ends_again(self, state: dict[str, Any]) -> bool:
+        return bool(state["epochs_below"] > self.patience)
 
     def state_dict(self) -> dict[str, Any]:
         return {"epochs_below": self.epochs_below, "metric": self._metric.state_dict()}
@@ -218,9 +217,10 @@ class TimeLimit(AbstractCallback):
     def on_batch_end(self) -> None:
         loop = self.train_loop_obj
         if self.elapsed_s >= self.limit_s and not loop.early_stop:
-            loop.early_stop = True
-            if loop.is_main_process():
-                print(f"Time limit of {timedelta(seconds=self.limit_s)} reached at step {loop.global_step}.")
+            self.end_training(f"the limit of {timedelta(seconds=self.limit_s)} was reached at step {loop.global_step}.")
+
+    def ends_again(self, state: dict[str, Any]) -> bool:
+        return bool(state["elapsed_s"] >= self.limit_s)
 
     @logs_nothing
     def on_train_end(self) -> None:

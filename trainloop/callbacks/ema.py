@@ -168,6 +168,8 @@ class ExponentialMovingAverage(AbstractCallback):
         self.updates = state["updates"]
         if state["trained"]:
             _copy(weights, state["trained"])  # what training goes on from
+            if self.train_loop_obj.scaler is None:  # it doesn't: a run that had ended is taken up, with its average
+                self._trained = {name: value.clone() for name, value in state["trained"].items()}
         self._pair(weights)
 
 

@@ -258,6 +258,12 @@ class ExperimentEndSave(AbstractCallback):
                 it = self.experiment
                 set_folder(it.project_name, it.experiment_name, it.timestamp, it.local_model_result_folder_path)
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"results": {part: dict(values) for part, values in self.results.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.results = state.get("results", {})
+
     def on_train_end(self) -> None:
         loop = self.train_loop_obj
         self.results, problems = {}, []

@@ -1,0 +1,89 @@
+"""Why a training ended early, and whether a checkpoint leaves anything to do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainloop.callbacks.base import AbstractCallback, overrides
+
+if TYPE_CHECKING:
+    from trainloop.loop_base import LoopBase
+    from trainloop.train_loop import TrainLoop
+
+__all__ = ["End", "described", "end_that_holds", "has_work_at_end", "nothing_left", "who_asks"]
+
+
+class End(NamedTuple):
+    """That a callback asked for the end of training."""
+
+    kind: str
+    """The callback's class; with its name, as checkpoints tell callbacks apart."""
+    name: str
+    reason: str = ""
+    """In words, if it gave one."""
+
+
+def who_asks(loop: LoopBase) -> End | None:
+    """The callback in whose code ``early_stop`` is being set; ``None`` where it is no callback's.
+
+    Callbacks set it as a plain attribute: whose hook is running shows on the stack only.
+    """
+    frame = sys._getframe(2)  # of who set the attribute
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if owner is loop:
+            return None
+        if isinstance(owner, AbstractCallback) and any(owner is callback for callback in loop.callbacks):
+            return End(type(owner).__name__, owner.callback_name)
+        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
+    return None
+
+
+def described(ends: Sequence[End], epoch: int) -> str:
+    """One line for one or several ends after an epoch, counted from 1."""
+    names = " and ".join(dict.fromkeys(end.name for end in ends)) or "early_stop, which no callback set"
+    reasons = "; ".join(dict.fromkeys(end.reason for end in ends if end.reason))
+    return f"Training ended after epoch {epoch} by {names}{': ' if reasons else '.'}{reasons}"
+
+
+def end_that_holds(loop: LoopBase, state: dict[str, Any]) -> list[End]:
+    """Of the callbacks that ended a checkpoint's run those that would again: here still, and as strict as they were.
+
+    None for a call that asks for more epochs or iterations than that of the run did.
+    """
+    place = state["place"]
+    if any(getattr(loop, name) > place.get(name, 0) for name in ("num_epochs", "num_iterations")):
+        return []
+    states = {(saved["type"], saved["name"]): saved["state"] for saved in state["callbacks"]}
+    present = {(type(callback).__name__, callback.callback_name): callback for callback in loop.callbacks}
+    ends = [End(*saved) for saved in place.get("ends", ())]
+    return [
+        end for end in ends if (key := (end.kind, end.name)) in present and present[key].ends_again(states.get(key, {}))
+    ]
+
+
+def nothing_left(loop: TrainLoop, state: dict[str, Any]) -> str:
+    """Why there is nothing left to do after a checkpoint, for a line; empty where there is."""
+    place = state["place"]
+    if place["epoch_steps"] or (has_work_at_end(loop) and not place.get("finished", False)):
+        return ""
+    ends = end_that_holds(loop, state)
+    if ends:
+        return f"{described(ends, place['epoch']).rstrip('.')}. More epochs, or other callbacks, would go on."
+    begun, what = (place["start_epoch"], "epoch") if loop.num_epochs else (place["start_iteration"], "iteration")
+    done = (place["epoch"] if loop.num_epochs else place["total_iteration_idx"]) - begun
+    asked = loop.num_epochs or loop.num_iterations
+    return f"{done} of {asked} {what}s are done. More of them would go on." if done >= asked else ""
+
+
+def has_work_at_end(loop: TrainLoop) -> bool:
+    """Whether the end of training does something after the last epoch's: tests, or calls callbacks."""
+    if loop.end_auto_eval and loop.test_loader is not None:
+        return True
+    return any(overrides(callback, "on_train_end") and not _only_saves(callback) for callback in loop.callbacks)
+
+
+def _only_saves(callback: AbstractCallback) -> bool:
+    return hasattr(callback, "save_finished")
