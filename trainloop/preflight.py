@@ -103,6 +103,7 @@ def preflight(loop: TrainLoop, *, steps: int = 3, ranks: int = 2) -> PreflightRe
     findings = []
     checks: dict[str, Callable[[], str]] = {
         "can be sent to ranks": lambda: _sendable(loop),
+        "strangers among the ranks": lambda: _protection(loop),
         "one batch": lambda: _one_batch(loop),
         "gradients": lambda: _gradients(loop),
         "batches alike on all ranks": lambda: _batches(loop, steps, ranks),
@@ -124,6 +125,19 @@ def preflight(loop: TrainLoop, *, steps: int = 3, ranks: int = 2) -> PreflightRe
 
 class _Found(Exception):
     """A check's finding."""
+
+
+def _protection(loop: TrainLoop) -> str:
+    """Which of the protections of SECURITY.md a run of this loop has; a missing one is said, not a fault."""
+    from trainloop.distributed.key import KEY_VARIABLE, key_from_environment
+    from trainloop.distributed.peers import owners_are_known
+
+    if loop.gpu_mode != "ddp":
+        return f"{loop.gpu_mode}: no sockets between processes"
+    has_key = loop.num_nodes == 1 or key_from_environment() is not None
+    objects = "messages bear the run's key" if has_key else f"messages hold data only, as {KEY_VARIABLE} is not set"
+    looked_up = "whose connections they are is looked up" if owners_are_known() else "whose they are is unknown here"
+    return f"{objects}; connections on this host: {looked_up} (SECURITY.md)"
 
 
 def _sendable(loop: TrainLoop) -> str:

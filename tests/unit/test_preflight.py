@@ -58,6 +58,7 @@ def test_a_sound_loop_passes_and_stays_as_it_was() -> None:
     report = loop.preflight()
     assert report.ok, report
     assert "weights agree" in report["single equals ddp on 2 CPU ranks"].detail
+    assert "messages bear the run's key" in report["strangers among the ranks"].detail
     assert all(torch.equal(before[key], value) for key, value in loop.model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
     assert loop.global_step == 0
@@ -128,3 +129,18 @@ def test_it_needs_what_training_needs(missing: str) -> None:
     setattr(loop, missing, None)
     with pytest.raises(ConfigurationError, match=f"{missing} is None"):
         loop.preflight()
+
+
+def test_it_says_what_keeps_strangers_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(**arguments: Any) -> str:
+        return preflight._protection(loop_of(Net(), **arguments))
+
+    assert said() == "single: no sockets between processes"
+    monkeypatch.delenv("TRAINLOOP_KEY", raising=False)
+    hosts = loop_of(Net(), gpu_mode="ddp", devices=2)
+    hosts.num_nodes = 2
+    assert "hold data only, as TRAINLOOP_KEY is not set" in preflight._protection(hosts)
+    monkeypatch.setenv("TRAINLOOP_KEY", "k" * 64)
+    assert "bear the run's key" in preflight._protection(hosts)
+    monkeypatch.setattr("trainloop.distributed.peers._TABLES", ("/nowhere",))
+    assert "is unknown here" in said(gpu_mode="ddp", devices=2)
