@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from warm import WarmInterpreters
+
 # A rank, a loader's worker and a test's own subprocess each take a thread a core otherwise, and two cores then
 # run a hundred threads. Set before the first test, so that children inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -48,6 +50,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(no_gpu)
+
+
+# -- ranks start warm --------------------------------------------------------------------------------------------------
+
+# TESTS_START_COLD=1: every rank is a fresh interpreter, as users' are; so runs `make test-all`.
+_warm = None if os.environ.get("TESTS_START_COLD") == "1" or not Path("/proc/self").exists() else WarmInterpreters()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_interpreters_end() -> Iterator[None]:
+    yield
+    if _warm is not None:
+        _warm.close()
+
+
+@pytest.fixture
+def cold_start() -> None:
+    """A test, or by ``pytest.mark.usefixtures`` a file, whose ranks start as users' do, each a fresh interpreter."""
+
+
+@pytest.fixture(autouse=True)
+def _start_of_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    if _warm is None or "cold_start" in request.fixturenames:
+        yield
+    else:
+        with _warm.serving():
+            yield
 
 
 # -- a tiny model and its data -----------------------------------------------------------------------------------------
@@ -122,6 +151,8 @@ def _children() -> set[str]:
     keep = {getattr(resource_tracker._resource_tracker, "_pid", None)}
     if "multiprocessing.forkserver" in sys.modules:
         keep.add(getattr(sys.modules["multiprocessing.forkserver"]._forkserver, "_forkserver_pid", None))
+    if _warm is not None:
+        keep |= _warm.pids
     found = set()
     for child in _descendants():
         try:
@@ -186,14 +217,14 @@ def _held_by_others(name: str) -> bool:
 
 
 def _descriptors() -> dict[int, str]:
-    tracker = getattr(resource_tracker._resource_tracker, "_fd", None)
+    keep = {getattr(resource_tracker._resource_tracker, "_fd", None), *(_warm.fds if _warm is not None else ())}
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:  # the listing's own
             continue
-        if int(name) != tracker and not target.startswith(("/dev/null", "/dev/urandom", "/dev/nvidia", "/proc/")):
+        if int(name) not in keep and not target.startswith(("/dev/null", "/dev/urandom", "/dev/nvidia", "/proc/")):
             found[int(name)] = target
     return found
 
