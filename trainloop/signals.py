@@ -32,7 +32,8 @@ __all__ = ["Heard", "WorkerInit", "rank_signals", "signals", "uninterrupted"]
 
 _REASON_OF_SIGNAL = {"SIGINT": INTERRUPT, "SIGTERM": TERMINATE, "SIGUSR1": CHECKPOINT}
 
-_SAME_SIGNAL_S = 0.5  # between the first and the last process of a group to handle a signal that all of them got
+_SAME_SIGNAL_S = 30.0  # between the first and the last process of a group to handle a signal that all of them got
+_LOOK_S = 0.1
 
 
 class Heard:
@@ -304,12 +305,10 @@ class _Mark:
             os.close(self._fd)
             self._fd = -1
 
-    def wait_for_others(self, seconds: float) -> bool:
-        """In a worker: whether the process that it serves got the signal too, and still needs it."""
-        deadline = time.monotonic() + seconds
-        while self._byte[0] == self._NOTHING and time.monotonic() < deadline:
-            time.sleep(0.005)
-        return self._byte[0] == self._HEARD
+    @property
+    def heard(self) -> bool | None:
+        """In a worker: whether the process it serves got a signal too, and still needs it; ``None``: not yet."""
+        return None if self._byte[0] == self._NOTHING else self._byte[0] == self._HEARD
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _open_mark, (f"/proc/{self._pid}/fd/{self._fd}",)
@@ -363,11 +362,26 @@ class WorkerInit:
 
 
 def _in_worker(number: int, frame: FrameType | None) -> None:
+    """Go on where the process that this worker serves got the signal too.
+
+    That process says so between two of its Python instructions, hence after a long backward pass only. So the worker
+    looks again and again, and loads meanwhile.
+    """
     if number != signal.SIGTERM:
         return
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if _mark is None or not _mark.wait_for_others(_SAME_SIGNAL_S):
-        os.kill(os.getpid(), signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the second one is meant for the worker
+    deadline = time.monotonic() + _SAME_SIGNAL_S
+
+    def look(*_: object) -> None:
+        heard = None if _mark is None else _mark.heard
+        if heard is None and time.monotonic() < deadline:
+            return
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if not heard:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
 
 
 def _print_line(text: str) -> None:

@@ -291,16 +291,21 @@ def test_other_threads_install_nothing() -> None:
 
 IN_A_FORK = """
 import os, signal, sys, time
-from trainloop.signals import signals
-with signals() as heard:
+from trainloop import signals as module
+module._SAME_SIGNAL_S = float(sys.argv[3])
+with module.signals() as heard:
     pid = os.fork()
     if pid == 0:
         for _ in range(int(sys.argv[1])):
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGUSR1)
             os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 3
+        while time.monotonic() < deadline:
+            time.sleep(0.01)
         os._exit(0)
     if sys.argv[2] == "group":
+        time.sleep(1)  # in native code, say: its handler runs late
         os.kill(os.getpid(), signal.SIGTERM)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), heard.reasons)
 """
@@ -315,7 +320,7 @@ with signals() as heard:
     ],
 )
 def test_a_forked_worker_outlives_the_groups_signals(times: int, who: str, outcome: list[str]) -> None:
-    command = [sys.executable, "-c", IN_A_FORK, str(times), who]
+    command = [sys.executable, "-c", IN_A_FORK, str(times), who, "0.3" if who == "worker" else "30"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == outcome
     assert done.stderr == ""
