@@ -245,12 +245,14 @@ def checkpoint_state(loop: TrainLoop) -> dict[str, Any] | None:
     Collective: all ranks call it, between two steps, with all step logs exchanged. Tensors are the live ones: copy what
     is to outlast the next step.
     """
+    from trainloop.checkpoint import plain
+
     run = loop._run
     if run.trained is not None:
         run.trained.check_alike(run.place.wrapper)
     mine = {
         "rng": rng.capture(),
-        "feed": run.feed.state_dict(),
+        "feed": run.feed.state_dict(plain),
         "metrics": run.recorder.state_dict(),
         "carried": carried_state_of(loop.model),
         "inserted": loop.history._take_own(),

@@ -40,10 +40,10 @@ def peek_seed() -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def capture() -> dict[str, Any]:
+def capture(*, devices: bool = True) -> dict[str, Any]:
     """State of all generators as plain types and tensors, so that a checkpoint can hold it.
 
-    CUDA generators are included where CUDA is in use already.
+    CUDA generators are included where CUDA is in use already, unless ``devices=False``.
     """
     version, internal, gauss = random.getstate()
     # The legacy global generator is what np.random.rand() and most augmentation code draws from.
@@ -58,7 +58,7 @@ def capture() -> dict[str, Any]:
         },
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if devices and torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 

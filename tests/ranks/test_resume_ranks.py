@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 import reference
 from ranks import run_own_ranks
@@ -44,16 +44,19 @@ class Net(TTModel):
         return self(batch_data[0]), batch_data[1], {}
 
 
-def make(branches: bool) -> tuple[Net, TrainLoop]:
-    torch.manual_seed(0)
+def rows() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
-    data = TensorDataset(
+    return TensorDataset(
         torch.randn(SAMPLES, 8, generator=generator), torch.randint(0, 3, (SAMPLES,), generator=generator)
     )
+
+
+def make(branches: bool, loader: Any = None) -> tuple[Net, TrainLoop]:
+    torch.manual_seed(0)
     model = Net(branches)
     tl = TrainLoop(
         model,
-        DataLoader(data, BATCH, shuffle=True),
+        DataLoader(rows(), BATCH, shuffle=True) if loader is None else loader,
         optimizer=torch.optim.Adam(model.parameters(), 1e-2),
         criterion=nn.CrossEntropyLoss(),
         gpu_mode="ddp",
@@ -95,6 +98,57 @@ def interrupted_everywhere(folder: str, branches: bool, accumulation: int, ddp_m
     return found, undisturbed.state_dict()
 
 
+class OnAndOn(IterableDataset[Any]):
+    """A stream whose next epoch begins where the one before ended; workers share it out, and add noise."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Any:
+        data = rows()
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        for at in range(self.at + 1, self.at - self.at % SAMPLES + SAMPLES + 1):
+            self.at = at
+            if self.at % step == first:
+                x, y = data[self.at % 37]
+                yield x + 0.1 * torch.randn(8), y
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def streams_everywhere(folder: str) -> Any:
+    """What differs at the end of a run resumed from each checkpoint, without workers and with some that stay."""
+    warnings.filterwarnings("ignore", message="the checkpoint holds state of callbacks")
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
+    found: dict[str, bool] = {}
+    for workers in (0, 2):
+
+        def fit(workers: int = workers, **options: Any) -> dict[str, Tensor]:
+            loader = DataLoader(OnAndOn(), BATCH, num_workers=workers, persistent_workers=workers > 0)
+            model, tl = make(False, loader)
+            tl.fit(num_epochs=2, grad_accumulation=2, **options)
+            return model.state_dict()
+
+        keepers = [
+            # Workers take a while to start: one place in the second epoch is enough with them.
+            ModelCheckpoint(
+                f"{folder}/{workers}/steps", every_n_epochs=None, every_n_steps=4 if workers else 1, keep=99
+            ),
+            ModelCheckpoint(f"{folder}/{workers}/epochs", keep=99),
+        ]
+        undisturbed = fit(callbacks=keepers)
+        distributed.barrier()  # rank 0 writes
+        for kind in ("steps", "epochs"):
+            for saved in checkpoint.checkpoints(f"{folder}/{workers}/{kind}"):
+                found[saved.path] = reference.identical(fit(resume_from=saved.path), undisturbed)
+    return found
+
+
 KINDS: dict[str, tuple[bool, int, dict[str, Any]]] = {
     "plain": (False, 1, {}),
     "unused, accumulated, buckets": (True, 2, UNUSED),
@@ -118,3 +172,9 @@ def test_resumed_at_any_step_it_ends_with_the_same_bits(tmp_path: Path, kind: st
         assert len(found) > 2
         assert {where: names for where, names in found.items() if names} == {}
         assert reference.identical(weights, everyone[0][1])
+
+
+def test_a_stream_with_a_state_goes_on_from_it_at_any_step(tmp_path: Path) -> None:
+    for found in run_own_ranks(streams_everywhere, 2, str(tmp_path), folder=tmp_path):
+        assert len(found) > 6
+        assert [where for where, identical in found.items() if not identical] == []

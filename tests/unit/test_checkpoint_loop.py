@@ -53,6 +53,24 @@ class Stream(IterableDataset[Any]):
         return iter(make_data())
 
 
+class OnAndOn(Stream):
+    """A stream whose next epoch begins where the one before ended, and which says where that is."""
+
+    at = 0
+
+    def __iter__(self) -> Any:
+        data = make_data()
+        for at in range(self.at + 1, self.at - self.at % 45 + 46):
+            self.at = at
+            yield data[self.at % len(data)]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
 class Shuffled(BatchSampler):
     """A batch sampler of the user's own, which draws from torch's global generator."""
 
@@ -82,6 +100,7 @@ LOADERS: dict[str, Any] = {
     "weighted": lambda data: DataLoader(data, 10, sampler=WeightedRandomSampler(torch.arange(1.0, 102.0), 101)),
     "batch sampler": lambda data: DataLoader(data, batch_sampler=Shuffled()),
     "stream": lambda data: DataLoader(Stream(), 10),
+    "stream that goes on": lambda data: DataLoader(OnAndOn(), 10),
     "list of batches": lambda data: list(DataLoader(data, 10)),
 }
 

@@ -91,6 +91,28 @@ class _GlobalRandom:
         return getattr(random, name)
 
 
+def is_torchdata(loader: Any) -> bool:
+    """Whether a loader is torchdata's ``StatefulDataLoader``."""
+    return _is_of(loader, "torchdata")
+
+
+def goes_on_exactly(dataset: Any) -> bool:
+    """Whether what a dataset says of its position is all of it.
+
+    Hugging Face's leaves out the samples in a shuffle buffer, which it fills anew with others.
+    """
+    if not _is_of(dataset, "datasets"):
+        return True
+    left = [getattr(dataset, "_ex_iterable", None)]
+    while left:
+        stage = left.pop()
+        if type(stage).__name__ == "BufferShuffledExamplesIterable":
+            return False
+        if hasattr(stage, "__dict__"):
+            left += [getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ())]
+    return True
+
+
 def set_epoch(stream: Any, epoch: int) -> None:
     """Tell stages that count their passes, and shuffle by the count, which one comes next."""
     for stage in _stages_within(stream):

@@ -13,6 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 from trainloop.data import libraries, loaders
 from trainloop.data.batches import count_samples
 from trainloop.data.columns import SplitBatches, read_columns
+from trainloop.data.positions import InProcess, Position, StreamPlaces
 from trainloop.data.randomness import Aside, drawn_aside
 from trainloop.data.samplers import (
     BatchShardSampler,
@@ -47,6 +48,11 @@ class Source(Protocol):
     global_batch_size: int | None
 
     @property
+    def position(self) -> Position | None:
+        """By what the user's stream or loader says of itself; None where neither has a state."""
+        ...
+
+    @property
     def order_digest(self) -> int | None:
         """Of the running epoch's order, once its first item was read: it has to be the same on all ranks.
 
@@ -57,7 +63,8 @@ class Source(Protocol):
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[Any, Any]]:
         """Micro-batches of an epoch from the ``first_batch``-th on, with their sizes.
 
-        Where this rank has no part in a global batch, its share is 0 (its size -1) and the batch is to be ignored.
+        After ``position.load()`` those that follow there. Where this rank has no part in a global batch, its share is 0
+        (its size -1) and the batch is to be ignored.
         """
         ...
 
@@ -108,10 +115,17 @@ class _AsItIs:
         self.num_batches = None if loaders.is_stream(loader) else length_of(loader)
         self.num_samples = None if self._plan is None else self._plan.num_taken
         self.global_batch_size = self._batch_size if self._plan is None else self._plan.batch_size
+        self.position = InProcess.of(loader, name)
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[Shares, Any]]:
+        # Not a generator: the loader's iterator is made now, in the random state that whoever calls has put in place.
+        passed = 0 if self.position is not None and self.position.goes_on else first_batch
+        batches = _batches_of(self.loader, self._name) if self.position is None else self.position.read()
+        return self._sized(islice(batches, passed, None), first_batch)
+
+    def _sized(self, batches: Iterator[Any], first_batch: int) -> Iterator[tuple[Shares, Any]]:
         planned = islice(() if self._plan is None else self._plan.all_shares(), first_batch, None)
-        for batch in islice(_batches_of(self.loader, self._name), first_batch, None):
+        for batch in batches:
             yield next(planned, ()) or (max(1, count_samples(batch, self._batch_size)),), batch
 
 
@@ -141,6 +155,7 @@ class _Tensors:
 
     sizes_known = True
     order_digest = None
+    position = None
 
     def __init__(self, loader: DataLoader[Any], rows: TensorRows) -> None:
         self.loader = loader
@@ -161,6 +176,8 @@ class _Tensors:
 
 class _Indexed:
     """A map-style dataset's loader, whose twin is asked for this rank's indices only."""
+
+    position = None
 
     def __init__(
         self,
@@ -296,6 +313,8 @@ class _Stream:
         plan = BatchPlan(length or 0, batch_size or 1, 1 if given else world_size, loader.drop_last)
         self.num_batches = None if length is None else plan.num_batches
         self.num_samples = None if length is None or batch_size is None or given else length
+        self._places = StreamPlaces(self.loader, own_share=given)
+        self.position = self._places if self.loader.dataset.stateful else None
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[int, Any]]:
         # The same on all ranks, unlike for a map-style dataset's batches: they are to read one stream.
@@ -306,6 +325,9 @@ class _Stream:
             shares = whole(iter(self.loader), self._name)
         if self.loader.num_workers == 0:
             shares = drawn_aside(shares, aside)
+        if self.position is not None:
+            first_batch = 0 if self.position.goes_on else first_batch
+            shares = self._places.read(shares)
         for share in islice(shares, first_batch, None):
             yield share.size, share.batch
 
@@ -332,12 +354,18 @@ class _Opaque:
         self.num_batches = None if length is None else shard_size(length, 0, self._step)
         self.num_samples: int | None = None
         self.global_batch_size: int | None = None
+        self.position = InProcess.of(self.loader, name)
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[int, Any]]:
         aside = Aside(derive_seed(self._seed, epoch))
-        with aside:
-            batches = whole(iter(self.loader), self._name)
         first = first_batch * self._step + self._rank
+        with aside:
+            if self.position is None:
+                batches = whole(iter(self.loader), self._name)
+            else:
+                # Each rank has stopped at its own batch of the round.
+                first = self._step - 1 if self.position.goes_on else first
+                batches, self.position.aside = self.position.read(), aside
         for batch in islice(drawn_aside(batches, aside), first, None, self._step):
             yield max(1, count_samples(batch, self._batch_size)), batch
 
@@ -347,6 +375,7 @@ class _Columns:
 
     sizes_known = True
     order_digest = None
+    position = None
 
     def __init__(self, loader: SplitBatches, rank: int, world_size: int, seed: int | None, name: str) -> None:
         self.loader = loader

@@ -10,7 +10,9 @@ import torch.distributed as dist
 import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import IterableDataset, Sampler
 
+from trainloop import rng
 from trainloop.data.libraries import is_split, same_on_all_ranks
+from trainloop.data.positions import Place, anew_if_empty, is_stateful, unpacked
 from trainloop.data.randomness import Aside, SeedOnArrival, seed_cpu
 from trainloop.data.stops import slipped_out
 from trainloop.data.twins import twin
@@ -21,19 +23,23 @@ from trainloop.rng import derive_seed
 class Share:
     """What a rank gets of one global batch of a stream."""
 
-    def __init__(self, batch: Any, size: int) -> None:
+    def __init__(self, batch: Any, size: int, place: tuple[int, bytes] | None = None, is_turn: bool = False) -> None:
         self.batch = batch
         self.size = size
         """Samples in ``batch``; -1 where the rank has none."""
+        self.place = place
+        """The worker, and where it stands after this, pickled; None where the dataset has no state."""
+        self.is_turn = is_turn
+        """Whether this is no global batch, but a worker's turn without one."""
 
     def pin_memory(self, *args: Any) -> Share:
         """Called by a loader with ``pin_memory``."""
         from torch.utils.data._utils.pin_memory import pin_memory
 
-        return Share(pin_memory(self.batch, *args), self.size)
+        return Share(pin_memory(self.batch, *args), self.size, self.place, self.is_turn)
 
 
-class StreamShard(IterableDataset[Share]):
+class StreamShard(IterableDataset[Any]):
     """The global batches of an iterable dataset, of each the samples of one rank.
 
     Each rank reads the whole stream, under the same random state, and keeps every ``world_size``-th sample of each
@@ -54,6 +60,10 @@ class StreamShard(IterableDataset[Share]):
         Leave out a short global batch.
     shared : bool
         Whether other ranks read the stream as well, and each has to see the same.
+
+    Notes
+    -----
+    Of a dataset that has a state, each global batch brings along where the dataset then stands, from workers too.
     """
 
     def __init__(
@@ -65,37 +75,75 @@ class StreamShard(IterableDataset[Share]):
         self.world_size = world_size
         self.drop_last = drop_last
         self.shared = shared
+        self.stateful = is_stateful(dataset)
+        self.places: dict[int, dict[str, Any]] = {}
+        """Where each worker (0: this process) goes on, once; see :class:`StreamPlaces`."""
+        self._at_end = False  # of an epoch, by a state that was loaded
 
-    def __iter__(self) -> Iterator[Any]:
-        """Samples of this rank in each global batch (maybe none), and the batch's index in this worker."""
+    def __iter__(self) -> Iterator[tuple[list[Any] | None, int, Place | None]]:
+        """Samples of this rank in each global batch (maybe none), the batch's index in this worker, and the place.
+
+        None for samples: no global batch, but a worker's turn that was over already, or its end's place.
+        """
         worker = _WatchedWorkerInfo.current()
         if _Arrived.seed is not None and worker is not None:
             # A persistent worker lives through many epochs, each of which starts from its own seed.
             seed_cpu(derive_seed(_Arrived.seed, worker.id_unasked))
-        stream = _same_on_all_ranks(self.dataset) if self.shared else _rest_of(iter(self.dataset))
         size = (self.batch_size or 1) * self.world_size
         group_index = 0
         mine: list[Any] = []
         count = 0
-        for sample in stream:
+        at = self.places.pop(0 if worker is None else worker.id_unasked, None)
+        if at is not None:
+            self.dataset.load_state_dict(unpacked(at["own"]))
+            if at["ended"]:
+                self._at_end = True
+                return
+            group_index = at["group"]
+            if worker is not None:
+                worker.note(at["asked"])
+            if at["waits"]:
+                yield None, group_index, None
+        place = Place(self.dataset, worker, at) if self.stateful else None
+        at_end = self._at_end or (at is not None and at["begins"])
+        self._at_end = False
+        for sample in anew_if_empty(lambda: self._stream(at)) if at_end else self._stream(at):
+            if place is not None and not place.begun:
+                place.begin()
             if count % self.world_size == self.rank:
                 mine.append(sample)
             count += 1
             if count < size:
                 continue
             if worker is None or worker.takes(group_index):
-                yield mine, group_index
+                yield mine, group_index, place
             group_index += 1
             mine, count = [], 0
+        if place is not None:
+            place.ended = True  # with the short last batch too: the dataset has come to its end to know that
         if count and not (self.drop_last and self.batch_size) and (worker is None or worker.takes(group_index)):
-            yield mine, group_index
+            yield mine, group_index, place
+            group_index += 1
+        if place is not None:
+            yield None, group_index, place
+
+    def _stream(self, at: dict[str, Any] | None) -> Iterator[Any]:
+        draws = None if at is None else at["rng"]
+        if self.shared:
+            return _same_on_all_ranks(self.dataset, draws)
+        stream = iter(self.dataset)
+        if draws is not None:
+            rng.restore(draws)
+        return _rest_of(stream)
 
     def __len__(self) -> int:
         return -(-len(self.dataset) // ((self.batch_size or 1) * self.world_size))
 
 
-def _same_on_all_ranks(dataset: Any) -> Iterator[Any]:
+def _same_on_all_ranks(dataset: Any, draws: dict[str, Any] | None) -> Iterator[Any]:
     """The dataset's samples, once the first has shown that they don't depend on the rank, as far as one can see.
+
+    ``draws``: the random state in which the first is drawn, if not the present one.
 
     Raises
     ------
@@ -116,6 +164,8 @@ def _same_on_all_ranks(dataset: Any) -> Iterator[Any]:
         setattr(dist, name, noting(name, function))
     try:
         stream = iter(dataset)
+        if draws is not None:
+            rng.restore(draws)
         first = list(islice(_rest_of(stream), 1))
     finally:
         for name, function in own.items():
@@ -162,12 +212,16 @@ class ShareCollate:
         self.epoch_seed = 0
         """Set before each epoch, for loading without workers; to workers it comes with the indices."""
 
-    def __call__(self, group: tuple[list[Any], int]) -> Share:
+    def __call__(self, group: tuple[list[Any] | None, int, Place | None]) -> Share:
+        samples, group_index, place = group
+        share = self._share(samples, group_index) if samples else Share(None, -1, is_turn=samples is None)
+        if place is not None:
+            share.place = place.saved(group_index + (samples is not None))  # after what collating has drawn
+        return share
+
+    def _share(self, samples: list[Any], group_index: int) -> Share:
         from trainloop.data.batches import count_samples
 
-        samples, group_index = group
-        if not samples:
-            return Share(None, -1)
         if self.world_size == 1:
             batch = self._collate(samples)
         else:
@@ -222,6 +276,15 @@ class _WatchedWorkerInfo:
     def id_unasked(self) -> int:
         """The worker's id, for those whose asking means nothing."""
         return int(self.__dict__["_info"].id)
+
+    def note(self, asked: bool) -> None:
+        """Take up what :attr:`asked` was."""
+        self.__dict__["_asked"] = asked or self.asked
+
+    @property
+    def asked(self) -> bool:
+        """Whether anybody asked."""
+        return bool(self.__dict__["_asked"])
 
     def takes(self, group_index: int) -> bool:
         """Whether this worker gives the global batch ``group_index`` of the stream that it reads."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from trainloop.data.samplers import generators_of
 from trainloop.data.sources import Source, train_source
 from trainloop.data.steps import ExchangeInts, StepShare, steps_of_exchanged, steps_of_known
 from trainloop.errors import ConfigurationError
+
+_LIVE = object()  # in place of a position: what the source's is now
 
 
 def train_feed(
@@ -94,6 +97,8 @@ class TrainFeed:
         self._generators = generators_of(users_loader)
         self._draws_globally = seed is None
         self._at_epoch_begin: dict[str, Any] | None = None
+        self._resumed: dict[str, Any] | None = None  # the position to begin from
+        self._position: Any = _LIVE
         self._global_rng: dict[str, Any] | None = None
 
     @property
@@ -135,7 +140,7 @@ class TrainFeed:
             Micro-batches of a step; the epoch's last step may have fewer.
         skip_steps : int
             Steps that were done already: nothing is loaded for them where the loader's sampler says what they held,
-            else they are read and thrown away.
+            or where a stream or loader has a state that says where it stood; else they are read and thrown away.
 
         Raises
         ------
@@ -147,7 +152,7 @@ class TrainFeed:
         if self._world_size > 1 and self._exchange_ints is not None:
             items = self._checked(items, self._exchange_ints)
         if self._device is not None and self._device.type == "cuda":
-            items = on_device(items, self._device)
+            items = self._ahead(items, self._device)
         if self._source.sizes_known:
             steps = steps_of_known(items, grad_accumulation, self._rank)
         elif self._world_size == 1:
@@ -159,7 +164,7 @@ class TrainFeed:
         for step in steps:
             any_step = True
             yield step
-        self._at_epoch_begin = None
+        self._at_epoch_begin, self._position = None, _LIVE
         if not any_step:
             raise ConfigurationError(
                 f"{self._name} gave no batch in epoch {self._epoch + 1}: training needs one at least. An iterator can "
@@ -175,7 +180,19 @@ class TrainFeed:
         yield from first
         yield from items
 
+    def _ahead(self, items: Iterator[tuple[Any, Any]], device: torch.device) -> Iterator[tuple[Any, Any]]:
+        """The items, copied to a GPU while the step before runs, which has its own place in the stream."""
+        if self._source.position is None:
+            yield from on_device(items, device)
+            return
+        placed = (((size, self._now()), batch) for size, batch in items)
+        for (size, self._position), batch in on_device(placed, device):
+            yield size, batch
+
     def _items(self, first_batch: int) -> Iterator[tuple[Any, Any]]:
+        resumed, self._resumed, self._position = self._resumed, None, _LIVE
+        if resumed is not None and self._goes_on(resumed, begins=first_batch == 0):
+            return self._following(first_batch, resumed)
         if not (first_batch and self._global_rng):
             return self._source.items(self._epoch, first_batch)
         # Without a seed, the order came from the global generators as they were when the epoch began. Once it is drawn
@@ -188,13 +205,80 @@ class TrainFeed:
         self._global_rng = None
         return items
 
-    def state_dict(self) -> dict[str, Any]:
+    def _goes_on(self, resumed: dict[str, Any], *, begins: bool) -> bool:
+        """Whether the source goes on from a position of a checkpoint; else the epoch is read again, which is told."""
+        same_ranks = resumed["world_size"] == self._world_size
+        size = resumed["global_batch_size"]
+        same_batches = same_ranks if size is None else size == self.global_batch_size
+        position = self._source.position
+        if (
+            position is not None
+            and (same_ranks or size is not None)
+            and position.load(resumed["state"], begins=begins, same_ranks=same_ranks, same_batches=same_batches)
+        ):
+            return True
+        if self._rank == 0:
+            warnings.warn(
+                f"{self._name}: the checkpoint says where the stream stood, by its own state, for another loader, or "
+                f"other numbers of ranks ({resumed['world_size']} then, {self._world_size} now) or workers. Its epoch "
+                f"is read again from the begin, which is right unless a position goes on across epochs: then resume "
+                f"with what it was.",
+                stacklevel=2,
+            )
+        return False
+
+    def _following(self, first_batch: int, resumed: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+        """What follows on the position that the source has loaded."""
+        if not (first_batch and self._global_rng):
+            return self._source.items(self._epoch, first_batch)
+        # As in _items: what is drawn at the begin only (an order) is drawn again, the rest goes on from the checkpoint.
+        with rng.isolated():
+            rng.restore(self._global_rng)
+            items = self._source.items(self._epoch, first_batch)
+            if not resumed["state"].get("draws", True):
+                items = chain(list(islice(items, 1)), items)
+        self._global_rng = None
+        return items
+
+    def state_dict(self, plain: Callable[[Any, str], Any] = lambda value, _: value) -> dict[str, Any]:
         """What the epoch's order came from: random states at the running epoch's begin; between epochs, as of now.
 
-        Plain types and tensors. An epoch is resumed by loading this, then :meth:`set_epoch`, then
-        ``steps(..., skip_steps=...)``.
+        And where a stream or loader with a state of its own stands, after the last step that was given. Plain types and
+        tensors. An epoch is resumed by loading this, then :meth:`set_epoch`, then ``steps(..., skip_steps=...)``.
+
+        Parameters
+        ----------
+        plain : callable
+            Called with the user's own state and a name for it; raises where a checkpoint can't hold it, which then is
+            told, and left out.
         """
-        return self._states() if self._at_epoch_begin is None else self._at_epoch_begin
+        states = self._states() if self._at_epoch_begin is None else self._at_epoch_begin
+        position = self._source.position
+        if self._resumed is not None or position is None:
+            return {**states, "position": self._resumed}
+        try:
+            now = self._now() if self._position is _LIVE else self._position
+            if isinstance(now, Exception):
+                raise now
+            state = plain(position.state(now), f"{self._name}: position")
+        except Exception as error:  # of the user's own code
+            warnings.warn(
+                f"{self._name}: its state_dict() can't be kept in a checkpoint, so that a resumed run reads the epoch "
+                f"again from its begin: {error}",
+                stacklevel=2,
+            )
+            state = None
+        if state is None:
+            return {**states, "position": None}
+        sizes = {"world_size": self._world_size, "global_batch_size": self.global_batch_size}
+        return {**states, "position": {**sizes, "state": state}}
+
+    def _now(self) -> Any:
+        assert self._source.position is not None  # the callers see to it
+        try:
+            return self._source.position.now()
+        except Exception as error:
+            return error
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what :meth:`state_dict` gave; generators that are not there any more are ignored."""
@@ -203,6 +287,7 @@ class TrainFeed:
                 generator.set_state(state["generators"][name])
         if self._draws_globally:
             self._global_rng = state["global"]
+        self._resumed = state.get("position")
 
     def close(self) -> None:
         """End persistent workers of this rank's twin of the loader; the feed can't be read afterwards."""

@@ -1,0 +1,360 @@
+"""Where a stream stands by its own word: the ``state_dict()`` of datasets and loaders, for resume.
+
+A stream without one is read again from its epoch's begin, which gives the same bits where it is deterministic. One that
+has a state goes on from it: that is faster, and the only right thing where its position goes on across epochs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from trainloop import rng
+from trainloop.data import libraries
+from trainloop.data.randomness import Aside
+from trainloop.data.samplers import length_of
+from trainloop.data.stops import whole
+
+T = TypeVar("T")
+
+_ARRAY = "__array__"
+
+
+def is_stateful(thing: Any) -> bool:
+    """Whether a dataset or loader can say where it stands, and go on from there exactly."""
+    if thing is None or isinstance(thing, (type, nn.Module)):
+        return False
+    save, load = getattr(thing, "state_dict", None), getattr(thing, "load_state_dict", None)
+    if not callable(save) or not callable(load):
+        return False
+    try:
+        # Some ask for what only their own loader knows: the samples that it has given (Mosaic's and litdata's).
+        inspect.signature(save).bind()
+    except TypeError:
+        return False
+    except ValueError:  # has no signature
+        pass
+    return libraries.goes_on_exactly(thing)
+
+
+def holder_of(loader: Any) -> Any:
+    """What of a loader that is read in this process holds its position; None where nothing does.
+
+    Not a loader of an indexed dataset: that reads again from the epoch's begin what its sampler says, random numbers
+    of workers included, which are in no loader's state.
+    """
+    if not isinstance(loader, DataLoader):
+        return loader if is_stateful(loader) else None
+    if not isinstance(loader.dataset, IterableDataset):
+        return None
+    dataset = loader.dataset if is_stateful(loader.dataset) else None
+    if is_stateful(loader):
+        # torchdata's own has a state always; of a dataset that has none it reads the begin again, with other draws.
+        return loader if dataset is not None or not libraries.is_torchdata(loader) else None
+    return dataset if loader.num_workers == 0 else None
+
+
+def drawn() -> tuple[Any, ...]:
+    """Equal to another one if nothing was drawn from the CPU's global generators between the two."""
+    numpy_state: Any = np.random.get_state(legacy=False)
+    key, pos = numpy_state["state"]["key"].tobytes(), numpy_state["state"]["pos"]
+    torch_state = torch.default_generator.get_state().numpy().tobytes()
+    return random.getstate(), key, pos, numpy_state["has_gauss"], torch_state
+
+
+class Draws:
+    """What a stream draws from global generators that nobody else draws from meanwhile.
+
+    Where it draws for each item, its place is one with theirs. Where it draws at its begin only (an order, say) or not
+    at all, it has to begin again as the epoch began, for that order.
+    """
+
+    def __init__(self, each: bool) -> None:
+        self._each = each
+        self._at_first: tuple[Any, ...] | None = None
+
+    def begun(self) -> None:
+        """The first item was read."""
+        if not self._each:
+            self._at_first = drawn()
+
+    def state(self) -> dict[str, Any] | None:
+        """Of the generators now; None where nothing was drawn since the first item."""
+        self._each = self._each or drawn() != self._at_first
+        return rng.capture(devices=False) if self._each else None
+
+
+class Position(Protocol):
+    """Where a source stands, as of the last batch it gave, by the state of the user's own objects.
+
+    What they raise comes through :meth:`now` and :meth:`state`.
+    """
+
+    goes_on: bool
+    """Whether the next items are the rest of an epoch, so that none are to be passed over."""
+
+    def now(self) -> Any:
+        """The position, for :meth:`state` when other batches have been given."""
+        ...
+
+    def state(self, now: Any) -> dict[str, Any] | None:
+        """A position as data; None where nothing is to be said."""
+        ...
+
+    def load(self, state: dict[str, Any], *, begins: bool, same_ranks: bool, same_batches: bool) -> bool:
+        """Let the next items be those that follow; whether that is possible.
+
+        Parameters
+        ----------
+        begins : bool
+            Whether they are those of a new epoch.
+        same_ranks, same_batches : bool
+            Whether the number of ranks, and that of samples in a global batch, is what it was.
+        """
+        ...
+
+
+class InProcess:
+    """The position of a loader that this process iterates, by the state of what holds it."""
+
+    @classmethod
+    def of(cls, loader: Any, name: str) -> InProcess | None:
+        """The position of what the user calls so; None where nothing says it."""
+        holder = holder_of(loader)
+        return None if holder is None else cls(holder, loader, name)
+
+    def __init__(self, holder: Any, loader: Any, name: str) -> None:
+        self._holder, self._loader, self._name = holder, loader, name
+        self._iterator: Any = None
+        self._num_batches = None if isinstance(loader, DataLoader) else length_of(loader)
+        self._count = 0
+        self._begun = self._ended = self._draws = self._at_end = False
+        self._at: dict[str, Any] | None = None
+        self.goes_on = False
+        self.aside: Aside | None = None
+        """The random state that the loader is iterated in, where that isn't the process's."""
+
+    def now(self) -> dict[str, Any] | None:
+        """A copy: a holder may hand out what it goes on writing to."""
+        if not self._begun:
+            return self._at
+        own = packed(pickle.loads(pickle.dumps(self._holder.state_dict())))
+        draws = None
+        if self.aside is not None and self._draws and not self._ended:
+            with self.aside:
+                draws = rng.capture(devices=False)
+        # To cut a short last batch, the dataset has come to its end; the loader's own state knows of it.
+        fetcher = getattr(self._iterator, "_dataset_fetcher", None)
+        ended = self._ended or self._count == self._num_batches or getattr(fetcher, "ended", False)
+        return {"of": type(self._holder).__name__, "own": own, "draws": self._draws, "rng": draws, "ended": ended}
+
+    def state(self, now: Any) -> dict[str, Any] | None:
+        """The same: it is data."""
+        return now
+
+    def load(self, state: dict[str, Any], *, begins: bool, same_ranks: bool, same_batches: bool) -> bool:
+        """Put the holder there; of other ranks, each has read another part of a round."""
+        if not same_ranks or state.get("of") != type(self._holder).__name__ or state.get("own") is None:
+            return False
+        if begins and self._holder is self._loader and not state["ended"]:
+            return True  # an epoch was broken off, and a loader's own next iteration begins anew
+        self._holder.load_state_dict(unpacked(state["own"]))
+        self._at, self.goes_on = state, not begins
+        self._begun = False
+        return True
+
+    def read(self) -> Iterator[Any]:
+        """The loader's batches, noted as they go; what was loaded is behind them."""
+        at, self._at = self._at, None
+        if self.goes_on and at is not None and at["ended"] and not isinstance(self._holder, DataLoader):
+            self.goes_on = False
+            self._begun = self._ended = self._at_end = True
+            return iter(())
+        at_end = self._at_end or (at is not None and not self.goes_on)
+        batches = anew_if_empty(self._iterated) if at_end else self._iterated()
+        self._at_end = False
+        self._draws = self.goes_on and at is not None and at["draws"]
+        if self._draws and at is not None and at["rng"] is not None:
+            rng.restore(at["rng"])
+        self._begun = self._ended = self.goes_on = False
+        self._count = 0
+        return self._noted(batches)
+
+    def _iterated(self) -> Iterator[Any]:
+        self._iterator = iter(self._loader)
+        return whole(self._iterator, self._name)
+
+    def _noted(self, batches: Iterator[T]) -> Iterator[T]:
+        while True:
+            before = None if self._draws or not self._begun else drawn()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                break
+            self._draws = self._draws or (before is not None and drawn() != before)
+            self._begun = True
+            self._count += 1
+            yield batch
+        self._begun = self._ended = True
+
+
+class Place:
+    """Where a stream stands in the process that reads it: this one, or a loader's worker."""
+
+    def __init__(self, dataset: Any, worker: Any, at: dict[str, Any] | None) -> None:
+        self._dataset = dataset
+        self._worker = worker
+        self._draws = Draws(each=at is not None and at["rng"] is not None)
+        self.begun = self.ended = False
+
+    def begin(self) -> None:
+        """The first sample was read."""
+        self.begun = True
+        self._draws.begun()
+
+    def saved(self, group: int) -> tuple[int, bytes]:
+        """The worker, and what it needs to go on with the global batch ``group``.
+
+        Pickled: a dataset may hand out what it goes on writing to, and tensors would go through files to the loader.
+        """
+        place: dict[str, Any] = {
+            "group": group,
+            "asked": self._worker is not None and self._worker.asked,
+            "ended": self.ended,
+            "rng": self._draws.state() if self.begun and not self.ended else None,
+        }
+        try:
+            data = pickle.dumps({**place, "own": packed(self._dataset.state_dict())})
+        except Exception as error:  # whatever a user's __reduce__ raises; told where the state is asked for
+            data = pickle.dumps({**place, "own": None, "error": f"{type(error).__name__}: {error}"})
+        return 0 if self._worker is None else self._worker.id_unasked, data
+
+
+class StreamPlaces:
+    """Where the processes stand that read a stream, as of the last global batch that was taken from each.
+
+    Parameters
+    ----------
+    loader : DataLoader
+        Of a :class:`~trainloop.data.streams.StreamShard`.
+    own_share : bool
+        Whether the stream is this rank's own, and not one of which each rank keeps a part.
+    """
+
+    def __init__(self, loader: Any, own_share: bool) -> None:
+        self._loader = loader
+        self._own_share = own_share
+        self._places: dict[int, tuple[int, bytes]] = {}
+        self._ended = False
+        self.goes_on = False
+
+    def read(self, shares: Iterator[Any]) -> Iterator[Any]:
+        """The shares of an epoch, which begins or goes on; what workers did not have to be asked for is left out."""
+        if not self.goes_on:
+            # What outlives an epoch stands where the one before ended, until its first turn.
+            self._places = {worker: (0, data) for worker, (_, data) in self._places.items() if self._outlives_epoch}
+        self._ended = self.goes_on = False
+        if self._loader.num_workers:
+            self._loader.dataset.places = {}  # the workers that have just been started have them
+        for share in shares:
+            if share.place is not None:
+                worker, data = share.place
+                self._places[worker] = self._places.get(worker, (0, b""))[0] + 1, data
+            if not share.is_turn:
+                yield share
+        self._ended = True
+
+    def now(self) -> dict[int, tuple[int, bytes]]:
+        """Pickled places by worker; none after an epoch that its workers don't outlive."""
+        return {} if self._ended and not self._outlives_epoch else dict(self._places)
+
+    @property
+    def _outlives_epoch(self) -> bool:
+        # Other workers start anew each epoch, from the dataset as it is in this process.
+        return self._loader.persistent_workers or not self._loader.num_workers
+
+    def state(self, now: dict[int, tuple[int, bytes]]) -> dict[str, Any] | None:
+        """By worker, the turns it had in this epoch, and what its reading goes on from."""
+        workers = {worker: {**pickle.loads(data), "turns": turns} for worker, (turns, data) in now.items()}
+        for place in workers.values():
+            if "error" in place:
+                raise TypeError(place["error"])
+        if not workers:
+            return None
+        return {
+            "of": type(self._loader.dataset.dataset).__name__,
+            "workers": workers,
+            "num_workers": self._loader.num_workers,
+            "own_share": self._own_share,
+        }
+
+    def load(self, state: dict[str, Any], *, begins: bool, same_ranks: bool, same_batches: bool) -> bool:
+        """Give each worker its place.
+
+        Without workers, a stream of which each rank keeps a part stands at the same sample on any number of ranks.
+        """
+        shard, num_workers = self._loader.dataset, self._loader.num_workers
+        alike = state.get("num_workers") == num_workers and state["own_share"] == self._own_share
+        if not alike or state["of"] != type(shard.dataset).__name__ or not shard.stateful:
+            return False
+        if not (same_ranks or not self._own_share) or not (same_batches or not num_workers):
+            return False
+        places: dict[int, dict[str, Any]] = state["workers"]
+        anew = {"group": 0, "ended": False, "rng": None, "waits": False, "begins": True}
+        if begins:
+            shard.places = {worker: {**at, **anew} for worker, at in places.items()} if self._outlives_epoch else {}
+            self._places = {worker: (0, pickle.dumps(at)) for worker, at in places.items()}
+            return True
+        # A loader asks its workers in turn, from the first on: whoever had its turn in the broken round lets it pass.
+        unread = {"turns": 0, "ended": False}
+        turns = [places.get(worker, unread) for worker in range(max(1, num_workers))]
+        round_begun = min((at["turns"] for at in turns if not (at["turns"] and at["ended"])), default=0)
+        shard.places = {
+            worker: {**at, "waits": at["turns"] > round_begun, "begins": False} if at["turns"] else {**at, **anew}
+            for worker, at in places.items()
+        }
+        self._places = {worker: (at["turns"], pickle.dumps(at)) for worker, at in places.items()}
+        self.goes_on = True
+        return True
+
+
+def anew_if_empty(read: Callable[[], Iterator[T]]) -> Iterator[T]:
+    """What ``read()`` gives; where that is nothing, what it gives the second time.
+
+    Some say after an epoch that they stand at its end, and begin anew when they are iterated; once that was loaded,
+    they first have to come to it.
+    """
+    items = read()
+    first = list(islice(items, 1))
+    return chain(first, items) if first else read()
+
+
+def packed(state: Any) -> Any:
+    """A state with numpy arrays as tensors, marked: checkpoints hold tensors only."""
+    if isinstance(state, np.ndarray) and state.dtype.kind in "biufc":
+        return {_ARRAY: torch.from_numpy(state.astype(state.dtype.newbyteorder("=")))}
+    return _mapped(packed, state)
+
+
+def unpacked(state: Any) -> Any:
+    """What :func:`packed` was given."""
+    if type(state) is dict and set(state) == {_ARRAY}:
+        return state[_ARRAY].numpy().copy()
+    return _mapped(unpacked, state)
+
+
+def _mapped(function: Callable[[Any], Any], state: Any) -> Any:
+    if type(state) is dict:
+        return {key: function(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(function(value) for value in state)
+    return state
