@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -77,6 +79,35 @@ def _start_of_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
     else:
         with _warm.serving():
             yield
+
+
+@pytest.fixture
+def starts_processes() -> None:
+    """Asked for by the few tests of ``tests/unit`` that start an interpreter or ranks, and share much with others."""
+
+
+@pytest.fixture(autouse=True)
+def _unit_tests_start_no_interpreter(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Workers that a loader forks are cheap; a start of Python is not."""
+    if request.path.parent.name != "unit" or "starts_processes" in request.fixturenames:
+        yield
+        return
+
+    def opens(self: Any, command: Any, *args: Any, **kwargs: Any) -> None:
+        if "python" in str(command):  # and not what libraries ask of the machine (lscpu)
+            pytest.fail(f"tests/unit starts no Python, and this test does: {command!r:.200}. Move it to tests/ranks.")
+        popen(self, command, *args, **kwargs)
+
+    def spawns(path: bytes, command: list[Any], fds: Any) -> int:
+        if "--multiprocessing-fork" in command:
+            pytest.fail("tests/unit starts no ranks, and this test does. Move it to tests/ranks.")
+        return spawn(path, command, fds)
+
+    popen, spawn = subprocess.Popen.__init__, multiprocessing.util.spawnv_passfds
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess.Popen, "__init__", opens)
+        patch.setattr(multiprocessing.util, "spawnv_passfds", spawns)
+        yield
 
 
 # -- a tiny model and its data -----------------------------------------------------------------------------------------

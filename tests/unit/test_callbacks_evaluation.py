@@ -34,7 +34,7 @@ def test_metrics_of_each_epoch_and_of_the_end() -> None:
         EarlyStopping("val_accuracy_macro", patience=9),
         ModelPerformanceEvaluation({"macro": accuracy, "p": package}),
     ]
-    callbacks[0] = EarlyStopping("val_macro", patience=9)
+    callbacks[0] = EarlyStopping("val_macro", patience=9, mode="max")
     loop.fit(num_epochs=2, callbacks=callbacks)
     y_pred, y_true, _ = loop.predict_on_validation_set()
     now = (y_pred == y_true).double().mean().item()

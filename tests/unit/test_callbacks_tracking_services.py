@@ -141,6 +141,7 @@ class Fails(AbstractCallback):
         raise OSError("no more")
 
 
+@pytest.mark.usefixtures("starts_processes")
 def test_wandb_run_that_failed(runs: list[Run]) -> None:
     with pytest.raises(OSError, match="no more"):
         make_loop().fit(num_epochs=1, callbacks=[WandBTracking(), Fails("fails", 1000)])

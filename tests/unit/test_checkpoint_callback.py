@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from checkpoints import StandIn, in_small_tmpfs, resumed, steps, written
+from checkpoints import StandIn, resumed, steps, written
 from trainloop import checkpoint
 from trainloop.callbacks import checkpoint as under_test
 from trainloop.callbacks.checkpoint import ModelCheckpoint
@@ -283,48 +283,6 @@ def test_save_now_is_on_the_disk_when_it_returns(tmp_path: Path, async_save: boo
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
-
-FULL_DISK = """
-import os, sys, warnings
-sys.path.insert(0, "tests")
-import torch
-from checkpoints import StandIn, steps
-from trainloop import checkpoint
-from trainloop.callbacks.checkpoint import ModelCheckpoint
-where = sys.argv[1]
-for async_save in (False, True):
-    keeper = ModelCheckpoint(where, every_n_steps=1, every_n_epochs=None, keep=None, async_save=async_save)
-    loop = StandIn(keeper, size=400)  # 640 kB each: three fit
-    keeper.on_train_begin()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(6):
-            loop.step()
-        keeper._finish_writing()
-        whole = steps(where)
-        os.remove(keeper.last_path)
-        loop.step()
-        keeper.on_train_end()
-    print(whole, steps(where), len(caught), sorted(f for f in os.listdir(where) if f.endswith(".tmp")))
-    print(caught[0].category.__name__, caught[0].message)
-    print(checkpoint.load_newest(where)[1]["model"]["weight"].unique().tolist())
-    for name in os.listdir(where):
-        os.remove(os.path.join(where, name))
-"""
-
-
-def test_training_goes_on_with_a_full_disk(tmp_path: Path) -> None:
-    done = in_small_tmpfs(FULL_DISK, tmp_path, megabytes=2)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == 6
-    for counts, warning, newest in (lines[:3], lines[3:]):  # synchronous, in a thread
-        assert counts == "[1, 2, 3] [1, 2, 7] 3 []"
-        assert warning.startswith("RuntimeWarning the checkpoint of step 4 could not be written to ")
-        assert "No space left on device" in warning
-        assert "Training goes on; the newest whole one is" in warning
-        assert "step=00000003.pt" in warning
-        assert newest == "[7.0]"
 
 
 def test_a_write_that_failed_is_tried_again_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,7 @@ def test_without_matplotlib_the_error_names_the_extra(history: History, monkeypa
         history.plot()
 
 
+@pytest.mark.usefixtures("starts_processes")
 def test_a_notebook_shows_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_leave: Any) -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("ipykernel")

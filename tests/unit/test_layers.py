@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,42 +152,3 @@ def test_star_import_of_train_loop_gives_the_loops() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="TrainLop"):
         trainloop.TrainLop  # noqa: B018
-
-
-IMPORT_TIME = """
-import sys, time
-import torch
-before = set(sys.modules)
-start = time.process_time()
-import trainloop
-trainloop.TrainLoop, trainloop.TTModel
-print((time.process_time() - start) * 1000)
-print(" ".join(sorted(set(sys.modules) - before)))
-"""
-
-HEAVY = ("tensorboard", "matplotlib", "ray", "optuna", "cloudpickle", "psutil", "sklearn", "pandas", "torchmetrics")
-
-
-def test_import_is_cheap() -> None:
-    """At most 60 ms above ``import torch``, of the process's own time, so that other processes' work doesn't count."""
-    # The first run may compile to bytecode, which later ones find.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    milliseconds = []
-    for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-c", IMPORT_TIME],
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=True,
-            env=environment,
-        )
-        own_time, modules = done.stdout.split("\n")[:2]
-        milliseconds.append(float(own_time))
-    heavy = [
-        module
-        for module in modules.split()
-        if module.partition(".")[0] in HEAVY or module.startswith("multiprocessing.managers")
-    ]
-    assert not heavy, heavy
-    assert min(milliseconds) < 60, milliseconds

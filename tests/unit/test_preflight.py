@@ -51,6 +51,7 @@ def loop_of(model: nn.Module, **arguments: Any) -> TrainLoop:
     return TrainLoop(model, loader, None, None, optimizer, nn.CrossEntropyLoss(), accelerator="cpu", **arguments)
 
 
+@pytest.mark.usefixtures("starts_processes")
 def test_a_sound_loop_passes_and_stays_as_it_was() -> None:
     torch.manual_seed(0)
     loop = loop_of(Net(), gpu_mode="ddp", devices=2)
@@ -77,6 +78,7 @@ def test_what_it_finds() -> None:
     assert "LOOK" in str(report)
 
 
+@pytest.mark.usefixtures("starts_processes")
 def test_it_finds_a_loss_that_depends_on_the_mode() -> None:
     report = loop_of(ByRank(), seed=3).preflight()
     assert [finding.check for finding in report.findings if not finding.ok] == ["single equals ddp on 2 CPU ranks"]

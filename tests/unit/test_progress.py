@@ -232,6 +232,7 @@ def read_all(terminal: int) -> bytes:
     return b"".join(chunks)
 
 
+@pytest.mark.usefixtures("starts_processes")
 def test_of_two_ranks_one_shows_the_run(tmp_path: Path) -> None:
     """Table into a file, bar on a terminal: of rank 0 alone."""
     script = tmp_path / "script.py"

@@ -342,6 +342,7 @@ def test_gpus_are_the_visible_ones_and_no_context_is_made(monkeypatch: pytest.Mo
 # -- the machine, real -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("starts_processes")
 def test_this_machine() -> None:
     found = available()
     assert 1 <= found.num_cpus <= len(os.sched_getaffinity(0))
@@ -361,6 +362,7 @@ def run_python(code: str, *, prefix: tuple[str, ...] = (), **variables: str) -> 
 NUM_CPUS = "from trainloop.resources import available; print(available(num_gpus=0).num_cpus)"
 
 
+@pytest.mark.usefixtures("starts_processes")
 @needs_linux
 @two_cpus
 def test_an_affinity_of_one_core_is_one_cpu() -> None:
@@ -369,6 +371,7 @@ def test_an_affinity_of_one_core_is_one_cpu() -> None:
     assert run_python(code) == "1"
 
 
+@pytest.mark.usefixtures("starts_processes")
 @two_cpus
 def test_slurm_s_share_of_the_node() -> None:
     assert run_python(NUM_CPUS, SLURM_CPUS_PER_TASK="1") == "1"
@@ -404,6 +407,7 @@ def half_a_cpu() -> Iterator[Path]:
     pytest.skip("no cgroup can be made here")
 
 
+@pytest.mark.usefixtures("starts_processes")
 @needs_linux
 @two_cpus
 def test_a_real_cgroup_of_half_a_cpu_is_one_cpu(half_a_cpu: Path) -> None:
@@ -849,6 +853,7 @@ def test_an_error_on_the_cpu_comes_out() -> None:
     assert caught.value.__context__ is None  # the GPU's error was told by the warning
 
 
+@pytest.mark.usefixtures("starts_processes")
 def test_importing_resources_imports_nothing_heavy() -> None:
     code = (
         "import sys; import trainloop.resources, trainloop.resources.enforce; "

@@ -5,11 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-import signal
 import struct
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +23,6 @@ from torch import Tensor, nn, optim
 from torch.utils.tensorboard import SummaryWriter
 
 from event_files import event_files, read, steps, values_of
-from places import IMPORTS
 from small_loop import STEPS_PER_EPOCH, Net, Scores, make_loop
 from trainloop import AbstractCallback, MultiOptimizer
 from trainloop.callbacks import LearningRateMonitor, LRScheduler, ModelCheckpoint, TensorBoard, event_file
@@ -231,38 +226,6 @@ def test_a_second_run_in_the_same_folder_takes_the_place_of_the_first(tmp_path: 
     assert len(event_files(tmp_path)) == 2  # hidden, not deleted
 
 
-KILLED = """
-    import os, signal
-    from test_tensorboard import resumable
-    from trainloop import AbstractCallback
-
-    class Kill(AbstractCallback):
-        def on_batch_end(self):
-            if self.train_loop_obj.global_step == 10:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    resumable(Kill())
-"""
-
-
-def resumable(*callbacks: AbstractCallback) -> None:
-    board, keeper = TensorBoard(log_every_n_steps=1), ModelCheckpoint("checkpoints", every_n_steps=4)
-    make_loop(seed=0, shuffle=True).fit(num_epochs=3, callbacks=[board, keeper, *callbacks], resume_from="last")
-
-
-def test_killed_and_resumed(folder: Path) -> None:
-    """Killed between two checkpoints: the steps after the last one are done again, and are shown once."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([IMPORTS, str(Path(__file__).parent)])}
-    command = [sys.executable, "-c", textwrap.dedent(KILLED)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    resumable()
-    make_loop(seed=0, shuffle=True).fit(num_epochs=3, callbacks=[TensorBoard(folder / "whole", 1)])
-    [logs] = (folder / "runs").iterdir()
-    assert len(event_files(logs)) == 2
-    assert read(logs) == read(folder / "whole")
-
-
 def test_resumed_at_an_epoch_s_end(tmp_path: Path) -> None:
     def callbacks() -> list[AbstractCallback]:
         return [TensorBoard(tmp_path / "logs", 2), ModelCheckpoint(tmp_path / "checkpoints")]
@@ -445,12 +408,6 @@ def test_arguments_that_cannot_work(arguments: dict[str, Any], words: str) -> No
     with pytest.raises(ConfigurationError) as error:
         TensorBoard(**arguments)
     assert words in str(error.value)
-
-
-def test_no_import_before_it_is_used() -> None:
-    code = "import sys, trainloop.callbacks as c; c.TensorBoard('x'); print('tensorboard' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert done.stdout.strip() == "False", done.stderr
 
 
 # -- AIToolbox's names -------------------------------------------------------------------------------------------------

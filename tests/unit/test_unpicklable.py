@@ -82,7 +82,7 @@ class Resources:
 
 
 @pytest.fixture
-def resources(tmp_path: Path) -> Iterator[Resources]:
+def resources(tmp_path: Path, starts_processes: None) -> Iterator[Resources]:
     made = Resources(tmp_path)
     yield made
     made.close()
