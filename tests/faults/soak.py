@@ -305,14 +305,20 @@ class Trial:
         job = self._start("struck")
         hit = self._strike(job, number, to)
         outcome = job.wait()
-        expected = ["0"] if not hit else ["0", str(SIGNALS.get(number, -9)), "-2"]
-        # Before fit and after it, Python's own handlers are there.
-        if hit and (self.early or (self.where / "returned").exists()):
-            expected += [f"-{int(getattr(signal, number))}"]
-        # A dead rank or worker is an error; a worker's SIGTERM that nobody else got ends the worker.
-        if hit and (number == "SIGKILL" or to == "worker"):
-            expected.append("1")
-        self._expect(job, outcome, *dict.fromkeys(expected))
+        self._expect(job, outcome, *self._documented(hit, number, to))
+
+    def _documented(self, hit: bool, number: str, to: str) -> list[str]:
+        """How a job may end after such a signal."""
+        expected = ["0"]
+        if hit:
+            expected += [str(SIGNALS.get(number, -9)), "-2"] if number != "SIGKILL" else ["-9"]
+            # Before fit and after it, Python's own handlers are there.
+            if self.early or (self.where / "returned").exists():
+                expected.append(f"-{int(getattr(signal, number))}")
+            # A dead rank or worker is an error; a worker's SIGTERM that nobody else got ends the worker.
+            if number == "SIGKILL" or to == "worker":
+                expected.append("1")
+        return list(dict.fromkeys(expected))
 
     def _storm(self) -> None:
         """Killed and started anew, again and again."""
@@ -326,8 +332,9 @@ class Trial:
                 self.rng.choice(["SIGKILL", "SIGKILL", "SIGTERM"]),
                 self.rng.choice(["caller", "rank", "group"]),
             )
-            self._strike(job, number, to)
-            self._expect(job, job.wait(), "0", "1", "143", "-9", "-15")
+            hit = self._strike(job, number, to)
+            outcome = job.wait()
+            self._expect(job, outcome, *self._documented(hit, number, to))
 
     def _strike(self, job: Job, number: str, to: str) -> bool:
         """Send a signal after a random time; whether there was anybody to send it to."""
