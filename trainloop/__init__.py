@@ -13,8 +13,12 @@ if TYPE_CHECKING:
     from trainloop.model import ModelWrap, TTBasicModel, TTModel
     from trainloop.optim import MultiLoss, MultiOptimizer
     from trainloop.parallel import TTDataParallel, TTDistributedDataParallel
-    from trainloop.tracking_loops import TrainLoopCheckpoint, TrainLoopCheckpointEndSave, TrainLoopEndSave
-    from trainloop.train_loop import TrainLoop
+    from trainloop.train_loop import (
+        TrainLoop,
+        TrainLoopCheckpoint,
+        TrainLoopCheckpointEndSave,
+        TrainLoopEndSave,
+    )
 
 __version__ = "0.1.0"
 
@@ -29,9 +33,9 @@ _HOMES = {
     "TTDistributedDataParallel": "trainloop.parallel",
     "TTModel": "trainloop.model",
     "TrainLoop": "trainloop.train_loop",
-    "TrainLoopCheckpoint": "trainloop.tracking_loops",
-    "TrainLoopCheckpointEndSave": "trainloop.tracking_loops",
-    "TrainLoopEndSave": "trainloop.tracking_loops",
+    "TrainLoopCheckpoint": "trainloop.train_loop",
+    "TrainLoopCheckpointEndSave": "trainloop.train_loop",
+    "TrainLoopEndSave": "trainloop.train_loop",
 }
 
 __all__ = [

@@ -327,8 +327,9 @@ def drop_gradients(optimizer: Optimizer) -> None:
     if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
         optimizer.zero_grad(set_to_none=True)  # somebody's own
         return
-    for parameter in parameters_of(optimizer):
-        parameter.grad = None
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def _is_watched(optimizer: Optimizer) -> bool:

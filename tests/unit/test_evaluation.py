@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from trainloop import MultiLoss, evaluation
+from trainloop import MultiLoss
 from trainloop.errors import ConfigurationError
-from trainloop.evaluation import evaluating, join_rows, mean_loss, on_cpu, predictions, split_loss
 from trainloop.metrics import Recorder
+from trainloop.train_loop.evaluating import evaluating, join_rows, keep_all_batches, mean_loss, on_cpu, predictions
+from trainloop.train_loop.losses import split_loss
 
 # -- mean loss ---------------------------------------------------------------------------------------------------------
 
@@ -242,5 +243,5 @@ def test_of_no_batches() -> None:
 
 def test_keep_all_batches_appends() -> None:
     collected: list[Any] = [1]
-    assert evaluation.keep_all_batches(2, collected) is collected
+    assert keep_all_batches(2, collected) is collected
     assert collected == [1, 2]

@@ -29,20 +29,11 @@ LAYERS = [
     ["parallel"],
     ["callbacks", "schedulers"],
     ["checkpoint", "result_package"],
-    ["trained"],
-    ["ending"],
-    ["arguments", "evaluation", "loop_state", "placement", "progress"],
-    ["loop_base"],
-    ["step", "alternating"],
-    ["loop_logs"],
     ["train_loop"],
-    ["tracking_loops"],
-    ["preflight", "tuning"],
+    ["tuning"],
 ]
 # A path up that is taken only when it is called, and why.
 ALLOWED_UP: dict[tuple[str, str], str] = {
-    ("train_loop", "tracking_loops"): "old scripts import them from train_loop; looked up by name when asked for",
-    ("train_loop", "preflight"): "TrainLoop.preflight() is a front door; preflight imports the loop",
     (
         "callbacks",
         "checkpoint",

@@ -11,8 +11,9 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
 from conftest import make_data
-from trainloop import TrainLoop, TTBasicModel, preflight
+from trainloop import TrainLoop, TTBasicModel
 from trainloop.errors import ConfigurationError
+from trainloop.train_loop import preflight
 
 
 class Net(TTBasicModel):

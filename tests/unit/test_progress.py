@@ -22,8 +22,9 @@ from torch import Tensor
 
 from places import IMPORTS
 from small_loop import Net, make_loop
-from trainloop import AbstractCallback, TrainLoop, progress
-from trainloop.progress import Progress
+from trainloop import AbstractCallback, TrainLoop
+from trainloop.train_loop import display
+from trainloop.train_loop.display import Progress
 
 
 class Screen(io.StringIO):
@@ -44,7 +45,7 @@ def on_screen(monkeypatch: pytest.MonkeyPatch, *streams: str) -> Screen:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(display.time, "perf_counter", lambda: now[0])
     return now
 
 
@@ -58,12 +59,12 @@ def test_bar_is_drawn_by_the_clock(monkeypatch: pytest.MonkeyPatch, clock: list[
     shown.begin_epoch(1, 3, 40, batches_done=10)
     assert "epoch 2/3" in screen.getvalue()
     assert "10/40" in screen.getvalue()
-    assert shown.next_look == pytest.approx(clock[0] + progress.REDRAW_S)
+    assert shown.next_look == pytest.approx(clock[0] + display.REDRAW_S)
     clock[0] += 0.5
     shown.look(20, lambda: {"loss": 0.123456, "accuracy": 1.0})
     assert "20/40" in screen.getvalue()
     assert "loss=0.1235, accuracy=1" in screen.getvalue()
-    assert shown.next_look == pytest.approx(clock[0] + progress.REDRAW_S)
+    assert shown.next_look == pytest.approx(clock[0] + display.REDRAW_S)
     shown.end_epoch()
     assert shown.next_look == math.inf
     assert screen.getvalue().rstrip(" ").endswith("\r")  # wiped: what is printed next stands on an empty line
@@ -105,10 +106,10 @@ def test_a_notebook_is_known_by_its_kernel(config: Any, found: bool, monkeypatch
     shell = None if config is None else types.SimpleNamespace(config=config)
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))  # type: ignore[arg-type]
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert progress.in_notebook() is found
-    assert progress._has_screen() is found
+    assert display.in_notebook() is found
+    assert display._has_screen() is found
     monkeypatch.delitem(sys.modules, "IPython")
-    assert progress.in_notebook() is False
+    assert display.in_notebook() is False
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -197,7 +198,7 @@ def test_whoever_prints_at_an_epochs_end_prints_on_an_empty_line(monkeypatch: py
 
 def test_bar_shows_the_metrics_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = on_screen(monkeypatch)
-    monkeypatch.setattr(progress, "REDRAW_S", 0.0)
+    monkeypatch.setattr(display, "REDRAW_S", 0.0)
 
     class Shows(Net):
         def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Tensor:

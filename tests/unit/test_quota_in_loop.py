@@ -36,7 +36,7 @@ class Look(AbstractCallback):
         from trainloop.distributed import gather_object
 
         loop = self.train_loop_obj
-        feed = loop._run.feed
+        feed = loop.running.feed
         mine = (sorted(os.sched_getaffinity(0)), torch.get_num_threads(), getattr(feed.loader, "num_workers", None))
         self.seen = dict(enumerate(gather_object(mine)))
 

@@ -50,7 +50,7 @@ def tracked(experiment: Experiment, val: Any = None, test: Any = None, **argumen
     loop = TrainLoop(model, data, optimizer=optimizer, criterion=nn.CrossEntropyLoss(), **options)
     end = ExperimentEndSave(experiment, val, test)
     brought = [ExperimentRecord(experiment), ExperimentCheckpoint(experiment), end]
-    loop._own_callbacks = lambda: brought  # type: ignore[method-assign]
+    loop.own_callbacks = lambda: brought  # type: ignore[method-assign]
     return loop, end
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainloop.trained import _bit_sums
+from trainloop.train_loop.trained import _bit_sums
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel
-from trainloop.loop_state import Arrival, Departure
+from trainloop.train_loop.handover import Arrival, Departure
 from trainloop.transfer import pack
 
 

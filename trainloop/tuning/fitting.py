@@ -206,7 +206,7 @@ def predict_with(model: Any, data: Any) -> Any:
     if hasattr(model, "get_predictions"):
         from torch.utils.data import DataLoader
 
-        from trainloop.train_loop import TrainLoop
+        from trainloop.train_loop.loop import TrainLoop
 
         loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=256)
         return as_rows(TrainLoop(model, None, progress_bar=False).predict_with_model(loader)[0])

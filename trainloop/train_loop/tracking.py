@@ -13,7 +13,7 @@ from trainloop.callbacks.base import AbstractCallback
 from trainloop.callbacks.tracking import Experiment, ExperimentCheckpoint, ExperimentEndSave, ExperimentRecord
 from trainloop.model import TTModel
 from trainloop.optim import MultiOptimizer
-from trainloop.train_loop import TrainLoop
+from trainloop.train_loop.loop import TrainLoop
 
 __all__ = ["TrainLoopCheckpoint", "TrainLoopCheckpointEndSave", "TrainLoopEndSave"]
 
@@ -43,7 +43,7 @@ class _TrackingLoop(TrainLoop):
         )
         self._brought: list[AbstractCallback] = [ExperimentRecord(self.experiment)]
 
-    def _own_callbacks(self) -> list[AbstractCallback]:
+    def own_callbacks(self) -> list[AbstractCallback]:
         return self._brought
 
     @property

@@ -1,10 +1,10 @@
-"""Which parameters train, the same on all ranks; and whether the weights still are."""
+"""Which modules and parameters train, the same on all ranks; and whether the weights still are."""
 
 from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +17,16 @@ from trainloop.errors import ConfigurationError
 from trainloop.optim import optimizers_of
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 
-__all__ = ["TrainedParameters", "add_missing_groups", "changed_flags", "group_names", "set_flags", "training_flags"]
+__all__ = [
+    "TrainedParameters",
+    "about_eval_mode",
+    "add_missing_groups",
+    "begin_training",
+    "changed_flags",
+    "group_names",
+    "set_flags",
+    "training_flags",
+]
 
 # How long a rank that changes requires_grad within an epoch waits for the others to do the same.
 _MEETING_S = 300.0
@@ -195,6 +204,49 @@ def _bit_sum(tensor: Tensor) -> Tensor:
     return flat[:whole].view(torch.int64).sum() + rest if whole else rest
 
 
+# -- modules that the user keeps in evaluation mode --------------------------------------------------------------------
+
+
+def begin_training(model: nn.Module, kept: Sequence[nn.Module] = ()) -> list[nn.Module]:
+    """Training mode, but for the modules that the user put into ``eval()``; returns these.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Where it is in evaluation mode as a whole, as a loaded model may be, that says nothing about its parts: all of
+        them train, but for ``kept``.
+    kept : sequence of nn.Module
+        What the last call returned.
+
+    Notes
+    -----
+    A class with a ``train()`` of its own decides for itself and for all modules inside of it.
+    """
+    if model.training:
+        kept = [module for module in model.modules() if not module.training]
+    model.train()
+    if kept:
+        decided = {
+            id(part)
+            for module in model.modules()
+            if type(module).train is not nn.Module.train
+            for part in module.modules()
+        }
+        for module in kept:
+            if id(module) not in decided:
+                module.training = False
+    return [module for module in kept if not module.training]
+
+
+def about_eval_mode(model: nn.Module, kept: Sequence[nn.Module]) -> str:
+    """A line that names the modules which don't train: some libraries hand their models out in evaluation mode."""
+    found = {id(module) for module in kept}
+    names = [name for name, module in model.named_modules() if id(module) in found]
+    whole = [name for name in names if name.rpartition(".")[0] not in names]
+    shown = ", ".join(whole[:5]) + (f" and {len(whole) - 5} more" if len(whole) > 5 else "")
+    return f"in eval() and kept so while training: {shown} (call .train() on them before fit where that isn't meant)"
+
+
 # -- what a run changed about its model, for checkpoints and for the way back ------------------------------------------
 
 
@@ -245,7 +297,7 @@ def add_missing_groups(loop: Any, saved: list[list[list[str | None]]] | None, *,
 
     Parameters
     ----------
-    loop : LoopBase
+    loop : TrainLoop
     saved : list
         From :func:`group_names`.
     only_look : bool

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainloop.callbacks.base import AbstractCallback, overrides
 
 if TYPE_CHECKING:
-    from trainloop.loop_base import LoopBase
-    from trainloop.train_loop import TrainLoop
+    from trainloop.train_loop.loop import TrainLoop
 
 __all__ = ["End", "described", "end_that_holds", "has_work_at_end", "nothing_left", "who_asks"]
 
@@ -25,7 +24,7 @@ class End(NamedTuple):
     """In words, if it gave one."""
 
 
-def who_asks(loop: LoopBase) -> End | None:
+def who_asks(loop: TrainLoop) -> End | None:
     """The callback in whose code ``early_stop`` is being set; ``None`` where it is no callback's.
 
     Callbacks set it as a plain attribute: whose hook is running shows on the stack only.
@@ -48,7 +47,7 @@ def described(ends: Sequence[End], epoch: int) -> str:
     return f"Training ended after epoch {epoch} by {names}{': ' if reasons else '.'}{reasons}"
 
 
-def end_that_holds(loop: LoopBase, state: dict[str, Any]) -> list[End]:
+def end_that_holds(loop: TrainLoop, state: dict[str, Any]) -> list[End]:
     """Of the callbacks that ended a checkpoint's run those that would again: here still, and as strict as they were.
 
     None for a call that asks for more epochs or iterations than that of the run did.

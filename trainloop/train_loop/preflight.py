@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from trainloop import rng
 from trainloop.data import SplitBatches, train_feed
 from trainloop.errors import ConfigurationError, TrainLoopError
-from trainloop.evaluation import run_through, split_loss, split_yielded
 from trainloop.optim import MultiLoss, optimizers_of, parameters_of
 from trainloop.parallel.scatter import batch_length, chunk_sizes, scatter
 from trainloop.reduction import sum_rule
-
-if TYPE_CHECKING:
-    from trainloop.train_loop import TrainLoop
+from trainloop.train_loop.execute import sent_parts
+from trainloop.train_loop.loop import TrainLoop
+from trainloop.train_loop.losses import run_through, split_loss, split_yielded
+from trainloop.transfer import pack
 
 __all__ = ["Finding", "PreflightReport", "preflight"]
 
@@ -141,9 +141,7 @@ def _protection(loop: TrainLoop) -> str:
 
 
 def _sendable(loop: TrainLoop) -> str:
-    from trainloop.transfer import pack
-
-    with pack(loop, roots=loop._transfer_roots()):
+    with pack(loop, roots=sent_parts(loop)):
         return "model, loaders, optimizer and criterion can be pickled"
 
 
@@ -268,8 +266,6 @@ def _modes_agree(loop: TrainLoop, steps: int, ranks: int) -> str:
 
 
 def _trained(loop: TrainLoop, mode: str, devices: int, iterations: int, accumulation: int) -> nn.Module:
-    from trainloop.train_loop import TrainLoop
-
     model, optimizer, criterion = _copies(loop)
     for module in model.modules():  # what draws or counts per process differs between modes, and rightly so
         if isinstance(module, nn.modules.dropout._DropoutNd):

@@ -6,9 +6,9 @@ that neither the number of ranks nor the order in which they finish shows in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from trainloop.errors import ConfigurationError
 from trainloop.metrics import EpochEnd, Recorder
-from trainloop.optim import MultiLoss
 from trainloop.reduction import SumRule
+from trainloop.train_loop.losses import per_sample, split_loss
 
 __all__ = [
     "Predictions",
-    "about_eval_mode",
-    "begin_training",
+    "check_rows",
     "evaluating",
     "join_rows",
     "keep_all_batches",
@@ -48,46 +47,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def begin_training(model: nn.Module, kept: Sequence[nn.Module] = ()) -> list[nn.Module]:
-    """Training mode, but for the modules that the user put into ``eval()``; returns these.
-
-    Parameters
-    ----------
-    model : nn.Module
-        Where it is in evaluation mode as a whole, as a loaded model may be, that says nothing about its parts: all of
-        them train, but for ``kept``.
-    kept : sequence of nn.Module
-        What the last call returned.
-
-    Notes
-    -----
-    A class with a ``train()`` of its own decides for itself and for all modules inside of it.
-    """
-    if model.training:
-        kept = [module for module in model.modules() if not module.training]
-    model.train()
-    if kept:
-        decided = {
-            id(part)
-            for module in model.modules()
-            if type(module).train is not nn.Module.train
-            for part in module.modules()
-        }
-        for module in kept:
-            if id(module) not in decided:
-                module.training = False
-    return [module for module in kept if not module.training]
-
-
-def about_eval_mode(model: nn.Module, kept: Sequence[nn.Module]) -> str:
-    """A line that names the modules which don't train: some libraries hand their models out in evaluation mode."""
-    found = {id(module) for module in kept}
-    names = [name for name, module in model.named_modules() if id(module) in found]
-    whole = [name for name in names if name.rpartition(".")[0] not in names]
-    shown = ", ".join(whole[:5]) + (f" and {len(whole) - 5} more" if len(whole) > 5 else "")
-    return f"in eval() and kept so while training: {shown} (call .train() on them before fit where that isn't meant)"
 
 
 def mean_loss(
@@ -232,112 +191,6 @@ def predictions(
     order = row_order([row[1] for row in rows])
     y_pred, y_true, metadata = results if order is None else [_reordered(result, order) for result in results]
     return y_pred, y_true, metadata
-
-
-def per_sample(loss: Any, size: int) -> Any:
-    """A sum over so many samples as what the history shows: their mean."""
-    return loss.detach() / max(size, 1)
-
-
-def split_loss(output: Any) -> tuple[Any, Any]:
-    """A loss and its weight, ``None`` where ``get_loss`` gave no weight."""
-    if isinstance(output, tuple):
-        if len(output) != 2:
-            raise ConfigurationError(
-                f"get_loss returned a tuple of {len(output)}: return a loss, or (loss, weight), for instance with the "
-                "number of tokens the loss is a mean over."
-            )
-        loss, weight = output
-    else:
-        loss, weight = output, None
-    if isinstance(loss, Generator):
-        raise ConfigurationError(
-            "get_loss returned a generator, but is none itself, so that it was called as any other method. Write it "
-            "with yield: `yield from super().get_loss(...)`, for instance."
-        )
-    if not isinstance(loss, (Tensor, MultiLoss)):
-        raise ConfigurationError(
-            f"get_loss returned a {type(loss).__name__}{' as the loss' if weight is not None else ''}: "
-            "return a 0-d tensor, (loss, weight) or a MultiLoss."
-        )
-    _check_scalar(loss)
-    return loss, weight
-
-
-def _check_scalar(loss: Any) -> None:
-    if isinstance(loss, Tensor) and loss.numel() != 1:
-        raise ConfigurationError(
-            f"get_loss returned a tensor of shape {tuple(loss.shape)}: return a 0-d loss, for instance its .mean()."
-        )
-
-
-def explain_backward(loss: Any) -> None:
-    """After an error of backward: raise one that names ``get_loss`` where its loss can't be differentiated."""
-    _check_scalar(loss)
-    if isinstance(loss, Tensor) and not loss.requires_grad:
-        raise ConfigurationError(
-            "get_loss returned a loss without a graph, so there is nothing to differentiate: compute it from the "
-            "model's output, without .detach(), .item() or torch.no_grad(), with parameters that require gradients."
-        )
-
-
-# -- a get_loss that yields its losses ---------------------------------------------------------------------------------
-
-
-class Yielded(NamedTuple):
-    """One loss of a ``get_loss`` that yields them."""
-
-    optimizer: int | str | None
-    """Name or index of its optimizer; ``None`` where there is only one."""
-    loss: Any
-    """A tensor."""
-    weight: Any
-    """``None`` where ``get_loss`` gave none."""
-
-
-def split_yielded(item: Any) -> Yielded:
-    """What a ``get_loss`` yielded: a loss or ``(loss, weight)``, alone or behind its optimizer's name or index."""
-    optimizer = None
-    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], (str, int)):
-        optimizer, item = item
-    loss, weight = split_loss(item)
-    if not isinstance(loss, Tensor):
-        raise ConfigurationError(
-            "get_loss yielded a MultiLoss: yield the losses one by one, each behind its optimizer's name, as "
-            "`yield 'generator', loss`; or return the MultiLoss."
-        )
-    return Yielded(optimizer, loss, weight)
-
-
-def joined_losses(losses: Sequence[Yielded]) -> tuple[Tensor | MultiLoss, Any]:
-    """The losses that one batch yielded, as one with its weight: the mean of each optimizer's, by its name or index."""
-    groups: dict[int | str | None, list[Tensor]] = {}
-    for optimizer, loss, _ in losses:
-        groups.setdefault(optimizer, []).append(loss.reshape(()))
-    if not groups:
-        raise ConfigurationError(
-            "get_loss yielded no loss for a batch. It is a generator, as there is a yield in it: yield one at least."
-        )
-    # By mean(), as a division would tell that a sum over samples had been made a mean; see trainloop.reduction.
-    means = {optimizer: torch.stack(group).mean() for optimizer, group in groups.items()}
-    weight = next((weight for *_, weight in losses if weight is not None), None)
-    if None not in means:
-        return MultiLoss({str(optimizer): mean for optimizer, mean in means.items()}), weight
-    if len(means) > 1:
-        names = ", ".join(repr(name) for name in means if name is not None)
-        raise ConfigurationError(
-            f"get_loss yielded losses for optimizers {names}, and some that say for none. Put the optimizer's name or "
-            "index before each, `yield 'generator', loss`, or before none."
-        )
-    return means[None], weight
-
-
-def run_through(output: Any) -> Any:
-    """What ``get_loss`` returned; of a generator, what it yields to its end, as one loss with its weight."""
-    if not isinstance(output, Generator):
-        return output
-    loss, weight = joined_losses([split_yielded(item) for item in output])
-    return loss if weight is None else (loss, weight)
 
 
 def check_rows(output: Any) -> None:

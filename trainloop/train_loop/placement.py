@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainloop.arguments import AmpOptions
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel
+from trainloop.train_loop.arguments import AmpOptions
 
 __all__ = ["Placement", "placed"]
 

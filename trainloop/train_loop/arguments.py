@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,14 +12,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from trainloop import devices as device_choice
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.data.libraries import loads
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel, yields_losses
 from trainloop.optim import MultiOptimizer, needs_closure, optimizers_of, parameters_of
+from trainloop.resources.quota import ResourceQuota
 
-__all__ = ["AmpOptions", "FitJob"]
+__all__ = ["AmpOptions", "FitJob", "Options"]
 
 
 @dataclass(frozen=True)
@@ -49,16 +47,28 @@ class AmpOptions:
 
 
 @dataclass(frozen=True)
+class Options:
+    """What a loop was given and keeps as it is; where it puts runs is a
+    :class:`~trainloop.train_loop.site.Site`."""
+
+    gpu_mode: Any
+    """As given: ``'auto'`` and Lightning's names are settled by :func:`trainloop.devices.resolve_mode`."""
+    accelerator: Any
+    devices: Any
+    auto_select_gpus: bool
+    amp: AmpOptions
+    compile_args: dict[str, Any] | None
+    """Of ``torch.compile``; ``None``: not compiled."""
+    quota: Any
+    """A ``ResourceQuota`` or ``None``."""
+
+
+@dataclass(frozen=True)
 class FitJob:
     """What one call of ``fit`` is to do; sent to the ranks as it is."""
 
-    num_epochs: int = 0
-    num_iterations: int = 0
-    grad_accumulation: int = 1
     dp_model_args: dict[str, Any] = field(default_factory=dict)
     ddp_model_args: dict[str, Any] = field(default_factory=dict)
-    seed: int | None = None
-    """Of this call, over all ranks; ``None``: the caller's own RNG goes on."""
     resume: dict[str, Any] | None = None
     """State of the checkpoint to go on from."""
 
@@ -75,7 +85,7 @@ def check_model(model: Any) -> Any:
             f"model is a {type(model).__name__} already. Pass the model itself; gpu_mode='dp' or 'ddp' wraps it."
         )
     if not isinstance(model, nn.Module):
-        raise ConfigurationError(f"model={_short(model)}: must be a TTModel.")
+        raise ConfigurationError(f"model={short(model)}: must be a TTModel.")
     missing = [name for name in ("get_loss", "get_predictions") if not callable(getattr(model, name, None))]
     if missing:
         raise ConfigurationError(
@@ -87,7 +97,7 @@ def check_model(model: Any) -> Any:
     reduction = getattr(model, "loss_reduction", None)
     if reduction not in (None, "mean", "sum"):
         raise ConfigurationError(
-            f"{type(model).__name__}.loss_reduction={_short(reduction)}: must be 'mean' or 'sum', what get_loss makes "
+            f"{type(model).__name__}.loss_reduction={short(reduction)}: must be 'mean' or 'sum', what get_loss makes "
             "of a batch's samples, or None to leave it to the criterion."
         )
     return model
@@ -111,7 +121,7 @@ def check_loader(loader: Any, name: str, *, optional: bool = True) -> Any:
         raise ConfigurationError(f"{name}=None: the loop was made without one. Pass it to TrainLoop({name}=...).")
     if isinstance(loader, (str, bytes, dict, type)) or not isinstance(loader, Iterable):
         kinds = "a torch DataLoader or None" if optional else "a torch DataLoader"
-        raise ConfigurationError(f"{name}={_short(loader)}: must be {kinds}.")
+        raise ConfigurationError(f"{name}={short(loader)}: must be {kinds}.")
     if isinstance(loader, (list, tuple)) and not all(isinstance(b, (list, tuple, dict, torch.Tensor)) for b in loader):
         raise ConfigurationError(f"{name} is a {type(loader).__name__} of no batches: pass a torch DataLoader.")
     return loader
@@ -135,7 +145,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> Any:
     if isinstance(optimizer, (list, tuple)):
         raise ConfigurationError(f"optimizer is a {type(optimizer).__name__}: pass MultiOptimizer([...]) instead.")
     if not isinstance(optimizer, (torch.optim.Optimizer, MultiOptimizer)):
-        raise ConfigurationError(f"optimizer={_short(optimizer)}: must be a torch optimizer or a MultiOptimizer.")
+        raise ConfigurationError(f"optimizer={short(optimizer)}: must be a torch optimizer or a MultiOptimizer.")
     own = {id(parameter) for parameter in model.parameters()}
     for i, single in enumerate(optimizers_of(optimizer)):
         if not any(id(parameter) in own for parameter in parameters_of(single)):
@@ -166,7 +176,7 @@ def check_amp(use_amp: Any) -> AmpOptions:
             )
         return AmpOptions(torch.float16, dict(use_amp))
     raise ConfigurationError(
-        f"use_amp={_short(use_amp)}: must be False, True, 'bf16', 'fp16' or a dict of GradScaler arguments."
+        f"use_amp={short(use_amp)}: must be False, True, 'bf16', 'fp16' or a dict of GradScaler arguments."
     )
 
 
@@ -177,7 +187,7 @@ def check_auto_eval(end_auto_eval: Any) -> int:
     if isinstance(end_auto_eval, int) and end_auto_eval >= 1:
         return end_auto_eval
     raise ConfigurationError(
-        f"end_auto_eval={_short(end_auto_eval)}: must be True, False, or after how many epochs, an int of 1 or more."
+        f"end_auto_eval={short(end_auto_eval)}: must be True, False, or after how many epochs, an int of 1 or more."
     )
 
 
@@ -187,7 +197,7 @@ def check_positive(value: Any, name: str, *, optional: bool = True) -> Any:
         return None
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not value > 0 or not math.isfinite(value):
-        raise ConfigurationError(f"{name}={_short(value)}: must be a number above 0{' or None' if optional else ''}.")
+        raise ConfigurationError(f"{name}={short(value)}: must be a number above 0{' or None' if optional else ''}.")
     return float(value)
 
 
@@ -196,14 +206,14 @@ def check_seed(seed: Any) -> int | None:
     if seed is None:
         return None
     if isinstance(seed, bool) or not hasattr(seed, "__index__") or not 0 <= int(seed) < 2**63:
-        raise ConfigurationError(f"seed={_short(seed)}: must be an int from 0 to 2**63 - 1, or None.")
+        raise ConfigurationError(f"seed={short(seed)}: must be an int from 0 to 2**63 - 1, or None.")
     return int(seed)
 
 
 def check_bool(value: Any, name: str) -> bool:
     """True or False, and nothing that merely counts as one."""
     if not isinstance(value, bool):
-        raise ConfigurationError(f"{name}={_short(value)}: must be True or False.")
+        raise ConfigurationError(f"{name}={short(value)}: must be True or False.")
     return value
 
 
@@ -213,13 +223,13 @@ def check_compile(value: Any) -> dict[str, Any] | None:
         return {} if value else None
     if isinstance(value, dict):
         return dict(value)
-    raise ConfigurationError(f"compile={_short(value)}: must be True, False or a dict of torch.compile arguments.")
+    raise ConfigurationError(f"compile={short(value)}: must be True, False or a dict of torch.compile arguments.")
 
 
 def check_callable(value: Any, name: str) -> Any:
     """A function."""
     if not callable(value):
-        raise ConfigurationError(f"{name}={_short(value)}: must be a function.")
+        raise ConfigurationError(f"{name}={short(value)}: must be a function.")
     return value
 
 
@@ -228,13 +238,13 @@ def check_callbacks(callbacks: Any, name: str = "callbacks") -> list[AbstractCal
     if callbacks is None:
         return []
     if not isinstance(callbacks, (list, tuple)):
-        raise ConfigurationError(f"{name}={_short(callbacks)}: must be a list of callbacks or None.")
+        raise ConfigurationError(f"{name}={short(callbacks)}: must be a list of callbacks or None.")
     for i, callback in enumerate(callbacks):
         if not isinstance(callback, AbstractCallback):
             hint = " It is a class: call it." if isinstance(callback, type) else ""
-            raise ConfigurationError(f"{name}[{i}]={_short(callback)}: must be an AbstractCallback.{hint}")
+            raise ConfigurationError(f"{name}[{i}]={short(callback)}: must be an AbstractCallback.{hint}")
         if any(callback is other for other in callbacks[:i]):
-            raise ConfigurationError(f"{name}[{i}]={_short(callback)} stands in the list twice. Remove one.")
+            raise ConfigurationError(f"{name}[{i}]={short(callback)} stands in the list twice. Remove one.")
     return list(callbacks)
 
 
@@ -242,11 +252,9 @@ def check_quota(resources: Any) -> Any:
     """A ResourceQuota or None."""
     if resources is None:
         return None
-    from trainloop.resources import ResourceQuota
-
     if not isinstance(resources, ResourceQuota):
         raise ConfigurationError(
-            f"resources={_short(resources)}: must be a trainloop.resources.ResourceQuota(num_cpus=...) or None."
+            f"resources={short(resources)}: must be a trainloop.resources.ResourceQuota(num_cpus=...) or None."
         )
     return resources
 
@@ -274,7 +282,7 @@ def check_devices(
 def check_count(value: Any, name: str, least: int) -> int:
     """An int of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(f"{name}={_short(value)}: must be an int of {least} or more.")
+        raise ConfigurationError(f"{name}={short(value)}: must be an int of {least} or more.")
     return value
 
 
@@ -338,7 +346,7 @@ def check_wrapper_args(given: Any, name: str, wrapper: type) -> dict[str, Any]:
     if given is None:
         return {}
     if not isinstance(given, dict):
-        raise ConfigurationError(f"{name}={_short(given)} is a {type(given).__name__}: must be a dict or None.")
+        raise ConfigurationError(f"{name}={short(given)} is a {type(given).__name__}: must be a dict or None.")
     known: list[str] = []
     for cls in wrapper.__mro__[:-1]:
         if "__init__" in cls.__dict__:
@@ -355,88 +363,8 @@ def check_wrapper_args(given: Any, name: str, wrapper: type) -> dict[str, Any]:
     return dict(given)
 
 
-def check_meeting_point(num_nodes: int, node_rank: Any, init_method: Any, *, joined: bool) -> None:
-    """Several nodes need an address that all of them know."""
-    device_choice.check_num_nodes(num_nodes)
-    if isinstance(node_rank, bool) or not isinstance(node_rank, int) or not 0 <= node_rank < num_nodes:
-        raise ConfigurationError(
-            f"node_rank={_short(node_rank)} with num_nodes={num_nodes}: must be an int from 0 to {num_nodes - 1}."
-        )
-    if init_method is not None and not (
-        isinstance(init_method, str) and init_method.startswith(("tcp://", "file://", "env://"))
-    ):
-        raise ConfigurationError(
-            f"init_method={_short(init_method)}: must be 'tcp://ADDRESS:PORT', 'file:///shared/new_file', 'env://' "
-            "or None."
-        )
-    by_environment = init_method is None or init_method.startswith("env://")
-    if num_nodes > 1 and by_environment and not joined:
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-        if missing:
-            raise ConfigurationError(
-                f"num_nodes={num_nodes}, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set. "
-                "Set MASTER_ADDR and MASTER_PORT to an address of node 0 on every node, "
-                "or pass init_method='tcp://ADDRESS:PORT'."
-            )
-
-
-def check_backend(backend: Any) -> str | None:
-    """A process group's backend that this torch has."""
-    if backend is None:
-        return None
-    names = [*(name.lower() for name in torch.distributed.Backend.backend_list if name != "undefined")]
-    parts = [part.split(":")[-1] for part in backend.lower().split(",")] if isinstance(backend, str) else [None]
-    if not all(part in names for part in parts):
-        raise ConfigurationError(
-            f"backend={_short(backend)}: must be one of {', '.join(map(repr, names))}, "
-            "or None for gloo on the CPU and nccl on CUDA."
-        )
-    return str(backend).lower()
-
-
-def devices_for(
-    mode: str, accelerator: Any, devices: Any, num_gpus: Any = None, on_gpu: Any = None
-) -> list[torch.device]:
-    """Devices of a run on one node: what the loop was given, changed by what ``fit`` was given.
-
-    ``num_gpus=torch.cuda.device_count()`` is the documented call and must work on a machine without GPUs too, where it
-    is 0: there it trains on the CPU, with one warning.
-    """
-    if num_gpus is not None:
-        check_count(num_gpus, "num_gpus", 0)
-    if on_gpu is not None:
-        check_bool(on_gpu, "on_gpu")
-    on_cpu = isinstance(accelerator, str) and accelerator.strip().lower() == "cpu"
-    if on_gpu is False:
-        accelerator, on_cpu = "cpu", True
-    elif num_gpus == 0 and not on_cpu:
-        warnings.warn(
-            "num_gpus=0: training on the CPU. Use accelerator='cpu' to say so and silence this, "
-            "and devices=k for k processes.",
-            stacklevel=4,
-        )
-        accelerator = "cpu"
-    elif num_gpus and not on_cpu and mode != "single" and devices == "auto":
-        accelerator, devices = ("gpu" if accelerator == "auto" else accelerator), num_gpus
-    elif num_gpus and on_cpu and num_gpus > 0:
-        raise ConfigurationError(
-            f"num_gpus={num_gpus} with accelerator='cpu': these exclude each other. Use devices={num_gpus} for as many "
-            "processes, or accelerator='gpu'."
-        )
-    if mode == "single" and isinstance(devices, str) and devices.strip().lower() == "auto":
-        devices = 1 if accelerator != "cpu" else "auto"
-        if accelerator == "auto" and not torch.cuda.is_available():
-            devices = "auto"
-    found = device_choice.resolve(accelerator, devices)
-    if mode == "single" and len(found) > 1:
-        raise ConfigurationError(
-            f"devices={devices!r} with gpu_mode='single', which uses one device. "
-            "Use gpu_mode='ddp' (or 'dp') for several."
-        )
-    return found
-
-
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """``repr`` cut to a line, for messages."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 

@@ -1,0 +1,32 @@
+"""The loops: :class:`TrainLoop`, and those that keep an experiment's folder.
+
+* ``loop.py``: :class:`TrainLoop`, what users and callbacks see; ``tracking.py``: the three loops with an experiment
+* ``arguments.py``, ``site.py``: what was given, checked; where it runs
+* ``execute.py``: a piece of work, here or in ranks; ``handover.py``: the loop's way to the ranks, its state's way back
+* ``run.py``: one rank's running loop; ``training.py``: epochs and steps, top to bottom; ``closure.py`` and
+  ``alternating.py``: two further kinds of steps
+* ``placement.py``: the model on its device and in its wrapper; ``gradients.py``: from losses to the optimizers' steps;
+  ``losses.py``: what ``get_loss`` may give; ``trained.py``: which modules and parameters train
+* ``evaluating.py``: loss and predictions over a loader
+* ``state.py``: a training as data, for checkpoints
+* ``display.py``: the bar and the table; ``preflight.py``: checks before a long job
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from trainloop.train_loop.loop import TrainLoop
+
+if TYPE_CHECKING:
+    from trainloop.train_loop.tracking import TrainLoopCheckpoint, TrainLoopCheckpointEndSave, TrainLoopEndSave
+
+__all__ = ["TrainLoop", "TrainLoopCheckpoint", "TrainLoopCheckpointEndSave", "TrainLoopEndSave"]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when first asked for, with the callbacks that do their work: most programs need none of them.
+    if name in __all__:
+        return getattr(importlib.import_module("trainloop.train_loop.tracking"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,153 @@
+"""Steps of one optimizer after another within a batch, for a ``get_loss`` that yields its losses.
+
+::
+
+    def get_loss(self, batch_data, criterion, device):
+        ...
+        yield "discriminator", detects       # backward, gradients reduced, clipped, the discriminator's step
+        ...                                  # here it is the new one
+        yield "generator", fools
+
+With several micro-batches in a step their generators run side by side: every micro-batch's first loss, then one
+optimizer step for them all, then every second loss. So the step is that of one batch that holds them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import torch
+
+from trainloop import distributed
+from trainloop.data import StepShare
+from trainloop.errors import ConfigurationError
+from trainloop.optim import MultiOptimizer, drop_gradients, parameters_of
+from trainloop.train_loop.losses import Yielded, explain_backward, joined_losses, per_sample, split_yielded
+from trainloop.train_loop.training import Training
+
+__all__ = ["AlternatingTraining"]
+
+# Said to other ranks instead of an optimizer's index: the generators have ended, there are none here, they differ.
+_ENDED, _NONE, _DIFFER = -1, -2, -3
+
+
+class AlternatingTraining(Training):
+    """For each loss that a step's micro-batches yield: backward, and its optimizer's step. Counted as one step."""
+
+    _sizes: list[int]
+
+    def backward(self, share: StepShare, **_: Any) -> None:
+        """All that the micro-batches yield, with the optimizers' steps in between."""
+        loop, hooks, place, recorder, gradients = self.loop, self.hooks, self.place, self.recorder, self.gradients
+        counts = [n for (n,) in distributed.exchange_ints([len(share.batches)])] if share.ragged else None
+        count = len(share.batches) if counts is None else max(counts)
+        recorder.step = loop.global_step + 1
+        self._sizes = [
+            *share.sizes,
+            *[0] * (count - len(share.sizes)),
+        ]  # without a batch, what hooks log weighs nothing
+        for recorder.batch_size in self._sizes:
+            loop.total_iteration_idx += 1
+            self.epoch_batches += 1
+            for hook in hooks.on_batch_begin:
+                hook()
+        # In ddp the model itself: its gradients are reduced by hand, as DDP's reducer expects one backward a forward.
+        generators = [place.evaluated.get_loss(batch, loop.criterion, place.device) for batch in share.batches]
+        shown: list[list[Yielded]] = [[] for _ in generators]
+        found_inf: list[torch.Tensor] = []
+        while (whose := self._backward_of_next(share, generators, counts, shown)) is not None:
+            index, weights = whose
+            optimizer = gradients.optimizers[index]
+            parameters = parameters_of(optimizer) if len(gradients.optimizers) > 1 else gradients.parameters
+            gradients.complete(parameters, weights, by_hand=True, ragged=share.ragged)
+            gradients.show_and_clip([(index, optimizer)], parameters)
+            gradients.take_steps([optimizer])
+            drop_gradients(optimizer)
+            found_inf += loop.found_inf
+        loop.found_inf = found_inf
+        for size, losses in zip(share.sizes, shown, strict=True):
+            loss, weight = joined_losses(losses)
+            loop.last_loss = recorder.add_loss(loss, size if weight is None else weight)
+
+    def step(self) -> None:
+        """The optimizers have stepped already, each after its loss."""
+        self.count_step()
+        recorder = self.recorder
+        for recorder.batch_size in self._sizes:
+            for hook in self.hooks.on_batch_end:
+                hook()
+
+    def _backward_of_next(
+        self,
+        share: StepShare,
+        generators: list[Generator[Any, None, None]],
+        counts: list[int] | None,
+        shown: list[list[Yielded]],
+    ) -> tuple[int, list[Any]] | None:
+        """Each generator's next loss, and its backward; their optimizer's index and their weights. None: they ended."""
+        sums = self.gradients.sums
+        indices: set[int] = set()
+        weights: list[Any] = []
+        for i, generator in enumerate(generators):
+            self.recorder.batch_size = share.sizes[i]
+            with self.place.alone(counts, i):
+                with self.place.autocast:
+                    item = next(generator, _ENDED)
+                if item is _ENDED:
+                    indices.add(_ENDED)
+                    continue
+                yielded = split_yielded(item)
+                index = _index_of(self.loop.optimizer, yielded.optimizer)
+                indices.add(index)
+                is_sum = sums is not None and yielded.weight is None and sums(yielded.loss)
+                self._backward_of(share, i, index, yielded, is_sum)
+            weights.append(yielded.weight)
+            value = per_sample(yielded.loss, share.sizes[i]) if is_sum else yielded.loss.detach()
+            shown[i].append(yielded._replace(loss=value))
+        mine = _NONE if not indices else indices.pop() if len(indices) == 1 else _DIFFER
+        everyone = {mine}
+        if self.gather is not None:
+            everyone = {index for (index,) in distributed.exchange_ints([mine])}
+        everyone.discard(_NONE)
+        if len(everyone) > 1 or everyone == {_DIFFER}:
+            raise ConfigurationError(
+                "the batches of one step (micro-batches, or those of several ranks) yielded losses of different "
+                "optimizers at the same place, or not equally many: get_loss must yield the same sequence for all of "
+                "them. Let it depend on nothing but what is the same for all, such as the step's number."
+            )
+        (index,) = everyone
+        return None if index == _ENDED else (index, weights)
+
+    def _backward_of(self, share: StepShare, i: int, index: int, yielded: Yielded, is_sum: bool) -> None:
+        gradients, (_, loss, weight) = self.gradients, yielded
+        scale = None if share.scales is None else share.scales[i]
+        scaled = gradients.scaled(loss, weight, scale, len(share.batches), is_sum=is_sum)
+        # A loss reaches the parameters of its own optimizer: those of the others, which it passes through, keep none.
+        own = None
+        if len(gradients.optimizers) > 1:
+            own = [p for p in parameters_of(gradients.optimizers[index]) if p.requires_grad]
+        try:
+            if own is None or own:  # torch refuses to differentiate by nothing
+                self.place.scaler.scale(scaled).backward(inputs=own)
+        except RuntimeError as error:
+            explain_backward(loss)
+            if "a second time" in str(error) or "modified by an inplace operation" in str(error):
+                raise ConfigurationError(
+                    "get_loss yielded a loss whose graph goes back to before an earlier yield: that graph is used up, "
+                    "and the weights it was made with have been stepped. Compute after a yield all that a later loss "
+                    f"needs, or detach() what is to be kept. torch says: {error}"
+                ) from error
+            raise
+
+
+def _index_of(multi_optimizer: Any, optimizer: int | str | None) -> int:
+    if isinstance(multi_optimizer, MultiOptimizer):
+        if optimizer is not None:
+            return multi_optimizer.index(optimizer, "a loss that get_loss yielded")
+        if len(multi_optimizer) > 1:
+            raise ConfigurationError(
+                f"get_loss yielded a loss for one of {len(multi_optimizer)} optimizers, and didn't say which: put its "
+                "name, or its index, before it, as `yield 'generator', loss`."
+            )
+    return 0

@@ -1,0 +1,56 @@
+"""Steps of an optimizer that evaluates the loss as often as it likes: ``optimizer.step(closure)``."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainloop.data import StepShare
+from trainloop.metrics import Recorder
+from trainloop.optim import drop_gradients
+from trainloop.train_loop.training import Training
+
+__all__ = ["ClosureTraining"]
+
+
+class ClosureTraining(Training):
+    """The optimizer gets a closure that runs the step's micro-batches again; only the first time is logged.
+
+    Each time is a whole :meth:`Training.backward`: as in a loop by hand, dropout draws anew. Ranks see the same
+    gradients, and are told the same loss, so that a line search takes the same way on all of them.
+    """
+
+    _share: StepShare
+
+    def backward(self, share: StepShare, **_: Any) -> None:
+        """Left to the optimizer's step."""
+        self._share = share
+
+    def step(self) -> None:
+        """The optimizer asks for gradients as often as it likes."""
+        gradients = self.gradients
+        (optimizer,) = gradients.optimizers
+        backward = super().backward
+        first = True
+
+        def closure() -> Tensor:
+            nonlocal first
+            drop_gradients(optimizer)
+            with torch.enable_grad(), nullcontext() if first else self.listening(Recorder()):
+                value = backward(self._share, first=first, wants_loss=True)
+                # Not once a step: what clips here must clip each time, or the line search compares unlike gradients.
+                gradients.show_and_clip(enumerate(gradients.optimizers), gradients.parameters)
+            first = False
+            assert value is not None  # as asked for
+            return value
+
+        if getattr(optimizer, "needs_closure", False):
+            closure()  # its step begins with gradients, and asks for further ones
+        optimizer.step(closure)  # type: ignore[arg-type]  # torch says float, and calls float() on what it gets
+        drop_gradients(optimizer)
+        self.count_step()
+        for hook in self.hooks.on_batch_end:
+            hook()

@@ -1,0 +1,230 @@
+"""From the losses of a step's micro-batches to its gradients, and from these to the optimizers' steps.
+
+The gradients of a step are those of one mean over all its samples (or units, where ``get_loss`` gives a weight), over
+micro-batches and ranks. Backward of each micro-batch adds its part; :meth:`Gradients.complete` does what can be done
+only when all parts are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from trainloop import distributed
+from trainloop.errors import ConfigurationError
+from trainloop.optim import MultiLoss, optimizers_of, parameters_of, take_step
+from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
+from trainloop.reduction import sum_rule
+from trainloop.train_loop.trained import TrainedParameters
+
+if TYPE_CHECKING:
+    from trainloop.train_loop.training import Training
+
+__all__ = ["Gradients"]
+
+
+class Gradients:
+    """What a rank's steps train, and how.
+
+    Parameters
+    ----------
+    training : Training
+        Whose model, criterion and optimizers they are.
+
+    Attributes
+    ----------
+    sums : SumRule or None
+        Tells which losses are sums over samples; ``None`` where none is.
+    optimizers : list of Optimizer
+    parameters : list of Tensor
+        The model's.
+    learned : list of Tensor
+        These, and those of the criterion.
+    trained : TrainedParameters or None
+        In ``ddp``: watches what is frozen or unfrozen.
+    reduce_by_hand : bool
+        Whether gradients are reduced after backward, since DDP's reducer, which expects one backward a forward, can't.
+    """
+
+    def __init__(self, training: Training) -> None:
+        loop = training.loop
+        self._training = training
+        self._place = training.place
+        self._multi_optimizer = loop.optimizer
+        self.sums = sum_rule(loop.model, loop.criterion)
+        self._ranks = 1 if training.gather is None else loop.world_size
+        # About what a batch weighs, the same on all ranks: keeps weighted losses in the range of plain ones.
+        self._nominal_weight = training.feed.global_batch_size or 1
+        self.optimizers = optimizers_of(loop.optimizer)
+        # Several optimizers make several backwards.
+        self.reduce_by_hand = self._ranks > 1 and len(self.optimizers) > 1
+        self.trained = TrainedParameters(loop.model, loop.criterion, loop.timeout) if loop.gpu_mode == "ddp" else None
+        self._take_parameters()
+
+    def _take_parameters(self) -> None:
+        loop = self._training.loop
+        self.parameters: list[Tensor] = list(loop.model.parameters())
+        beside = loop.criterion.parameters() if isinstance(loop.criterion, nn.Module) else ()
+        self.learned: list[Tensor] = [*self.parameters, *beside]
+
+    # -- parameters that are frozen, unfrozen or added while ranks train ---------------------------------------------
+
+    def follow_at_epoch_begin(self) -> None:
+        """Wrap anew where other parameters train than before. Collective."""
+        if self.trained is not None and self.trained.agree():
+            self._follow(self.trained)
+
+    def follow_at_step_begin(self) -> None:
+        """The same, where a rank that sees a change meets the others."""
+        if self.trained is not None and self.trained.changed():
+            self.trained.meet()
+            self._follow(self.trained)
+
+    def _follow(self, trained: TrainedParameters) -> None:
+        trained.note()
+        self._take_parameters()
+        self._place.wrap_again()
+
+    def check_alike(self) -> None:
+        """That all ranks have the same weights. Collective in ``ddp``."""
+        if self.trained is not None:
+            self.trained.check_alike(self._place.wrapper)
+
+    # -- of one micro-batch ------------------------------------------------------------------------------------------
+
+    def scaled(self, loss: Any, weight: Any, scale: float | None, count: int, *, is_sum: bool) -> Any:
+        """A micro-batch's loss as it is differentiated: the gradients' sum, averaged over ranks, is that of the step.
+
+        Parameters
+        ----------
+        loss, weight
+            What ``get_loss`` gave.
+        scale : float or None
+            By its samples, where the step's micro-batches differ in these.
+        count : int
+            Micro-batches of the step.
+        is_sum : bool
+            Whether the loss is a sum over its batch's samples, rather than a mean; :attr:`sums` tells.
+        """
+        if is_sum:  # micro-batches add up by themselves, ranks are averaged
+            return loss if self._ranks == 1 else loss * self._ranks
+        if weight is not None:
+            if self._ranks == 1 and count == 1:
+                return loss  # the mean over the step's units already: multiplied and divided, it would only be rounded
+            # A mean over units: made a sum here, divided by all units of the step afterwards.
+            return loss * (_like(loss, weight) / self._nominal_weight)
+        if scale is not None:
+            return loss * scale
+        return loss / count if count > 1 else loss
+
+    def backward(self, loss: Tensor | MultiLoss) -> None:
+        """Backward of a scaled loss; the parts of a ``MultiLoss`` reach the parameters of their own optimizers."""
+        scaler = self._place.scaler
+        if isinstance(loss, Tensor):
+            scaler.scale(loss).backward()
+        elif len(self.optimizers) == 1:
+            scaler.scale(loss.total()).backward()
+        else:
+            loss = loss.assigned_to(self._multi_optimizer).map(scaler.scale)
+            for i, optimizer in enumerate(self.optimizers):
+                loss.backward(i, inputs=[p for p in parameters_of(optimizer) if p.requires_grad])
+
+    # -- of the step -------------------------------------------------------------------------------------------------
+
+    def complete(
+        self, parameters: Sequence[Tensor], weights: list[Any], *, by_hand: bool, ragged: bool
+    ) -> Tensor | None:
+        """Reduce gradients where backward didn't, and divide them by the step's weight where ``get_loss`` gives one.
+
+        Returns what they were multiplied by, ``None`` where that is 1.
+
+        Parameters
+        ----------
+        parameters : sequence of Tensor
+            Whose gradients.
+        weights : list
+            Of this rank's micro-batches, ``None`` for those without.
+        by_hand : bool
+            Whether DDP's reducer was kept out of backward.
+        ragged : bool
+            Whether ranks differ in their number of micro-batches.
+        """
+        wrapper = self._place.wrapper
+        if by_hand:
+            reduce_gradients(parameters)
+        elif isinstance(wrapper, TTDistributedDataParallel):
+            wrapper.check_reduced()
+            if self.trained is not None:
+                self.trained.reduce_beside()
+        if self._ranks == 1 and len(weights) == 1:  # see scaled
+            return None
+        given = [weight for weight in weights if weight is not None]
+        if not given and not ragged:
+            return None
+        if ragged and not any(n for (n,) in distributed.exchange_ints([len(given)])):
+            return None
+        if len(given) != len(weights):
+            raise ConfigurationError(
+                f"get_loss returned (loss, weight) for {len(given)} of {len(weights)} micro-batches of a step. "
+                "Return a weight always or never."
+            )
+        total = self._zero() + sum(given)
+        if self._ranks > 1:
+            total = distributed.all_reduce(total, "sum")
+        factor: Tensor = self._nominal_weight * self._ranks / total.clamp(min=1e-12)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor.to(parameter.grad.dtype))
+        return factor
+
+    def loss_over_ranks(self, scaled_losses: list[Any], factor: Tensor | None) -> Tensor:
+        """A step's loss from those of its micro-batches here, bit for bit the same on every rank."""
+        parts = [loss.total() if isinstance(loss, MultiLoss) else loss for loss in scaled_losses]
+        if self._ranks == 1 and factor is None:
+            return sum(parts[1:], parts[0])  # in the order in which a loop by hand adds them up
+        value = self._zero() + sum(part.reshape(()) for part in parts)
+        if self._ranks > 1:
+            torch.distributed.all_reduce(value)
+            value /= self._ranks
+        return value if factor is None else value * factor
+
+    def _zero(self) -> Tensor:
+        device = self._place.device
+        return torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32).to(device)
+
+    def show_and_clip(
+        self, optimizers: Iterable[tuple[int, torch.optim.Optimizer]], parameters: Sequence[Tensor]
+    ) -> None:
+        """Complete gradients are unscaled, shown to callbacks, and clipped."""
+        training = self._training
+        for i, optimizer in optimizers:
+            self._place.scaler.unscale_(optimizer)  # before clipping: torch's notes on AMP
+            for hook in training.hooks.on_after_gradient_update:
+                hook(i)
+        if training.loop.gradient_clip_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, training.loop.gradient_clip_norm)
+
+    def take_steps(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Each optimizer's step; with a scaler only where its gradients are finite."""
+        scaler = self._place.scaler
+        if not scaler.is_enabled():
+            for optimizer in optimizers:
+                take_step(optimizer)
+            return
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        states = scaler._per_optimizer_states
+        self._training.loop.found_inf = [
+            found for optimizer in optimizers for found in states[id(optimizer)]["found_inf_per_device"].values()
+        ]
+        scaler.update()
+
+
+def _like(loss: Tensor | MultiLoss, weight: Any) -> Any:
+    """The weight in the loss's precision: an integer tensor divided becomes float32, whatever the loss is."""
+    if not isinstance(weight, Tensor):
+        return weight
+    return weight.to(loss.dtype if isinstance(loss, Tensor) else next(iter(loss.values())).dtype)

@@ -1,0 +1,215 @@
+"""A loop's way to the ranks and its state's way back, into the caller's own objects."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from trainloop.carried import names_of
+from trainloop.optim import optimizers_of
+from trainloop.transfer import dump_state, load_state
+from trainloop.transfer.kept import kept_attributes
+from trainloop.transfer.shared import changed_parts, dumped_parts, put_into, shared_parts
+
+if TYPE_CHECKING:
+    from trainloop.train_loop.loop import TrainLoop
+
+__all__ = ["Arrival", "Departure"]
+
+COUNTERS = ("epoch", "global_step", "total_iteration_idx", "early_stop", "message_service")
+# What every nn.Module has in its __dict__ and torch itself keeps in order.
+_MISSING = object()
+_TORCH_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"_log_sink", "_log_batch_size", "_compiled_call_impl"}
+
+
+def known_objects(loop: TrainLoop) -> list[object]:
+    """The objects both sides have: what a loop was made of, in an order that is the same on both sides.
+
+    References to them travel as references, so that a callback that comes back still holds the caller's own model.
+    """
+    found: dict[int, object] = {}
+
+    def add(objects: Iterable[object]) -> None:
+        for item in objects:
+            if item is not None:
+                found.setdefault(id(item), item)
+
+    add([loop, loop.message_service, loop.history])
+    for module in _root_modules(loop):
+        add(module.modules())
+        add(module.parameters())
+        add(module.buffers())
+    add([loop.optimizer, *optimizers_of(loop.optimizer), loop.criterion])
+    for loader in (loop.train_loader, loop.validation_loader, loop.test_loader):
+        add([loader, getattr(loader, "dataset", None)])
+    for callback in loop.callbacks:
+        add([callback])
+    return list(found.values())
+
+
+def _parts(loop: TrainLoop) -> dict[str, Any]:
+    """What is reached from optimizers, criterion, callbacks and the attributes of modules, by its path."""
+    roots: dict[str, object] = {"optimizer": loop.optimizer, "criterion": loop.criterion}
+    for i, callback in enumerate(loop.callbacks):
+        roots.update((f"callbacks.{i}.{name}", value) for name, value in kept_attributes(callback).items())
+    roots.update((f"modules.{root}.{i}.{name}", value) for (root, i, name), value in _plain_attributes(loop).items())
+    optimizers = [loop.optimizer, *optimizers_of(loop.optimizer)]
+    own = [loop.criterion, *optimizers] if not isinstance(loop.criterion, nn.Module) else optimizers
+    apart = {id(obj): obj for obj in known_objects(loop) if all(obj is not other for other in own)}
+    return shared_parts(roots, apart)
+
+
+class Departure:
+    """The caller's side of a run in ranks: which of the loop's parts are sent, for their contents to come back to."""
+
+    def __init__(self, loop: TrainLoop) -> None:
+        self._loop = loop
+        self._known = known_objects(loop)
+        self._parts = _parts(loop)
+        self.paths = tuple(self._parts)
+        """Of the parts, for :class:`Arrival`: both sides number them alike."""
+
+    def receive(self, data: bytes) -> Any:
+        """Put a rank's end state into the caller's own objects; returns the ``result`` that came with it."""
+        state = load_state(data, [*self._known, *self._parts.values()])
+        _receive(self._loop, state)
+        put_into(self._parts, state["parts"])
+        return state["result"]
+
+
+class Arrival:
+    """What a loop was when it arrived in a rank, so that at the end only what changed goes back."""
+
+    def __init__(self, loop: TrainLoop, paths: Iterable[str] = ()) -> None:
+        self._loop = loop
+        found = _parts(loop)
+        self._parts = {path: found[path] for path in paths if path in found}
+        # A part that is not found here keeps its number.
+        self._known = [*known_objects(loop), *(found.get(path, object()) for path in paths)]
+        self._stateful = [
+            (i, name) for i, callback in enumerate(loop.callbacks) for name in _stateful_attributes(callback)
+        ]
+        # A pickled optimizer loses the mark by which torch's schedulers recognise it, and they would warn about it.
+        warnings.filterwarnings("ignore", message=r"Seems like `optimizer\.step\(\)` has been overridden")
+        self._attributes = {key: self._dumped(value) for key, value in _plain_attributes(loop).items()}
+        self._arrived = dumped_parts(self._parts, self._known)
+
+    def end_state(self, result: Any) -> bytes:
+        """The loop's state now, and ``result``, for :meth:`Departure.receive` on the caller's side."""
+        loop = self._loop
+        changed = {}
+        for key, value in _plain_attributes(loop).items():
+            dumped = self._dumped(value)
+            if dumped is None:
+                if self._attributes.get(key) is not None:
+                    message = f"model attribute {key[2]!r} can't be pickled any more: the caller's stays as it was."
+                    warnings.warn(message, stacklevel=2)
+            elif dumped != self._attributes.get(key):
+                changed[key] = value
+        state = {
+            "tensors": {key: (t.detach().cpu(), t.requires_grad) for key, t in _tensors(loop)},
+            "attributes": changed,
+            "parts": changed_parts(self._parts, self._arrived, self._known),
+            "history": loop.history.state_dict(),
+            "scaler": loop.scaler_state,
+            "counters": {name: getattr(loop, name) for name in COUNTERS if name != "message_service"},
+            "messages": loop.message_service.__dict__,
+            "callbacks": [self._that_can_be_sent(_callback_state(callback), callback) for callback in loop.callbacks],
+            "stateful": [getattr(loop.callbacks[i], name).state_dict() for i, name in self._stateful],
+            "result": result,
+        }
+        return dump_state(state, self._known)
+
+    def _that_can_be_sent(self, state: Any, callback: Any) -> Any:
+        if not isinstance(state, dict) or self._dumped(state) is not None:
+            return state
+        can = {name: value for name, value in state.items() if self._dumped(value) is not None}
+        lost = ", ".join(str(name) for name in state if name not in can)
+        warnings.warn(f"{callback!r}: {lost} can't be pickled any more: the caller's stays as it was.", stacklevel=2)
+        return can
+
+    def _dumped(self, value: Any) -> bytes | None:
+        try:
+            return dump_state(value, self._known)
+        except Exception:  # whatever a user's __reduce__ raises
+            return None
+
+
+def _plain_attributes(loop: TrainLoop) -> dict[tuple[int, int, str], Any]:
+    """Attributes of the root modules and all in them, by root, place in it, and name."""
+    return {
+        (root, i, name): value
+        for root, top in enumerate(_root_modules(loop))
+        for i, module in enumerate(top.modules())
+        for name, value in kept_attributes(module).items()
+        # What the module itself leaves out of its state, or replaces there, is each process's own.
+        if name not in _TORCH_OWN
+        and module.__dict__.get(name, _MISSING) is value
+        and name not in names_of(module)  # rank 0's columns are not the caller's
+    }
+
+
+def _receive(loop: TrainLoop, state: dict[str, Any]) -> None:
+    stateful = [(callback, name) for callback in loop.callbacks for name in _stateful_attributes(callback)]
+    tensors = dict(_tensors(loop))
+    modules = [list(top.modules()) for top in _root_modules(loop)]
+    with torch.no_grad():
+        for key, (value, requires_grad) in state["tensors"].items():
+            own = tensors.get(key)
+            if own is not None and own.shape == value.shape and own.dtype == value.dtype:
+                own.copy_(value)
+                if own.requires_grad != requires_grad:
+                    own.requires_grad_(requires_grad)
+            elif not requires_grad:  # a buffer that was made or reshaped on the way
+                root, path = key
+                owner, _, name = path.rpartition(".")
+                _root_modules(loop)[root].get_submodule(owner).register_buffer(name, value)
+    for (root, i, name), value in state["attributes"].items():
+        object.__setattr__(modules[root][i], name, value)
+    loop.history.load_state_dict(state["history"])
+    loop.scaler_state = state["scaler"]
+    for name, value in state["counters"].items():
+        setattr(loop, name, value)
+    loop.message_service.__dict__.update(state["messages"])
+    for (callback, name), saved in zip(stateful, state["stateful"], strict=True):
+        getattr(callback, name).load_state_dict(saved)
+    for callback, saved in zip(loop.callbacks, state["callbacks"], strict=True):
+        if hasattr(callback, "__setstate__"):
+            callback.__setstate__(saved)
+        else:
+            callback.__dict__.update(saved)
+
+
+def _root_modules(loop: TrainLoop) -> list[nn.Module]:
+    return [loop.model, *([loop.criterion] if isinstance(loop.criterion, nn.Module) else [])]
+
+
+def _tensors(loop: TrainLoop) -> Iterable[tuple[tuple[int, str], torch.Tensor]]:
+    """Parameters and buffers (tied ones once, those that no state dict holds too), by root module and name."""
+    for root, module in enumerate(_root_modules(loop)):
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            yield (root, name), tensor
+
+
+def _stateful_attributes(callback: Any) -> dict[str, Any]:
+    """A callback's schedulers, metrics and the like, which take over state and stay the caller's own objects."""
+    return {
+        name: value
+        for name, value in vars(callback).items()
+        if name != "train_loop_obj"
+        and not isinstance(value, type)
+        and callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+        and not isinstance(value, (Mapping, nn.Module, torch.optim.Optimizer))  # their parts come back
+    }
+
+
+def _callback_state(callback: Any) -> Any:
+    get_state = getattr(type(callback), "__getstate__", None)
+    if get_state is not None and get_state is not getattr(object, "__getstate__", None):
+        return callback.__getstate__()
+    return dict(callback.__dict__)

@@ -1,0 +1,547 @@
+"""The training loop as users and callbacks see it: what it was made of, how far it has come, and its front doors.
+
+::
+
+    fit(num_epochs)
+        the loop goes to the ranks (ddp), or stays here (single, dp)
+        on_multiprocess_start, on_train_begin
+        for each epoch
+            on_epoch_begin
+            for each step: its micro-batches
+                for each micro-batch
+                    on_batch_begin
+                    get_loss, backward
+                    after the last: gradients reduced, on_after_gradient_update, clip, step, on_after_optimizer_step
+                    on_batch_end
+            logs, history, validation between on_evaluation_begin and on_evaluation_end
+            on_epoch_end
+        test, on_train_end
+        state comes back into the caller's own objects
+
+A :class:`TrainLoop` is what is sent to ranks. What exists only while one of them works (the model on its device, hooks,
+recorders) is a :class:`~trainloop.train_loop.run.Run`, or, where it trains, a
+:class:`~trainloop.train_loop.training.Training`; :func:`~trainloop.train_loop.execute.execute` makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from trainloop.callbacks.base import AbstractCallback, HookTable
+from trainloop.callbacks.messages import MessageService
+from trainloop.carried import check_carried
+from trainloop.devices import effective_batch_size
+from trainloop.distributed import Rank
+from trainloop.errors import ConfigurationError
+from trainloop.history import History
+from trainloop.model import TTModel
+from trainloop.optim import MultiOptimizer
+from trainloop.parallel import TTDataParallel, TTDistributedDataParallel
+from trainloop.signals import signals
+from trainloop.train_loop import arguments as check
+from trainloop.train_loop import state as run_state
+from trainloop.train_loop.arguments import FitJob, Options
+from trainloop.train_loop.ending import End, who_asks
+from trainloop.train_loop.evaluating import Predictions, join_rows, keep_all_batches
+from trainloop.train_loop.execute import execute
+from trainloop.train_loop.run import Run
+from trainloop.train_loop.site import check_backend, check_meeting_point, settled
+from trainloop.train_loop.training import Training
+
+if TYPE_CHECKING:
+    from trainloop.train_loop.preflight import PreflightReport
+
+__all__ = ["TrainLoop"]
+
+
+class TrainLoop:
+    """Train a :class:`TTModel` on one device or many, with the same script and the same numbers.
+
+    Parameters
+    ----------
+    model : TTModel
+    train_loader : DataLoader or None
+        Its ``batch_size`` is per process. ``None`` for a loop that only predicts or evaluates.
+    validation_loader, test_loader : DataLoader, optional
+    optimizer : torch.optim.Optimizer or MultiOptimizer, optional
+    criterion : callable, optional
+        Handed to ``get_loss``.
+    collate_batch_pred_fn : callable
+        ``(y_batch, collected) -> collected``, called for each batch of predictions and of targets.
+    pred_transform_fn : callable
+        Turns what was collected into what ``predict_on_*`` returns.
+    end_auto_eval : bool or int
+        Evaluate at each epoch's end (and on the test set at the end of training), never, or every n epochs.
+    gpu_mode : {'single', 'dp', 'ddp'}
+        One process and device; replicas in threads; one process a device, started here.
+    cuda_device_idx : int, optional
+        The GPU of ``single``; the same as ``accelerator='cuda', devices=[idx]``.
+    use_amp : bool, {'bf16', 'fp16'} or dict
+        Mixed precision; ``True`` is bf16 where the device has it; a dict holds ``GradScaler`` arguments and means fp16.
+    accelerator : {'auto', 'cpu', 'gpu', 'cuda', 'mps'}
+    devices : int, str or list of int
+        See :func:`trainloop.devices.parse_devices`; on the CPU a number of processes (``ddp``) or replicas (``dp``).
+    auto_select_gpus : bool
+        Take ``devices`` GPUs that no other run uses.
+    resources : trainloop.resources.ResourceQuota, optional
+        CPUs, GPUs and memory the run may use, enforced while it runs.
+    seed : int, optional
+        The same seed gives the same batches in the same order in every mode and with any number of ranks.
+    timeout : float
+        Seconds after which a rank that hangs ends the run.
+    progress_bar : bool
+        Show a bar and a table of epochs.
+    gradient_clip_norm : float, optional
+    sync_batchnorm : bool
+        BatchNorm over the samples of all ranks.
+    compile : bool or dict
+        ``torch.compile`` the model; a dict holds its arguments.
+
+    Raises
+    ------
+    ConfigurationError
+        For arguments that can't work.
+
+    Examples
+    --------
+    >>> tl = TrainLoop(model, train_loader, val_loader, None, optimizer, criterion, gpu_mode="ddp",
+    ...                accelerator="cpu", devices=2)                                          # doctest: +SKIP
+    >>> model = tl.fit(num_epochs=10)                                                         # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: TTModel,
+        train_loader: Any,
+        validation_loader: Any = None,
+        test_loader: Any = None,
+        optimizer: torch.optim.Optimizer | MultiOptimizer | None = None,
+        criterion: Any = None,
+        collate_batch_pred_fn: Callable[..., Any] = keep_all_batches,
+        pred_transform_fn: Callable[..., Any] = join_rows,
+        end_auto_eval: bool | int = True,
+        gpu_mode: str = "single",
+        cuda_device_idx: int | None = None,
+        use_amp: bool | str | dict[str, Any] = False,
+        *,
+        accelerator: str = "auto",
+        devices: Any = "auto",
+        auto_select_gpus: bool = False,
+        resources: Any = None,
+        seed: int | None = None,
+        timeout: float = 1800,
+        progress_bar: bool = True,
+        gradient_clip_norm: float | None = None,
+        sync_batchnorm: bool = False,
+        compile: bool | dict[str, Any] = False,
+    ) -> None:
+        self.model = check.check_model(model)
+        self.train_loader = check.check_loader(train_loader, "train_loader")
+        self.validation_loader = check.check_loader(validation_loader, "validation_loader")
+        self.test_loader = check.check_loader(test_loader, "test_loader")
+        self.optimizer = check.check_optimizer(optimizer, model)
+        self.criterion = check.check_criterion(criterion)
+        self.collate_batch_pred_fn = check.check_callable(collate_batch_pred_fn, "collate_batch_pred_fn")
+        self.pred_transform_fn = check.check_callable(pred_transform_fn, "pred_transform_fn")
+        self.end_auto_eval = check.check_auto_eval(end_auto_eval)
+        self.seed = check.check_seed(seed)
+        self.timeout = check.check_positive(timeout, "timeout", optional=False)
+        self.progress_bar = check.check_bool(progress_bar, "progress_bar")
+        self.gradient_clip_norm = check.check_positive(gradient_clip_norm, "gradient_clip_norm")
+        self.sync_batchnorm = check.check_bool(sync_batchnorm, "sync_batchnorm")
+        amp, compile_args = check.check_amp(use_amp), check.check_compile(compile)
+        quota = check.check_quota(resources)
+        accelerator, devices = check.check_devices(
+            gpu_mode, accelerator, devices, cuda_device_idx, check.check_bool(auto_select_gpus, "auto_select_gpus")
+        )
+        self.options = Options(gpu_mode, accelerator, devices, auto_select_gpus, amp, compile_args, quota)
+        self.site = settled(self.options)
+
+        self.callbacks: list[AbstractCallback] = []
+        self.message_service = MessageService()
+        self.history = History()
+        self.epoch = 0
+        self.global_step = 0
+        self.total_iteration_idx = -1
+        self.asked_to_end = False
+        self.ends: list[End] = []
+        """Which callbacks asked for the end of training."""
+        self.num_epochs = self.num_iterations = 0
+        self.grad_accumulation = 1
+        self.last_loss: Tensor | None = None
+        self.process = Rank()
+        """This process's place among all that train together."""
+        self.drawn_seed = 0
+        """Drawn from the caller's generator: ranks must agree on an order even where the user gave no seed."""
+        self.found_inf: list[Tensor] = []
+        """For each device of the last step, whether its scaled gradients overflowed."""
+        self.scaler_state: dict[str, Any] = {}
+        self.running: Run | None = None
+        """What exists only while this process trains or evaluates."""
+
+    # -- what users and callbacks read -------------------------------------------------------------------------------
+
+    @property
+    def gpu_mode(self) -> str:
+        """``'single'``, ``'dp'`` or ``'ddp'``."""
+        return self.site.mode
+
+    @property
+    def num_nodes(self) -> int:
+        """Hosts that train together."""
+        return self.site.num_nodes
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process trains; in the caller of ``ddp``, the first rank's device."""
+        return self.running.place.device if self.running is not None else self.site.devices[0]
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process; 0 outside of ``ddp``'s ranks."""
+        return self.process.rank
+
+    @property
+    def world_size(self) -> int:
+        """Processes that train together; 1 in the caller of ``ddp``."""
+        return self.process.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the process that prints and writes: true in one process of all nodes."""
+        return self.process.rank == 0
+
+    def is_main_process(self) -> bool:
+        """The same as :attr:`is_global_zero`."""
+        return self.is_global_zero
+
+    @property
+    def early_stop(self) -> bool:
+        """Whether training is to end after this step; any callback may set it, on any rank."""
+        return self.asked_to_end
+
+    @early_stop.setter
+    def early_stop(self, stop: bool) -> None:
+        self.asked_to_end = bool(stop)
+        if not stop:
+            self.ends = []
+        elif (end := who_asks(self)) is not None:
+            self._note_end(end)
+
+    def end_training(self, callback: AbstractCallback, reason: str = "") -> None:
+        """What :meth:`AbstractCallback.end_training` calls; see there."""
+        self._note_end(End(type(callback).__name__, callback.callback_name, reason))
+        self.asked_to_end = True
+
+    def _note_end(self, end: End) -> None:
+        if all((end.kind, end.name) != (known.kind, known.name) for known in self.ends):
+            self.ends.append(end)
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The ``GradScaler`` while training (disabled unless fp16), else ``None``."""
+        return None if self.running is None else self.running.place.scaler
+
+    @property
+    def step_skipped(self) -> bool:
+        """Whether AMP skipped the last optimizer step. Waits for the device where there is a scaler."""
+        return any(bool(found.item()) for found in self.found_inf)
+
+    @property
+    def effective_batch_size(self) -> int | None:
+        """Samples that all processes together take from the training loader at once; ``None`` if it doesn't say."""
+        size = check.loader_batch_size(self.train_loader)
+        if size is None:
+            return None
+        return effective_batch_size(self.gpu_mode, size, len(self.site.devices), self.num_nodes)
+
+    @property
+    def rank_zero_only_metrics(self) -> set[str]:
+        """Metrics logged with ``rank_zero_only``: other ranks don't know them, so nothing may depend on them."""
+        return set() if self.running is None else self.running.recorder.rank_zero_only_names
+
+    def __repr__(self) -> str:
+        number = sum(p.numel() for p in self.model.parameters() if not torch.nn.parameter.is_lazy(p))
+        devices, quota = self.site.devices, self.options.quota
+        where = devices[0].type if len(devices) == 1 else f"{len(devices)} x {devices[0].type}"
+        nodes = f" on each of {self.num_nodes} nodes" if self.num_nodes > 1 else ""
+        return (
+            f"TrainLoop({self.gpu_mode} on {where}{nodes}, effective batch {self.effective_batch_size or 'unknown'}, "
+            f"{type(self.model).__name__} with {number:,} parameters{f', {quota}' if quota is not None else ''})"
+        )
+
+    # -- fit ---------------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> TTModel:
+        """The same as :meth:`fit`."""
+        return self.fit(*args, **kwargs)
+
+    def fit(
+        self,
+        num_epochs: int = 0,
+        num_iterations: int = 0,
+        callbacks: list[AbstractCallback] | None = None,
+        grad_accumulation: int = 1,
+        *,
+        num_nodes: int = 1,
+        node_rank: int = 0,
+        num_gpus: int | None = None,
+        dp_model_args: dict[str, Any] | None = None,
+        ddp_model_args: dict[str, Any] | None = None,
+        in_process_data_load: Any = None,
+        backend: str | None = None,
+        init_method: str | None = None,
+        on_gpu: bool | None = None,
+        resume_from: Any = None,
+    ) -> TTModel:
+        """Train; a second call goes on from the first.
+
+        Parameters
+        ----------
+        num_epochs, num_iterations : int
+            How long: so many epochs, or so many batches. Exactly one is positive. A second call adds as many; with
+            ``resume_from``, those that the checkpoint has behind it count.
+        callbacks : list of AbstractCallback, optional
+        grad_accumulation : int
+            Batches whose gradients make one optimizer step. An epoch's last step may have fewer.
+        num_nodes, node_rank : int
+            Hosts that train together in ``ddp``, and which one this is. Each starts its own ranks.
+        num_gpus : int, optional
+            GPUs to use, instead of ``devices``; 0 trains on the CPU.
+        dp_model_args, ddp_model_args : dict, optional
+            Further arguments of :class:`TTDataParallel` and :class:`TTDistributedDataParallel`.
+        in_process_data_load : AbstractCallback or list of them, optional
+            Their ``on_multiprocess_start`` makes loaders inside each rank and puts them into the loop.
+        backend : str, optional
+            Of the process group. Default: Gloo on the CPU, NCCL on CUDA.
+        init_method : str, optional
+            Meeting point of several nodes, ``'tcp://ADDRESS:PORT'``. Default: ``MASTER_ADDR`` and ``MASTER_PORT``.
+        on_gpu : bool, optional
+            ``False`` trains on the CPU even where there are GPUs.
+        resume_from : 'last' or path, optional
+            A checkpoint to go on from; ``'last'`` is the newest whole one of the ``ModelCheckpoint`` in ``callbacks``,
+            and a fresh start where there is none yet. A run that has ended, as planned or by a callback that would end
+            it again, is taken up as it was left, and nothing is done.
+
+        Returns
+        -------
+        TTModel
+            The very model the loop was made with, trained.
+
+        Raises
+        ------
+        ConfigurationError
+            For arguments that can't work, before any process starts.
+        UnpicklableError
+            If something can't be sent to the ranks of ``ddp``; names it.
+        WorkerFailedError
+            If a rank fails; names it, with its traceback.
+        CheckpointError
+            If there is nothing to resume from, or it belongs to something else.
+        KeyboardInterrupt, SystemExit
+            After Ctrl-C, SIGTERM (143) or SIGUSR1 (138); the model has the weights of the last finished step.
+        """
+        with signals() as heard:  # from the first line to the last
+            if self.running is not None:
+                raise ConfigurationError(
+                    "fit was called by a callback of the same loop. Make another TrainLoop for it."
+                )
+            check.check_length(num_epochs, num_iterations)
+            data_callbacks = check.check_callbacks(
+                [in_process_data_load] if isinstance(in_process_data_load, AbstractCallback) else in_process_data_load,
+                "in_process_data_load",
+            )
+            check.check_fit_parts(
+                self.train_loader,
+                self.optimizer,
+                self.validation_loader if self.end_auto_eval else None,
+                self.test_loader if self.end_auto_eval else None,
+                made_in_ranks=bool(data_callbacks),
+            )
+            self.callbacks = [*data_callbacks, *check.check_callbacks(callbacks), *self.own_callbacks()]
+            self.num_epochs, self.num_iterations = num_epochs, num_iterations
+            self.grad_accumulation = check.check_count(grad_accumulation, "grad_accumulation", 1)
+            self.site = settled(self.options, num_gpus, on_gpu, num_nodes, select=True)
+            check_meeting_point(num_nodes, node_rank, init_method)
+            self.site = replace(self.site, node_rank=node_rank, backend=check_backend(backend), init_method=init_method)
+            check_carried(self.model, self.gpu_mode)
+            check.check_step(self.model, self.optimizer, self.options.amp, self.site.devices[0])
+            job = FitJob(
+                dp_model_args=check.check_wrapper_args(dp_model_args, "dp_model_args", TTDataParallel),
+                ddp_model_args=check.check_wrapper_args(ddp_model_args, "ddp_model_args", TTDistributedDataParallel),
+                resume=run_state.checkpoint_to_resume(self, resume_from),
+            )
+            self.early_stop = False
+            HookTable((), model=self.model)  # a hook of its own that can't be called is an error before ranks start
+            for callback in self.callbacks:
+                callback.register_train_loop_object(self)
+            if job.resume is not None and run_state.took_up_finished(self, job.resume):
+                return self.model
+            heard.note(execute(self, Training.train, job=job))
+        heard.end()
+        return self.model
+
+    def own_callbacks(self) -> list[AbstractCallback]:
+        """Callbacks that a kind of loop brings along; see :mod:`trainloop.train_loop.tracking`."""
+        return []
+
+    # -- evaluation and predictions ----------------------------------------------------------------------------------
+
+    def evaluate_loss_on_train_set(self) -> float | dict[str, float]:
+        """Mean loss over the training set; see :meth:`evaluate_model_loss`."""
+        return self._evaluate(self.train_loader, "train_loader", "train")
+
+    def evaluate_loss_on_validation_set(self) -> float | dict[str, float]:
+        """Mean loss over the validation set; see :meth:`evaluate_model_loss`."""
+        return self._evaluate(self.validation_loader, "validation_loader", "validation")
+
+    def evaluate_loss_on_test_set(self) -> float | dict[str, float]:
+        """Mean loss over the test set; see :meth:`evaluate_model_loss`."""
+        return self._evaluate(self.test_loader, "test_loader", "test")
+
+    def evaluate_model_loss(self, data_loader: Any) -> float | dict[str, float]:
+        """Mean of ``get_loss_eval`` over a loader, each sample once; a dict where the model gives a ``MultiLoss``.
+
+        Outside ``fit`` it runs in the loop's own mode. Inside, all ranks call it together.
+
+        Raises
+        ------
+        ConfigurationError
+            If the loader is missing or has no samples.
+        """
+        return self._evaluate(data_loader, "data_loader", "other")
+
+    def predict_on_train_set(self) -> Predictions:
+        """Predictions on the training set; see :meth:`predict_with_model`."""
+        return self._predict(self.train_loader, "train_loader", {"type": "train"})
+
+    def predict_on_validation_set(self) -> Predictions:
+        """Predictions on the validation set; see :meth:`predict_with_model`."""
+        return self._predict(self.validation_loader, "validation_loader", {"type": "validation"})
+
+    def predict_on_test_set(self) -> Predictions:
+        """Predictions on the test set; see :meth:`predict_with_model`."""
+        return self._predict(self.test_loader, "test_loader", {"type": "test"})
+
+    def predict_with_model(
+        self, data_loader: Any, execute_callbacks: bool = True, dataset_info: dict[str, Any] | None = None
+    ) -> Predictions:
+        """``(y_pred, y_true, metadata)`` of ``get_predictions`` over a loader, one row a sample, in dataset order.
+
+        Outside ``fit`` it runs in the loop's own mode. Inside, all ranks call it together, and all get all rows.
+
+        Parameters
+        ----------
+        data_loader : DataLoader
+        execute_callbacks : bool
+            Call their ``on_evaluation_begin``, ``on_after_batch_prediction`` and ``on_evaluation_end``. The model's own
+            hooks are called in any case.
+        dataset_info : dict, optional
+            Handed to those hooks, with ``'pass': 'predictions'`` added. Default: ``{'type': 'other'}``. Inside ``fit``
+            what is logged in the pass is recorded under its type, ``type_name``, but for ``'other'``.
+        """
+        return self._predict(data_loader, "data_loader", dataset_info or {"type": "other"}, execute_callbacks)
+
+    def _evaluate(self, loader: Any, name: str, kind: str) -> float | dict[str, float]:
+        check.check_loader(loader, name, optional=False)
+        return cast("float | dict[str, float]", self._run_now(Run.evaluate, loader, name, kind))
+
+    def _predict(
+        self, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool = True
+    ) -> Predictions:
+        check.check_loader(loader, name, optional=False)
+        return cast("Predictions", self._run_now(Run.predict, loader, name, dataset_info, execute_callbacks))
+
+    def _run_now(self, work: Callable[..., Any], *args: Any) -> Any:
+        """In the run that is there; else in the loop's own mode, after which a signal that came ends the program."""
+        if self.running is not None:
+            return work(self.running, *args)
+        with signals() as heard:
+            result = execute(self, work, *args)
+        heard.end()
+        return result
+
+    # -- logs --------------------------------------------------------------------------------------------------------
+
+    def log(
+        self,
+        name: str,
+        value: Tensor | float,
+        *,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce: str = "mean",
+        sync_dist: bool = True,
+        batch_size: Tensor | float | None = None,
+        prog_bar: bool = False,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Record a metric from anywhere in a running loop: :meth:`trainloop.TTModel.log` without the model.
+
+        Raises
+        ------
+        ConfigurationError
+            As there; and where nothing is running, so that there is no epoch it could belong to.
+        """
+        run = self.running
+        if run is None or run.sink is None:
+            raise ConfigurationError(
+                f"log({name!r}, ...): nothing is running, so there is no epoch to log for. Call it in a hook, from "
+                "on_multiprocess_start on; insert_metric_result_into_history adds to the last epoch after fit."
+            )
+        run.sink(name, value, (on_step, on_epoch, reduce, sync_dist, prog_bar, rank_zero_only), batch_size)
+
+    @property
+    def history_epoch(self) -> int:
+        """The epoch, counted from 0, whose row what is logged now goes into; between epochs the last one."""
+        return self.running.history_epoch if self.running is not None else max(self.epoch - 1, 0)
+
+    def insert_metric_result_into_history(self, name: str, value: float) -> None:
+        """Append a value to the history of a metric, for the running epoch (outside ``fit``: the last one).
+
+        It is there at once. In ``ddp`` ranks exchange what they inserted when the hook is over (inside an epoch: at its
+        end): the value becomes the mean over the ranks that inserted one, on all ranks. Of several values of one name
+        the first ones make one mean, the second ones another. :meth:`log` has other ways to reduce.
+        """
+        run = self.running
+        if run is None:
+            self.history._append(name, float(value), self.history_epoch)
+        elif run.gather is None:
+            self.history._append(name, float(value), run.history_epoch)
+        else:
+            self.history._insert(name, float(value), run.history_epoch)
+
+    def flush_logs(self) -> None:
+        """Read what was logged and hand it to ``on_log``. Collective; waits for the device."""
+        if self.running is not None:
+            self.running.flush_logs()
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def checkpoint_state(self) -> dict[str, Any] | None:
+        """All that a resumed run needs; for callbacks. Collective: rank 0 gets it, the others ``None``."""
+        return run_state.checkpoint_state(self._training("checkpoint_state"))
+
+    def load_checkpoint_state(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`checkpoint_state` was. Collective."""
+        run_state.load_checkpoint_state(self._training("load_checkpoint_state"), state)
+
+    def _training(self, method: str) -> Training:
+        if not isinstance(self.running, Training):
+            raise ConfigurationError(f"{method}() is about a running fit: call it from a callback.")
+        return self.running
+
+    def preflight(self, **kwargs: Any) -> PreflightReport:
+        """Look for what would go wrong later, in seconds; see :func:`trainloop.train_loop.preflight.preflight`."""
+        from trainloop.train_loop.preflight import preflight
+
+        return preflight(self, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Process groups, open files, running iterators: of this process only.
+        return {**self.__dict__, "running": None, "found_inf": []}

@@ -1,0 +1,124 @@
+"""What ``get_loss`` may give: a loss, a loss with its weight, or losses that it yields one by one.
+
+A loss is told apart from its weight here, and refused where it can't be differentiated; what becomes of it in a step
+stands in :mod:`trainloop.train_loop.gradients`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainloop.errors import ConfigurationError
+from trainloop.optim import MultiLoss
+
+__all__ = ["Yielded", "explain_backward", "joined_losses", "per_sample", "run_through", "split_loss", "split_yielded"]
+
+
+def per_sample(loss: Any, size: int) -> Any:
+    """A sum over so many samples as what the history shows: their mean."""
+    return loss.detach() / max(size, 1)
+
+
+def split_loss(output: Any) -> tuple[Any, Any]:
+    """A loss and its weight, ``None`` where ``get_loss`` gave no weight."""
+    if isinstance(output, tuple):
+        if len(output) != 2:
+            raise ConfigurationError(
+                f"get_loss returned a tuple of {len(output)}: return a loss, or (loss, weight), for instance with the "
+                "number of tokens the loss is a mean over."
+            )
+        loss, weight = output
+    else:
+        loss, weight = output, None
+    if isinstance(loss, Generator):
+        raise ConfigurationError(
+            "get_loss returned a generator, but is none itself, so that it was called as any other method. Write it "
+            "with yield: `yield from super().get_loss(...)`, for instance."
+        )
+    if not isinstance(loss, (Tensor, MultiLoss)):
+        raise ConfigurationError(
+            f"get_loss returned a {type(loss).__name__}{' as the loss' if weight is not None else ''}: "
+            "return a 0-d tensor, (loss, weight) or a MultiLoss."
+        )
+    _check_scalar(loss)
+    return loss, weight
+
+
+def _check_scalar(loss: Any) -> None:
+    if isinstance(loss, Tensor) and loss.numel() != 1:
+        raise ConfigurationError(
+            f"get_loss returned a tensor of shape {tuple(loss.shape)}: return a 0-d loss, for instance its .mean()."
+        )
+
+
+def explain_backward(loss: Any) -> None:
+    """After an error of backward: raise one that names ``get_loss`` where its loss can't be differentiated."""
+    _check_scalar(loss)
+    if isinstance(loss, Tensor) and not loss.requires_grad:
+        raise ConfigurationError(
+            "get_loss returned a loss without a graph, so there is nothing to differentiate: compute it from the "
+            "model's output, without .detach(), .item() or torch.no_grad(), with parameters that require gradients."
+        )
+
+
+# -- a get_loss that yields its losses ---------------------------------------------------------------------------------
+
+
+class Yielded(NamedTuple):
+    """One loss of a ``get_loss`` that yields them."""
+
+    optimizer: int | str | None
+    """Name or index of its optimizer; ``None`` where there is only one."""
+    loss: Any
+    """A tensor."""
+    weight: Any
+    """``None`` where ``get_loss`` gave none."""
+
+
+def split_yielded(item: Any) -> Yielded:
+    """What a ``get_loss`` yielded: a loss or ``(loss, weight)``, alone or behind its optimizer's name or index."""
+    optimizer = None
+    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], (str, int)):
+        optimizer, item = item
+    loss, weight = split_loss(item)
+    if not isinstance(loss, Tensor):
+        raise ConfigurationError(
+            "get_loss yielded a MultiLoss: yield the losses one by one, each behind its optimizer's name, as "
+            "`yield 'generator', loss`; or return the MultiLoss."
+        )
+    return Yielded(optimizer, loss, weight)
+
+
+def joined_losses(losses: Sequence[Yielded]) -> tuple[Tensor | MultiLoss, Any]:
+    """The losses that one batch yielded, as one with its weight: the mean of each optimizer's, by its name or index."""
+    groups: dict[int | str | None, list[Tensor]] = {}
+    for optimizer, loss, _ in losses:
+        groups.setdefault(optimizer, []).append(loss.reshape(()))
+    if not groups:
+        raise ConfigurationError(
+            "get_loss yielded no loss for a batch. It is a generator, as there is a yield in it: yield one at least."
+        )
+    # By mean(), as a division would tell that a sum over samples had been made a mean; see trainloop.reduction.
+    means = {optimizer: torch.stack(group).mean() for optimizer, group in groups.items()}
+    weight = next((weight for *_, weight in losses if weight is not None), None)
+    if None not in means:
+        return MultiLoss({str(optimizer): mean for optimizer, mean in means.items()}), weight
+    if len(means) > 1:
+        names = ", ".join(repr(name) for name in means if name is not None)
+        raise ConfigurationError(
+            f"get_loss yielded losses for optimizers {names}, and some that say for none. Put the optimizer's name or "
+            "index before each, `yield 'generator', loss`, or before none."
+        )
+    return means[None], weight
+
+
+def run_through(output: Any) -> Any:
+    """What ``get_loss`` returned; of a generator, what it yields to its end, as one loss with its weight."""
+    if not isinstance(output, Generator):
+        return output
+    loss, weight = joined_losses([split_yielded(item) for item in output])
+    return loss if weight is None else (loss, weight)

@@ -1,0 +1,249 @@
+"""One rank's running loop: the placed model, hooks, recorders and feeds; how it evaluates, predicts and records.
+
+A :class:`Run` exists while its process works for a loop and no longer. Its subclass
+:class:`~trainloop.train_loop.training.Training` trains.
+
+What is logged in a hook belongs to the epoch whose hook it is. Hooks of steps log into the epoch that is being
+recorded. At its end all ranks exchange what they logged; then come its last hooks, callback by callback, and what one
+of them has logged is exchanged before the next is called, so that it finds it in the history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from trainloop import distributed, rng
+from trainloop.callbacks.base import HookTable, overrides
+from trainloop.data import eval_feed
+from trainloop.data.loaders import workers_outlive_signals
+from trainloop.data.twins import with_workers
+from trainloop.metrics import Recorder, StepValues, named_losses, rows_of
+from trainloop.model import TTModel
+from trainloop.reduction import sum_rule
+from trainloop.resources.enforce import cap_workers
+from trainloop.stopping import StopAgreement
+from trainloop.train_loop.display import Progress
+from trainloop.train_loop.evaluating import Predictions, check_rows, evaluating, mean_loss, predictions
+from trainloop.train_loop.losses import run_through
+from trainloop.train_loop.placement import Placement
+
+if TYPE_CHECKING:
+    from trainloop.train_loop.loop import TrainLoop
+
+__all__ = ["STEPS_BETWEEN_FLUSHES", "Run"]
+
+# Steps between two readings of the logs: they wait for the device, and ranks exchange what they logged.
+STEPS_BETWEEN_FLUSHES = 128
+# Step values are held twice until they are exchanged.
+MOST_STEPS_BETWEEN_EXCHANGES = 32 * STEPS_BETWEEN_FLUSHES
+
+# Put before the names of what is logged in an evaluation, by the dataset's type; a user's own type is one itself.
+_PREFIXES = {"train": "train_", "validation": "val_", "test": "test_", "other": ""}
+
+
+class Run:
+    """A loop at work in this process.
+
+    Parameters
+    ----------
+    loop : TrainLoop
+        In a rank that was started for it, this rank's copy.
+    place : Placement
+        Its model as this rank runs it.
+    stop : StopAgreement
+        Where all ranks agree to stop.
+    """
+
+    def __init__(self, loop: TrainLoop, place: Placement, stop: StopAgreement) -> None:
+        parallel = loop.gpu_mode == "ddp" and loop.world_size > 1
+        self.loop = loop
+        self.place = place
+        self.stop = stop
+        self.hooks = HookTable(loop.callbacks, loop.rank, loop.model)
+        # Ranks must agree on an order even where the user gave no seed; the caller's RNG stays as it is.
+        self.seed = loop.seed if loop.seed is not None or not parallel else loop.drawn_seed
+        self.gather: Callable[[Any], list[Any]] | None = distributed.gather_object if parallel else None
+        self.progress = Progress(loop.progress_bar and loop.is_global_zero)
+        self.recorder = Recorder()
+        self.sink: Callable[..., None] | None = None
+        """What takes in logs now: that of the training, or of the evaluation inside it."""
+        self.history_epoch = max(loop.epoch - 1, 0)
+        """To which what is recorded now belongs; outside of training, the last one."""
+        self.records_evaluations = False
+        """Whether their values go into the history: those inside a training do."""
+        self.epoch_steps = 0
+        """Of a training, since the epoch began."""
+        self.undo = ExitStack()
+        """Closed when the run ends."""
+        self._eval_feeds: dict[int, Any] = {}
+
+    # -- data --------------------------------------------------------------------------------------------------------
+
+    def feed_of(self, make: Callable[..., Any], loader: Any, name: str) -> Any:
+        """This rank's part of a loader, with as few workers as the quota allows."""
+        loop = self.loop
+        workers = getattr(loader, "num_workers", 0)
+        most = cap_workers(workers, loop.options.quota, loop.process.local_world_size) if workers else 0
+        if most != workers:
+            loader = with_workers(loader, most)
+        self.undo.enter_context(workers_outlive_signals(loader))
+        return make(
+            loader,
+            rank=loop.rank,
+            world_size=loop.world_size,
+            seed=self.seed,
+            name=name,
+            exchange_ints=None if self.gather is None else distributed.exchange_ints,
+            device=self.place.device,
+        )
+
+    def _eval_feed(self, loader: Any, name: str) -> Any:
+        if id(loader) not in self._eval_feeds:  # kept for the run, with the workers of loaders that keep theirs
+            self._eval_feeds[id(loader)] = self.feed_of(eval_feed, loader, name)
+        return self._eval_feeds[id(loader)]
+
+    # -- evaluation and predictions ----------------------------------------------------------------------------------
+
+    def evaluate(
+        self, loader: Any, name: str, kind: str, losses_into_history: bool = False
+    ) -> float | dict[str, float]:
+        """Mean loss over a loader; see :meth:`trainloop.TrainLoop.evaluate_model_loss`."""
+        criterion, device, prefix = self.loop.criterion, self.place.device, _PREFIXES[kind]
+        model = self.place.evaluated
+
+        def get_loss(batch: Any) -> Any:
+            with self.place.autocast:
+                return run_through(model.get_loss_eval(batch, criterion, device))
+
+        with self._recording(prefix) as recorder:
+            feed = self._eval_feed(loader, name)
+            batches = _between_hooks(feed.batches(), self.hooks, recorder, {"type": kind, "pass": "loss"})
+            end = mean_loss(batches, get_loss, recorder, name, sum_rule(self.loop.model, criterion))
+        losses = named_losses(end.losses, prefix) if losses_into_history else {}
+        self._into_history(prefix, {**losses, **end.metrics})
+        parts = {part: value for part, value in end.losses.items() if part}
+        return parts or end.losses[""]
+
+    def predict(self, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool) -> Predictions:
+        """Predictions over a loader; see :meth:`trainloop.TrainLoop.predict_with_model`."""
+        loop, model, device = self.loop, self.place.evaluated, self.place.device
+        hooks = self.hooks if execute_callbacks else HookTable((), model=loop.model)
+        dataset_info = {**dataset_info, "pass": "predictions"}
+
+        def get_predictions(batch: Any, size: int) -> Any:
+            recorder.batch_size = size
+            with self.place.autocast:
+                output = model.get_predictions(batch, device)
+            check_rows(output)
+            for hook in hooks.on_after_batch_prediction:
+                hook(*output, dataset_info)
+            return output
+
+        kind = str(dataset_info.get("type", "other"))
+        prefix = _PREFIXES.get(kind, f"{kind}_")
+
+        def gather(mine: Any) -> list[Any]:  # what was logged goes along
+            end = recorder.finish_epoch(mine)
+            self._into_history(prefix, end.metrics)
+            return end.riders
+
+        with self._recording(prefix) as recorder:
+            feed = self._eval_feed(loader, name)
+            return predictions(
+                _between_hooks(feed.batches(), hooks, recorder, dataset_info),
+                get_predictions,
+                gather,
+                feed.row_order,
+                loop.collate_batch_pred_fn,
+                loop.pred_transform_fn,
+            )
+
+    @contextmanager
+    def _recording(self, prefix: str) -> Iterator[Recorder]:
+        """Evaluation of the model as rank 0 has it, and what it logs.
+
+        Evaluating changes nothing about the training around it: modes and random numbers go on as if it hadn't been.
+        """
+        model = self.loop.model
+        recorder = Recorder(rank=self.loop.rank, gather=self.gather, on_step=False, prefix=prefix)
+        buffers = nullcontext() if self.gather is None else _buffers_of_rank_0(model)
+        with buffers, self.listening(recorder), evaluating(model), rng.isolated():
+            yield recorder
+
+    def _into_history(self, prefix: str, values: dict[str, float]) -> None:
+        """Values of an evaluation inside a training."""
+        if self.records_evaluations and prefix:
+            for name, value in values.items():
+                self.loop.history._append(name, value, self.history_epoch, replace=True)
+
+    # -- logs --------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def listening(self, recorder: Recorder) -> Iterator[None]:
+        """Whatever the model, callbacks and the loop log goes to this recorder."""
+        model = self.loop.model
+        parts = [module for module in model.modules() if isinstance(module, TTModel)]
+        before = [part.__dict__.get("_log_sink") for part in parts]
+        # Compiled code leaves its graph for a log; traced into, the growing lists of logs would recompile it each step.
+        sink = torch.compiler.disable(recorder.log) if _has_compiled_parts(model) else recorder.log
+        own_before, self.sink = self.sink, sink
+        for part in parts:
+            part.__dict__["_log_sink"] = sink
+        try:
+            yield
+        finally:
+            self.sink = own_before
+            for part, sink in zip(parts, before, strict=True):
+                part.__dict__["_log_sink"] = sink
+
+    def flush_logs(self) -> None:
+        """Read what was logged and hand it to ``on_log``. Collective; waits for the device."""
+        # The same answer on all ranks: hooks of one rank make all exchange. Without hooks, now and then is enough.
+        heard = any(overrides(callback, "on_log") for callback in self.loop.callbacks)
+        if heard or self.epoch_steps % MOST_STEPS_BETWEEN_EXCHANGES == 0:
+            self.publish(self.recorder.exchange_steps())
+        else:
+            self.recorder.compact()
+
+    def publish(self, steps: StepValues) -> None:
+        """Step values into the history and, on rank 0, to ``on_log``."""
+        self.loop.history._extend_steps(steps)
+        if steps and self.loop.is_global_zero and self.hooks.on_log:
+            rows = rows_of(steps)
+            for hook in self.hooks.on_log:
+                hook(rows)
+
+
+def _between_hooks(batches: Iterable[Any], hooks: HookTable, recorder: Recorder, info: dict[str, Any]) -> Iterator[Any]:
+    """An evaluation's batches with the hooks around them: before its logs are exchanged, so that theirs go along."""
+    recorder.batch_size = 1  # what a hook logs belongs to no batch
+    for hook in hooks.on_evaluation_begin:
+        hook(info)
+    yield from batches
+    recorder.batch_size = 1
+    for hook in hooks.on_evaluation_end:
+        hook(info)
+
+
+def _has_compiled_parts(model: nn.Module) -> bool:
+    return any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in model.modules())
+
+
+@contextmanager
+def _buffers_of_rank_0(model: nn.Module) -> Iterator[None]:
+    """All ranks have rank 0's buffers meanwhile: those of a rank are its own where DDP doesn't broadcast them."""
+    buffers = list(model.buffers())
+    kept = [buffer.clone() for buffer in buffers] if distributed.get_rank() else []
+    for buffer in buffers:
+        torch.distributed.broadcast(buffer, 0)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, own in zip(buffers, kept):
+                buffer.copy_(own)

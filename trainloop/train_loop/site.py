@@ -1,0 +1,141 @@
+"""Where a loop's runs take place: mode, devices and nodes, from what the loop and ``fit`` were given."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainloop.devices import check_num_nodes, find_usable_cuda_devices, resolve, resolve_mode
+from trainloop.errors import ConfigurationError
+from trainloop.resources.enforce import devices_under
+from trainloop.train_loop.arguments import Options, check_bool, check_count, short
+
+__all__ = ["Site", "check_backend", "check_meeting_point", "settled"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where runs take place: settled when the loop is made, and anew by each ``fit``."""
+
+    mode: str
+    """``'single'``, ``'dp'`` or ``'ddp'``."""
+    devices: list[torch.device]
+    """Of this node, in rank order."""
+    num_nodes: int = 1
+    node_rank: int = 0
+    backend: str | None = None
+    """Of the process group; ``None``: what suits the devices."""
+    init_method: str | None = None
+    """Where several nodes meet; ``None``: at ``MASTER_ADDR`` and ``MASTER_PORT``."""
+
+
+def settled(
+    options: Options, num_gpus: Any = None, on_gpu: Any = None, num_nodes: int = 1, *, select: bool = False
+) -> Site:
+    """Where the following runs are.
+
+    Parameters
+    ----------
+    options : Options
+        What the loop was given.
+    num_gpus, on_gpu, num_nodes
+        What ``fit`` was given.
+    select : bool
+        With ``auto_select_gpus``: on GPUs that are free now, which are then leased.
+    """
+    found = devices_for(options.gpu_mode, options.accelerator, options.devices, num_gpus, on_gpu)
+    if select and options.auto_select_gpus and isinstance(options.devices, (int, str)):
+        if found[0].type != "cuda":
+            raise ConfigurationError("auto_select_gpus=True: there is no GPU to select from here. Leave it out.")
+        everything = str(options.devices).strip().lower() in ("auto", "-1")  # all that are free, then
+        wanted = -1 if everything and options.gpu_mode != "single" else len(found)
+        found = [torch.device("cuda", i) for i in find_usable_cuda_devices(wanted)]
+    devices = devices_under(options.quota, found, options.devices)
+    return Site(resolve_mode(options.gpu_mode, len(devices), num_nodes, kind=devices[0].type), devices, num_nodes)
+
+
+def devices_for(
+    mode: str, accelerator: Any, devices: Any, num_gpus: Any = None, on_gpu: Any = None
+) -> list[torch.device]:
+    """Devices of a run on one node: what the loop was given, changed by what ``fit`` was given.
+
+    ``num_gpus=torch.cuda.device_count()`` is the documented call and must work on a machine without GPUs too, where it
+    is 0: there it trains on the CPU, with one warning.
+    """
+    if num_gpus is not None:
+        check_count(num_gpus, "num_gpus", 0)
+    if on_gpu is not None:
+        check_bool(on_gpu, "on_gpu")
+    on_cpu = isinstance(accelerator, str) and accelerator.strip().lower() == "cpu"
+    if on_gpu is False:
+        accelerator, on_cpu = "cpu", True
+    elif num_gpus == 0 and not on_cpu:
+        warnings.warn(
+            "num_gpus=0: training on the CPU. Use accelerator='cpu' to say so and silence this, "
+            "and devices=k for k processes.",
+            stacklevel=4,
+        )
+        accelerator = "cpu"
+    elif num_gpus and not on_cpu and mode != "single" and devices == "auto":
+        accelerator, devices = ("gpu" if accelerator == "auto" else accelerator), num_gpus
+    elif num_gpus and on_cpu and num_gpus > 0:
+        raise ConfigurationError(
+            f"num_gpus={num_gpus} with accelerator='cpu': these exclude each other. Use devices={num_gpus} for as many "
+            "processes, or accelerator='gpu'."
+        )
+    if mode == "single" and isinstance(devices, str) and devices.strip().lower() == "auto":
+        devices = 1 if accelerator != "cpu" else "auto"
+        if accelerator == "auto" and not torch.cuda.is_available():
+            devices = "auto"
+    found = resolve(accelerator, devices)
+    if mode == "single" and len(found) > 1:
+        raise ConfigurationError(
+            f"devices={devices!r} with gpu_mode='single', which uses one device. "
+            "Use gpu_mode='ddp' (or 'dp') for several."
+        )
+    return found
+
+
+def check_meeting_point(num_nodes: int, node_rank: Any, init_method: Any) -> None:
+    """Several nodes need an address that all of them know."""
+    from trainloop.launch import joined
+
+    check_num_nodes(num_nodes)
+    if isinstance(node_rank, bool) or not isinstance(node_rank, int) or not 0 <= node_rank < num_nodes:
+        raise ConfigurationError(
+            f"node_rank={short(node_rank)} with num_nodes={num_nodes}: must be an int from 0 to {num_nodes - 1}."
+        )
+    if init_method is not None and not (
+        isinstance(init_method, str) and init_method.startswith(("tcp://", "file://", "env://"))
+    ):
+        raise ConfigurationError(
+            f"init_method={short(init_method)}: must be 'tcp://ADDRESS:PORT', 'file:///shared/new_file', 'env://' "
+            "or None."
+        )
+    by_environment = init_method is None or init_method.startswith("env://")
+    if num_nodes > 1 and by_environment and joined() is None:
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+        if missing:
+            raise ConfigurationError(
+                f"num_nodes={num_nodes}, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set. "
+                "Set MASTER_ADDR and MASTER_PORT to an address of node 0 on every node, "
+                "or pass init_method='tcp://ADDRESS:PORT'."
+            )
+
+
+def check_backend(backend: Any) -> str | None:
+    """A process group's backend that this torch has."""
+    if backend is None:
+        return None
+    names = [*(name.lower() for name in torch.distributed.Backend.backend_list if name != "undefined")]
+    parts = [part.split(":")[-1] for part in backend.lower().split(",")] if isinstance(backend, str) else [None]
+    if not all(part in names for part in parts):
+        raise ConfigurationError(
+            f"backend={short(backend)}: must be one of {', '.join(map(repr, names))}, "
+            "or None for gloo on the CPU and nccl on CUDA."
+        )
+    return str(backend).lower()

@@ -1,0 +1,261 @@
+"""A training as data: what a checkpoint holds, and how another run goes on from it."""
+
+from __future__ import annotations
+
+import platform
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from trainloop import rng
+from trainloop.carried import carried_state_of, load_carried_state
+from trainloop.errors import CheckpointError, ConfigurationError
+from trainloop.optim import optimizers_of
+from trainloop.train_loop.ending import end_that_holds, nothing_left
+from trainloop.train_loop.trained import add_missing_groups, changed_flags, group_names, set_flags
+
+if TYPE_CHECKING:
+    from trainloop.train_loop.loop import TrainLoop
+    from trainloop.train_loop.training import Training
+
+__all__ = ["check_checkpoint", "checkpoint_state", "checkpoint_to_resume", "load_checkpoint_state", "took_up_finished"]
+
+
+def checkpoint_state(run: Training) -> dict[str, Any] | None:
+    """All that a resumed run needs, as plain types and tensors, on rank 0; ``None`` on the other ranks.
+
+    Collective: all ranks call it, between two steps, when step logs are exchanged. Tensors are the live ones: copy what
+    is to outlast the next step.
+    """
+    from trainloop.checkpoint import plain  # when first used: `import trainloop` is to be cheap
+
+    loop = run.loop
+    run.publish(run.recorder.exchange_steps())
+    run.gradients.check_alike()
+    mine = {
+        "rng": rng.capture(),
+        "feed": run.feed.state_dict(plain),
+        "metrics": run.recorder.state_dict(),
+        "carried": carried_state_of(loop.model),
+        "inserted": loop.history._take_own(),
+        "ends": [tuple(end) for end in loop.ends],
+    }
+    ranks = [mine] if run.gather is None else run.gather(mine)
+    loop.history._put_agreed([theirs.pop("inserted") for theirs in ranks])
+    ends = list(dict.fromkeys(tuple(end) for theirs in ranks for end in theirs.pop("ends")))
+    if loop.rank != 0:
+        return None
+    # At the end of training the last epoch is counted already.
+    finished, epoch = run.epoch_finished, loop.epoch + run.epoch_finished
+    return {
+        "versions": {"trainloop": 1, "torch": str(torch.__version__), "python": platform.python_version()},
+        "model": loop.model.state_dict(),
+        "criterion": loop.criterion.state_dict() if isinstance(loop.criterion, nn.Module) else {},
+        "optimizers": [
+            {"type": type(optimizer).__name__, "state": optimizer.state_dict()}
+            for optimizer in optimizers_of(loop.optimizer)
+        ],
+        "groups": group_names(loop),
+        "flags": changed_flags(run.began_with, loop.model),
+        "scaler": run.place.scaler.state_dict(),
+        "callbacks": [
+            {"name": callback.callback_name, "type": type(callback).__name__, "state": callback.state_dict()}
+            for callback in loop.callbacks
+        ],
+        "history": loop.history.state_dict(),
+        "place": {
+            "start_epoch": run.start_epoch,
+            "start_iteration": run.start_iteration,
+            "epoch": epoch,
+            "epoch_steps": 0 if finished else run.epoch_steps,
+            "epoch_batches": 0 if finished else run.epoch_batches,
+            "global_step": loop.global_step,
+            "total_iteration_idx": loop.total_iteration_idx,
+            "grad_accumulation": loop.grad_accumulation,
+            "global_batch_size": run.feed.global_batch_size,
+            "num_samples": run.feed.num_samples,
+            "seed": run.seed,
+            "num_epochs": loop.num_epochs,
+            "num_iterations": loop.num_iterations,
+            "finished": run.finished,
+            "ends": [list(end) for end in ends] if finished or run.finished else [],
+        },
+        "ranks": ranks,
+    }
+
+
+def checkpoint_to_resume(loop: TrainLoop, resume_from: Any) -> dict[str, Any] | None:
+    """The state that ``fit(resume_from=...)`` names, of this very model; ``None`` for a fresh start."""
+    if resume_from is None:
+        return None
+    if resume_from == "last":
+        keepers = [callback for callback in loop.callbacks if hasattr(callback, "last_state")]
+        if not keepers:
+            raise ConfigurationError(
+                "resume_from='last' needs a ModelCheckpoint in callbacks: it knows where checkpoints are. "
+                "Add the one of the first run, or pass a checkpoint's path."
+            )
+        state = keepers[0].last_state()
+    else:
+        from trainloop import checkpoint  # when first used: `import trainloop` is to be cheap
+
+        state = checkpoint.load(resume_from)
+    if state is not None:
+        check_checkpoint(loop, state)
+    return state
+
+
+def check_checkpoint(loop: TrainLoop, state: dict[str, Any]) -> None:
+    """Whether a checkpoint belongs to this loop's model and optimizers.
+
+    Raises
+    ------
+    CheckpointError
+        That names what differs.
+    """
+    missing = [key for key in ("model", "optimizers", "place", "ranks", "history") if key not in state]
+    if missing:
+        raise CheckpointError(f"this is no trainloop checkpoint: it has no {', '.join(missing)}. Pass one of fit's.")
+    own = loop.model.state_dict()
+    saved = state["model"]
+    wrong = [f"{key} is missing in the checkpoint" for key in own if key not in saved]
+    wrong += [f"{key} is not in the model" for key in saved if key not in own]
+    for key, value in own.items():
+        if key in saved and isinstance(value, torch.Tensor) and not _is_lazy(value) and value.shape != saved[key].shape:
+            wrong.append(f"{key} is {tuple(value.shape)} in the model, {tuple(saved[key].shape)} in the checkpoint")
+    if wrong:
+        more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
+        raise CheckpointError(
+            f"the checkpoint is of another model: {'; '.join(wrong[:5])}{more}. "
+            "Pass the model it was made with, or start without resume_from."
+        )
+    optimizers = optimizers_of(loop.optimizer)
+    kinds = [type(optimizer).__name__ for optimizer in optimizers]
+    saved_kinds = [saved["type"] for saved in state["optimizers"]]
+    if kinds != saved_kinds:
+        raise CheckpointError(
+            f"the checkpoint was made with {' and '.join(saved_kinds) or 'no optimizer'}, "
+            f"the loop has {' and '.join(kinds) or 'none'}. Pass the same optimizer."
+        )
+    grow = add_missing_groups(loop, state.get("groups"), only_look=True)
+    for optimizer, saved, fits in zip(optimizers, state["optimizers"], grow, strict=True):
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        saved_sizes = [len(group["params"]) for group in saved["state"]["param_groups"]]
+        if sizes != saved_sizes and not fits:
+            raise CheckpointError(
+                f"the {type(optimizer).__name__} of the checkpoint has parameter groups of {saved_sizes} parameters, "
+                f"the loop's has {sizes}. Build it the same way."
+            )
+
+
+def load_checkpoint_state(run: Training, state: dict[str, Any]) -> None:
+    """Go on where :func:`checkpoint_state` was, with any number of ranks. All ranks call it, with the same state."""
+    loop = run.loop
+    check_checkpoint(loop, state)
+    place, ranks = state["place"], state["ranks"]
+    _check_data(run.feed, place)
+    skip_steps = _steps_here(place, run.feed.global_batch_size, loop.grad_accumulation)
+    # All that can be refused has been: from here on the loop changes.
+    _load_parts(loop, state)
+    if run.place.scaler.is_enabled() and state["scaler"]:
+        run.place.scaler.load_state_dict(state["scaler"])
+    # What on_train_begin has logged again.
+    run.recorder.drop({*state["history"]["values"], *(name for saved in ranks for name in saved["metrics"])})
+    run.history_epoch = place["epoch"]
+    run.start_epoch, run.start_iteration = place["start_epoch"], place["start_iteration"]
+    run.epoch_batches = place["epoch_batches"]
+    run.skip_steps = skip_steps
+    run.ended = not place["epoch_steps"] and bool(end_that_holds(loop, state))
+    load_carried_state(loop.model, [saved.get("carried", {}) for saved in ranks], loop.rank, loop.world_size)
+    if len(ranks) == loop.world_size:
+        mine = ranks[loop.rank]
+        run.recorder.load_state_dict(mine["metrics"])
+        rng.restore(mine["rng"])
+    else:
+        # Sums over ranks stay right wherever the parts are; randomness starts anew, at a place of its own.
+        if loop.rank == 0:
+            own, *others = (saved["metrics"] for saved in ranks)
+            run.recorder.load_state_dict(own, others)
+        rng.seed_all(rng.derive_seed(place["seed"] or 0, "resumed", loop.global_step, loop.rank))
+    run.feed.load_state_dict(ranks[loop.rank if len(ranks) == loop.world_size else 0]["feed"])
+
+
+def took_up_finished(loop: TrainLoop, state: dict[str, Any]) -> bool:
+    """Become what a training left that has ended, in the calling process and without running; False for any other."""
+    from trainloop.launch import joined
+
+    why = nothing_left(loop, state)
+    if why:
+        _load_parts(loop, state)
+        # A callback may have put the weights back that training would go on from.
+        loop.model.load_state_dict(state["model"])
+        load_carried_state(loop.model, [saved.get("carried", {}) for saved in state["ranks"]], 0, len(state["ranks"]))
+        loop.scaler_state = state["scaler"]
+        loop.ends = end_that_holds(loop, state)
+        loop.asked_to_end = bool(loop.ends)
+        here = joined()
+        if here is None or here.rank == 0:
+            print(f"Nothing left to do: {why}", flush=True)
+    return bool(why)
+
+
+def _load_parts(loop: TrainLoop, state: dict[str, Any]) -> None:
+    """What is the loop's own, whether or not it runs."""
+    loop.model.load_state_dict(state["model"])
+    if isinstance(loop.criterion, nn.Module) and state["criterion"]:
+        loop.criterion.load_state_dict(state["criterion"])
+    set_flags(loop.model, state.get("flags", {}))
+    add_missing_groups(loop, state.get("groups"))
+    for optimizer, saved in zip(optimizers_of(loop.optimizer), state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved["state"])
+    loop.history.load_state_dict(state["history"])
+    _load_callbacks(loop.callbacks, state["callbacks"])
+    for name in ("epoch", "global_step", "total_iteration_idx"):
+        setattr(loop, name, state["place"][name])
+
+
+def _check_data(feed: Any, place: dict[str, Any]) -> None:
+    before, now = place["num_samples"], feed.num_samples
+    if before is not None and now is not None and before != now:
+        raise CheckpointError(
+            f"the checkpoint was made with {before} training samples, the loader has {now} now. "
+            "Pass the same dataset, or start without resume_from."
+        )
+
+
+def _steps_here(place: dict[str, Any], global_batch_size: int | None, grad_accumulation: int) -> int:
+    """Steps of this run that hold the samples the checkpoint's steps held in the epoch it was made in."""
+    steps = place["epoch_steps"]
+    if not steps or None in (place["global_batch_size"], global_batch_size):
+        return steps
+    before = place["global_batch_size"] * place["grad_accumulation"]
+    now = global_batch_size * grad_accumulation  # type: ignore[operator]  # not None: seen above
+    if before * steps % now:
+        raise CheckpointError(
+            f"the checkpoint lies {steps} steps of {before} samples into its epoch, and this run's steps have {now}: "
+            "no step begins there. Choose batch_size x ranks x grad_accumulation as before, "
+            "or resume from a checkpoint at an epoch's end."
+        )
+    return before * steps // now
+
+
+def _load_callbacks(callbacks: list[Any], saved: list[dict[str, Any]]) -> None:
+    """Give each callback the state of the saved one of its type and name, in order where several are alike."""
+    left = list(saved)
+    for callback in callbacks:
+        key = (type(callback).__name__, callback.callback_name)
+        found = next((entry for entry in left if (entry["type"], entry["name"]) == key), None)
+        if found is not None:
+            left.remove(found)
+            callback.load_state_dict(found["state"])
+    lost = [entry["name"] for entry in left if entry["state"]]
+    if lost:
+        warnings.warn(
+            f"the checkpoint holds state of callbacks that this fit has not: {', '.join(lost)}.", stacklevel=2
+        )
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    return torch.nn.parameter.is_lazy(tensor)

@@ -1,0 +1,378 @@
+"""Epochs and steps, top to bottom in the order in which things happen.
+
+::
+
+    train                        epoch after epoch
+        _begin_epoch             hooks, modules' modes; gives the epoch's steps
+        backward                 forward and backward of a step's micro-batches, gradients complete
+        step                     the optimizers' step
+        _finish_epoch            logs, history, validation
+
+Two kinds of steps are done otherwise: :mod:`~trainloop.train_loop.closure` for an optimizer that evaluates the loss as
+often as it likes, :mod:`~trainloop.train_loop.alternating` for a ``get_loss`` that yields its losses.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trainloop import distributed
+from trainloop.data import StepShare, train_feed
+from trainloop.metrics import Recorder, named_losses
+from trainloop.optim import drop_gradients
+from trainloop.stopping import CHECKPOINT, EARLY_STOP, INTERRUPT, TERMINATE, StopAgreement
+from trainloop.train_loop import state as run_state
+from trainloop.train_loop.arguments import FitJob, check_loader
+from trainloop.train_loop.ending import End, described, has_work_at_end
+from trainloop.train_loop.gradients import Gradients
+from trainloop.train_loop.losses import explain_backward, per_sample, split_loss
+from trainloop.train_loop.placement import Placement
+from trainloop.train_loop.run import STEPS_BETWEEN_FLUSHES, Run
+from trainloop.train_loop.trained import about_eval_mode, begin_training, training_flags
+
+if TYPE_CHECKING:
+    from trainloop.train_loop.loop import TrainLoop
+
+__all__ = ["Training"]
+
+
+class Training(Run):
+    """A run that trains.
+
+    Parameters
+    ----------
+    loop, place, stop
+        As of :class:`~trainloop.train_loop.run.Run`.
+    job : FitJob
+        What this ``fit`` is to do.
+    """
+
+    feed: Any
+    gradients: Gradients
+
+    def __init__(self, loop: TrainLoop, place: Placement, stop: StopAgreement, job: FitJob) -> None:
+        super().__init__(loop, place, stop)
+        self.recorder = Recorder(rank=loop.rank, gather=self.gather, reserved=("val_loss", "test_loss"))
+        self.history_epoch = loop.epoch
+        self.start_epoch, self.start_iteration = loop.epoch, loop.total_iteration_idx
+        self.epoch_batches = 0
+        self.epoch_finished = False
+        self.ended = False
+        """By a callback, before the checkpoint that is resumed."""
+        self.finished = False
+        """With all that is to be done at the end, but for the last checkpoint."""
+        self.skip_steps = 0
+        """Of the next epoch, which a checkpoint has behind it."""
+        self.began_with: dict[str, dict[str, bool]] = {}
+        """Flags of parameters and modules."""
+        self._job = job
+        self._same_callbacks = True
+        self._kept_in_eval: list[torch.nn.Module] | None = None
+
+    def train(self) -> int:
+        """Epoch after epoch; returns why it ended, 0 for as planned."""
+        loop, progress, stop = self.loop, self.progress, self.stop
+        try:
+            with self.listening(self.recorder):
+                self._prepare()
+            with self.listening(self.recorder):  # anew: hooks may have changed the model
+                ended_by = 0
+                while not (ended_by or self.ended or self._is_done()):
+                    last_iteration = self._last_iteration
+                    for batches in self._begin_epoch():
+                        self.backward(batches)
+                        self.step()
+                        if self.epoch_steps % STEPS_BETWEEN_FLUSHES == 0:
+                            self.flush_logs()
+                        if perf_counter() >= progress.next_look:
+                            progress.look(self.epoch_batches, self._bar_values)
+                        if loop.asked_to_end:
+                            stop.request(EARLY_STOP)
+                        ended_by = stop.reached()
+                        if ended_by or loop.total_iteration_idx >= last_iteration:
+                            break
+                    if not ended_by & ~EARLY_STOP:
+                        self._finish_epoch()
+                        ended_by |= self._agree_at_epoch_end()
+                self._finish(ended_by)
+            self.place.share_buffers()  # where ranks were started by others, each has a model to return
+        except BaseException as exception:
+            progress.end_epoch()
+            self._tell_exception(exception)
+            raise
+        finally:
+            progress.end_epoch()
+            self._close()
+        return ended_by
+
+    # -- before and after --------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        loop, resume = self.loop, self._job.resume
+        self.recorder.between_steps(loop.global_step + 1)
+        for hook in self.hooks.on_multiprocess_start:
+            hook()
+        check_loader(loop.train_loader, "train_loader", optional=False)
+        if resume is not None and resume["place"]["seed"] is not None:
+            self.seed = resume["place"]["seed"]  # the interrupted epoch's order goes on
+        self.feed = self.feed_of(train_feed, loop.train_loader, "train_loader")
+        self.records_evaluations = True
+        self.began_with = training_flags(loop.model)
+        self.gradients = Gradients(self)
+        self.start_epoch, self.start_iteration = loop.epoch, loop.total_iteration_idx
+        if self.place.scaler.is_enabled() and loop.scaler_state:
+            self.place.scaler.load_state_dict(loop.scaler_state)
+        self.progress.say(repr(loop))
+        self._same_callbacks = self._have_same_callbacks()
+        for hook in self.hooks.on_train_begin:
+            hook()
+        if resume is not None:
+            run_state.load_checkpoint_state(self, resume)
+            self.progress.say(f"resumed at epoch {loop.epoch + 1}, step {loop.global_step}")
+
+    @property
+    def _last_iteration(self) -> float:
+        """After which the training ends, where iterations are counted."""
+        return self.start_iteration + self.loop.num_iterations if self.loop.num_iterations else math.inf
+
+    def _is_done(self) -> bool:
+        if self.loop.num_epochs:
+            return self.loop.epoch >= self.start_epoch + self.loop.num_epochs
+        return self.loop.total_iteration_idx >= self._last_iteration
+
+    def _finish(self, ended_by: int) -> None:
+        """As planned or by early stopping: test and last hooks. By a signal: a checkpoint where one is wanted."""
+        loop = self.loop
+        if not ended_by & ~EARLY_STOP:
+            if ended_by:
+                self._tell_end()
+            self.history_epoch = max(loop.epoch - 1, 0)  # of the last epoch, which an earlier run may have finished
+            if loop.end_auto_eval and loop.test_loader is not None:
+                self.evaluate(loop.test_loader, "test_loader", "test", losses_into_history=True)
+            self._call_in_turn("on_train_end")
+            self.finished = True
+            for callback in loop.callbacks if has_work_at_end(loop) else ():
+                save = getattr(callback, "save_finished", None)
+                if save is not None:
+                    save()
+            return
+        if ended_by & (TERMINATE | CHECKPOINT):
+            for callback in loop.callbacks:
+                save = getattr(callback, "save_now", None)
+                if save is not None:
+                    save("SIGTERM" if ended_by & TERMINATE else "SIGUSR1")
+        self._tell_exception(KeyboardInterrupt() if ended_by & INTERRUPT else SystemExit(143))
+
+    def _tell_end(self) -> None:
+        """Print who ended training; what only one rank knows, such as the time, is known to it alone."""
+        loop = self.loop
+        everyone = [loop.ends] if self.gather is None else self.gather(loop.ends)
+        ends = list(dict.fromkeys(End(*end) for theirs in everyone for end in theirs))
+        if loop.is_global_zero and (self.progress.enabled or any(end.reason for end in ends)):
+            print(described(ends, loop.epoch), flush=True)
+
+    def _tell_exception(self, exception: BaseException) -> None:
+        if self.gather is None:  # the others' values can't be had any more
+            with suppress(Exception):
+                self.flush_logs()
+        with self._recording_alone():
+            for hook in self.hooks.on_exception:
+                try:
+                    hook(exception)
+                except Exception as error:  # must not hide what went wrong first
+                    warnings.warn(f"{hook!r} failed while handling {exception!r}: {error!r}", stacklevel=2)
+
+    def _close(self) -> None:
+        """End workers that loaders would keep."""
+        if "feed" in self.__dict__:
+            self.feed.close()
+        self.loop.scaler_state = self.place.scaler.state_dict()
+
+    # -- an epoch ----------------------------------------------------------------------------------------------------
+
+    def _begin_epoch(self) -> Iterator[StepShare]:
+        """The steps of a pass over the loader, or of what is left of it."""
+        loop = self.loop
+        self.epoch_finished, self.history_epoch = False, loop.epoch
+        if self.skip_steps == 0:
+            self.epoch_steps = self.epoch_batches = 0
+            self.recorder.between_steps(loop.global_step + 1)
+            for hook in self.hooks.on_epoch_begin:
+                hook()
+        self.gradients.follow_at_epoch_begin()
+        skip, self.skip_steps, self.epoch_steps = self.skip_steps, 0, self.skip_steps
+        first = self._kept_in_eval is None
+        self._kept_in_eval = begin_training(loop.model, self._kept_in_eval or ())
+        if first and self._kept_in_eval:
+            self.progress.say(about_eval_mode(loop.model, self._kept_in_eval))
+        self.feed.set_epoch(loop.epoch)
+        total_epochs = self.start_epoch + loop.num_epochs if loop.num_epochs else 0
+        self.progress.begin_epoch(loop.epoch, total_epochs, self.feed.num_batches, self.epoch_batches)
+        steps: Iterator[StepShare] = self.feed.steps(loop.grad_accumulation, skip)
+        return self._at_most_to_the_last(steps) if loop.num_iterations else steps
+
+    def _at_most_to_the_last(self, steps: Iterator[StepShare]) -> Iterator[StepShare]:
+        """The steps, the last one cut to the batches that are left; where these are uneven, it is finished."""
+        for step in steps:
+            left = int(self._last_iteration) - self.loop.total_iteration_idx
+            if left < len(step.batches) and step.scales is None:
+                total = step.total * left // len(step.batches)
+                step = step._replace(batches=step.batches[:left], sizes=step.sizes[:left], total=total)
+            yield step
+
+    def _finish_epoch(self) -> None:
+        loop = self.loop
+        self.progress.end_epoch()  # before anybody prints
+        self.gradients.check_alike()
+        self.recorder.between_steps(loop.global_step)
+        self._record_epoch()
+        if loop.end_auto_eval and loop.validation_loader is not None and (loop.epoch + 1) % loop.end_auto_eval == 0:
+            self.evaluate(loop.validation_loader, "validation_loader", "validation", losses_into_history=True)
+        self.epoch_finished = True
+        self._call_in_turn("on_epoch_end")
+        loop.message_service.end_of_epoch_trigger()
+        if self.progress.enabled:
+            self.progress.row(loop.history.row(loop.epoch))
+        loop.epoch += 1
+        self.epoch_finished, self.epoch_steps, self.epoch_batches = False, 0, 0
+
+    def _agree_at_epoch_end(self) -> int:
+        """Stop after this epoch if a callback of any rank wants it, or a signal came."""
+        if self.gather is not None:
+            mine = [int(self.loop.asked_to_end)]
+            self.loop.asked_to_end = any(theirs for (theirs,) in distributed.exchange_ints(mine))
+        return self.stop.reached() | (EARLY_STOP if self.loop.asked_to_end else 0)
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def backward(self, share: StepShare, *, first: bool = True, wants_loss: bool = False) -> Tensor | None:
+        """Forward and backward for each micro-batch, gradients reduced; the last ``on_batch_end`` is left to the step.
+
+        Parameters
+        ----------
+        share : StepShare
+            This rank's micro-batches.
+        first : bool
+            Not a repetition, so that hooks are called, batches counted and losses recorded.
+        wants_loss : bool
+            Return the step's loss over all micro-batches and ranks, the same on every rank.
+        """
+        loop, hooks, place, recorder, gradients = self.loop, self.hooks, self.place, self.recorder, self.gradients
+        batches, sizes, scales, _, ragged = share
+        by_hand = ragged or gradients.reduce_by_hand
+        if by_hand:
+            place.share_buffers()
+        counts = [n for (n,) in distributed.exchange_ints([len(batches)])] if ragged else None
+        # A rank with fewer micro-batches still goes through every hook, as callbacks may exchange values in them.
+        count = len(batches) if counts is None else max(counts)
+        weights: list[Any] = []
+        scaled_losses: list[Any] = []
+        recorder.step = loop.global_step + 1
+        for i in range(count):
+            if first:
+                for hook in hooks.on_batch_end if i else ():  # of the micro-batch before
+                    hook()
+                # From its first hook on; where a rank has no batch, what its hooks log weighs nothing.
+                recorder.batch_size = sizes[i] if i < len(batches) else 0
+                loop.total_iteration_idx += 1
+                self.epoch_batches += 1
+                for hook in hooks.on_batch_begin:
+                    hook()
+                if not i and gradients.trained is not None:
+                    gradients.follow_at_step_begin()
+            model = place.model if by_hand else place.wrapper
+            with place.alone(counts, i) if by_hand else place.gradient_sync(i == count - 1):
+                if i < len(batches):
+                    with place.autocast:
+                        output = model.get_loss(batches[i], loop.criterion, place.device)
+                    loss, weight = (output, None) if isinstance(output, Tensor) else split_loss(output)
+                    is_sum = gradients.sums is not None and weight is None and gradients.sums(loss)
+                    scaled = gradients.scaled(loss, weight, None if scales is None else scales[i], count, is_sum=is_sum)
+                    try:
+                        gradients.backward(scaled)
+                    except RuntimeError:
+                        explain_backward(loss)
+                        raise
+                    if first:
+                        shown = per_sample(loss, sizes[i]) if is_sum else loss
+                        loop.last_loss = recorder.add_loss(shown, sizes[i] if weight is None else weight)
+                    weights.append(weight)
+                    if wants_loss:
+                        scaled_losses.append(scaled.detach())
+        factor = gradients.complete(gradients.learned, weights, by_hand=by_hand, ragged=ragged)
+        return gradients.loss_over_ranks(scaled_losses, factor) if wants_loss else None
+
+    def step(self) -> None:
+        """The optimizers' step, and what follows it."""
+        gradients = self.gradients
+        gradients.show_and_clip(enumerate(gradients.optimizers), gradients.parameters)
+        gradients.take_steps(gradients.optimizers)
+        for optimizer in gradients.optimizers:
+            drop_gradients(optimizer)
+        self.count_step()
+        for hook in self.hooks.on_batch_end:
+            hook()
+
+    def count_step(self) -> None:
+        """An optimizer step has been taken."""
+        self.loop.global_step += 1
+        self.epoch_steps += 1
+        for hook in self.hooks.on_after_optimizer_step:
+            hook()
+
+    # -- logs --------------------------------------------------------------------------------------------------------
+
+    def _bar_values(self) -> dict[str, float]:
+        last_loss = self.loop.last_loss
+        loss = {} if last_loss is None else {"loss": float(last_loss)}
+        return {**loss, **self.recorder.bar_values()}
+
+    def _record_epoch(self, *, late: bool = False) -> None:
+        """What was logged since the epoch began (``late``: since this was called) into the history. Collective."""
+        history = self.loop.history
+        end = self.recorder.finish_epoch(history._take_own(), late=late)
+        self.publish(end.steps)
+        for name, value in {**named_losses(end.losses), **end.metrics}.items():
+            history._append(name, value, self.history_epoch, replace=True)
+        history._put_agreed(end.riders)
+
+    def _call_in_turn(self, name: str) -> None:
+        """Call a hook that comes after its epoch was recorded; each callback finds what those before it logged."""
+        for hook, may_log in self.hooks.in_turn(name):
+            if hook is not None:
+                hook()
+            if may_log and self._same_callbacks:
+                self._record_late()
+        if not self._same_callbacks:
+            self._record_late()
+
+    def _record_late(self) -> None:
+        logged = self.recorder.has_logs or self.loop.history._has_own
+        if self.gather is not None:
+            logged = any(theirs for (theirs,) in distributed.exchange_ints([int(logged)]))
+        if logged:
+            self._record_epoch(late=True)
+
+    def _have_same_callbacks(self) -> bool:
+        """Whether ranks can take turns: under torchrun each makes its own callbacks. Collective."""
+        if self.gather is None:
+            return True
+        turns = [len(self.hooks.in_turn(name)) for name in ("on_epoch_end", "on_train_end")]
+        return all(theirs == turns for theirs in distributed.exchange_ints(turns))
+
+    @contextmanager
+    def _recording_alone(self) -> Iterator[None]:
+        """What this rank logs goes into its history without an exchange: the others may be gone."""
+        recorder = Recorder(rank=self.loop.rank, on_step=False)
+        with self.listening(recorder):
+            yield
+        for name, value in recorder.finish_epoch().metrics.items():
+            self.loop.history._append(name, value, self.history_epoch, replace=True)
