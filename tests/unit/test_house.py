@@ -1,13 +1,16 @@
-"""What a reader of one step meets, counted: frames, files and calls; and that no imports go in a circle."""
+"""What a reader of one step meets, counted; and that imports go in no circle, and stand at the head of their file."""
 
 from __future__ import annotations
 
+import ast
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+from test_layers import nodes_that_run
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -20,87 +23,189 @@ PACKAGE = Path(trainloop.__file__).parent
 # -- one step, traced --------------------------------------------------------------------------------------------------
 
 
-class Net(TTModel):
-    """Notes the stack in ``get_loss``, and which batch it got."""
+def is_own(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(str(PACKAGE))
+
+
+def holds(value: Any, batch: Any) -> bool:
+    """Whether a value is the batch, or has it among its parts."""
+    return value is batch or (isinstance(value, (tuple, list)) and any(holds(part, batch) for part in value))
+
+
+class Tracer:
+    """Own functions that are called from one ``get_loss`` to the next, and the files in which one has the batch."""
 
     def __init__(self) -> None:
+        self.steps: list[list[str]] = [[]]
+        self.values: list[tuple[str, list[Any]]] = []
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
+        if event not in ("call", "return") or not is_own(frame):
+            return
+        if event == "call" and not frame.f_code.co_name.startswith("<"):  # Python 3.12 has no frame for a list's loop
+            self.steps[-1].append(frame.f_code.co_name)
+        self.values.append((frame.f_code.co_filename, [arg, *frame.f_locals.values()]))
+
+    def files_with(self, batch: Any) -> set[str]:
+        return {Path(file).name for file, values in self.values if any(holds(value, batch) for value in values)}
+
+
+class Net(TTModel):
+    def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self.fc = nn.Linear(4, 2)
-        self.stack: list[str] = []
+        self.tracer = tracer
+        self.stacks: list[list[str]] = []
         self.batches: list[Any] = []
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(x)
 
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        sys.setprofile(None)
         x, y = batch_data
         frame: FrameType | None = sys._getframe(1)
-        self.stack = []
+        stack = []
         while frame is not None:
-            if is_own(frame.f_code.co_filename):
-                self.stack.append(frame.f_code.co_qualname if hasattr(frame.f_code, "co_qualname") else "?")
+            if is_own(frame):
+                stack.append(frame.f_code.co_name)
             frame = frame.f_back
+        self.stacks.append(stack)
         self.batches.append(x)
-        return criterion(self(x), y)
+        self.tracer.steps.append([])
+        loss: Tensor = criterion(self(x), y)
+        sys.setprofile(self.tracer)
+        return loss
 
-    def get_predictions(self, batch_data: Any, device: torch.device) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
         raise NotImplementedError
 
 
-def is_own(file: str) -> bool:
-    return file.startswith(str(PACKAGE))
+class Rows(TensorDataset):
+    """Read a batch at a time as any other dataset is: by the loader, not by its tensors."""
 
 
-def holds(value: Any, batch: Tensor, depth: int = 3) -> bool:
-    """Whether a value is a batch, or a tuple or list with it inside."""
-    if value is batch:
-        return True
-    return depth > 0 and isinstance(value, (tuple, list)) and any(holds(part, batch, depth - 1) for part in value)
+def test_one_step_is_short() -> None:
+    for kind in (TensorDataset, Rows):
+        tracer = Tracer()
+        model = Net(tracer)
+        data = kind(torch.randn(40, 4), torch.randint(2, (40,)))
+        loop = TrainLoop(
+            model,
+            DataLoader(data, batch_size=8, shuffle=True),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            criterion=nn.CrossEntropyLoss(),
+            accelerator="cpu",
+            progress_bar=False,
+        )
+        sys.setprofile(tracer)
+        try:
+            loop.fit(num_epochs=1)
+        finally:
+            sys.setprofile(None)
+        assert len(model.batches) == 5
+        assert all(len(stack) <= 4 and stack[-1] == "fit" for stack in model.stacks), model.stacks
+        whole_steps = tracer.steps[1:-1]  # from a get_loss to the next one
+        assert all("backward" in step and len(step) <= 25 for step in whole_steps), whole_steps
+        for batch in model.batches:
+            assert 2 <= len(tracer.files_with(batch)) <= 5, tracer.files_with(batch)
 
 
-class Tracer:
-    """Own functions that are called, step by step, and which of them have the step's batch in hand."""
+# -- imports -----------------------------------------------------------------------------------------------------------
 
-    def __init__(self, model: Net) -> None:
-        self.model = model
-        self.steps: list[list[FrameType]] = [[]]
-        self.calls: list[list[str]] = [[]]
-        self.files: set[str] = set()
-
-    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
-        if event not in ("call", "return") or not is_own(frame.f_code.co_filename):
-            return
-        if event == "call":
-            self.calls[-1].append(frame.f_code.co_name)
-            if frame.f_code.co_name == "step" and frame.f_code.co_filename.endswith("training.py"):
-                self.calls.append([])
-        batches = self.model.batches
-        values = [arg, *frame.f_locals.values()]
-        self.candidates.append((frame.f_code.co_filename, values)) if not batches else self._note(frame, values)
-
-    candidates: list[Any] = []
-
-    def _note(self, frame: FrameType, values: list[Any]) -> None:
-        if any(holds(value, batch) for batch in self.model.batches[-1:] for value in values):
-            self.files.add(frame.f_code.co_filename)
+FILES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in PACKAGE.rglob("*.py")
+    if "compat" not in path.parts
+}
 
 
-def train(tracer_of: Any = None) -> tuple[Net, Any]:
-    torch.manual_seed(0)
-    model = Net()
-    data = TensorDataset(torch.randn(32, 4), torch.randint(2, (32,)))
-    loop = TrainLoop(
-        model,
-        DataLoader(data, batch_size=8, shuffle=True),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        criterion=nn.CrossEntropyLoss(),
-        accelerator="cpu",
-        progress_bar=False,
-    )
-    tracer = Tracer(model)
-    sys.setprofile(tracer)
-    try:
-        loop.fit(num_epochs=1)
-    finally:
-        sys.setprofile(None)
-    return model, tracer
+def imported(module: str, node: ast.AST) -> Iterator[str]:
+    """Modules of this package that one statement imports."""
+    if isinstance(node, ast.Import):
+        found = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and node.module is not None:
+        inner = [f"{node.module}.{alias.name}" for alias in node.names]
+        found = [name if name in FILES else node.module for name in inner]
+    else:
+        return
+    yield from (name for name in found if name in FILES and name != module)
+
+
+def at_head(tree: ast.Module) -> Iterator[ast.AST]:
+    """Statements that run when a module is imported."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            waiting += ast.iter_child_nodes(node)
+
+
+def test_imports_go_in_no_circle() -> None:
+    edges = {
+        module: {name for node in at_head(ast.parse(path.read_text())) for name in imported(module, node)}
+        for module, path in FILES.items()
+    }
+    assert sum(map(len, edges.values())) > 100
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join([*path[path.index(module) :], module])
+        if module not in done:
+            for other in sorted(edges[module]):
+                visit(other, (*path, module))
+            done.add(module)
+
+    for module in edges:
+        visit(module, ())
+
+
+# Own modules that are imported inside functions, and why.
+CHEAP = "`import trainloop` is to be cheap, and few programs come there"
+RANKS = "only where ranks are started: starting them is a layer above"
+UP = "a way up, taken when it is called"
+IN_TRIAL = "a trial's process has its environment set before it imports torch"
+LATE = {
+    "trainloop.callbacks.performance_eval trainloop.result_package": UP,
+    "trainloop.data.loaders trainloop.launch.rank_process": RANKS,
+    "trainloop.data.loaders trainloop.launch.settings": RANKS,
+    "trainloop.data.streams trainloop.data.batches": CHEAP,
+    "trainloop.data.twins trainloop.launch.rank_process": RANKS,
+    "trainloop.devices trainloop.resources.gpus": UP,
+    "trainloop.launch.rank_process trainloop.transfer": "what is sent is read once the rank's environment is set",
+    "trainloop.model trainloop.distributed": CHEAP,
+    "trainloop.resources.gpus trainloop.devices": UP,
+    "trainloop.resources.machine trainloop.devices": UP,
+    "trainloop.train_loop.execute trainloop.launch": RANKS,
+    "trainloop.train_loop.execute trainloop.launch.rank_process": RANKS,
+    "trainloop.train_loop.execute trainloop.train_loop.handover": RANKS,
+    "trainloop.train_loop.loop trainloop.train_loop.preflight": UP,
+    "trainloop.train_loop.placement trainloop.sync_batchnorm": CHEAP,
+    "trainloop.train_loop.site trainloop.launch": RANKS,
+    "trainloop.train_loop.state trainloop.checkpoint": CHEAP,
+    "trainloop.train_loop.state trainloop.launch": RANKS,
+    "trainloop.transfer.unpicklable trainloop.transfer.payload": UP,
+    "trainloop.tuning.fitting trainloop.train_loop.loop": IN_TRIAL,
+    "trainloop.tuning.search trainloop.devices": CHEAP,
+    "trainloop.tuning.search trainloop.tuning.on_ray": CHEAP,
+    "trainloop.tuning.storage trainloop.transfer.unpicklable": CHEAP,
+    "trainloop.tuning.worker trainloop.resources": IN_TRIAL,
+    "trainloop.tuning.worker trainloop.resources.enforce": IN_TRIAL,
+    "trainloop.tuning.worker trainloop.resources.lease": IN_TRIAL,
+    "trainloop.tuning.worker trainloop.tuning.fitting": IN_TRIAL,
+    "trainloop.tuning.worker trainloop.tuning.storage": IN_TRIAL,
+}
+
+
+def test_own_modules_are_imported_at_the_head_of_a_file() -> None:
+    late = set()
+    for module, path in FILES.items():
+        tree = ast.parse(path.read_text())
+        head = {id(node) for node in at_head(tree)}
+        late |= {
+            f"{module} {n}" for node in nodes_that_run(tree) if id(node) not in head for n in imported(module, node)
+        }
+    assert late == set(LATE), f"new: {sorted(late - set(LATE))}; gone: {sorted(set(LATE) - late)}"

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from trainloop import rng
 from trainloop.data import SplitBatches, train_feed
+from trainloop.distributed.key import KEY_VARIABLE, key_from_environment
+from trainloop.distributed.peers import owners_are_known
 from trainloop.errors import ConfigurationError, TrainLoopError
 from trainloop.optim import MultiLoss, optimizers_of, parameters_of
 from trainloop.parallel.scatter import batch_length, chunk_sizes, scatter
@@ -129,9 +131,6 @@ class _Found(Exception):
 
 def _protection(loop: TrainLoop) -> str:
     """Which of the protections of SECURITY.md a run of this loop has; a missing one is said, not a fault."""
-    from trainloop.distributed.key import KEY_VARIABLE, key_from_environment
-    from trainloop.distributed.peers import owners_are_known
-
     if loop.gpu_mode != "ddp":
         return f"{loop.gpu_mode}: no sockets between processes"
     has_key = loop.num_nodes == 1 or key_from_environment() is not None
