@@ -186,6 +186,7 @@ LATE = {
     "trainloop.train_loop.placement trainloop.sync_batchnorm": CHEAP,
     "trainloop.train_loop.site trainloop.launch": RANKS,
     "trainloop.train_loop.state trainloop.checkpoint": CHEAP,
+    "trainloop.train_loop.state trainloop.checkpoint.plain": CHEAP,
     "trainloop.train_loop.state trainloop.launch": RANKS,
     "trainloop.transfer.unpicklable trainloop.transfer.payload": UP,
     "trainloop.tuning.fitting trainloop.train_loop.loop": IN_TRIAL,
