@@ -1,6 +1,8 @@
 # make demo      install, train a digits CNN with two DDP ranks, show what came out
 # make test      install, run the tests
-# make test-all  the slow ones and those that need root, too
+# make test-unit those that start no Python of their own
+# make test-docs all examples, and every block of code in the documentation
+# make test-all  the slow ones and those that need root, too; every rank a fresh interpreter
 # make test-ecosystem  other projects' models, optimizers and loaders in every mode (large downloads at first)
 # make check     what CI runs: tests, lint, types, documentation
 # make docs      build docs/_build/html
@@ -23,7 +25,7 @@ $(VENV)/$(1).stamp: setup.cfg setup.py pyproject.toml constraints.txt | $(BIN)/p
 	@touch $$@
 endef
 
-.PHONY: help demo test test-hosts test-all test-ecosystem lint types docs check bench soak clean
+.PHONY: help demo test test-unit test-docs test-hosts test-all test-ecosystem lint types docs check bench soak clean
 help:
 	@sed -n '1,/^PYTHON/{/^# make/s/^# //p}' Makefile
 
@@ -45,11 +47,17 @@ demo: $(VENV)/examples.stamp
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest $(ARGS)
 
+test-unit: $(VENV)/test.stamp
+	$(BIN)/python -m pytest tests/unit $(ARGS)
+
+test-docs: $(VENV)/test.stamp
+	$(BIN)/python -m pytest tests/docs -m "not hosts" $(ARGS)
+
 test-hosts: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -m hosts $(ARGS)
 
 test-all: $(VENV)/test-all.stamp
-	$(BIN)/python -m pytest -m "" $(ARGS)
+	TESTS_START_COLD=1 $(BIN)/python -m pytest -m "" $(ARGS)
 
 test-ecosystem: $(VENV)/test-ecosystem.stamp
 	$(BIN)/python -m pytest tests/ecosystem -m ecosystem -o faulthandler_timeout=600 $(ARGS)

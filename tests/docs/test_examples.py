@@ -36,6 +36,8 @@ SCRIPTS: dict[str, tuple[list[str], str, float]] = {
     "resume_after_kill.py": ([], r"(?i)resum|identical", 0),
     "tuning_bagging.py": ([], r"\n +1 +LightGBM +0\.\d+(?s:.*)is right on (\d+)", 90),
 }
+# In the default run: one a mode, and what the README promises. CI runs all (make test-docs).
+QUICK = ("single_training.py", "ddp_training.py", "plain_pytorch.py", "tabular.py")
 # Run by a test of their own below, or imported by the others.
 OTHERS = {"digits.py", "torchrun.sh", "two_hosts.py", "two_hosts.sh", "notebook.ipynb"}
 
@@ -68,7 +70,9 @@ def run(command: list[str], folder: Path, timeout_s: float = 110) -> str:
     return output
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SCRIPTS]
+)
 def test_example(name: str, tmp_path: Path) -> None:
     if not (EXAMPLES / name).exists():
         pytest.fail(f"examples/{name} is promised and missing")

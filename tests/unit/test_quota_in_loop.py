@@ -73,6 +73,7 @@ def test_one_cpu_means_one_thread_and_no_workers() -> None:
     assert torch.get_num_threads() == threads
 
 
+@pytest.mark.usefixtures("starts_processes")
 @needs_two
 def test_ranks_divide_the_quota() -> None:
     before = os.sched_getaffinity(0)
