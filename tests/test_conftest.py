@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import conftest
+from places import IMPORTS
 
 
 def _leave_environment() -> Callable[[], object]:
@@ -76,6 +77,7 @@ def _leave_folder() -> Callable[[], object]:
         (_leave_threads_setting, "torch threads: was"),
         (_leave_folder, "current folder: was"),
     ],
+    ids=lambda value: value.__name__ if callable(value) else "",  # the same in each process of pytest-xdist
 )
 def test_sees_what_a_test_leaves(leave: Callable[[], Callable[[], object]], word: str) -> None:
     before = conftest._state()
@@ -126,6 +128,7 @@ def test_a_test_that_leaves_something_fails(tmp_path: Path) -> None:
         )
     )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", tmp_path]
-    done = subprocess.run([*command, tmp_path], capture_output=True, text=True, timeout=60)
+    environment = {**os.environ, "PYTHONPATH": IMPORTS}
+    done = subprocess.run([*command, tmp_path], capture_output=True, text=True, timeout=60, env=environment)
     assert "TRAINLOOP_LEFT was None, is '1'" in done.stdout
     assert "2 passed, 1 error" in done.stdout, done.stdout  # the check fails at the test's end, as an error

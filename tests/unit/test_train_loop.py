@@ -424,6 +424,7 @@ class Remembers(AbstractCallback):
         self.model = self.train_loop_obj.model
 
 
+@pytest.mark.usefixtures("starts_processes")
 def test_ddp_brings_everything_back_into_the_callers_objects() -> None:
     torch.manual_seed(0)
     model = Attributes()
@@ -470,6 +471,7 @@ class StopsOnOneRank(AbstractCallback):
             self.train_loop_obj.early_stop = True
 
 
+@pytest.mark.usefixtures("starts_processes")
 def test_early_stop_on_one_rank_stops_all_at_one_step() -> None:
     loop = make("ddp", 2, dataset=data(400))
     loop.fit(num_epochs=3, callbacks=[StopsOnOneRank(at_end=False)])
@@ -480,6 +482,7 @@ def test_early_stop_on_one_rank_stops_all_at_one_step() -> None:
     assert loop.global_step == steps + 20
 
 
+@pytest.mark.usefixtures("starts_processes")
 def test_ddp_with_several_optimizers_equals_one_process() -> None:
     model, optimizer = two_parts()
     loop = make("ddp", 2, model=model, optimizer=optimizer, dataset=data(100), batch_size=5)
@@ -488,6 +491,7 @@ def test_ddp_with_several_optimizers_equals_one_process() -> None:
         torch.testing.assert_close(own, by_hand, rtol=0, atol=1e-6)
 
 
+@pytest.mark.usefixtures("starts_processes")
 def test_ddp_weighs_ranks_and_short_shares_by_tokens() -> None:
     weights = []
     for mode, devices, batch_size in (("single", "auto", 24), ("ddp", 3, 8)):
@@ -507,6 +511,7 @@ class Fails(Net):
         return super().get_loss(batch_data, criterion, device)
 
 
+@pytest.mark.usefixtures("starts_processes")
 def test_a_failing_rank_is_named_with_its_traceback() -> None:
     with pytest.raises(WorkerFailedError) as caught:
         make("ddp", 2, model=Fails()).fit(num_epochs=1)
@@ -516,6 +521,7 @@ def test_a_failing_rank_is_named_with_its_traceback() -> None:
     assert "in get_loss" in caught.value.traceback
 
 
+@pytest.mark.usefixtures("starts_processes")
 def test_data_can_be_made_in_the_ranks() -> None:
     class Load(AbstractCallback):
         def on_multiprocess_start(self) -> None:
@@ -535,6 +541,7 @@ class Normed(TTBasicModel):
         return self.body(x)
 
 
+@pytest.mark.usefixtures("starts_processes")
 def test_synchronised_batchnorm_equals_one_process_where_a_rank_has_no_samples() -> None:
     models = []
     for mode, devices, batch_size in (("single", "auto", 30), ("ddp", 3, 10)):
