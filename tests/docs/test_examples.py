@@ -100,6 +100,7 @@ def test_example_is_short_and_says_what_it_is(path: Path) -> None:
     assert text.startswith('"""')
 
 
+@pytest.mark.slow
 def test_torchrun(tmp_path: Path) -> None:
     copy = shutil.copytree(EXAMPLES, tmp_path / "examples")
     output = run(["bash", str(copy / "torchrun.sh"), "--epochs", "2"], tmp_path)
