@@ -1,8 +1,8 @@
-"""Which devices a run uses: requests read, masks composed, strategies named, batches counted.
+"""Which devices a run uses: requests read, strategies named, batches counted.
 
-Everything down to :func:`find_usable_cuda_devices` is arithmetic on its arguments. Three functions look at the
-machine: :func:`visible_devices` reads the environment, :func:`resolve` counts devices, :func:`find_usable_cuda_devices`
-tries them.
+Everything down to :func:`find_usable_cuda_devices` is arithmetic on its arguments. Two functions look at the machine:
+:func:`resolve` counts devices, :func:`find_usable_cuda_devices` tries them. :func:`visible_devices` and
+:func:`child_mask`, of :mod:`trainloop.resources.masks`, are given on from here.
 
 An index always counts within ``CUDA_VISIBLE_DEVICES``, as torch's own do.
 """
@@ -13,11 +13,13 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from trainloop.errors import ConfigurationError, DeviceError, ResourceError
+from trainloop.errors import ConfigurationError, DeviceError
+from trainloop.resources import gpus
+from trainloop.resources.masks import child_mask, visible_devices
 
 if TYPE_CHECKING:
     import torch
@@ -326,87 +328,6 @@ def _interactive() -> bool:
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)  # IPython and Jupyter set ps1 too
 
 
-# -- masks -----------------------------------------------------------------------------------------------------------
-
-
-def visible_devices(environ: Mapping[str, str] | None = None) -> list[str] | None:
-    """``CUDA_VISIBLE_DEVICES``, read as CUDA reads it.
-
-    Parameters
-    ----------
-    environ : mapping, optional
-        Stands in for ``os.environ``.
-
-    Returns
-    -------
-    list of str or None
-        Ordinals or UUIDs in their order; an empty list where all are hidden; None where nothing is.
-        The list ends at a negative entry and at the first of another kind; one that repeats an entry is empty.
-    """
-    text = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
-    if text is None:
-        return None
-    entries: list[str] = []
-    for entry in text.split(","):
-        name = _mask_entry(entry, text)
-        if name is None:
-            break
-        if name in entries:
-            return []
-        entries.append(name)
-    return entries
-
-
-def _mask_entry(entry: str, text: str) -> str | None:
-    for prefix in ("GPU-", "MIG-"):
-        if text.startswith(prefix):  # The first entry sets the kind of all.
-            return entry if entry.startswith(prefix) else None
-    # The driver reads ordinals as C's strtoul does: '1gpu2' is 1.
-    number = re.match(r"[+-]?[0-9]+", entry.strip())
-    if number is None or int(number[0]) < 0:
-        return None
-    return str(int(number[0]))
-
-
-def child_mask(indices: Sequence[int], visible: Sequence[str] | None) -> str:
-    """``CUDA_VISIBLE_DEVICES`` of a child that gets some of this process's devices.
-
-    Parameters
-    ----------
-    indices : sequence of int
-        Devices of the child, counted within this process's own mask.
-    visible : sequence of str or None
-        This process's mask, from :func:`visible_devices`.
-
-    Returns
-    -------
-    str
-        Composed with the parent's: under ``4,5,7`` device 1 is ``5``. Empty where the child gets none.
-
-    Raises
-    ------
-    DeviceError
-        If the parent doesn't see such a device.
-    ResourceError
-        If the child would get two MIG instances: a process can use one only.
-    """
-    if visible is None:
-        return ",".join(str(index) for index in indices)
-    for index in indices:
-        if not 0 <= index < len(visible):
-            raise DeviceError(
-                f"device {index} for a child process, but {len(visible)} are visible here "
-                f"(CUDA_VISIBLE_DEVICES={','.join(visible)}). Choose among these, counted from 0."
-            )
-    names = [visible[index] for index in indices]
-    if len(names) > 1 and any(name.startswith("MIG-") for name in names):
-        raise ResourceError(
-            f"{len(names)} MIG instances for one process ({', '.join(names)}): CUDA shows a process one instance only. "
-            "Ask for one device a process, and start more processes."
-        )
-    return ",".join(names)
-
-
 # -- strategies and batches ------------------------------------------------------------------------------------------
 
 _MODES: dict[str, Mode] = {
@@ -563,6 +484,4 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
             f"num_devices={num_devices}: that is more than the {count} CUDA devices visible here. "
             f"Ask for {count} at most, or -1 for all usable."
         )
-    from trainloop.resources import gpus
-
     return gpus.lease_usable(int(num_devices), count)

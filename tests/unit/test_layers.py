@@ -17,7 +17,8 @@ PACKAGE = Path(trainloop.__file__).parent
 LAYERS = [
     ["errors"],
     ["sharding"],
-    ["devices", "resources"],
+    ["resources"],
+    ["devices"],
     ["stopping"],
     ["signals", "scratch"],
     ["distributed"],

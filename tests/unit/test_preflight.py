@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -141,7 +142,7 @@ def test_it_says_what_keeps_strangers_out(monkeypatch: pytest.MonkeyPatch) -> No
     assert said() == "single: no sockets between processes"
     monkeypatch.delenv("TRAINLOOP_KEY", raising=False)
     hosts = loop_of(Net(), gpu_mode="ddp", devices=2)
-    hosts.num_nodes = 2
+    hosts.site = replace(hosts.site, num_nodes=2)
     assert "hold data only, as TRAINLOOP_KEY is not set" in preflight._protection(hosts)
     monkeypatch.setenv("TRAINLOOP_KEY", "k" * 64)
     assert "bear the run's key" in preflight._protection(hosts)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from trainloop.errors import DeviceError, ResourceError
 from trainloop.resources import lease
+from trainloop.resources.masks import visible_devices
 
 __all__ = ["lease_usable", "names", "strangers"]
 
@@ -19,8 +20,6 @@ def names(count: int) -> list[str]:
 
     Where torch can't tell, the entry of ``CUDA_VISIBLE_DEVICES``, or the index.
     """
-    from trainloop.devices import visible_devices
-
     mask = visible_devices()
     found = []
     for index in range(count):

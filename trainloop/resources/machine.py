@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
+from trainloop.resources.masks import visible_devices
 from trainloop.resources.quota import Limit, Resources
 
 __all__ = ["available"]
@@ -103,8 +104,6 @@ def _physical_memory() -> int:
 
 
 def _visible_gpus() -> int:
-    from trainloop.devices import visible_devices
-
     if visible_devices() == []:  # torch takes seconds to import, and would say the same
         return 0
     import torch
