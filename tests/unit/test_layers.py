@@ -32,6 +32,7 @@ LAYERS = [
     ["checkpoint", "result_package"],
     ["train_loop"],
     ["tuning"],
+    ["compat"],
 ]
 # A path up that is taken only when it is called, and why.
 ALLOWED_UP: dict[tuple[str, str], str] = {

@@ -152,6 +152,9 @@ def running(loop: TrainLoop, stop: StopAgreement, job: FitJob | None) -> Iterato
 
 
 def _kind_of_training(loop: TrainLoop) -> type[Training]:
+    own: type[Training] | None = getattr(loop.optimizer, "training_class", None)
+    if own is not None:  # an optimizer may bring its own order of a step
+        return own
     if yields_losses(loop.model):
         return AlternatingTraining
     return ClosureTraining if any(map(needs_closure, optimizers_of(loop.optimizer))) else Training

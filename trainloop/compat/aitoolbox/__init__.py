@@ -1,0 +1,21 @@
+"""Scripts written for AIToolbox 1.8 run here after one line, which stands before their own imports.
+
+::
+
+    import trainloop.compat.aitoolbox
+
+    from aitoolbox.torchtrain.train_loop import TrainLoop
+
+``aitoolbox`` and its modules then are the ones of this package: AIToolbox's argument order, keyword names, defaults,
+history keys, epoch numbers and files, on the loop of :mod:`trainloop`. What still differs stands in the guide *From
+AIToolbox*.
+"""
+
+from __future__ import annotations
+
+from trainloop.compat.aitoolbox.modules import install
+
+__all__ = ["install"]
+
+# The import is the whole interface; ranks of ddp import this package with the loop they are sent, and install it too.
+install()

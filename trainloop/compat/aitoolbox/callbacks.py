@@ -1,0 +1,309 @@
+"""AIToolbox's callbacks for stopping, subsets, functions and gradients."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainloop.callbacks import base
+from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.basic import DataSubsetTestRun
+from trainloop.callbacks.basic import FunctionOnTrainLoop as CoreFunctionOnTrainLoop
+from trainloop.callbacks.ddp import DistributedSamplerSetEpoch, InMultiProcessDataLoad
+from trainloop.compat.aitoolbox.optim import MultiOptimizer
+
+__all__ = [
+    "AbstractCallback",
+    "AbstractExperimentCallback",
+    "AllPredictionsSame",
+    "DataSubsetTestRun",
+    "DistributedSamplerSetEpoch",
+    "EarlyStopping",
+    "FunctionOnTrainLoop",
+    "GradNormClip",
+    "GradValueClip",
+    "GradientCallbackBase",
+    "GradientStatsPrint",
+    "InMultiProcessDataLoad",
+    "ListRegisteredCallbacks",
+    "TerminateOnNaN",
+    "ThresholdEarlyStopping",
+]
+
+
+class AbstractExperimentCallback(AbstractCallback):
+    """A callback that writes into an experiment's folder, and maybe into a cloud.
+
+    What is left out is taken from a tracking loop, by :meth:`try_infer_experiment_details`.
+    """
+
+    def __init__(
+        self,
+        callback_name: str,
+        project_name: str | None = None,
+        experiment_name: str | None = None,
+        local_model_result_folder_path: str | None = None,
+        cloud_save_mode: str | None = None,
+        bucket_name: str | None = None,
+        cloud_dir_prefix: str | None = None,
+        execution_order: int = 0,
+        device_idx_execution: int | None = None,
+    ) -> None:
+        super().__init__(callback_name, execution_order=execution_order, device_idx_execution=device_idx_execution)
+        path = local_model_result_folder_path
+        self.project_name = project_name
+        self.experiment_name = experiment_name
+        self.local_model_result_folder_path = None if path is None else os.path.expanduser(path)
+        self.cloud_save_mode = cloud_save_mode
+        self.bucket_name = bucket_name
+        self.cloud_dir_prefix = cloud_dir_prefix
+
+    def try_infer_experiment_details(self, infer_cloud_details: bool) -> None:
+        """Take what was left out from the loop; the cloud's details only where none of them was given.
+
+        Raises
+        ------
+        AttributeError
+            If the loop, being no tracking loop, has no such thing.
+        """
+        names = ["project_name", "experiment_name", "local_model_result_folder_path"]
+        missing = [name for name in names if getattr(self, name) is None]
+        cloud = ["cloud_save_mode", "bucket_name", "cloud_dir_prefix"]
+        if infer_cloud_details and all(getattr(self, name) is None for name in cloud):
+            missing += cloud
+        for name in missing:
+            if not hasattr(self.train_loop_obj, name):
+                raise AttributeError(
+                    f"{type(self).__name__} has no {name}, and neither has the {type(self.train_loop_obj).__name__}. "
+                    f"Pass {name} to the callback, or use a tracking loop, such as TrainLoopCheckpoint."
+                )
+            setattr(self, name, getattr(self.train_loop_obj, name))
+
+
+class ListRegisteredCallbacks(AbstractCallback):
+    """Prints which callbacks there are."""
+
+    def __init__(self) -> None:
+        super().__init__("Print the list of registered callbacks")
+
+    def on_train_begin(self) -> None:
+        self.train_loop_obj.callbacks_handler.print_registered_callback_names()
+
+
+def _falls(metric: str) -> bool:
+    return "loss" in metric.lower() or "error" in metric.lower()
+
+
+class EarlyStopping(AbstractCallback):
+    """Stops when a metric has not improved for ``patience + 1`` epochs; it should fall if it is a loss or an error."""
+
+    def __init__(self, monitor: str = "val_loss", min_delta: float = 0.0, patience: int = 0) -> None:
+        super().__init__("EarlyStopping", execution_order=99)
+        self.monitor = monitor
+        self.min_delta = min_delta
+        self.patience = patience
+        self.patience_count = patience
+        self.best_performance: Any = None
+        self.best_epoch = 0
+
+    def on_epoch_end(self) -> None:
+        loop = self.train_loop_obj
+        now, best = loop.train_history[self.monitor][-1], self.best_performance
+        sign = -1 if _falls(self.monitor) else 1
+        if best is None or sign * now > sign * best + self.min_delta:
+            self.best_performance, self.best_epoch = now, loop.epoch
+            self.patience_count = self.patience
+            return
+        self.patience_count -= 1
+        if self.patience_count < 0:
+            loop.early_stop = True
+            print(f"Early stopping at epoch: {loop.epoch}. Best recorded epoch: {self.best_epoch}.")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("patience_count", "best_performance", "best_epoch")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+class ThresholdEarlyStopping(AbstractCallback):
+    """Stops when a metric has been on the wrong side of a threshold for ``patience + 1`` epochs on end."""
+
+    def __init__(self, monitor: str, threshold: float, patience: int = 0) -> None:
+        super().__init__("Threshold early stopping", execution_order=99)
+        self.monitor = monitor
+        self.threshold = threshold
+        self.patience = patience
+        self.patience_count = patience
+
+    def on_epoch_end(self) -> None:
+        loop = self.train_loop_obj
+        now = loop.train_history[self.monitor][-1]
+        wrong = now > self.threshold if _falls(self.monitor) else now < self.threshold
+        self.patience_count = self.patience_count - 1 if wrong else self.patience
+        if self.patience_count < 0:
+            loop.early_stop = True
+            print(f"Threshold performance not reached. Early stopping at epoch: {loop.epoch}.")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"patience_count": self.patience_count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+class TerminateOnNaN(AbstractCallback):
+    """Stops at the end of an epoch whose metric is not finite."""
+
+    def __init__(self, monitor: str = "loss") -> None:
+        super().__init__("TerminateOnNaN", execution_order=98)
+        self.monitor = monitor
+
+    def on_epoch_end(self) -> None:
+        loop = self.train_loop_obj
+        value = loop.train_history[self.monitor][-1]
+        if value is not None and not np.isfinite(value):
+            loop.early_stop = True
+            print(f"Terminating on {self.monitor} = {value} at epoch: {loop.epoch}.")
+
+
+class AllPredictionsSame(AbstractCallback):
+    """Tells, and if wanted stops, when all predictions on the validation set have one value."""
+
+    def __init__(self, value: float = 0.0, stop_training: bool = False, verbose: bool = True) -> None:
+        super().__init__("All predictions have the same value")
+        self.value = value
+        self.stop_training = stop_training
+        self.verbose = verbose
+
+    def on_epoch_end(self) -> None:
+        predictions, _, _ = self.train_loop_obj.predict_on_validation_set()
+        if all(bool(prediction == self.value) for prediction in predictions):
+            if self.verbose:
+                print(f"All the predicted values are of the same value: {self.value}")
+            if self.stop_training:
+                print("Executing early stopping")
+                self.train_loop_obj.early_stop = True
+
+
+class FunctionOnTrainLoop(CoreFunctionOnTrainLoop):
+    """Calls a function with the loop at some of the hooks; at none of them it does nothing."""
+
+    def __init__(
+        self,
+        fn_to_execute: Callable[[Any], Any],
+        tl_registration: bool = False,
+        epoch_begin: bool = False,
+        epoch_end: bool = False,
+        train_begin: bool = False,
+        train_end: bool = False,
+        batch_begin: bool = False,
+        batch_end: bool = False,
+        after_gradient_update: bool = False,
+        after_optimizer_step: bool = False,
+        execution_order: int = 0,
+        device_idx_execution: int | None = None,
+    ) -> None:
+        where = {
+            "tl_registration": tl_registration,
+            "epoch_begin": epoch_begin,
+            "epoch_end": epoch_end,
+            "train_begin": train_begin,
+            "train_end": train_end,
+            "batch_begin": batch_begin,
+            "batch_end": batch_end,
+            "after_gradient_update": after_gradient_update,
+            "after_optimizer_step": after_optimizer_step,
+        }
+        if not any(where.values()):  # which the core refuses
+            base.AbstractCallback.__init__(
+                self, "Execute given function as a callback", execution_order, device_idx_execution
+            )
+            self.fn_to_execute = fn_to_execute
+            return
+        super().__init__(
+            fn_to_execute, **where, execution_order=execution_order, device_idx_execution=device_idx_execution
+        )
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+class GradientCallbackBase(AbstractCallback):
+    """A callback that looks at gradients."""
+
+    def __init__(self, callback_name: str, execution_order: int = 0, device_idx_execution: int | None = None) -> None:
+        super().__init__(callback_name, execution_order, device_idx_execution)
+
+    def on_train_loop_registration(self) -> None:
+        self.train_loop_obj.grad_cb_used = True
+
+
+class _Clip(GradientCallbackBase):
+    def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
+        loop = self.train_loop_obj
+        if loop.should_execute_optimizer_update():
+            optimizer = loop.optimizer
+            loop.amp_scaler.unscale_(optimizer[optimizer_idx] if isinstance(optimizer, MultiOptimizer) else optimizer)
+            self.clip(loop.model.parameters())
+
+    def clip(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Clip these."""
+        raise NotImplementedError
+
+
+class GradValueClip(_Clip):
+    """Clips each gradient's values."""
+
+    def __init__(self, max_grad_value: float) -> None:
+        super().__init__("Gradient value clipping")
+        self.max_grad_value = max_grad_value
+
+    def clip(self, parameters: Iterable[nn.Parameter]) -> None:
+        nn.utils.clip_grad_value_(parameters, self.max_grad_value)
+
+
+class GradNormClip(_Clip):
+    """Clips the norm of all gradients; further arguments go to ``clip_grad_norm_``."""
+
+    def __init__(self, max_grad_norm: float, **kwargs: Any) -> None:
+        super().__init__("Gradient norm clipping")
+        self.max_grad_norm = max_grad_norm
+        self.kwargs = kwargs
+
+    def clip(self, parameters: Iterable[nn.Parameter]) -> None:
+        nn.utils.clip_grad_norm_(parameters, self.max_grad_norm, **self.kwargs)
+
+
+class GradientStatsPrint(AbstractCallback):
+    """Prints mean, deviation and share of zeros of layers' weight gradients after each epoch, or each backward too."""
+
+    def __init__(
+        self, model_layers_extract_def: Callable[[Any], Iterable[nn.Module]], on_every_grad_update: bool = False
+    ) -> None:
+        super().__init__("Print model gradient stats", device_idx_execution=0)
+        self.model_layers_extract_def = model_layers_extract_def
+        self.on_every_grad_update = on_every_grad_update
+
+    def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
+        if self.on_every_grad_update and optimizer_idx == 0:
+            self.gradients_report()
+
+    def on_epoch_end(self) -> None:
+        self.gradients_report()
+
+    def gradients_report(self) -> None:
+        """Print it for the gradients there are now."""
+        print("---> Model layers gradients stats")
+        for i, layer in enumerate(self.model_layers_extract_def(self.train_loop_obj.model)):
+            gradient = layer.weight.grad
+            if not isinstance(gradient, torch.Tensor):
+                print(f"Layer {i} grad are None")
+                continue
+            print(f"Layer {i} grads: Mean: {gradient.mean().item()}; Std {gradient.std(correction=0).item()}")
+            print(f"\tRatio of zero gradients: {(gradient == 0).float().mean().item()}")

@@ -1,0 +1,105 @@
+"""AIToolbox's models, wrappers and data sets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from trainloop import model as core
+from trainloop import parallel
+from trainloop.data.batch_model_feed_defs import AbstractModelFeedDefinition
+from trainloop.model import TTBasicModel, TTModel
+
+__all__ = [
+    "AbstractModelFeedDefinition",
+    "BasicDataset",
+    "ListDataset",
+    "ModelWrap",
+    "MultiGPUModelWrap",
+    "TTBasicModel",
+    "TTBasicMultiGPUModel",
+    "TTDataParallel",
+    "TTDistributedDataParallel",
+    "TTModel",
+]
+
+
+class TTBasicMultiGPUModel(TTBasicModel):
+    """A basic model whose ``forward(*inputs, targets=None, criterion=None)`` computes the loss where it gets both."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        """The loss, computed inside ``forward``."""
+        *inputs, targets = [data.to(device) for data in batch_data]
+        return self(*inputs, targets=targets, criterion=criterion)
+
+
+class MultiGPUModelWrap(TTBasicMultiGPUModel):
+    """A plain module as a :class:`TTBasicMultiGPUModel`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model={model!r}: must be an nn.Module.")
+        self.model = model
+
+    def forward(self, *input_data: Any, targets: Any = None, criterion: Any = None) -> Any:
+        """Predictions, or their loss where there is a criterion."""
+        predictions = self.model(*input_data)
+        return predictions if criterion is None else criterion(predictions, targets)
+
+
+class ModelWrap(core.ModelWrap):
+    """A plain module with the definition of how batches are fed to it; ``fit`` returns the module itself."""
+
+    def __init__(self, model: nn.Module, batch_model_feed_def: AbstractModelFeedDefinition) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model={model!r}: must be an nn.Module.")
+        if not isinstance(batch_model_feed_def, AbstractModelFeedDefinition):
+            raise TypeError(f"batch_model_feed_def={batch_model_feed_def!r}: must be an AbstractModelFeedDefinition.")
+        super().__init__(model, batch_model_feed_def)
+
+
+class TTDataParallel(parallel.TTDataParallel):
+    """``nn.DataParallel`` for a TTModel; ``default_model_methods`` is not needed, as all of them are reached."""
+
+    def __init__(self, module: TTModel, default_model_methods: Sequence[str] = (), **kwargs: Any) -> None:
+        super().__init__(module, **kwargs)
+
+
+class TTDistributedDataParallel(parallel.TTDistributedDataParallel):
+    """``DistributedDataParallel`` for a TTModel; ``default_model_methods`` is not needed, as all are reached."""
+
+    def __init__(self, module: TTModel, default_model_methods: Sequence[str] = (), **kwargs: Any) -> None:
+        super().__init__(module, **kwargs)
+
+
+class BasicDataset(Dataset[Any]):
+    """The items of a list or tensor."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, idx: Any) -> Any:
+        return self.data[idx]
+
+
+class ListDataset(Dataset[Any]):
+    """A ``TensorDataset`` of lists of one length."""
+
+    def __init__(self, *data_lists: Sequence[Any]) -> None:
+        if any(len(data) != len(data_lists[0]) for data in data_lists):
+            raise AssertionError(f"lists of different lengths: {[len(data) for data in data_lists]}")
+        self.data_lists = data_lists
+
+    def __getitem__(self, index: Any) -> tuple[Any, ...]:
+        return tuple(data[index] for data in self.data_lists)
+
+    def __len__(self) -> int:
+        return len(self.data_lists[0])

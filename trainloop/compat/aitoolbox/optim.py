@@ -1,0 +1,230 @@
+"""AIToolbox's several losses and optimizers, whose ``backward``, ``step`` and ``zero_grad`` a script may override.
+
+They work as AIToolbox has them, one optimizer after the other::
+
+    for each micro-batch
+        losses = get_loss(...)
+        for each optimizer
+            losses.backward(i, iteration, scaler)          # gradients of all that the loss depends on
+            in the step's last micro-batch
+                optimizer.step(i, iteration, scaler)
+                optimizer.zero_grad(i, iteration)
+
+So a loss leaves gradients in parameters of other optimizers too, which :class:`trainloop.MultiLoss` doesn't do.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from trainloop import distributed
+from trainloop import optim as core
+from trainloop.callbacks.train_schedule import AbstractScheduler
+from trainloop.data import StepShare
+from trainloop.errors import ConfigurationError
+from trainloop.optim import parameters_of
+from trainloop.parallel import reduce_gradients
+from trainloop.train_loop.training import Training
+
+if TYPE_CHECKING:
+    from trainloop.train_loop.loop import TrainLoop
+
+__all__ = ["MultiLoss", "MultiOptimizer"]
+
+
+class MultiLoss(core.MultiLoss):
+    """Named losses, each of one optimizer.
+
+    Parameters
+    ----------
+    loss_dict : dict
+    loss_optimizer_map : dict, optional
+        Index of each loss's optimizer. Default: their order.
+    retain_graph_until_last : bool
+        Keep the graph for the losses that are still to come.
+    """
+
+    def __init__(  # losses may be floats here, after item(): the core's checks don't fit
+        self,
+        loss_dict: dict[str, Any],
+        loss_optimizer_map: Mapping[str, Any] | None = None,
+        retain_graph_until_last: bool = True,
+    ) -> None:
+        if loss_optimizer_map is not None and len(loss_optimizer_map) != len(loss_dict):
+            raise ConfigurationError(
+                f"loss_optimizer_map names {list(loss_optimizer_map)}, the losses are {list(loss_dict)}: give "
+                "each loss the index of its optimizer."
+            )
+        self.loss_dict = loss_dict
+        self.loss_optimizer_map = (
+            {name: i for i, name in enumerate(loss_dict)}
+            if loss_optimizer_map is None
+            else {str(name): int(index) for name, index in loss_optimizer_map.items()}
+        )
+        self.optimizer_loss_map = {index: name for name, index in self.loss_optimizer_map.items()}
+        self.retain_graph_until_last = retain_graph_until_last
+        self.loss_backward_remaining = len(loss_dict)
+
+    def backward(  # type: ignore[override]  # AIToolbox's signature, which scripts override
+        self, optimizer_idx: int, iteration: int, amp_grad_scaler: torch.amp.GradScaler
+    ) -> None:
+        """Gradients of one optimizer's loss, in every leaf of its graph."""
+        loss = amp_grad_scaler.scale(self.loss_dict[self.optimizer_loss_map[optimizer_idx]])
+        loss.backward(retain_graph=True if self.retain_graph_until_last and self.loss_backward_remaining > 1 else None)
+        self.loss_backward_remaining -= 1
+
+    def map(self, function: Callable[[Any], Any]) -> MultiLoss:
+        """The same losses, each after ``function``; of the same class, so that its overrides stay."""
+        other = copy.copy(self)
+        other.loss_dict = {name: function(loss) for name, loss in self.loss_dict.items()}
+        return other
+
+    def assigned_to(self, optimizer: core.MultiOptimizer) -> core.MultiLoss:
+        """As the core's losses; for an optimizer of the core."""
+        return core.MultiLoss(self.loss_dict, self.loss_optimizer_map, self.retain_graph_until_last).assigned_to(
+            optimizer
+        )
+
+    def item(self) -> MultiLoss:  # type: ignore[override]  # AIToolbox's stays a MultiLoss
+        """The values as floats."""
+        return self.map(lambda loss: loss.item())
+
+    def detach(self) -> MultiLoss:
+        """Without graphs."""
+        return self.map(lambda loss: loss.detach())
+
+    def numpy(self) -> MultiLoss:
+        """As numpy arrays."""
+        return self.map(lambda loss: loss.numpy())
+
+    def cpu(self, *args: Any, **kwargs: Any) -> MultiLoss:
+        """On the CPU."""
+        return self.map(lambda loss: loss.cpu(*args, **kwargs))
+
+    def cuda(self, *args: Any, **kwargs: Any) -> MultiLoss:
+        """On a GPU."""
+        return self.map(lambda loss: loss.cuda(*args, **kwargs))
+
+    def to(self, *args: Any, **kwargs: Any) -> MultiLoss:
+        """After ``Tensor.to``."""
+        return self.map(lambda loss: loss.to(*args, **kwargs))
+
+    @property
+    def device(self) -> dict[str, torch.device]:
+        """Of each loss."""
+        return {name: loss.device for name, loss in self.loss_dict.items()}
+
+    def get_loss_dict(self) -> dict[str, Any]:
+        """The dict itself."""
+        return self.loss_dict
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.loss_dict[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.loss_dict[key]
+
+
+class MultiTraining(Training):
+    """Backward, step and ``zero_grad`` of one optimizer after the other; counted as one step."""
+
+    def backward(self, share: StepShare, **_: Any) -> None:
+        """All of a step but what comes after its last micro-batch."""
+        loop, hooks, place, recorder, gradients = self.loop, self.hooks, self.place, self.recorder, self.gradients
+        optimizer: Any = loop.optimizer
+        counts = [n for (n,) in distributed.exchange_ints([len(share.batches)])] if share.ragged else None
+        count = len(share.batches) if counts is None else max(counts)
+        recorder.step = loop.global_step + 1
+        if self.gather is not None:  # the model itself: DDP's reducer expects one backward a forward
+            place.share_buffers()
+        for i in range(count):
+            for hook in hooks.on_batch_end if i else ():  # of the micro-batch before
+                hook()
+            recorder.batch_size = share.sizes[i] if i < len(share.batches) else 0
+            loop.total_iteration_idx += 1
+            self.epoch_batches += 1
+            for hook in hooks.on_batch_begin:
+                hook()
+            if not i and gradients.trained is not None:
+                gradients.follow_at_step_begin()
+            loss = None
+            if i < len(share.batches):
+                with place.alone(counts, i):
+                    loss = self._loss(share, i, count)
+            for index in range(len(optimizer)):
+                if loss is not None:
+                    loss.backward(index, _iteration(loop), place.scaler)
+                if i == count - 1:
+                    self._take_step(optimizer, index)
+        place.scaler.update()
+
+    def step(self) -> None:
+        """The optimizers have stepped already, each after its loss."""
+        self.loop.global_step += 1
+        self.epoch_steps += 1
+        for hook in self.hooks.on_batch_end:
+            hook()
+
+    def _loss(self, share: StepShare, i: int, count: int) -> MultiLoss:
+        loop, place = self.loop, self.place
+        with place.autocast:
+            output = place.evaluated.get_loss(share.batches[i], loop.criterion, place.device)
+        if not isinstance(output, MultiLoss):
+            raise ConfigurationError(
+                f"get_loss returned a {type(output).__name__}: with a MultiOptimizer of aitoolbox it must return a "
+                "MultiLoss of aitoolbox, with a loss for each optimizer."
+            )
+        loop.last_loss = self.recorder.add_loss(output, share.sizes[i])
+        loop.__dict__["last_losses"] = output.detach()
+        scale = None if share.scales is None else share.scales[i]
+        scaled = self.gradients.scaled(output, None, scale, count, is_sum=False)
+        assert isinstance(scaled, MultiLoss)  # as it is divided and multiplied by map()
+        return scaled
+
+    def _take_step(self, optimizers: Any, index: int) -> None:
+        loop, scaler, optimizer = self.loop, self.place.scaler, optimizers[index]
+        parameters = parameters_of(optimizer)
+        if self.gather is not None:
+            # What other optimizers' losses left here goes along: each parameter is averaged once between two steps.
+            reduce_gradients(parameters)
+        self.gradients.show_and_clip([(index, optimizer)], parameters)
+        optimizers.step(index, _iteration(loop), scaler)
+        last = index == len(optimizers) - 1
+        for hook in self.hooks.on_after_optimizer_step:
+            if last or not isinstance(getattr(hook, "__self__", None), AbstractScheduler):  # these count steps
+                hook()
+        optimizers.zero_grad(index, _iteration(loop))
+
+
+def _iteration(loop: TrainLoop) -> int:
+    """The batch's index in its epoch, where the loop is AIToolbox's."""
+    return int(getattr(loop, "iteration", loop.total_iteration_idx))
+
+
+class MultiOptimizer(core.MultiOptimizer):
+    """Several optimizers, each stepped for its loss of a :class:`MultiLoss`; override ``step`` and ``zero_grad``."""
+
+    training_class: ClassVar[type[Training]] = MultiTraining
+
+    def __init__(self, optimizer_list: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__(optimizer_list)
+
+    def step(  # type: ignore[override]  # AIToolbox's signature, which scripts override
+        self, optimizer_idx: int, iteration: int, amp_grad_scaler: torch.amp.GradScaler
+    ) -> None:
+        """Step one optimizer."""
+        amp_grad_scaler.step(self.optimizer_list[optimizer_idx])
+
+    def zero_grad(self, optimizer_idx: int, iteration: int) -> None:  # type: ignore[override]  # as above
+        """Drop the gradients of one optimizer's parameters."""
+        self.optimizer_list[optimizer_idx].zero_grad()
+
+    def load_state_dict(self, state_dict_list: Any) -> None:
+        """Load what ``state_dict`` gave."""
+        if not isinstance(state_dict_list, list):
+            raise TypeError(f"state_dict_list is a {type(state_dict_list).__name__}: must be a list of state dicts.")
+        super().load_state_dict(state_dict_list)

@@ -1,0 +1,361 @@
+"""AIToolbox's result packages."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from trainloop.compat.aitoolbox.core_metrics import (
+    AccuracyMetric,
+    F1ScoreMetric,
+    MeanAbsoluteErrorMetric,
+    MeanSquaredErrorMetric,
+    PrecisionRecallCurveAUCMetric,
+    ROCAUCMetric,
+    as_array,
+)
+from trainloop.compat.aitoolbox.history import TrainingHistory
+from trainloop.errors import ConfigurationError
+
+__all__ = [
+    "AbstractResultPackage",
+    "BinaryClassificationResultPackage",
+    "ClassificationResultPackage",
+    "GeneralResultPackage",
+    "HFEvaluateResultPackage",
+    "MultipleResultPackageWrapper",
+    "PreCalculatedResultPackage",
+    "RegressionResultPackage",
+    "TorchMetricsPackage",
+]
+
+
+class AbstractResultPackage(ABC):
+    """Results computed from targets and predictions; write :meth:`prepare_results_dict`.
+
+    Parameters
+    ----------
+    pkg_name : str, optional
+    strict_content_check : bool
+        Make problems errors instead of printing them.
+    np_array : bool or 'auto'
+        Convert targets and predictions to numpy arrays; ``'auto'``: where their rows are of one length.
+    **kwargs
+        Kept as ``package_metadata``.
+    """
+
+    def __init__(
+        self,
+        pkg_name: str | None = None,
+        strict_content_check: bool = False,
+        np_array: bool | str = True,
+        **kwargs: Any,
+    ) -> None:
+        self.pkg_name: Any = pkg_name
+        self.strict_content_check = strict_content_check
+        self.np_array = np_array
+        self.y_true: Any = None
+        self.y_predicted: Any = None
+        self.additional_results: Any = None
+        self.additional_results_dump_paths: list[list[str]] | None = None
+        self.results_dict: dict[str, Any] | None = None
+        self.requires_loss = False
+        self.hyperparameters: dict[str, Any] | None = None
+        self.package_metadata = kwargs
+
+    @abstractmethod
+    def prepare_results_dict(self) -> dict[str, Any]:
+        """The results, from ``self.y_true``, ``self.y_predicted`` and ``self.additional_results``."""
+
+    def prepare_result_package(
+        self, y_true: Any, y_predicted: Any, hyperparameters: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Take targets and predictions, and compute."""
+        self.y_true, self.y_predicted = self._array(y_true), self._array(y_predicted)
+        self.hyperparameters = hyperparameters
+        self.additional_results = kwargs
+        self.results_dict = None
+        self.results_dict = self.prepare_results_dict()
+
+    def _array(self, rows: Any) -> Any:
+        if self.np_array == "auto":
+            return self.auto_y_input_array_convert(rows)
+        return as_array(rows) if self.np_array else rows
+
+    @staticmethod
+    def auto_y_input_array_convert(y_array: Any) -> Any:
+        """A numpy array where all rows are of one length, else as it is."""
+        lengths = {len(row) for row in y_array}
+        return as_array(y_array) if len(lengths) <= 1 else y_array
+
+    def get_results(self) -> Any:
+        """The results by metric."""
+        if self.results_dict is None:
+            self.warn_about_result_data_problem("Warning: Results dict missing")
+        return self.results_dict
+
+    def get_hyperparameters(self) -> dict[str, Any] | None:
+        """What ``prepare_result_package`` was given."""
+        self.qa_check_hyperparameters_dict()
+        return self.hyperparameters
+
+    def get_additional_results_dump_paths(self) -> list[list[str]] | None:
+        """Further files to keep, each ``[path among the results, local path]``."""
+        self.additional_results_dump_paths = self.list_additional_results_dump_paths()
+        self.qa_check_additional_results_dump_paths()
+        return self.additional_results_dump_paths
+
+    def list_additional_results_dump_paths(self) -> list[list[str]] | None:
+        """To be overridden by packages that write files: what :meth:`get_additional_results_dump_paths` returns."""
+        return None
+
+    def set_experiment_dir_path_for_additional_results(  # noqa: B027  # most packages write no files
+        self,
+        project_name: str,
+        experiment_name: str,
+        experiment_timestamp: str,
+        local_model_result_folder_path: str,
+    ) -> None:
+        """To be overridden by packages that write files: where to."""
+
+    def qa_check_hyperparameters_dict(self) -> None:
+        """Complain of what is missing among the hyperparameters."""
+        if self.hyperparameters is None:
+            self.warn_about_result_data_problem("Warning: Hyperparameters missing")
+        for name in ("bash_script_path", "experiment_file_path"):
+            if (self.hyperparameters or {}).get(name) is None:
+                self.warn_about_result_data_problem(f"{name} missing from hyperparameters dict.")
+
+    def qa_check_additional_results_dump_paths(self) -> None:
+        """Refuse what is no list of pairs of paths."""
+        paths = self.additional_results_dump_paths
+        pairs = isinstance(paths, list) and all(
+            isinstance(pair, list) and len(pair) == 2 and all(isinstance(path, str) for path in pair) for pair in paths
+        )
+        if paths is not None and not pairs:
+            raise ConfigurationError(
+                f"list_additional_results_dump_paths() returned {paths!r}: must be a list of "
+                "[path among the results, local path], or None."
+            )
+
+    def warn_about_result_data_problem(self, msg: str) -> None:
+        """Print, or raise where the check is strict."""
+        if self.strict_content_check:
+            raise ConfigurationError(msg)
+        print(msg)
+
+    @staticmethod
+    def zip_additional_results_dump(source_dir_path: str, zip_path: str) -> str:
+        """A zip of a folder."""
+        return shutil.make_archive(zip_path, "zip", source_dir_path)
+
+    def warn_if_results_dict_not_defined(self) -> None:
+        """Refuse to go on without results."""
+        if self.results_dict is None:
+            raise ConfigurationError("the result package has no results yet: call prepare_result_package() first.")
+
+    @property
+    def _results(self) -> dict[str, Any]:
+        self.warn_if_results_dict_not_defined()
+        assert self.results_dict is not None
+        return self.results_dict
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name}: {value}" for name, value in self._results.items())
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._results
+
+    def __getitem__(self, item: str) -> Any:
+        return self._results[item]
+
+    def __add__(self, other: AbstractResultPackage | dict[str, Any]) -> MultipleResultPackageWrapper:
+        return self.add_merge_multi_pkg_wrap(other)
+
+    __radd__ = __add__
+
+    def add_merge_multi_pkg_wrap(self, other_object: Any) -> MultipleResultPackageWrapper:
+        """Both packages in one, which keeps them apart."""
+        self.warn_if_results_dict_not_defined()
+        both = MultipleResultPackageWrapper()
+        both.prepare_result_package([copy.deepcopy(self), *_packages_of(other_object)], self.hyperparameters)
+        return both
+
+    def __iadd__(self, other: AbstractResultPackage | dict[str, Any]) -> AbstractResultPackage:
+        return self.add_merge_dicts(other)
+
+    def add_merge_dicts(self, other: AbstractResultPackage | dict[str, Any]) -> AbstractResultPackage:
+        """The other's results among these; their names must differ."""
+        (package,) = _packages_of(other, joined=True)
+        both = self._results.keys() & package.results_dict.keys()
+        if both:
+            raise ConfigurationError(f"both packages have results named {', '.join(sorted(both))}.")
+        self.results_dict = {**self._results, **package.results_dict}
+        return self
+
+
+def _packages_of(other: Any, joined: bool = False) -> list[Any]:
+    if isinstance(other, dict):
+        return [PreCalculatedResultPackage(copy.deepcopy(other))]
+    if not isinstance(other, AbstractResultPackage):
+        raise ConfigurationError(
+            f"a result package and a {type(other).__name__} can't be added: only packages and dicts."
+        )
+    other.warn_if_results_dict_not_defined()
+    other = copy.deepcopy(other)
+    return list(other.result_packages) if isinstance(other, MultipleResultPackageWrapper) and not joined else [other]
+
+
+class PreCalculatedResultPackage(AbstractResultPackage):
+    """Results that are known already."""
+
+    def __init__(self, results_dict: dict[str, Any], strict_content_check: bool = False, **kwargs: Any) -> None:
+        super().__init__("PreCalculatedResult", strict_content_check, **kwargs)
+        self.results_dict = results_dict
+        self.training_history = TrainingHistory()
+        self.hyperparameters = {}
+
+    def prepare_results_dict(self) -> dict[str, Any]:
+        return self._results
+
+
+class MultipleResultPackageWrapper(AbstractResultPackage):
+    """Several packages: results, targets and predictions by the packages' names."""
+
+    def __init__(self, strict_content_check: bool = False, **kwargs: Any) -> None:
+        super().__init__("MultipleResultWrapper", strict_content_check, **kwargs)
+        self.result_packages: list[Any] = []
+
+    def prepare_result_package(  # type: ignore[override]  # it gets packages, not targets
+        self, result_packages: Sequence[Any], hyperparameters: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Take packages that have results."""
+        self.result_packages = list(result_packages)
+        self.hyperparameters = hyperparameters
+        self.additional_results = kwargs
+        self.results_dict = self.prepare_results_dict()
+
+    def prepare_results_dict(self) -> dict[str, Any]:
+        results: dict[str, Any] = {}
+        self.y_true, self.y_predicted = {}, {}
+        self.additional_results = {self.pkg_name: self.additional_results} if self.additional_results else {}
+        for i, package in enumerate(self.result_packages):
+            name = f"ResultPackage{i}" if package.pkg_name is None else package.pkg_name
+            name = f"{name}{i}" if name in results else name
+            results[name] = package.get_results()
+            self.y_true[name], self.y_predicted[name] = package.y_true, package.y_predicted
+            self.additional_results[name] = package.additional_results
+        return results
+
+    def list_additional_results_dump_paths(self) -> list[list[str]] | None:
+        paths = [path for package in self.result_packages for path in package.get_additional_results_dump_paths() or ()]
+        return paths or None
+
+    def __str__(self) -> str:
+        return "\n".join(f"--> {package.pkg_name}:\n{package}" for package in self.result_packages)
+
+    def __len__(self) -> int:
+        return len(self.result_packages)
+
+    def add_merge_multi_pkg_wrap(self, other_object: Any) -> MultipleResultPackageWrapper:
+        """These packages and others in a new one."""
+        both = copy.deepcopy(self)
+        both += other_object
+        return both
+
+    def __iadd__(self, other: Any) -> MultipleResultPackageWrapper:  # type: ignore[misc]  # in place it stays this one
+        self.warn_if_results_dict_not_defined()
+        packages = [*self.result_packages, *_packages_of(other)]
+        self.prepare_result_package(packages, self.hyperparameters, **self.package_metadata)
+        return self
+
+
+class GeneralResultPackage(AbstractResultPackage):
+    """Any metrics: classes of :class:`AbstractBaseMetric`, called with targets and predictions."""
+
+    def __init__(self, metrics_list: Sequence[Any], strict_content_check: bool = False, **kwargs: Any) -> None:
+        super().__init__("GeneralResultPackage", strict_content_check, **kwargs)
+        self.metrics_list = metrics_list
+
+    def prepare_results_dict(self) -> dict[str, Any]:
+        results: dict[str, Any] = {}
+        for metric in self.metrics_list:
+            results.update(metric(self.y_true, self.y_predicted).get_metric_dict())
+        return results
+
+
+class BinaryClassificationResultPackage(AbstractResultPackage):
+    """``Accuracy``, ``ROC_AUC``, ``PrecisionRecall_AUC`` and ``F1_score``."""
+
+    def __init__(self, positive_class_thresh: float = 0.5, strict_content_check: bool = False, **kwargs: Any) -> None:
+        super().__init__("BinaryClassificationResult", strict_content_check, **kwargs)
+        self.positive_class_thresh = positive_class_thresh
+
+    def prepare_results_dict(self) -> dict[str, Any]:
+        rows, threshold = (self.y_true, self.y_predicted), self.positive_class_thresh
+        results = AccuracyMetric(*rows, threshold) + ROCAUCMetric(*rows)
+        return {**results, **(PrecisionRecallCurveAUCMetric(*rows) + F1ScoreMetric(*rows, threshold))}
+
+
+class ClassificationResultPackage(AbstractResultPackage):
+    """``Accuracy``."""
+
+    def __init__(self, strict_content_check: bool = False, **kwargs: Any) -> None:
+        super().__init__("ClassificationResult", strict_content_check, **kwargs)
+
+    def prepare_results_dict(self) -> dict[str, Any]:
+        return AccuracyMetric(self.y_true, self.y_predicted, positive_class_thresh=None).get_metric_dict()
+
+
+class RegressionResultPackage(AbstractResultPackage):
+    """``Mean_squared_error`` and ``Mean_absolute_error``."""
+
+    def __init__(self, strict_content_check: bool = False, **kwargs: Any) -> None:
+        super().__init__("RegressionResult", strict_content_check, **kwargs)
+
+    def prepare_results_dict(self) -> dict[str, Any]:
+        rows = self.y_true, self.y_predicted
+        return MeanSquaredErrorMetric(*rows) + MeanAbsoluteErrorMetric(*rows)
+
+
+class TorchMetricsPackage(AbstractResultPackage):
+    """A torchmetrics metric, or a collection; results are named ``<metric>_PTLMetrics``."""
+
+    def __init__(self, torch_metrics: Any) -> None:
+        super().__init__("Torch Metrics", np_array=False)
+        self.metric = torch_metrics
+
+    def prepare_results_dict(self) -> dict[str, Any]:
+        result = self.metric(self.y_predicted, self.y_true)
+        if not isinstance(result, dict):
+            result = {type(self.metric).__name__: result}
+        return {f"{name}_PTLMetrics": value for name, value in result.items()}
+
+    def metric_compute(self) -> Any:
+        """The metric over all that it has seen."""
+        return self.metric.compute()
+
+    def metric_reset(self) -> None:
+        """Forget what it has seen."""
+        self.metric.reset()
+
+
+class HFEvaluateResultPackage(AbstractResultPackage):
+    """A metric of Hugging Face's ``evaluate``; results are named ``<metric>_HFEvaluate``."""
+
+    def __init__(self, hf_evaluate_metric: Any, use_models_additional_results: bool = True, **kwargs: Any) -> None:
+        super().__init__("HuggingFace Evaluate metrics", **kwargs)
+        self.metric = hf_evaluate_metric
+        self.use_models_additional_results = use_models_additional_results
+
+    def prepare_results_dict(self) -> dict[str, Any]:
+        given = (self.additional_results or {}).get("additional_results") or {}
+        extra = {**self.package_metadata, **(given if self.use_models_additional_results else {})}
+        result = self.metric.compute(references=self.y_true, predictions=self.y_predicted, **extra)
+        return {f"{name}_HFEvaluate": value for name, value in (result or {}).items()}

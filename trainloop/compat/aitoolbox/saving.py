@@ -1,0 +1,451 @@
+"""AIToolbox's files of an experiment: ``<folder>/<project>/<experiment>_<time stamp>/`` with ``model/``,
+``checkpoint_model/`` and ``results/``."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO
+
+import torch
+
+from trainloop.callbacks.train_schedule import AbstractScheduler
+from trainloop.checkpoint.storage import split_file
+from trainloop.compat.aitoolbox.plots import TrainingHistoryPlotter
+from trainloop.errors import CheckpointError, ConfigurationError
+
+__all__ = [
+    "BaseLocalResultsSaver",
+    "ExperimentFolder",
+    "FullPyTorchExperimentLocalSaver",
+    "HyperParamSourceReporter",
+    "LocalResultsSaver",
+    "LocalSubOptimalModelRemover",
+    "PyTorchLocalModelLoader",
+    "PyTorchLocalModelSaver",
+]
+
+DEFAULT_FOLDER = "~/project/model_result"
+
+
+def new_timestamp() -> str:
+    """Now, as AIToolbox writes it."""
+    return time.strftime("%Y-%m-%d_%H-%M-%S")
+
+
+def write_atomically(path: str, write: Any) -> None:
+    """Write a local file, whole or not at all."""
+    where, name = split_file(path)
+    where.write(name, write)
+
+
+class ExperimentFolder:
+    """The folder of an experiment."""
+
+    @staticmethod
+    def create_base_folder(
+        project_name: str, experiment_name: str, experiment_timestamp: str, local_model_result_folder_path: str
+    ) -> str:
+        """Make it, where it is missing; its path."""
+        _, path = ExperimentFolder.get_base_folder_paths(
+            project_name, experiment_name, experiment_timestamp, local_model_result_folder_path
+        )
+        os.makedirs(path, exist_ok=True)
+        return path
+
+    @staticmethod
+    def get_base_folder_paths(
+        project_name: str, experiment_name: str, experiment_timestamp: str, local_model_result_folder_path: str
+    ) -> tuple[str, str]:
+        """Paths of the project and of the experiment."""
+        project = os.path.join(os.path.expanduser(local_model_result_folder_path), project_name)
+        return project, os.path.join(project, f"{experiment_name}_{experiment_timestamp}")
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def model_file_name(
+    experiment_name: str, timestamp: str, epoch: int | None = None, iteration: int | None = None
+) -> str:
+    """``model_<experiment>_<time stamp>[_E<epoch>[_ITER<iteration>]].pth``."""
+    suffix = "" if epoch is None else f"_E{epoch}" + ("" if iteration is None else f"_ITER{iteration}")
+    return f"model_{experiment_name}_{timestamp}{suffix}.pth"
+
+
+class PyTorchLocalModelSaver:
+    """Writes a model's state into ``model/``, or ``checkpoint_model/``."""
+
+    def __init__(self, local_model_result_folder_path: str = DEFAULT_FOLDER, checkpoint_model: bool = False) -> None:
+        self.local_model_result_folder_path = os.path.expanduser(local_model_result_folder_path)
+        self.checkpoint_model = checkpoint_model
+
+    @property
+    def folder_name(self) -> str:
+        """Of the folder within the experiment's."""
+        return "checkpoint_model" if self.checkpoint_model else "model"
+
+    def create_experiment_local_models_folder(
+        self, project_name: str, experiment_name: str, experiment_timestamp: str
+    ) -> str:
+        """Make the folder, where it is missing; its path."""
+        base = ExperimentFolder.create_base_folder(
+            project_name, experiment_name, experiment_timestamp, self.local_model_result_folder_path
+        )
+        path = os.path.join(base, self.folder_name)
+        os.makedirs(path, exist_ok=True)
+        return path
+
+    def save_model(
+        self,
+        model: Mapping[str, Any],
+        project_name: str,
+        experiment_name: str,
+        experiment_timestamp: str | None = None,
+        epoch: int | None = None,
+        iteration_idx: int | None = None,
+        protect_existing_folder: bool = True,
+    ) -> tuple[Any, ...]:
+        """Write it; ``(file name, path)``."""
+        self.check_model_dict_contents(model)
+        stamp = experiment_timestamp or new_timestamp()
+        name = model_file_name(experiment_name, stamp, epoch, iteration_idx)
+        path = os.path.join(self.create_experiment_local_models_folder(project_name, experiment_name, stamp), name)
+
+        def write(file: BinaryIO) -> None:
+            torch.save(model, file)
+
+        write_atomically(path, write)
+        return name, path
+
+    @staticmethod
+    def check_model_dict_contents(model: Mapping[str, Any]) -> None:
+        """Refuse a state without what is needed to go on from it."""
+        for name in ("model_state_dict", "optimizer_state_dict", "epoch", "hyperparams"):
+            if name not in model:
+                raise ConfigurationError(f"the model's dict has no {name!r}, but {', '.join(map(str, model))}.")
+
+
+class LocalSubOptimalModelRemover:
+    """Removes all but the best models, by a metric of the history; the lowest are best of a loss, else the highest."""
+
+    def __init__(self, metric_name: str, num_best_kept: int = 2) -> None:
+        self.metric_name = metric_name
+        self.decrease_metric = "loss" in metric_name
+        self.num_best_kept = num_best_kept
+        # Losses are there when a model is saved; other metrics may come later in the epoch, so they wait for the next.
+        self.is_default_metric = metric_name in ("loss", "accumulated_loss", "val_loss")
+        self.non_default_metric_buffer: list[str] | None = None
+        self.model_save_history: list[tuple[list[str], float]] = []
+
+    def decide_if_remove_suboptimal_model(self, history: Any, new_model_dump_paths: list[str]) -> None:
+        """A model has been saved: remove the worst one, where there are too many now."""
+        paths = new_model_dump_paths
+        if not self.is_default_metric:
+            paths, self.non_default_metric_buffer = self.non_default_metric_buffer or [], new_model_dump_paths
+        if paths and self.metric_name in history and history[self.metric_name]:
+            self.model_save_history.append((paths, history[self.metric_name][-1]))
+        elif paths:
+            print(f"Provided metric {self.metric_name} not found on the list of evaluated metrics: {history.keys()}")
+        if len(self.model_save_history) > self.num_best_kept:
+            self.model_save_history.sort(key=lambda saved: saved[1], reverse=not self.decrease_metric)
+            worst, _ = self.model_save_history.pop()
+            print(f"Removing suboptimal models. Paths to be removed: {worst}")
+            self.rm_suboptimal_model(worst)
+
+    @staticmethod
+    def rm_suboptimal_model(rm_model_paths: Sequence[str]) -> None:
+        """Remove files."""
+        for path in rm_model_paths:
+            os.remove(path)
+
+
+class PyTorchLocalModelLoader:
+    """Reads what :class:`PyTorchLocalModelSaver` has written, here or in AIToolbox, and puts it into objects.
+
+    Files are read with ``weights_only=True``: tensors and plain types, no code.
+    """
+
+    def __init__(self, local_model_result_folder_path: str) -> None:
+        self.local_model_result_folder_path = os.path.expanduser(local_model_result_folder_path)
+        self.model_representation: dict[str, Any] | None = None
+
+    def load_model(
+        self,
+        project_name: str,
+        experiment_name: str,
+        experiment_timestamp: str,
+        model_save_dir: str = "checkpoint_model",
+        epoch_num: int | None = None,
+        map_location: Any = None,
+    ) -> dict[str, Any]:
+        """Read an experiment's model, of an epoch where one is given."""
+        _, folder = ExperimentFolder.get_base_folder_paths(
+            project_name, experiment_name, experiment_timestamp, self.local_model_result_folder_path
+        )
+        name = model_file_name(experiment_name, experiment_timestamp, epoch_num)
+        return self.load_model_from_path(os.path.join(folder, model_save_dir, name), map_location)
+
+    def load_model_from_path(self, model_path: str, map_location: Any = None) -> dict[str, Any]:
+        """Read a file."""
+        try:
+            state = torch.load(os.path.expanduser(model_path), map_location=map_location, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{model_path} holds more than tensors and plain types, mostly in its hyperparams: {error}. Trust "
+                "it by torch.serialization.add_safe_globals([...]) of these types, or save it without them."
+            ) from error
+        state.setdefault("schedulers_state_dict", [])
+        self.model_representation = state
+        return dict(state)
+
+    def check_if_model_loaded(self) -> dict[str, Any]:
+        """What was read; an error where nothing was."""
+        if self.model_representation is None:
+            raise ConfigurationError("no model has been loaded yet: call load_model() first.")
+        return self.model_representation
+
+    def init_model(self, model: Any, used_data_parallel: bool = False) -> Any:
+        """Put the weights into a model; with ``used_data_parallel`` names that begin with ``module.`` lose that."""
+        state = self.check_if_model_loaded()["model_state_dict"]
+        if used_data_parallel:
+            state = {name.removeprefix("module."): value for name, value in state.items()}
+        model.load_state_dict(state)
+        return model
+
+    def init_optimizer(self, optimizer: Any, device: str = "cuda") -> Any:
+        """Put the state into an optimizer."""
+        optimizer.load_state_dict(self.check_if_model_loaded()["optimizer_state_dict"])
+        return optimizer
+
+    def init_scheduler(
+        self, scheduler_callbacks_list: list[Any], ignore_saved: bool = False, ignore_missing_saved: bool = False
+    ) -> list[Any]:
+        """Put the states into scheduler callbacks.
+
+        Raises
+        ------
+        ConfigurationError
+            If there are not as many saved as given, unless the one or the other is to be ignored.
+        """
+        saved = self.check_if_model_loaded()["schedulers_state_dict"]
+        given = scheduler_callbacks_list
+        if (given and not saved and ignore_missing_saved) or (saved and not given and ignore_saved):
+            return given
+        if len(saved) != len(given):
+            raise ConfigurationError(
+                f"the saved model has the states of {len(saved)} schedulers, and the loop has {len(given)}: give the "
+                "same, or pass ignore_saved_schedulers=True or ignore_missing_saved_schedulers=True."
+            )
+        for scheduler, state in zip(given, saved, strict=True):
+            if not isinstance(scheduler, AbstractScheduler):
+                raise TypeError(f"{scheduler!r} is not inherited from AbstractScheduler.")
+            scheduler.load_state_dict(state)
+        return given
+
+    def init_amp(self, amp_scaler: Any) -> Any:
+        """Put the state into a ``GradScaler``."""
+        amp_scaler.load_state_dict(self.check_if_model_loaded()["amp"])
+        return amp_scaler
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+class BaseLocalResultsSaver:
+    """Writes dicts into ``results/``, as pickle or JSON."""
+
+    def __init__(self, local_model_result_folder_path: str = DEFAULT_FOLDER, file_format: str = "pickle") -> None:
+        self.local_model_result_folder_path = os.path.expanduser(local_model_result_folder_path)
+        if file_format not in ("pickle", "json"):
+            print("Warning: file format should be: pickle or json. Setting it to default pickle")
+            file_format = "pickle"
+        self.file_format = file_format
+
+    def create_experiment_local_folder_structure(
+        self, project_name: str, experiment_name: str, experiment_timestamp: str
+    ) -> str:
+        """Make ``results/``; its path."""
+        return self.create_experiment_local_results_folder(
+            project_name, experiment_name, experiment_timestamp, self.local_model_result_folder_path
+        )
+
+    @staticmethod
+    def create_experiment_local_results_folder(
+        project_name: str, experiment_name: str, experiment_timestamp: str, local_model_result_folder_path: str
+    ) -> str:
+        """Make ``results/``; its path."""
+        base = ExperimentFolder.create_base_folder(
+            project_name, experiment_name, experiment_timestamp, local_model_result_folder_path
+        )
+        path = os.path.join(base, "results")
+        os.makedirs(path, exist_ok=True)
+        return path
+
+    @staticmethod
+    def get_experiment_local_results_folder_paths(
+        project_name: str, experiment_name: str, experiment_timestamp: str, local_model_result_folder_path: str
+    ) -> tuple[str, str, str]:
+        """Paths of the project, the experiment, and its ``results/``."""
+        project, base = ExperimentFolder.get_base_folder_paths(
+            project_name, experiment_name, experiment_timestamp, local_model_result_folder_path
+        )
+        return project, base, os.path.join(base, "results")
+
+    def save_file(self, result_dict: Any, file_name_w_type: str, file_local_path_w_type: str) -> tuple[str, str]:
+        """Write; ``(file name, path)``, with the format's ending."""
+        ending = ".p" if self.file_format == "pickle" else ".json"
+        as_json = self.file_format == "json"
+        content = json.dumps(result_dict, sort_keys=True, indent=4).encode() if as_json else pickle.dumps(result_dict)
+        write_atomically(file_local_path_w_type + ending, lambda file: file.write(content))
+        return file_name_w_type + ending, file_local_path_w_type + ending
+
+
+class LocalResultsSaver(BaseLocalResultsSaver):
+    """Writes a result package, hyperparameters and the history, with plots of it."""
+
+    def save_experiment_results(
+        self,
+        result_package: Any,
+        training_history: Any,
+        project_name: str,
+        experiment_name: str,
+        experiment_timestamp: str | None = None,
+        save_true_pred_labels: bool = False,
+        protect_existing_folder: bool = True,
+    ) -> list[list[str]]:
+        """All in one file; ``[path among the results, local path]`` of each file there is."""
+        return self._save(
+            result_package,
+            training_history,
+            (project_name, experiment_name, experiment_timestamp or new_timestamp()),
+            save_true_pred_labels,
+            {"results_hyperParams_hist": ("y_true", "y_predicted", "results", "hyperparameters", "training_history")},
+        )
+
+    def save_experiment_results_separate_files(
+        self,
+        result_package: Any,
+        training_history: Any,
+        project_name: str,
+        experiment_name: str,
+        experiment_timestamp: str | None = None,
+        save_true_pred_labels: bool = False,
+        protect_existing_folder: bool = True,
+    ) -> list[list[str]]:
+        """Each in its own file; paths as of :meth:`save_experiment_results`."""
+        files: dict[str, tuple[str, ...]] = {
+            "results": ("results",),
+            "hyperparams": ("hyperparameters",),
+            "train_history": ("training_history",),
+        }
+        if save_true_pred_labels:
+            files["true_pred_labels"] = ("y_true", "y_predicted")
+        where = project_name, experiment_name, experiment_timestamp or new_timestamp()
+        return self._save(result_package, training_history, where, save_true_pred_labels, files)
+
+    def _save(
+        self,
+        package: Any,
+        history: Any,
+        where: tuple[str, str, str],
+        labels: bool,
+        files: Mapping[str, tuple[str, ...]],
+    ) -> list[list[str]]:
+        folder = self.create_experiment_local_folder_structure(*where)
+        _, experiment, stamp = where
+        everything = {
+            "results": package.get_results(),
+            "hyperparameters": package.get_hyperparameters(),
+            "training_history": history.get_train_history(),
+        }
+        if labels:
+            everything.update(y_true=package.y_true, y_predicted=package.y_predicted)
+        further = package.get_additional_results_dump_paths() or []
+        plots = TrainingHistoryPlotter(folder).generate_report(history, plots_folder_name="plots")
+        saved = []
+        for kind, keys in files.items():
+            content = {key: everything[key] for key in keys if key in everything}
+            if kind != "true_pred_labels":
+                content.update(experiment_name=experiment, experiment_results_local_path=folder)
+            name = f"{kind}_{experiment}_{stamp}"
+            saved.append(list(self.save_file(content, name, os.path.join(folder, name))))
+        return saved + list(further) + plots
+
+
+class FullPyTorchExperimentLocalSaver:
+    """Writes a model and its results."""
+
+    def __init__(
+        self, project_name: str, experiment_name: str, local_model_result_folder_path: str = DEFAULT_FOLDER
+    ) -> None:
+        self.project_name = project_name
+        self.experiment_name = experiment_name
+        self.model_saver: Any = PyTorchLocalModelSaver(local_model_result_folder_path)
+        self.results_saver: Any = LocalResultsSaver(local_model_result_folder_path)
+
+    def save_experiment(
+        self,
+        model: Mapping[str, Any],
+        result_package: Any,
+        training_history: Any,
+        experiment_timestamp: str | None = None,
+        save_true_pred_labels: bool = False,
+        separate_files: bool = False,
+        protect_existing_folder: bool = True,
+    ) -> list[str]:
+        """Write both; the paths."""
+        where = self.project_name, self.experiment_name, experiment_timestamp or new_timestamp()
+        _, model_path = self.model_saver.save_model(model, *where)
+        saver = self.results_saver
+        save = saver.save_experiment_results_separate_files if separate_files else saver.save_experiment_results
+        saved = save(result_package, training_history, *where, save_true_pred_labels=save_true_pred_labels)
+        return [model_path, *(path for _, path in saved)]
+
+
+class HyperParamSourceReporter:
+    """Writes ``hyperparams_list.txt``, the script, and the source folders as a zip into the experiment's folder."""
+
+    def __init__(
+        self,
+        project_name: str,
+        experiment_name: str,
+        experiment_timestamp: str,
+        local_model_result_folder_path: str,
+    ) -> None:
+        self.experiment_dir_path = ExperimentFolder.create_base_folder(
+            project_name, experiment_name, experiment_timestamp, local_model_result_folder_path
+        )
+        self.file_name = "hyperparams_list.txt"
+        self.local_hyperparams_file_path = os.path.join(self.experiment_dir_path, self.file_name)
+
+    def save_hyperparams_to_text_file(self, hyperparams: Mapping[str, Any], sort_names: bool = False) -> str:
+        """One line a hyperparameter."""
+        names = sorted(hyperparams) if sort_names else hyperparams
+        text = "".join(f"{name}:\t{hyperparams[name]}\n" for name in names)
+        write_atomically(self.local_hyperparams_file_path, lambda file: file.write(text.encode()))
+        return self.local_hyperparams_file_path
+
+    def save_experiment_python_file(self, hyperparams: Mapping[str, Any]) -> str | None:
+        """A copy of the file ``hyperparams['experiment_file_path']``, where there is such a file."""
+        path = hyperparams.get("experiment_file_path")
+        if not path or not os.path.isfile(path):  # a notebook
+            print(f"experiment_file_path={path!r} in hyperparams is no file, and is not copied to the experiment.")
+            return None
+        return shutil.copyfile(path, os.path.join(self.experiment_dir_path, os.path.basename(path)))
+
+    def save_experiment_source_files(self, hyperparams: Mapping[str, Any]) -> str | None:
+        """A zip of the folders ``hyperparams['source_dirs_paths']``."""
+        folders = hyperparams.get("source_dirs_paths")
+        if not isinstance(folders, (list, tuple)) or not folders:
+            return None
+        copied = os.path.join(self.experiment_dir_path, "source_code")
+        for folder in map(os.path.expanduser, folders):
+            shutil.copytree(folder, os.path.join(copied, os.path.basename(os.path.normpath(folder))))
+        path = shutil.make_archive(copied, "zip", copied)
+        shutil.rmtree(copied)
+        return path
