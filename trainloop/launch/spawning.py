@@ -177,10 +177,13 @@ class Ranks:
     def _end_lingering(self, ranks: list[int]) -> None:
         """All work is done, and the result is here; some process does not end."""
         stacks = self._stacks(ranks=ranks)
+        still = [self._start.rank + r for r in ranks if self._processes[r].is_alive()]  # others were just ending
         self.end()
-        text = "".join(f"\n\nPython stack of rank {rank}:\n{stack.rstrip()}" for rank, stack in stacks.items())
+        if not still:
+            return
+        text = "".join(f"\n\nPython stack of rank {rank}:\n{stacks[rank].rstrip()}" for rank in still)
         warnings.warn(
-            f"{len(ranks)} of {self._start.world_size} ranks had done all work but did not end within "
+            f"{len(still)} of {self._start.world_size} ranks had done all work but did not end within "
             f"{self._start.timeout_s:g} s, and were ended: see below for what they waited for (a thread that is no "
             f"daemon, most often).{text}",
             RuntimeWarning,
