@@ -116,7 +116,7 @@ def test_one_step_is_short() -> None:
 FILES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for path in PACKAGE.rglob("*.py")
-    if "compat" not in path.parts
+    if "compat" not in path.relative_to(PACKAGE).parts
 }
 
 

@@ -42,7 +42,7 @@ def _figure() -> Any:
 
 
 class TrainingHistoryPlotter:
-    """A plot of each metric with numbers."""
+    """A plot of each metric that has more than one number."""
 
     def __init__(self, experiment_results_local_path: str) -> None:
         self.experiment_results_local_path = experiment_results_local_path
@@ -58,7 +58,9 @@ class TrainingHistoryPlotter:
     def generate_plots(training_history: Any) -> Iterator[tuple[str, Any]]:
         """Each metric's name and figure."""
         for name, results in training_history.get_train_history_dict(flatten_dict=True).items():
-            if results and all(isinstance(value, (int, float)) or hasattr(value, "__float__") for value in results):
+            if len(results) > 1 and all(
+                isinstance(value, (int, float)) or hasattr(value, "__float__") for value in results
+            ):
                 figure = _figure()
                 axes = figure.add_subplot()
                 axes.plot(range(len(results)), [float(value) for value in results], marker="o")
