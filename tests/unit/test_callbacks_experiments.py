@@ -24,7 +24,7 @@ def run_once(folder: Path) -> str:
     return experiment.name.removeprefix("cnn_")
 
 
-@pytest.mark.parametrize("epoch, step", [(None, 14), (0, 4), (1, 12)])
+@pytest.mark.parametrize("epoch, step", [(None, 14), (0, 4), (1, 14)])
 def test_continue_training(tmp_path: Path, epoch: int | None, step: int) -> None:
     stamp = run_once(tmp_path)
     whole = make_loop(seed=0, shuffle=True)
