@@ -40,6 +40,11 @@ class Measured(TTModel):
         self.accuracy.update(output, y)
         return output, y, {}
 
+    def on_evaluation_end(self, dataset_info: dict[str, Any]) -> None:
+        if self.accuracy.update_called:
+            self.log("metric", self.accuracy.compute())  # of all ranks, by torchmetrics' own exchange
+            self.accuracy.reset()
+
 
 def make_measured(batch: int, shuffle: bool) -> Parts:
     model = Measured().double()

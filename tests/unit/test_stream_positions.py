@@ -14,7 +14,7 @@ from simulated_ranks import SEED, Exchange
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from trainloop.checkpoint import plain
-from trainloop.data import train_feed
+from trainloop.data import eval_feed, train_feed
 
 
 class Stream(IterableDataset[Any]):
@@ -230,3 +230,19 @@ def test_checkpoints_from_before_and_streams_that_say_nothing_are_read_again() -
         states[0].pop("position")
         after, _, _ = epochs(make, 1, SEED, saved=((0, 1), states))
         assert after[0] == whole[0][1:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_evaluation_gives_its_batches_only(num_workers: int) -> None:
+    """A training's batches bring places along, and turns without a batch."""
+    batches = {}
+    for rank in range(2):
+        loader = DataLoader(Stream(asks=num_workers > 0), batch_size=4, num_workers=num_workers)
+        feed = eval_feed(loader, rank=rank, world_size=2, seed=0)
+        for index, batch, size in feed.batches():
+            assert size == len(batch)
+            batches[index] = batch
+    rows = torch.cat([batches[index] for index in sorted(batches)])
+    assert sorted(rows[:, 1].tolist()) == list(range(Stream.per_epoch))
+    whole = DataLoader(Stream(asks=num_workers > 0), batch_size=4, num_workers=num_workers)
+    assert torch.equal(rows, torch.cat(list(whole)))

@@ -194,7 +194,7 @@ class _Whole:
         # Of an iterable dataset it has to be seen that no sample comes once a worker, and that all ranks read the same.
         shared = world_size > 1 and not each_its_own
         if loaders.is_stream(loader) and not loaders.iterates_itself(loader) and (shared or loader.num_workers > 0):
-            self.loader = stream_twin(loader, rank=0, world_size=1, shared=shared, name=name)
+            self.loader = stream_twin(loader, rank=0, world_size=1, shared=shared, with_places=False, name=name)
 
     def items(self) -> Iterator[tuple[tuple[int, int], Any]]:
         if self._seed is None:

@@ -305,7 +305,9 @@ class _Stream:
         self._seed = derive_seed(seed, "stream", rank) if given else derive_seed(seed, "stream")
         # Of a stream that is this rank's own share already, it keeps all.
         shared = world_size > 1 and not given
-        self.loader = stream_twin(loader, *((0, 1) if given else (rank, world_size)), shared=shared, name=name)
+        self.loader = stream_twin(
+            loader, *((0, 1) if given else (rank, world_size)), shared=shared, with_places=True, name=name
+        )
         batch_size = None if loader.batch_sampler is None else loader.batch_size
         self.global_batch_size = None if batch_size is None else batch_size * world_size
         # What a dataset says of its length, and how its workers share it out, is its own affair: a plan, not a promise.

@@ -60,14 +60,20 @@ class StreamShard(IterableDataset[Any]):
         Leave out a short global batch.
     shared : bool
         Whether other ranks read the stream as well, and each has to see the same.
-
-    Notes
-    -----
-    Of a dataset that has a state, each global batch brings along where the dataset then stands, from workers too.
+    with_places : bool
+        Whether each global batch of a dataset that has a state brings along where the dataset then stands, from workers
+        too. Training resumes from there; an evaluation, which is always whole, has no use for it.
     """
 
     def __init__(
-        self, dataset: Any, batch_size: int | None, rank: int, world_size: int, drop_last: bool, shared: bool
+        self,
+        dataset: Any,
+        batch_size: int | None,
+        rank: int,
+        world_size: int,
+        drop_last: bool,
+        shared: bool,
+        with_places: bool,
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
@@ -75,7 +81,7 @@ class StreamShard(IterableDataset[Any]):
         self.world_size = world_size
         self.drop_last = drop_last
         self.shared = shared
-        self.stateful = is_stateful(dataset)
+        self.stateful = with_places and is_stateful(dataset)
         self.places: dict[int, dict[str, Any]] = {}
         """Where each worker (0: this process) goes on, once; see :class:`StreamPlaces`."""
         self._at_end = False  # of an epoch, by a state that was loaded
@@ -316,12 +322,12 @@ class WatchWorker:
             self.worker_init_fn(worker_id)
 
 
-def stream_twin(loader: Any, rank: int, world_size: int, *, shared: bool, name: str) -> Any:
+def stream_twin(loader: Any, rank: int, world_size: int, *, shared: bool, with_places: bool, name: str) -> Any:
     """A loader of an iterable dataset that gives :class:`Share` objects: this rank's part of each global batch."""
     batch_size = None if loader.batch_sampler is None else loader.batch_size
     changes: dict[str, Any] = {
         "dataset": StreamShard(
-            same_on_all_ranks(loader.dataset), batch_size, rank, world_size, loader.drop_last, shared
+            same_on_all_ranks(loader.dataset), batch_size, rank, world_size, loader.drop_last, shared, with_places
         ),
         "sampler": EndlessSampler(),
         "batch_sampler": None,  # StreamShard cuts the stream into batches
