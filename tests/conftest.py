@@ -226,8 +226,9 @@ def _shared_memory() -> set[str]:
 def _made_by_this_process(name: str) -> bool:
     """A semaphore and torch_<pid>_... tell their maker; another name is judged by the time of the test alone."""
     if name.startswith("sem."):
-        # Those of a launch begin with the launching process's number.
-        return name.startswith((f"sem.{_SEMAPHORES}-", f"sem.mp-{os.getpid()}-"))
+        # Those of a launch begin with the launching process's number. joblib, which comes with scikit-learn, names all
+        # of a process's semaphores anew once it is imported.
+        return name.startswith((f"sem.{_SEMAPHORES}-", f"sem.mp-{os.getpid()}-", f"sem.loky-{os.getpid()}-"))
     parts = name.split("_")
     return not (parts[0] == "torch" and len(parts) > 1 and parts[1].isdigit()) or int(parts[1]) == os.getpid()
 

@@ -73,7 +73,7 @@ def _leave_folder() -> Callable[[], object]:
         (_leave_child, "children: pid"),
         (_leave_descriptor, "file descriptors: "),
         (_leave_shared_memory, "shared memory: psm_"),
-        (_leave_semaphore, f"shared memory: sem.mp-tests-{os.getpid()}-"),
+        (_leave_semaphore, "shared memory: sem."),
         (_leave_threads_setting, "torch threads: was"),
         (_leave_folder, "current folder: was"),
     ],

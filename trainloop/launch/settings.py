@@ -363,7 +363,9 @@ SETTINGS: list[Setting] = [
         lambda value: torch.multiprocessing.set_sharing_strategy(value),
     ),
     Setting(
-        "torch.serialization.add_safe_globals", lambda: torch.serialization.get_safe_globals(), _write_safe_globals
+        "torch.serialization.add_safe_globals",
+        lambda: sorted(torch.serialization.get_safe_globals(), key=repr),  # torch gives a set's order, which varies
+        _write_safe_globals,
     ),
     Setting("sys.setrecursionlimit", sys.getrecursionlimit, sys.setrecursionlimit),
     _config("torch._dynamo.config"),
