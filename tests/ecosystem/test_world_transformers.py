@@ -174,6 +174,9 @@ def make_t5(batch: int, shuffle: bool) -> Parts:
         decoder_start_token_id=PAD,
     )  # fmt: skip
     model = TokenWeighted(T5ForConditionalGeneration(config).double())
+    for part in model.modules():  # attention draws by a function, which a comparison of modes can't switch off
+        if isinstance(getattr(part, "dropout", None), float):
+            part.dropout = 0.0
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
     return Parts(
         model,
@@ -204,10 +207,12 @@ def make_bert(batch: int, shuffle: bool) -> Parts:
 
 own_loss = plain(lambda model, batch: model.net(**batch).loss)
 
+IN_FLOAT32 = 1e-5  # transformers computes a causal loss, and T5 its softmax, in float32, whatever the weights are
+
 test_single, test_ddp = in_all_modes(
-    Entry("gpt2", make_gpt2, gpt2_by_hand),
-    Entry("gradient_checkpointing", make_checkpointed, own_loss),
-    Entry("lora", make_lora, own_loss),
-    Entry("t5", make_t5, own_loss),
+    Entry("gpt2", make_gpt2, gpt2_by_hand, tolerance=IN_FLOAT32),
+    Entry("gradient_checkpointing", make_checkpointed, own_loss, tolerance=IN_FLOAT32),
+    Entry("lora", make_lora, own_loss, tolerance=IN_FLOAT32),
+    Entry("t5", make_t5, own_loss, tolerance=IN_FLOAT32),
     Entry("bert", make_bert, own_loss),
 )

@@ -173,7 +173,8 @@ def check_ddp(entry: Entry, folder: Path) -> None:
         hand = fresh(entry, 2 * entry.batch, shuffle=False, calm=True)
         entry.by_hand(hand, entry.epochs)
         far = {name: by for name, by in differing(ours.model, hand.model).items() if not by <= entry.tolerance}
-        assert far == {}, "ddp is not one process over the global batch"
+        worst = sorted(far.items(), key=lambda item: -item[1])[:4]
+        assert far == {}, f"ddp is not one process over the global batch: {worst}"
     if predict:
         assert_evaluated(ours, predict.predictions, predict.loss, max(entry.tolerance, 1e-6))
 
