@@ -174,9 +174,6 @@ def make_t5(batch: int, shuffle: bool) -> Parts:
         decoder_start_token_id=PAD,
     )  # fmt: skip
     model = TokenWeighted(T5ForConditionalGeneration(config).double())
-    for part in model.modules():  # attention draws by a function, which a comparison of modes can't switch off
-        if isinstance(getattr(part, "dropout", None), float):
-            part.dropout = 0.0
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
     return Parts(
         model,

@@ -191,7 +191,7 @@ def fresh(entry: Entry, batch: int, *, shuffle: bool, calm: bool = False) -> Par
     for module in parts.model.modules() if calm else ():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-        elif isinstance(module, nn.RNNBase):
+        elif isinstance(getattr(module, "dropout", None), float):  # nn.LSTM's, nn.MultiheadAttention's, T5's attention
             module.dropout = 0.0
     return parts
 
