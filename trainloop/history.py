@@ -7,7 +7,6 @@ import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from itertools import zip_longest
 from typing import Any
 
@@ -141,6 +140,8 @@ class History(Mapping[str, list[float]]):
     def _repr_html_(self) -> str:
         rows = self.rows()
         names = list(dict.fromkeys(["epoch", *self._values]))
+        from html import escape
+
         head = "".join(f"<th>{escape(name)}</th>" for name in names)
         body = "".join("<tr>" + "".join(f"<td>{_cell(row, name)}</td>" for name in names) + "</tr>" for row in rows)
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

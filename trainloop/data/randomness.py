@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.random import mtrand
 
 T = TypeVar("T")
 
@@ -56,6 +55,8 @@ class Aside:
         return self
 
     def __enter__(self) -> None:
+        from numpy.random import mtrand  # not with this module: numpy loads it when it is first used, 8 ms
+
         numpy_outside = mtrand.get_bit_generator()
         self._outside = random.getstate(), numpy_outside, torch.default_generator.get_state()
         mtrand.set_bit_generator(self._numpy)
@@ -67,6 +68,8 @@ class Aside:
             torch.default_generator.set_state(self._torch)
 
     def __exit__(self, *_: object) -> None:
+        from numpy.random import mtrand
+
         assert self._outside is not None
         if self._goes_on:
             self._python, self._torch = random.getstate(), torch.default_generator.get_state()
