@@ -12,7 +12,7 @@ import pytest
 import torch
 from loader_kinds import Kind, parts
 
-from trainloop.data import StepShare, train_feed
+from trainloop.data import StepBatches, train_feed
 
 
 class Exchange:
@@ -71,11 +71,11 @@ def each(kinds: list[Kind]) -> Any:
 
 def rank_steps(
     make: Callable[[], Any], world_size: int, grad_accumulation: int = 1, *, epochs: int = 2, skip: int = 0
-) -> list[list[list[StepShare]]]:
+) -> list[list[list[StepBatches]]]:
     """Steps of each rank, in each epoch."""
     exchange = Exchange(world_size)
 
-    def of_rank(rank: int) -> list[list[StepShare]]:
+    def of_rank(rank: int) -> list[list[StepBatches]]:
         feed = train_feed(make(), rank=rank, world_size=world_size, seed=SEED, exchange_ints=exchange.of_rank(rank))
         steps = []
         for epoch in range(epochs):

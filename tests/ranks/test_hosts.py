@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from trainloop.errors import ConfigurationError
-from trainloop.launch import meeting
+from trainloop.launch import rendezvous
 from trainloop.launch.failures import Failure
-from trainloop.launch.meeting import Meeting, meeting_point
+from trainloop.launch.rendezvous import Rendezvous, rendezvous_point
 
-# -- the meeting point -------------------------------------------------------------------------------------------------
+# -- the rendezvous point ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ from trainloop.launch.meeting import Meeting, meeting_point
     ],
 )
 def test_the_meeting_point(init_method: str | None, environ: dict[str, str], point: tuple[str, int]) -> None:
-    assert meeting_point(init_method, environ) == point
+    assert rendezvous_point(init_method, environ) == point
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_the_meeting_point(init_method: str | None, environ: dict[str, str], poi
 )
 def test_a_meeting_point_that_is_none(init_method: str | None, environ: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        meeting_point(init_method, environ)
+        rendezvous_point(init_method, environ)
 
 
 def free_port() -> int:
@@ -60,8 +60,10 @@ def free_port() -> int:
         return port
 
 
-def meet(port: int, node_rank: int, num_nodes: int = 2, ranks: int = 2, wait_s: float = 20.0) -> Meeting:
-    return Meeting(("127.0.0.1", port), node_rank=node_rank, num_nodes=num_nodes, ranks_per_node=ranks, wait_s=wait_s)
+def meet(port: int, node_rank: int, num_nodes: int = 2, ranks: int = 2, wait_s: float = 20.0) -> Rendezvous:
+    return Rendezvous(
+        ("127.0.0.1", port), node_rank=node_rank, num_nodes=num_nodes, ranks_per_node=ranks, wait_s=wait_s
+    )
 
 
 def in_threads(*calls: dict[str, Any]) -> list[Any]:
@@ -144,7 +146,7 @@ def test_a_host_that_goes_away_is_lost() -> None:
 
 
 def test_a_host_that_falls_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "SILENCE_S", 1.0)
+    monkeypatch.setattr(rendezvous, "SILENCE_S", 1.0)
     port = free_port()
     zero, one = in_threads({"port": port, "node_rank": 0}, {"port": port, "node_rank": 1})
     monkeypatch.setattr(one, "_send_all", lambda *args, **kwargs: None)
@@ -193,9 +195,9 @@ def test_a_port_that_is_taken_and_an_address_of_another_host() -> None:
         with pytest.raises(ConfigurationError, match=r"node 0 can't listen at 127.*in use. Choose another port"):
             meet(s.getsockname()[1], 0)
     with pytest.raises(ConfigurationError, match=r"node 0 can't listen at 192.0.2.1:5.* Give an address of this host"):
-        Meeting(("192.0.2.1", 5), node_rank=0, num_nodes=2, ranks_per_node=1, wait_s=1)
+        Rendezvous(("192.0.2.1", 5), node_rank=0, num_nodes=2, ranks_per_node=1, wait_s=1)
     with pytest.raises(ConfigurationError, match=r"can't listen at no.such.host.invalid:5.* Give an address of this"):
-        Meeting(("no.such.host.invalid", 5), node_rank=0, num_nodes=2, ranks_per_node=1, wait_s=1)
+        Rendezvous(("no.such.host.invalid", 5), node_rank=0, num_nodes=2, ranks_per_node=1, wait_s=1)
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -336,6 +338,6 @@ def test_a_cut_cable_ends_both_sides(two_hosts: list[str], tmp_path: Path) -> No
         time.sleep(0.1)
     run_ip("-n", two_hosts[0], "link", "set", "cable", "down")
     for node, process in enumerate(nodes):
-        _, err = process.communicate(timeout=meeting.SILENCE_S + 30)
+        _, err = process.communicate(timeout=rendezvous.SILENCE_S + 30)
         assert process.returncode == 1
         assert f"WorkerFailedError: node {1 - node} of 2 was lost: " in err, err

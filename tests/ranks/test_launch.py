@@ -27,7 +27,7 @@ from ranks import run_ranks
 from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError
 from trainloop.launch import join, joined, launch, main_guard
-from trainloop.launch.joining import first_host, meeting_point
+from trainloop.launch.joining import first_host, rendezvous_point
 from trainloop.stopping import StopAgreement
 
 # -- ranks that launch started -----------------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "5", "SLURM_LOCALID": "1", "SLURM_
 JOINED: dict[str, tuple[dict[str, str], Rank | None]] = {
     "torchrun": ({**TORCHRUN, "MASTER_PORT": "1", "GROUP_RANK": "1"}, Rank(5, 8, 1, 4, 1, 2)),
     "by hand": ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, Rank(1, 2, 1, 2, 0, 1)),
-    "no meeting point": (TORCHRUN, None),
+    "no rendezvous point": (TORCHRUN, None),
     "nothing": ({}, None),
     "Slurm": ({**SLURM, "SLURM_TASKS_PER_NODE": "2,3"}, Rank(3, 5, 1, 3, 1, 2)),
     "Slurm, short form": (
@@ -406,13 +406,13 @@ def test_the_first_host_of_a_slurm_job(nodes: str, first: str) -> None:
 
 def test_where_the_tasks_of_a_slurm_job_meet() -> None:
     job = {"SLURM_NODELIST": "gpu[07-09]", "SLURM_JOB_ID": "123456"}
-    point = meeting_point(job)
-    assert point == meeting_point(dict(job))
+    point = rendezvous_point(job)
+    assert point == rendezvous_point(dict(job))
     assert point.startswith("tcp://gpu07:")
     assert 15000 <= int(point.rpartition(":")[2]) < 35000
-    assert meeting_point({**job, "SLURM_STEP_ID": "1"}) != point
-    assert meeting_point({**job, "MASTER_ADDR": "x", "MASTER_PORT": "7"}) == "tcp://x:7"
-    assert meeting_point({}).startswith("tcp://127.0.0.1:")
+    assert rendezvous_point({**job, "SLURM_STEP_ID": "1"}) != point
+    assert rendezvous_point({**job, "MASTER_ADDR": "x", "MASTER_PORT": "7"}) == "tcp://x:7"
+    assert rendezvous_point({}).startswith("tcp://127.0.0.1:")
 
 
 def test_joining_where_nobody_started_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

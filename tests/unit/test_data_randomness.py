@@ -24,7 +24,7 @@ from loader_kinds import (
 from simulated_ranks import SEED, each, global_state, rank_steps, same
 from torch.utils.data import DataLoader, RandomSampler
 
-from trainloop.data import StepShare, TrainFeed, train_feed
+from trainloop.data import StepBatches, TrainFeed, train_feed
 
 # -- with a seed -------------------------------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ def test_a_users_generator_gives_the_order_in_every_mode(dataset: Any) -> None:
     ],
 )
 def test_state_resumes_an_epoch_where_it_was_left(make: Callable[[], Any], seed: int | None) -> None:
-    def train(feed: TrainFeed, steps: Iterator[StepShare]) -> list[Any]:
+    def train(feed: TrainFeed, steps: Iterator[StepBatches]) -> list[Any]:
         # The model draws as well, between one fetch and the next.
         return [(step.batches[0], torch.rand(())) for step in steps]
 

@@ -31,7 +31,7 @@ from simulated_ranks import SEED, Exchange, each, global_state, rank_steps, same
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
-from trainloop.data import StepShare, eval_feed, train_feed
+from trainloop.data import StepBatches, eval_feed, train_feed
 from trainloop.errors import ConfigurationError
 
 # -- shares ------------------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_known_sizes_are_not_exchanged() -> None:
 def test_streams_of_unequal_length_end_together(lengths: tuple[int, int]) -> None:
     exchange = Exchange(2)
 
-    def of_rank(rank: int) -> list[StepShare]:
+    def of_rank(rank: int) -> list[StepBatches]:
         stream = Stream(lengths[rank] * 4)
         stream.is_distributed = True  # type: ignore[attr-defined]  # as a user's own class would say
         loader: Any = DataLoader(stream, 4)

@@ -400,15 +400,15 @@ def test_what_stays_on_a_rank() -> None:
         log(recorder, "own", float(rank), sync_dist=False)
         log(recorder, "main", float(rank + 1), rank_zero_only=True)
         log(recorder, "all", float(rank))
-        end = recorder.finish_epoch(rider=("from", rank))
-        return end.metrics, rows_of(end.steps), end.riders, recorder.rank_zero_only_names
+        end = recorder.finish_epoch(attachment=("from", rank))
+        return end.metrics, rows_of(end.steps), end.attachments, recorder.rank_zero_only_names
 
     results, exchanges = in_ranks(2, work)
     assert exchanges == 1
     assert [metrics for metrics, *_ in results] == [{"all": 0.5, "own": 0.0, "main": 1.0}, {"all": 0.5, "own": 1.0}]
     assert results[0][1] == [(1, {"all": 0.5, "own": 0.0, "main": 1.0})]
     assert results[1][1] == [(1, {"all": 0.5, "own": 1.0})]
-    assert all(riders == [("from", 0), ("from", 1)] for _, _, riders, _ in results)
+    assert all(attachments == [("from", 0), ("from", 1)] for _, _, attachments, _ in results)
     assert all(names == {"main"} for *_, names in results)
 
 

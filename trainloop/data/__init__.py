@@ -9,7 +9,16 @@
 from trainloop.data.batches import count_samples, move_to
 from trainloop.data.columns import SplitBatches
 from trainloop.data.evaluation import EvalFeed, eval_feed
-from trainloop.data.steps import StepShare
+from trainloop.data.steps import StepBatches
 from trainloop.data.train import TrainFeed, train_feed
 
-__all__ = ["EvalFeed", "SplitBatches", "StepShare", "TrainFeed", "count_samples", "eval_feed", "move_to", "train_feed"]
+__all__ = [
+    "EvalFeed",
+    "SplitBatches",
+    "StepBatches",
+    "TrainFeed",
+    "count_samples",
+    "eval_feed",
+    "move_to",
+    "train_feed",
+]

@@ -24,7 +24,7 @@ from trainloop.data.randomness import Aside, SeedOnArrival
 from trainloop.rng import derive_seed
 from trainloop.sharding import BatchPlan, IdentityOrder, Order, PermutedOrder, index_blocks, shard_size
 
-Shares = tuple[int, ...]
+RankSizes = tuple[int, ...]
 """Samples of each rank in one global batch; -1 where only the rank itself will know."""
 
 # Of these the order is settled when the epoch begins: reading ahead can't change it. A user's own sampler may look at
@@ -133,7 +133,7 @@ class ShardSampler(DistributedSampler[Any]):
         for indices, _ in self.batches():
             yield from indices
 
-    def batches(self, first_batch: int = 0) -> Iterator[tuple[list[Any], Shares]]:
+    def batches(self, first_batch: int = 0) -> Iterator[tuple[list[Any], RankSizes]]:
         """This rank's indices of each global batch from ``first_batch`` on, and how many each rank has in it.
 
         A rank without samples in the last one gets an empty list for it.
@@ -153,7 +153,7 @@ class ShardSampler(DistributedSampler[Any]):
         if batch_index < plan.num_batches:
             yield [], plan.shares(batch_index)
 
-    def _iterated_batches(self, first_batch: int) -> Iterator[tuple[list[Any], Shares]]:
+    def _iterated_batches(self, first_batch: int) -> Iterator[tuple[list[Any], RankSizes]]:
         size, world_size = self.batch_size * self.num_replicas, self.num_replicas
         full = (self.batch_size,) * world_size
         at_once = max(1, _READ_AHEAD // size) if type(self.base) in _SETTLED else 1
@@ -206,7 +206,7 @@ class BatchShardSampler(Sampler[Any]):
             if index is not None:
                 yield index
 
-    def batches(self, first_batch: int = 0) -> Iterator[tuple[Any, Shares]]:
+    def batches(self, first_batch: int = 0) -> Iterator[tuple[Any, RankSizes]]:
         """This rank's unit of each global batch from ``first_batch`` on (None: no unit), and each rank's samples."""
         units = read_aside(self.base, self.num_replicas, derive_seed(self.seed, "sampler", self.epoch))
         self.digest = None
@@ -253,7 +253,7 @@ class GivenShard(Sampler[Any]):
         for index, _ in self.batches():
             yield index
 
-    def batches(self, first_batch: int = 0) -> Iterator[tuple[Any, Shares]]:
+    def batches(self, first_batch: int = 0) -> Iterator[tuple[Any, RankSizes]]:
         """This rank's batches from its ``first_batch`` on, and each rank's samples: -1 where they are unknown."""
         units = read_aside(self.base, 1, derive_seed(self.seed, "sampler", self.epoch))
         for (unit,) in islice(units, first_batch, None):
@@ -320,7 +320,7 @@ class LoggedBatchSampler(BatchSampler):
         self.batch_size = batch_size  # type: ignore[assignment]  # None as in the loader, with a user's batch sampler
         self.drop_last = drop_last
         self.first_batch = 0
-        self.log: deque[Shares] = deque()
+        self.log: deque[RankSizes] = deque()
         self._scalar = scalar
         self._seeds_workers = seeds_workers
 

@@ -19,8 +19,8 @@ from trainloop.data.samplers import (
     BatchShardSampler,
     GivenShard,
     LoggedBatchSampler,
+    RankSizes,
     ShardSampler,
-    Shares,
     length_of,
     order_by_position,
 )
@@ -117,13 +117,13 @@ class _AsItIs:
         self.global_batch_size = self._batch_size if self._plan is None else self._plan.batch_size
         self.position = InProcess.of(loader, name)
 
-    def items(self, epoch: int, first_batch: int) -> Iterator[tuple[Shares, Any]]:
+    def items(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
         # Not a generator: the loader's iterator is made now, in the random state that whoever calls has put in place.
         passed = 0 if self.position is not None and self.position.goes_on else first_batch
         batches = _batches_of(self.loader, self._name) if self.position is None else self.position.read()
         return self._sized(islice(batches, passed, None), first_batch)
 
-    def _sized(self, batches: Iterator[Any], first_batch: int) -> Iterator[tuple[Shares, Any]]:
+    def _sized(self, batches: Iterator[Any], first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
         planned = islice(() if self._plan is None else self._plan.all_shares(), first_batch, None)
         for batch in batches:
             yield next(planned, ()) or (max(1, count_samples(batch, self._batch_size)),), batch
@@ -165,8 +165,8 @@ class _Tensors:
         self.num_samples = None if plan is None else plan.num_taken
         self.global_batch_size = None if plan is None else plan.batch_size
 
-    def items(self, epoch: int, first_batch: int) -> Iterator[tuple[Shares, Any]]:
-        shares: Shares = (0,)
+    def items(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
+        shares: RankSizes = (0,)
         for batch in islice(loader_batches(self._rows, self.loader), first_batch, None):
             # The same tuple as long as it holds, so that whoever weighs steps sees at once that nothing changed.
             if len(batch[0]) != shares[0]:
@@ -253,7 +253,7 @@ class _Indexed:
             for shares, batch in items
         )
 
-    def _index(self, rows: TensorRows, first_batch: int) -> Iterator[tuple[Shares, Any]]:
+    def _index(self, rows: TensorRows, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
         """Batches indexed at once, without the loader."""
         shard, rank = self._shard, self._rank
         if self.loader.generator is not None:
@@ -272,7 +272,7 @@ class _Indexed:
         if batch_index < plan.num_batches:
             yield plan.shares(batch_index), None
 
-    def _read(self, epoch: int, first_batch: int) -> Iterator[tuple[Shares, Any]]:
+    def _read(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
         """Batches as the twin's workers, or without any this process, load them."""
         asked, workers = self._asked, self.loader.num_workers > 0
         asked.first_batch = batch_index = first_batch
@@ -387,7 +387,7 @@ class _Columns:
         self.num_samples: int | None = None
         self.global_batch_size: int | None = None
 
-    def items(self, epoch: int, first_batch: int) -> Iterator[tuple[Shares, Any]]:
+    def items(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
         # The same random state on all ranks: they are to read the same batches.
         aside = None if self._seed is None else Aside(derive_seed(self._seed, epoch))
         for columns, batch in islice(read_columns(self.loader, aside, self._name), first_batch, None):

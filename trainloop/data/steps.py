@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
-from trainloop.data.samplers import Shares
+from trainloop.data.samplers import RankSizes
 from trainloop.sharding import weigh_step
 
 ExchangeInts = Callable[[list[int]], list[list[int]]]
@@ -15,7 +15,7 @@ ExchangeInts = Callable[[list[int]], list[list[int]]]
 _NONE = -1  # in an exchange: no batch
 
 
-class StepShare(NamedTuple):
+class StepBatches(NamedTuple):
     """What one rank does in one optimizer step. The lists are shared between steps: read them only."""
 
     batches: list[Any]
@@ -35,7 +35,7 @@ class StepShare(NamedTuple):
     """Whether ranks differ in their number of micro-batches, so that gradients can't be reduced in backward."""
 
 
-def steps_of_known(items: Iterator[tuple[Shares, Any]], grad_accumulation: int, rank: int) -> Iterator[StepShare]:
+def steps_of_known(items: Iterator[tuple[RankSizes, Any]], grad_accumulation: int, rank: int) -> Iterator[StepBatches]:
     """Steps where every rank knows the sizes on every rank.
 
     Parameters
@@ -49,25 +49,25 @@ def steps_of_known(items: Iterator[tuple[Shares, Any]], grad_accumulation: int, 
     """
     if grad_accumulation == 1:
         # One micro-batch a step, nearly always of the same shares as the one before.
-        known: Shares | None = None
+        known: RankSizes | None = None
         for shares, batch in items:
             if shares != known:
                 known = shares
                 sizes, scales, total, ragged = _weigh([shares], rank)
-            yield StepShare([batch] if sizes else [], sizes, scales, total, ragged)
+            yield StepBatches([batch] if sizes else [], sizes, scales, total, ragged)
         return
-    known_group: tuple[Shares, ...] | None = None
+    known_group: tuple[RankSizes, ...] | None = None
     while group := list(islice(items, grad_accumulation)):
         shares_of_group = tuple(shares for shares, _ in group)
         if shares_of_group != known_group:
             known_group = shares_of_group
             sizes, scales, total, ragged = _weigh(list(known_group), rank)
-        yield StepShare([batch for shares, batch in group if shares[rank]], sizes, scales, total, ragged)
+        yield StepBatches([batch for shares, batch in group if shares[rank]], sizes, scales, total, ragged)
 
 
 def steps_of_exchanged(
     items: Iterator[tuple[int, Any]], grad_accumulation: int, rank: int, exchange_ints: ExchangeInts
-) -> Iterator[StepShare]:
+) -> Iterator[StepBatches]:
     """Steps where only an exchange tells which rank still has data, and how much: one a step.
 
     Collective: every rank iterates, until no rank has a batch left; one whose own data ended earlier takes part with
@@ -89,9 +89,9 @@ def steps_of_exchanged(
         if not any(sizes):
             return
         weights = weigh_step(sizes, rank)
-        yield StepShare([batch for size, batch in group if size >= 0], sizes[rank], *weights)
+        yield StepBatches([batch for size, batch in group if size >= 0], sizes[rank], *weights)
 
 
-def _weigh(group: list[Shares], rank: int) -> tuple[list[int], list[float] | None, int, bool]:
+def _weigh(group: list[RankSizes], rank: int) -> tuple[list[int], list[float] | None, int, bool]:
     sizes = [[shares[of_rank] for shares in group if shares[of_rank]] for of_rank in range(len(group[0]))]
     return (sizes[rank], *weigh_step(sizes, rank))

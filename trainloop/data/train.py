@@ -16,7 +16,7 @@ from trainloop.data.columns import SplitBatches
 from trainloop.data.prefetch import on_device
 from trainloop.data.samplers import generators_of
 from trainloop.data.sources import Source, train_source
-from trainloop.data.steps import ExchangeInts, StepShare, steps_of_exchanged, steps_of_known
+from trainloop.data.steps import ExchangeInts, StepBatches, steps_of_exchanged, steps_of_known
 from trainloop.errors import ConfigurationError
 
 _LIVE = object()  # in place of a position: what the source's is now
@@ -128,7 +128,7 @@ class TrainFeed:
             holder.set_epoch(epoch)
         libraries.set_epoch(self._users_loader, epoch)
 
-    def steps(self, grad_accumulation: int, skip_steps: int = 0) -> Iterator[StepShare]:
+    def steps(self, grad_accumulation: int, skip_steps: int = 0) -> Iterator[StepBatches]:
         """One epoch's optimizer steps.
 
         Collective: every rank iterates to the end, or stops at the same step. Where sizes are known by arithmetic, no

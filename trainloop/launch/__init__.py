@@ -21,8 +21,8 @@ from trainloop.distributed.key import key_from_environment, new_key
 from trainloop.errors import ConfigurationError
 from trainloop.launch.joining import join, joined
 from trainloop.launch.main_guard import check_main_guard, main_place
-from trainloop.launch.meeting import MEETING_WAIT_S, Meeting, meeting_point
-from trainloop.launch.rank_process import Start, started_by_launch
+from trainloop.launch.rank_process import RankSpec, started_by_launch
+from trainloop.launch.rendezvous import RENDEZVOUS_WAIT_S, Rendezvous, rendezvous_point
 from trainloop.launch.settings import dumped_settings
 from trainloop.launch.spawning import Ranks
 from trainloop.scratch import scratch_folder
@@ -66,7 +66,7 @@ def launch(
     backend : str, optional
         Of the process group; by default Gloo, with NCCL for CUDA tensors where each rank has a GPU of its own.
     init_method : str, optional
-        Meeting point of several nodes, ``tcp://host:port`` or a ``file://`` that all see; ``MASTER_ADDR`` and
+        Rendezvous point of several nodes, ``tcp://host:port`` or a ``file://`` that all see; ``MASTER_ADDR`` and
         ``MASTER_PORT`` by default. One node needs none: its ranks meet in a file without a name.
     timeout_s : float
         How long a rank waits for another in a collective, or at a step boundary, before the run fails.
@@ -129,17 +129,17 @@ def launch(
         hosts = None
         if num_nodes > 1 and not (init_method or "").startswith("file:"):
             hosts = undo.enter_context(
-                Meeting(
-                    meeting_point(init_method),
+                Rendezvous(
+                    rendezvous_point(init_method),
                     node_rank=node_rank,
                     num_nodes=num_nodes,
                     ranks_per_node=ranks_per_node,
-                    wait_s=min(timeout_s, MEETING_WAIT_S),
+                    wait_s=min(timeout_s, RENDEZVOUS_WAIT_S),
                 )
             )
         listener = hosts.store_listener if hosts is not None else None
         words = SharedStop.num_words(ranks_per_node) + ranks_per_node
-        start = Start(
+        spec = RankSpec(
             rank=node_rank * ranks_per_node,
             world_size=num_nodes * ranks_per_node,
             local_world_size=ranks_per_node,
@@ -165,7 +165,7 @@ def launch(
             settings=dumped_settings(),
             main=main_place(),
         )
-        ranks = Ranks(start, token, hosts)
+        ranks = Ranks(spec, token, hosts)
         undo.callback(ranks.close)
         with signals(ranks.stop) as heard:
             heard.end()  # nothing has begun: no rank has to be started to end it

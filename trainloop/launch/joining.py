@@ -109,7 +109,7 @@ def first_host(nodelist: str) -> str:
     return name + (re.split(r"[,-]", ranges)[0] if ranges else "") + tail
 
 
-def meeting_point(environ: Mapping[str, str]) -> str:
+def rendezvous_point(environ: Mapping[str, str]) -> str:
     """``tcp://host:port`` where a Slurm job's ranks meet: ``MASTER_ADDR``/``MASTER_PORT``, else by the job."""
     nodes = (
         environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
@@ -180,7 +180,7 @@ def join(
 @contextlib.contextmanager
 def _process_group(me: Rank, backend: str, init_method: str | None, timeout_s: float) -> Iterator[None]:
     if init_method is None:
-        init_method = "env://" if "RANK" in os.environ and "MASTER_ADDR" in os.environ else meeting_point(os.environ)
+        init_method = "env://" if "RANK" in os.environ and "MASTER_ADDR" in os.environ else rendezvous_point(os.environ)
     timeout = timedelta(seconds=timeout_s)
     store = _fresh_store(init_method, me, timeout)
     with no_strangers():

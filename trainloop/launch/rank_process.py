@@ -37,7 +37,7 @@ from trainloop.stopping import GroupStop, SharedStop
 from trainloop.transfer import Parcel
 from trainloop.transfer.pages import anonymous_path
 
-__all__ = ["LAUNCH_VARIABLE", "STACK_SIGNAL", "Start", "State", "run_rank", "started_by_launch"]
+__all__ = ["LAUNCH_VARIABLE", "STACK_SIGNAL", "RankSpec", "State", "run_rank", "started_by_launch"]
 
 STACK_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else None
 """Makes a rank write its Python stacks: a real-time signal, which programs leave alone."""
@@ -57,7 +57,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Start:
+class RankSpec:
     """All that a rank is told; small: the work itself is in the payload."""
 
     rank: int
@@ -81,11 +81,11 @@ class Start:
     store_address: tuple[str, int] | None = None
     """Where ranks of several nodes meet; ``None`` on one node, where they meet in a file."""
     listen_fd: int | None = None
-    """For global rank 0 of several nodes: the socket that the meeting place listens on."""
+    """For global rank 0 of several nodes: the socket that the rendezvous place listens on."""
     interface: str | None = None
     """Network interface of Gloo."""
     init_method: str | None = None
-    """A ``file://`` meeting place of several nodes, given by the user."""
+    """A ``file://`` rendezvous place of several nodes, given by the user."""
     inherited: tuple[int, ...] = ()
     """Further descriptors that the payload refers to."""
     key: bytes | None = field(default=None, repr=False)
@@ -103,7 +103,7 @@ class Start:
             own.append(self.scratch.lock_fd)
             for fd in {*own, *([] if self.listen_fd is None else [self.listen_fd])}:
                 popen.duplicate_for_child(fd)
-        return _make_start, (self.__dict__,)
+        return _make_spec, (self.__dict__,)
 
     def rank_of(self, local_rank: int) -> Rank:
         """Place of one of this node's ranks among all."""
@@ -121,11 +121,11 @@ class Start:
         return memoryview(mmap.mmap(self.words_fd, 0)).cast("q")
 
 
-def _make_start(fields: dict[str, Any]) -> Start:
-    return Start(**fields)
+def _make_spec(fields: dict[str, Any]) -> RankSpec:
+    return RankSpec(**fields)
 
 
-class Ended(BaseException):
+class RankTerminated(BaseException):
     """Raised in a rank by the parent's SIGTERM, so that ``finally`` blocks run."""
 
 
@@ -137,63 +137,66 @@ def started_by_launch() -> bool:
     return _started
 
 
-def run_rank(local_rank: int, start: Start) -> None:
+def run_rank(local_rank: int, spec: RankSpec) -> None:
     """The whole life of a rank; what ``torch.multiprocessing.spawn`` calls."""
     global _started
     _started = True
-    me = start.rank_of(local_rank)
-    record_fd, stack_fd = start.record_fds[local_rank], start.stack_fds[local_rank]
-    own = (start.words_fd, start.store_fd, start.result_fd, start.scratch.lock_fd)
-    for fd in {*own, *start.record_fds, *start.stack_fds, *start.inherited}:
+    me = spec.rank_of(local_rank)
+    record_fd, stack_fd = spec.record_fds[local_rank], spec.stack_fds[local_rank]
+    own = (spec.words_fd, spec.store_fd, spec.result_fd, spec.scratch.lock_fd)
+    for fd in {*own, *spec.record_fds, *spec.stack_fds, *spec.inherited}:
         os.set_inheritable(fd, False)  # not for programs that user code starts
     # Named semaphores and temporary files, those of loaders' workers, tell which launch they are of: a killed rank
     # can't remove its own.
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     config["semprefix"] = semaphore_prefix(os.environ[LAUNCH_VARIABLE])
-    config["tempdir"] = start.scratch.path
-    words = start.map_words()
-    stop = SharedStop(words, local_rank, start.local_world_size, start.timeout_s)
-    state = SharedStop.num_words(start.local_world_size) + local_rank
+    config["tempdir"] = spec.scratch.path
+    words = spec.map_words()
+    stop = SharedStop(words, local_rank, spec.local_world_size, spec.timeout_s)
+    state = SharedStop.num_words(spec.local_world_size) + local_rank
     faulthandler.enable(file=stack_fd, all_threads=True)  # a crash in native code leaves its Python stack
     if STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True)
     end_with_parent()
     exitcode = 0
-    with rank_signals(stop, ended=lambda: stop.aborted or parent_is_gone(), end=Ended), contextlib.ExitStack() as undo:
+    with (
+        rank_signals(stop, ended=lambda: stop.aborted or parent_is_gone(), end=RankTerminated),
+        contextlib.ExitStack() as undo,
+    ):
         try:
             undo.enter_context(_streams(me))
             words[state] = State.RUNNING
-            result = _work(start, me, stop, undo)
+            result = _work(spec, me, stop, undo)
             if local_rank == 0:
-                _write_result(start.result_fd, result)
+                _write_result(spec.result_fd, result)
             words[state] = State.DONE
         except BaseException as error:
-            exitcode = _fail(error, start, me, stop, words, state, record_fd)
+            exitcode = _fail(error, spec, me, stop, words, state, record_fd)
     _leave(exitcode)
 
 
-def _work(start: Start, me: Rank, stop: SharedStop, undo: contextlib.ExitStack) -> Any:
+def _work(spec: RankSpec, me: Rank, stop: SharedStop, undo: contextlib.ExitStack) -> Any:
     os.environ.update(
         RANK=str(me.rank),
         WORLD_SIZE=str(me.world_size),
         LOCAL_RANK=str(me.local_rank),
         LOCAL_WORLD_SIZE=str(me.local_world_size),
     )
-    if start.num_threads is not None:
-        torch.set_num_threads(start.num_threads)
+    if spec.num_threads is not None:
+        torch.set_num_threads(spec.num_threads)
     _allow_many_descriptors()
-    device = torch.device(start.devices[me.local_rank])
+    device = torch.device(spec.devices[me.local_rank])
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    take_main_place(*start.main)
-    set_run_key(start.key)
-    if start.settings:
+    take_main_place(*spec.main)
+    set_run_key(spec.key)
+    if spec.settings:
         # Before the payload is opened: it imports the user's modules, whose warnings are to be filtered, too.
-        apply_settings(start.settings)
+        apply_settings(spec.settings)
         _quieten_log_streams(me)
-    function = start.parcel.open(device)
+    function = spec.parcel.open(device)
     with no_strangers():
-        _make_group(start, me, device)
+        _make_group(spec, me, device)
     undo.callback(_leave_group)
     if me.num_nodes == 1:
         return function(stop)
@@ -204,25 +207,25 @@ def _work(start: Start, me: Rank, stop: SharedStop, undo: contextlib.ExitStack) 
     return result
 
 
-def _make_group(start: Start, me: Rank, device: torch.device) -> None:
-    if start.interface is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = start.interface
-    timeout = timedelta(seconds=start.timeout_s)
+def _make_group(spec: RankSpec, me: Rank, device: torch.device) -> None:
+    if spec.interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = spec.interface
+    timeout = timedelta(seconds=spec.timeout_s)
     store: dist.Store
-    if start.init_method is not None:
+    if spec.init_method is not None:
         dist.init_process_group(
-            start.backend,
-            init_method=start.init_method,
+            spec.backend,
+            init_method=spec.init_method,
             rank=me.rank,
             world_size=me.world_size,
             timeout=timeout,
         )
         return
-    if start.store_address is None:
-        store = dist.FileStore(anonymous_path(start.store_fd), me.world_size)
+    if spec.store_address is None:
+        store = dist.FileStore(anonymous_path(spec.store_fd), me.world_size)
     else:
-        host, port = start.store_address
-        listen_fd = start.listen_fd if me.rank == 0 else None
+        host, port = spec.store_address
+        listen_fd = spec.listen_fd if me.rank == 0 else None
         store = dist.TCPStore(
             host,
             port,
@@ -232,7 +235,7 @@ def _make_group(start: Start, me: Rank, device: torch.device) -> None:
             wait_for_workers=False,
             master_listen_fd=listen_fd,
         )
-    dist.init_process_group(start.backend, store=store, rank=me.rank, world_size=me.world_size, timeout=timeout)
+    dist.init_process_group(spec.backend, store=store, rank=me.rank, world_size=me.world_size, timeout=timeout)
 
 
 def _leave_group() -> None:
@@ -241,10 +244,10 @@ def _leave_group() -> None:
 
 
 def _fail(
-    error: BaseException, start: Start, me: Rank, stop: SharedStop, words: memoryview, state: int, record_fd: int
+    error: BaseException, spec: RankSpec, me: Rank, stop: SharedStop, words: memoryview, state: int, record_fd: int
 ) -> int:
     """Record the error while the group is still up, so that no other rank's error can be earlier."""
-    if isinstance(error, Ended):
+    if isinstance(error, RankTerminated):
         return 128 + signal.SIGTERM
     # DataLoader's handler of SIGCHLD raises wherever it strikes, also here, once for each dead worker.
     for _ in range(8):

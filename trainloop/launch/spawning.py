@@ -19,8 +19,8 @@ import torch
 from trainloop.launch.failures import Failure, exit_text, first_failure, read_record, worker_failed_error
 from trainloop.launch.liveness import Liveness, Sign, hanging_ranks
 from trainloop.launch.main_guard import main_not_imported_again
-from trainloop.launch.meeting import Meeting
-from trainloop.launch.rank_process import LAUNCH_VARIABLE, STACK_SIGNAL, Start, State, run_rank
+from trainloop.launch.rank_process import LAUNCH_VARIABLE, STACK_SIGNAL, RankSpec, State, run_rank
+from trainloop.launch.rendezvous import Rendezvous
 from trainloop.stopping import SharedStop
 from trainloop.transfer import load_state
 
@@ -41,23 +41,23 @@ class Ranks:
 
     Parameters
     ----------
-    start : Start
+    spec : RankSpec
         What they are told.
     token : str
         Marks this launch's processes, in their environment, and what they make.
-    hosts : Meeting, optional
+    hosts : Rendezvous, optional
         The other hosts of the run.
     """
 
-    def __init__(self, start: Start, token: str, hosts: Meeting | None = None) -> None:
-        self._start = start
+    def __init__(self, spec: RankSpec, token: str, hosts: Rendezvous | None = None) -> None:
+        self._spec = spec
         self._hosts = hosts
-        self._map = mmap.mmap(start.words_fd, 0)
+        self._map = mmap.mmap(spec.words_fd, 0)
         self._words = memoryview(self._map).cast("q")
-        self.stop = SharedStop(self._words, -1, start.local_world_size)
+        self.stop = SharedStop(self._words, -1, spec.local_world_size)
         self._processes: list[Any] = []
         self._failures: dict[int, Failure] = {}
-        self._liveness = Liveness(start.timeout_s)
+        self._liveness = Liveness(spec.timeout_s)
         self._token = token
 
     def spawn(self, environment: dict[str, str]) -> None:
@@ -68,7 +68,7 @@ class Ranks:
         with _environment_lock, _variables(variables), _signals_blocked(), main_not_imported_again():
             try:
                 context = torch.multiprocessing.spawn(
-                    run_rank, args=(self._start,), nprocs=self._start.local_world_size, join=False
+                    run_rank, args=(self._spec,), nprocs=self._spec.local_world_size, join=False
                 )
             except BaseException:
                 for process in set(multiprocessing.active_children()) - before:
@@ -111,7 +111,7 @@ class Ranks:
         return [r for r in self._locals() if self._processes[r].is_alive()]
 
     def _state(self, local_rank: int) -> int:
-        return self._words[SharedStop.num_words(self._start.local_world_size) + local_rank]
+        return self._words[SharedStop.num_words(self._spec.local_world_size) + local_rank]
 
     def _overdue(self) -> list[int]:
         signs = [Sign(self.stop.boundary_of(r), self._state(r) != State.DONE) for r in self._locals()]
@@ -124,8 +124,8 @@ class Ranks:
             process = self._processes[r]
             if r in self._failures:
                 continue
-            rank = self._start.rank + r
-            record = read_record(self._start.record_fds[r])
+            rank = self._spec.rank + r
+            record = read_record(self._spec.record_fds[r])
             if record is not None:
                 self._failures[r] = record
             elif r not in ended_by_us and not process.is_alive():
@@ -151,40 +151,40 @@ class Ranks:
         timed_out = [r for r in self._locals() if self._state(r) == State.TIMED_OUT]
         if timed_out or overdue or (elsewhere and elsewhere.timeout):
             self._notice()
-            first = self._start.rank
+            first = self._spec.rank
             told = {first + r for r in self._failures}  # before the signal, which may wake who hangs in a system call
             stacks = self._stacks()
             boundaries = {first + r: self.stop.boundary_of(r) for r in self._locals()}
             hanging = hanging_ranks({r: stack for r, stack in stacks.items() if r not in told}, boundaries)
         if overdue:
-            hanging = [self._start.rank + r for r in overdue]
+            hanging = [self._spec.rank + r for r in overdue]
             late = Failure(rank=hanging[0], time_ns=time.monotonic_ns(), type=None, timeout=True)
             self._failures.setdefault(overdue[0], late)
         ended = self.end()
         cause = self._first_failure()
-        if cause.type is None and not cause.timeout and cause.rank - self._start.rank in self._locals():
-            stacks = self._stacks(ask=False, ranks=[cause.rank - self._start.rank])
+        if cause.type is None and not cause.timeout and cause.rank - self._spec.rank in self._locals():
+            stacks = self._stacks(ask=False, ranks=[cause.rank - self._spec.rank])
         raise worker_failed_error(
             cause,
-            world_size=self._start.world_size,
+            world_size=self._spec.world_size,
             ended=[r for r in ended if r != cause.rank],
             stacks=stacks,
             hanging=hanging if cause.timeout else [],
             others_done=bool(overdue),
-            timeout_s=self._start.timeout_s,
+            timeout_s=self._spec.timeout_s,
         )
 
     def _end_lingering(self, ranks: list[int]) -> None:
         """All work is done, and the result is here; some process does not end."""
         stacks = self._stacks(ranks=ranks)
-        still = [self._start.rank + r for r in ranks if self._processes[r].is_alive()]  # others were just ending
+        still = [self._spec.rank + r for r in ranks if self._processes[r].is_alive()]  # others were just ending
         self.end()
         if not still:
             return
         text = "".join(f"\n\nPython stack of rank {rank}:\n{stacks[rank].rstrip()}" for rank in still)
         warnings.warn(
-            f"{len(still)} of {self._start.world_size} ranks had done all work but did not end within "
-            f"{self._start.timeout_s:g} s, and were ended: see below for what they waited for (a thread that is no "
+            f"{len(still)} of {self._spec.world_size} ranks had done all work but did not end within "
+            f"{self._spec.timeout_s:g} s, and were ended: see below for what they waited for (a thread that is no "
             f"daemon, most often).{text}",
             RuntimeWarning,
             stacklevel=2,
@@ -208,7 +208,7 @@ class Ranks:
 
     def end(self) -> list[int]:
         """End all ranks, gently first; global ranks that were not done by themselves before."""
-        running = [self._start.rank + r for r in self._locals() if self._state(r) != State.DONE]
+        running = [self._spec.rank + r for r in self._locals() if self._state(r) != State.DONE]
         self.stop.abort()
         self._join(_UNWIND_S)
         self._notice()
@@ -240,7 +240,7 @@ class Ranks:
     def _stacks(self, *, ask: bool = True, ranks: list[int] | None = None) -> dict[int, str]:
         """Python stacks of all ranks: asked for now, or left by a crash, or from the error that ended the rank."""
         ranks = list(self._locals()) if ranks is None else ranks
-        fds = self._start.stack_fds
+        fds = self._spec.stack_fds
         told = {r: failure.traceback for r, failure in self._failures.items()}
         if ask and STACK_SIGNAL is not None:
             # One that is still starting has no handler yet: the signal would kill it.
@@ -256,15 +256,15 @@ class Ranks:
             text = os.pread(fds[r], 1 << 20, 0).decode(errors="replace")
             text = told.get(r) or text
             if text:
-                stacks[self._start.rank + r] = text
+                stacks[self._spec.rank + r] = text
             elif ask:
                 starting = "it is still starting: the script's imports? " if self._state(r) == State.STARTING else ""
-                stacks[self._start.rank + r] = f"none: {starting}{_process_state(self._processes[r])}"
+                stacks[self._spec.rank + r] = f"none: {starting}{_process_state(self._processes[r])}"
         return stacks
 
     def result(self) -> Any:
         """What local rank 0's function returned."""
-        fd = self._start.result_fd
+        fd = self._spec.result_fd
         with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as data:
             return load_state(data[:])
 

@@ -48,7 +48,7 @@ class EpochEnd(NamedTuple):
     """The loop's own loss under ``''``, and its parts under their names."""
     metrics: dict[str, float]
     """What was logged."""
-    riders: list[Any]
+    attachments: list[Any]
     """What each rank sent along."""
 
 
@@ -328,21 +328,21 @@ class Recorder:
         (steps,), _ = self._exchanged(self._new_steps())
         return step_values(steps)
 
-    def finish_epoch(self, rider: Any = None, *, late: bool = False) -> EpochEnd:
+    def finish_epoch(self, attachment: Any = None, *, late: bool = False) -> EpochEnd:
         """The remaining step values and the epoch's, in one exchange; the recorder is empty afterwards.
 
         Collective where there are several ranks.
 
         Parameters
         ----------
-        rider : object
+        attachment : object
             Sent along to all ranks.
         late : bool
             What was logged since the last call belongs to the same epoch: the metrics that were, of the whole epoch.
         """
         self.compact()
         totals = {s.name: (s.options, s.total, s.weight) for s in self._series.values() if s.count}
-        (steps, epoch), riders = self._exchanged(self._new_steps(), totals, rider=rider)
+        (steps, epoch), attachments = self._exchanged(self._new_steps(), totals, attachment=attachment)
         if late:
             epoch = {name: _joined(name, self._finished.get(name, []), entries) for name, entries in epoch.items()}
             self._finished.update(epoch)
@@ -358,15 +358,17 @@ class Recorder:
         for series in self._series.values():
             series.clear()
         self._exchanged_step = self.step
-        return EpochEnd(step_values(steps), losses, metrics, riders)
+        return EpochEnd(step_values(steps), losses, metrics, attachments)
 
     def _new_steps(self) -> dict[str, Any]:
         return {series.name: series.new_steps() for series in self._series.values() if series.steps}
 
-    def _exchanged(self, *tables: dict[str, Any], rider: Any = None) -> tuple[list[dict[str, list[Any]]], list[Any]]:
-        """Each table's entries of all ranks by name, and every rank's rider; what is not shared stays here."""
+    def _exchanged(
+        self, *tables: dict[str, Any], attachment: Any = None
+    ) -> tuple[list[dict[str, list[Any]]], list[Any]]:
+        """Each table's entries of all ranks by name, and every rank's attachment; what is not shared stays here."""
         mine = [{name: entry for name, entry in table.items() if entry[0].shared} for table in tables]
-        everyone = [(mine, rider)] if self._gather is None else self._gather((mine, rider))
+        everyone = [(mine, attachment)] if self._gather is None else self._gather((mine, attachment))
         merged = []
         for i, table in enumerate(tables):
             found = by_name([theirs[i] for theirs, _ in everyone])

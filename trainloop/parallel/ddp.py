@@ -138,7 +138,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             args, kwargs = self._pre_forward(*args, **kwargs)
             with self._inside_ddp_forward():
                 output = function(*args, **kwargs)
-            return _shut(self._post_forward(_opened(output)), output)
+            return _with_multi_losses(self._post_forward(_with_plain_dicts(output)), output)
 
     def _passes(self, losses: Generator[Any, None, None], args: tuple[Any, ...], kwargs: Any) -> Iterator[Any]:
         """Each loss of a ``get_loss`` that yields them, as a forward pass of DDP of its own."""
@@ -149,7 +149,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
                     output = next(losses, losses)
                 if output is losses:
                     return
-                output = _shut(self._post_forward(_opened(output)), output)
+                output = _with_multi_losses(self._post_forward(_with_plain_dicts(output)), output)
             yield output
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -246,22 +246,22 @@ for _owner, _names in _TORCHS_OWN:
             )
 
 
-def _opened(output: Any) -> Any:
+def _with_plain_dicts(output: Any) -> Any:
     """``output`` with each MultiLoss as a dict: DDP looks for tensors in dicts, not in other mappings."""
     if isinstance(output, MultiLoss):
         return dict(output)
     if type(output) is tuple:
-        return tuple(_opened(item) for item in output)
+        return tuple(_with_plain_dicts(item) for item in output)
     return output
 
 
-def _shut(opened: Any, output: Any) -> Any:
+def _with_multi_losses(opened: Any, output: Any) -> Any:
     """The inverse: ``opened`` with a MultiLoss wherever ``output`` has one."""
     if isinstance(output, MultiLoss):
         tensors = iter(opened.values())
         return output.map(lambda _: next(tensors))
     if type(output) is tuple:
-        return tuple(_shut(item, like) for item, like in zip(opened, output, strict=True))
+        return tuple(_with_multi_losses(item, like) for item, like in zip(opened, output, strict=True))
     return opened
 
 

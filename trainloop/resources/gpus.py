@@ -12,7 +12,7 @@ from trainloop.errors import DeviceError, ResourceError
 from trainloop.resources import lease
 from trainloop.resources.masks import visible_devices
 
-__all__ = ["lease_usable", "names", "strangers"]
+__all__ = ["lease_usable", "names", "other_processes"]
 
 
 def names(count: int) -> list[str]:
@@ -38,7 +38,7 @@ def _uuid(index: int) -> str | None:
     return f"GPU-{uuid}"
 
 
-def strangers(names: Sequence[str]) -> dict[str, int]:
+def other_processes(names: Sequence[str]) -> dict[str, int]:
     """How many processes besides this one compute on each GPU; nothing where NVML can't tell.
 
     Needs ``nvidia-ml-py`` (``pip install trainloop[gpu]``). Matched by UUID.
@@ -69,7 +69,7 @@ _own_leases: dict[str, lease.Lease] = {}  # on GPUs, by name; for the life of th
 def lease_usable(num_devices: int, count: int) -> list[int]:
     """What :func:`trainloop.devices.find_usable_cuda_devices` does, once its argument is checked."""
     found = names(count)
-    others = strangers(found)
+    others = other_processes(found)
     candidates = sorted(range(count), key=lambda index: (others.get(found[index], 0) > 0, index))
     # One run chooses at a time: two that each took some of the GPUs and tried on would both end with too few.
     with lease.one_at_a_time("choosing-gpus"):

@@ -24,7 +24,7 @@ _UNBOUNDED = 10**9
 _SEARCH_STEPS = 200_000
 
 
-class _Share(NamedTuple):
+class PartialQuota(NamedTuple):
     """A quota in exact figures; None where it is not given."""
 
     cpus: int | None
@@ -155,8 +155,8 @@ def plan(
         per_bag = None
     wanted = num_bag_folds if bagging and parallel_folds else 1
     whole = _whole(total)
-    bag = _share("per_bag", per_bag)
-    model = _share("per_model", per_model)
+    bag = _partial("per_bag", per_bag)
+    model = _partial("per_model", per_model)
     _check_nesting(whole, bag, model)
     if isinstance(total, Resources) and bag.memory is None and model.memory is None:
         whole = whole._replace(memory=None)  # That a machine has an end is no wish to divide its memory.
@@ -208,9 +208,9 @@ def _count(name: str, value: object, least: int) -> int:
     return int(value)
 
 
-def _share(level: str, quota: ResourceQuota | None) -> _Share:
+def _partial(level: str, quota: ResourceQuota | None) -> PartialQuota:
     if quota is None:
-        return _Share(None, None, None)
+        return PartialQuota(None, None, None)
     if not isinstance(quota, ResourceQuota):
         raise ResourceError(
             f"{level}={quota!r}: must be a ResourceQuota, e.g. {level}=ResourceQuota(num_cpus=2, num_gpus=0.5)."
@@ -221,7 +221,7 @@ def _share(level: str, quota: ResourceQuota | None) -> _Share:
             f"per_model num_gpus={quota.num_gpus!r}: one model takes a fraction up to 1 of one GPU, or whole GPUs. "
             f"Use {math.floor(gpus)} or {math.ceil(gpus)}."
         )
-    return _Share(
+    return PartialQuota(
         None if quota.num_cpus == "auto" else int(quota.num_cpus),
         gpus,
         None if quota.memory == "auto" else int(quota.memory),
@@ -231,7 +231,7 @@ def _share(level: str, quota: ResourceQuota | None) -> _Share:
 def _whole(total: ResourceQuota | Resources) -> _Whole:
     if isinstance(total, Resources):
         return _Whole(total.num_cpus, Fraction(total.num_gpus), total.memory)
-    share = _share("total", total)
+    share = _partial("total", total)
     if share.cpus is None or share.gpus is None:
         raise ResourceError(
             f"total={total!r}: a plan needs figures for CPUs and GPUs. "
@@ -240,7 +240,7 @@ def _whole(total: ResourceQuota | Resources) -> _Whole:
     return _Whole(share.cpus, share.gpus, share.memory)
 
 
-def _check_nesting(total: _Whole, bag: _Share, model: _Share) -> None:
+def _check_nesting(total: _Whole, bag: PartialQuota, model: PartialQuota) -> None:
     """Every given figure is within the nearest given one above."""
     for what, index in (("num_cpus", 0), ("num_gpus", 1), ("memory", 2)):
         above, parent = total[index], "total"
@@ -261,7 +261,7 @@ def _text(figure: int | Fraction) -> str:
     return f"{as_number(Fraction(figure)):.12g}"
 
 
-def _fitting(wanted: int, parent: _Whole | _Share, model: _Share) -> int:
+def _fitting(wanted: int, parent: _Whole | PartialQuota, model: PartialQuota) -> int:
     """Models that fit at once, up to ``wanted``; what a model leaves open binds nothing, but one CPU it takes."""
     folds = wanted
     if parent.cpus is not None:
@@ -274,7 +274,7 @@ def _fitting(wanted: int, parent: _Whole | _Share, model: _Share) -> int:
     return folds
 
 
-def _trials_at_once(num_trials: int, wanted: int, total: _Whole, bag: _Share, model: _Share) -> int:
+def _trials_at_once(num_trials: int, wanted: int, total: _Whole, bag: PartialQuota, model: PartialQuota) -> int:
     """As many bags as fit; a bag not given is as many models as fit, so that folds come first, then trials."""
     parent = _Whole(
         total.cpus if bag.cpus is None else bag.cpus,
@@ -293,7 +293,7 @@ def _trials_at_once(num_trials: int, wanted: int, total: _Whole, bag: _Share, mo
     return trials
 
 
-def _bag_share(trials: int, wanted: int, total: _Whole, bag: _Share, model: _Share) -> _Whole:
+def _bag_share(trials: int, wanted: int, total: _Whole, bag: PartialQuota, model: PartialQuota) -> _Whole:
     """What is not given is what the folds want, and never more than an equal part of the total."""
     cpus, gpus, memory = bag
     if cpus is None:
@@ -308,7 +308,7 @@ def _bag_share(trials: int, wanted: int, total: _Whole, bag: _Share, model: _Sha
     return _Whole(cpus, gpus, memory)
 
 
-def _model_share(trials: int, folds: int, total: _Whole, bag: _Whole, model: _Share) -> _Whole:
+def _model_share(trials: int, folds: int, total: _Whole, bag: _Whole, model: PartialQuota) -> _Whole:
     cpus = bag.cpus // folds if model.cpus is None else model.cpus
     memory = model.memory
     if memory is None and bag.memory is not None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from trainloop import distributed
-from trainloop.data import StepShare
+from trainloop.data import StepBatches
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiOptimizer, drop_gradients, parameters_of
 from trainloop.train_loop.losses import Yielded, explain_backward, joined_losses, per_sample, split_yielded
@@ -37,7 +37,7 @@ class AlternatingTraining(Training):
 
     _sizes: list[int]
 
-    def backward(self, share: StepShare, **_: Any) -> None:
+    def backward(self, share: StepBatches, **_: Any) -> None:
         """All that the micro-batches yield, with the optimizers' steps in between."""
         loop, hooks, place, recorder, gradients = self.loop, self.hooks, self.place, self.recorder, self.gradients
         counts = [n for (n,) in distributed.exchange_ints([len(share.batches)])] if share.ragged else None
@@ -80,7 +80,7 @@ class AlternatingTraining(Training):
 
     def _backward_of_next(
         self,
-        share: StepShare,
+        share: StepBatches,
         generators: list[Generator[Any, None, None]],
         counts: list[int] | None,
         shown: list[list[Yielded]],
@@ -119,7 +119,7 @@ class AlternatingTraining(Training):
         (index,) = everyone
         return None if index == _ENDED else (index, weights)
 
-    def _backward_of(self, share: StepShare, i: int, index: int, yielded: Yielded, is_sum: bool) -> None:
+    def _backward_of(self, share: StepBatches, i: int, index: int, yielded: Yielded, is_sum: bool) -> None:
         gradients, (_, loss, weight) = self.gradients, yielded
         scale = None if share.scales is None else share.scales[i]
         scaled = gradients.scaled(loss, weight, scale, len(share.batches), is_sum=is_sum)

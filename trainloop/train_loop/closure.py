@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainloop.data import StepShare
+from trainloop.data import StepBatches
 from trainloop.metrics import Recorder
 from trainloop.optim import drop_gradients
 from trainloop.train_loop.training import Training
@@ -23,9 +23,9 @@ class ClosureTraining(Training):
     gradients, and are told the same loss, so that a line search takes the same way on all of them.
     """
 
-    _share: StepShare
+    _share: StepBatches
 
-    def backward(self, share: StepShare, **_: Any) -> None:
+    def backward(self, share: StepBatches, **_: Any) -> None:
         """Left to the optimizer's step."""
         self._share = share
 

@@ -50,7 +50,7 @@ from trainloop.train_loop.ending import End, who_asks
 from trainloop.train_loop.evaluating import Predictions, join_rows, keep_all_batches
 from trainloop.train_loop.execute import execute
 from trainloop.train_loop.run import Run
-from trainloop.train_loop.site import check_backend, check_meeting_point, settled
+from trainloop.train_loop.site import check_backend, check_rendezvous_point, settled
 from trainloop.train_loop.training import Training
 
 if TYPE_CHECKING:
@@ -320,7 +320,7 @@ class TrainLoop:
         backend : str, optional
             Of the process group. Default: Gloo on the CPU, NCCL on CUDA.
         init_method : str, optional
-            Meeting point of several nodes, ``'tcp://ADDRESS:PORT'``. Default: ``MASTER_ADDR`` and ``MASTER_PORT``.
+            Rendezvous point of several nodes, ``'tcp://ADDRESS:PORT'``. Default: ``MASTER_ADDR`` and ``MASTER_PORT``.
         on_gpu : bool, optional
             ``False`` trains on the CPU even where there are GPUs.
         resume_from : 'last' or path, optional
@@ -367,7 +367,7 @@ class TrainLoop:
             self.num_epochs, self.num_iterations = num_epochs, num_iterations
             self.grad_accumulation = check.check_count(grad_accumulation, "grad_accumulation", 1)
             self.site = settled(self.options, num_gpus, on_gpu, num_nodes, select=True)
-            check_meeting_point(num_nodes, node_rank, init_method)
+            check_rendezvous_point(num_nodes, node_rank, init_method)
             self.site = replace(self.site, node_rank=node_rank, backend=check_backend(backend), init_method=init_method)
             check_carried(self.model, self.gpu_mode)
             check.check_step(self.model, self.optimizer, self.options.amp, self.site.devices[0])

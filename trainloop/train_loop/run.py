@@ -150,7 +150,7 @@ class Run:
         def gather(mine: Any) -> list[Any]:  # what was logged goes along
             end = recorder.finish_epoch(mine)
             self._into_history(prefix, end.metrics)
-            return end.riders
+            return end.attachments
 
         with self._recording(prefix) as recorder:
             feed = self._eval_feed(loader, name)

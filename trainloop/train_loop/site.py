@@ -14,7 +14,7 @@ from trainloop.errors import ConfigurationError
 from trainloop.resources.enforce import devices_under
 from trainloop.train_loop.arguments import Options, check_bool, check_count, short
 
-__all__ = ["Site", "check_backend", "check_meeting_point", "settled"]
+__all__ = ["Site", "check_backend", "check_rendezvous_point", "settled"]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def devices_for(
     return found
 
 
-def check_meeting_point(num_nodes: int, node_rank: Any, init_method: Any) -> None:
+def check_rendezvous_point(num_nodes: int, node_rank: Any, init_method: Any) -> None:
     """Several nodes need an address that all of them know."""
     from trainloop.launch import joined
 

@@ -29,8 +29,8 @@ __all__ = [
 ]
 
 # How long a rank that changes requires_grad within an epoch waits for the others to do the same.
-_MEETING_S = 300.0
-_meetings = itertools.count()  # of this process, so that no two of one process group share a key
+_RENDEZVOUS_S = 300.0
+_rendezvous = itertools.count()  # of this process, so that no two of one process group share a key
 
 
 class TrainedParameters:
@@ -50,7 +50,7 @@ class TrainedParameters:
 
     def __init__(self, model: nn.Module, criterion: Any, timeout_s: float) -> None:
         self._model = model
-        self._patience_s = min(_MEETING_S, timeout_s / 2)
+        self._patience_s = min(_RENDEZVOUS_S, timeout_s / 2)
         self._beside = list(criterion.parameters()) if isinstance(criterion, nn.Module) else []
         if distributed.get_world_size() > 1:
             for tensor in (*self._beside, *(criterion.buffers() if isinstance(criterion, nn.Module) else ())):
@@ -92,7 +92,7 @@ class TrainedParameters:
         ConfigurationError
             If they don't come, or with another change.
         """
-        number, rank, world_size = next(_meetings), distributed.get_rank(), distributed.get_world_size()
+        number, rank, world_size = next(_rendezvous), distributed.get_rank(), distributed.get_world_size()
         if world_size == 1:
             return
         names = [name for name, p in self._named.items() if p.requires_grad or p.grad is not None]

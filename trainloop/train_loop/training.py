@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from trainloop import distributed
-from trainloop.data import StepShare, train_feed
+from trainloop.data import StepBatches, train_feed
 from trainloop.metrics import Recorder, named_losses
 from trainloop.optim import drop_gradients
 from trainloop.stopping import CHECKPOINT, EARLY_STOP, INTERRUPT, TERMINATE, StopAgreement
@@ -198,7 +198,7 @@ class Training(Run):
 
     # -- an epoch ----------------------------------------------------------------------------------------------------
 
-    def _begin_epoch(self) -> Iterator[StepShare]:
+    def _begin_epoch(self) -> Iterator[StepBatches]:
         """The steps of a pass over the loader, or of what is left of it."""
         loop = self.loop
         self.epoch_finished, self.history_epoch = False, loop.epoch
@@ -216,10 +216,10 @@ class Training(Run):
         self.feed.set_epoch(loop.epoch)
         total_epochs = self.start_epoch + loop.num_epochs if loop.num_epochs else 0
         self.progress.begin_epoch(loop.epoch, total_epochs, self.feed.num_batches, self.epoch_batches)
-        steps: Iterator[StepShare] = self.feed.steps(loop.grad_accumulation, skip)
+        steps: Iterator[StepBatches] = self.feed.steps(loop.grad_accumulation, skip)
         return self._at_most_to_the_last(steps) if loop.num_iterations else steps
 
-    def _at_most_to_the_last(self, steps: Iterator[StepShare]) -> Iterator[StepShare]:
+    def _at_most_to_the_last(self, steps: Iterator[StepBatches]) -> Iterator[StepBatches]:
         """The steps, the last one cut to the batches that are left; where these are uneven, it is finished."""
         for step in steps:
             left = int(self._last_iteration) - self.loop.total_iteration_idx
@@ -253,12 +253,12 @@ class Training(Run):
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def backward(self, share: StepShare, *, first: bool = True, wants_loss: bool = False) -> Tensor | None:
+    def backward(self, share: StepBatches, *, first: bool = True, wants_loss: bool = False) -> Tensor | None:
         """Forward and backward for each micro-batch, gradients reduced; the last ``on_batch_end`` is left to the step.
 
         Parameters
         ----------
-        share : StepShare
+        share : StepBatches
             This rank's micro-batches.
         first : bool
             Not a repetition, so that hooks are called, batches counted and losses recorded.
@@ -342,7 +342,7 @@ class Training(Run):
         self.publish(end.steps)
         for name, value in {**named_losses(end.losses), **end.metrics}.items():
             history._append(name, value, self.history_epoch, replace=True)
-        history._put_agreed(end.riders)
+        history._put_agreed(end.attachments)
 
     def _call_in_turn(self, name: str) -> None:
         """Call a hook that comes after its epoch was recorded; each callback finds what those before it logged."""

@@ -13,11 +13,11 @@ from typing import Any
 
 from trainloop.tuning.worker import Job, command
 
-__all__ = ["Child", "Ended", "LocalBackend", "read_end"]
+__all__ = ["Child", "FoldExit", "LocalBackend", "read_end"]
 
 
 @dataclass
-class Ended:
+class FoldExit:
     """How a fold's process ended."""
 
     job: Job
@@ -63,13 +63,13 @@ class Child:
         return code
 
 
-def read_end(job: Job, exitcode: int) -> Ended:
+def read_end(job: Job, exitcode: int) -> FoldExit:
     """What the fold's folder and its exit code say."""
     folder = Path(job.folder)
     if (folder / "result.pkl").exists():
-        return Ended(job)
+        return FoldExit(job)
     if (folder / "error.txt").exists():
-        return Ended(job, (folder / "error.txt").read_text())
+        return FoldExit(job, (folder / "error.txt").read_text())
     if exitcode < 0:
         try:
             name = signal.Signals(-exitcode).name
@@ -84,7 +84,7 @@ def read_end(job: Job, exitcode: int) -> Ended:
         if lines:
             what += "\nIts last output:\n" + "\n".join(lines)
     (folder / "error.txt").write_text(what)
-    return Ended(job, what)
+    return FoldExit(job, what)
 
 
 class LocalBackend:
@@ -96,7 +96,7 @@ class LocalBackend:
     def start(self, job: Job, slot: Any = None) -> None:
         self._children.append(Child(job))
 
-    def wait(self, timeout_s: float) -> list[Ended]:
+    def wait(self, timeout_s: float) -> list[FoldExit]:
         """The folds that ended, at once where there are some, else those of the next ``timeout_s`` seconds."""
         deadline = time.monotonic() + timeout_s
         while True:

@@ -21,7 +21,7 @@ from trainloop.errors import ConfigurationError, ResourceError
 from trainloop.resources import Plan, ResourceQuota, available
 from trainloop.resources.enforce import free_cpus
 from trainloop.resources.quota import as_number, exact
-from trainloop.tuning.local import Child, Ended, read_end
+from trainloop.tuning.local import Child, FoldExit, read_end
 from trainloop.tuning.storage import write_bytes
 from trainloop.tuning.worker import Job
 
@@ -107,7 +107,7 @@ class RayBackend:
         reference = task.remote(dataclasses.asdict(job), self._shared(job.work), Path(job.params).read_bytes())
         self._running[reference] = job
 
-    def wait(self, timeout_s: float) -> list[Ended]:
+    def wait(self, timeout_s: float) -> list[FoldExit]:
         """The folds that ended, at once where there are some, else those of the next ``timeout_s`` seconds."""
         if not self._running:
             return []

@@ -21,7 +21,7 @@ from trainloop.errors import ConfigurationError, ResourceError
 from trainloop.resources import Plan, ResourceQuota, available, enforce, gpus, lease, plan
 from trainloop.resources.quota import exact
 from trainloop.tuning.folds import Fold, class_targets, make_folds
-from trainloop.tuning.local import Ended, LocalBackend
+from trainloop.tuning.local import FoldExit, LocalBackend
 from trainloop.tuning.progress import Running, View
 from trainloop.tuning.result import TuneResult, best_of
 from trainloop.tuning.space import Searcher, make_searcher
@@ -36,7 +36,7 @@ class Backend(Protocol):
 
     def start(self, job: Job, bag: int) -> None: ...
 
-    def wait(self, timeout_s: float) -> list[Ended]: ...
+    def wait(self, timeout_s: float) -> list[FoldExit]: ...
 
     def close(self) -> list[Job]: ...
 
@@ -237,7 +237,7 @@ def _lease_total(total: ResourceQuota, timeout_s: float | None, undo: ExitStack)
     if lease.inherited():
         return cpus[:num_cpus], list(range(num_gpus))
     # The GPUs that nobody else computes on first.
-    others = gpus.strangers(names)
+    others = gpus.other_processes(names)
     requests = {
         "cpu": lease.Request(num_cpus, [f"cpu-{cpu}" for cpu in cpus]),
         "gpu": lease.Request(num_gpus, sorted(names, key=lambda name: others.get(name, 0) > 0)),
@@ -350,7 +350,7 @@ class _Search:
         found = read(folder / "result.pkl", trusted=self._store.trusted)
         return found["length"], found["targets"]
 
-    def _probe(self) -> Ended:
+    def _probe(self) -> FoldExit:
         folder = self._store.folder / "data"
         make_folder(folder)
         for name in ("result.pkl", "error.txt"):
@@ -389,7 +389,7 @@ class _Search:
             self.interrupted = True
             for job in self._backend.close():
                 if self._store.result(job.trial, job.fold) is not None:  # it had just finished
-                    self._record(Ended(job))
+                    self._record(FoldExit(job))
             for running in self.begun:
                 running.interrupt()
         self._view.last(self.begun, self.interrupted)
@@ -438,7 +438,7 @@ class _Search:
             self._end(running)
         return running
 
-    def _record(self, ended: Ended) -> None:
+    def _record(self, ended: FoldExit) -> None:
         running = self.begun[ended.job.trial]
         fold = ended.job.fold
         running.training.pop(fold, None)

@@ -24,7 +24,7 @@ import torch
 from trainloop import distributed
 from trainloop import optim as core
 from trainloop.callbacks.train_schedule import AbstractScheduler
-from trainloop.data import StepShare
+from trainloop.data import StepBatches
 from trainloop.errors import ConfigurationError
 from trainloop.optim import parameters_of
 from trainloop.parallel import reduce_gradients
@@ -132,7 +132,7 @@ class MultiLoss(core.MultiLoss):
 class MultiTraining(Training):
     """Backward, step and ``zero_grad`` of one optimizer after the other; counted as one step."""
 
-    def backward(self, share: StepShare, **_: Any) -> None:
+    def backward(self, share: StepBatches, **_: Any) -> None:
         """All of a step but what comes after its last micro-batch."""
         loop, hooks, place, recorder, gradients = self.loop, self.hooks, self.place, self.recorder, self.gradients
         optimizer: Any = loop.optimizer
@@ -169,7 +169,7 @@ class MultiTraining(Training):
         for hook in self.hooks.on_batch_end:
             hook()
 
-    def _loss(self, share: StepShare, i: int, count: int) -> MultiLoss:
+    def _loss(self, share: StepBatches, i: int, count: int) -> MultiLoss:
         loop, place = self.loop, self.place
         with place.autocast:
             output = place.evaluated.get_loss(share.batches[i], loop.criterion, place.device)

@@ -1,8 +1,8 @@
 """Hosts of one run: they meet at an address, and tell each other when one of them fails.
 
-The launching process of node 0 listens at the meeting point, on that interface only; those of the other nodes connect
-to it and stay connected for as long as the run lasts. Ranks don't use these connections: they get the address of a
-store, on the same interface, and what they exchange goes over Gloo or NCCL.
+The launching process of node 0 listens at the rendezvous point, on that interface only; those of the other nodes
+connect to it and stay connected for as long as the run lasts. Ranks don't use these connections: they get the address
+of a store, on the same interface, and what they exchange goes over Gloo or NCCL.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from urllib.parse import urlsplit
 from trainloop.errors import ConfigurationError
 from trainloop.launch.failures import Failure
 
-__all__ = ["Meeting", "meeting_point"]
+__all__ = ["Rendezvous", "rendezvous_point"]
 
-MEETING_WAIT_S = 600.0
+RENDEZVOUS_WAIT_S = 600.0
 """How long hosts wait for each other at the start, at most; less where the run's time-out is less."""
 
 _BEAT_S = 1.0
@@ -34,7 +34,7 @@ SILENCE_S = 15.0
 """A host that is not heard of for so long is lost: its link was cut, or it is down."""
 
 
-def meeting_point(init_method: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
+def rendezvous_point(init_method: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Host and port from ``tcp://host:port``, or from ``MASTER_ADDR`` and ``MASTER_PORT``.
 
     Raises
@@ -46,8 +46,8 @@ def meeting_point(init_method: str | None, environ: Mapping[str, str] = os.envir
         host, port_text = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
         if not host or not port_text:
             raise ConfigurationError(
-                f"several nodes need a meeting point, but MASTER_ADDR={host!r} and MASTER_PORT={port_text!r}: set both "
-                "on every node to an address of node 0 and a free port there, or pass init_method='tcp://host:port'."
+                f"several nodes need a rendezvous point, but MASTER_ADDR={host!r} and MASTER_PORT={port_text!r}: set "
+                "both on every node to an address of node 0 and a free port there, or pass init_method='tcp://host:port'."
             )
         given = f"MASTER_ADDR={host} and MASTER_PORT={port_text}"
     else:
@@ -66,7 +66,7 @@ def meeting_point(init_method: str | None, environ: Mapping[str, str] = os.envir
     return host, int(port_text)
 
 
-class Meeting:
+class Rendezvous:
     """This host's part in a run of several; a context manager.
 
     Parameters
@@ -120,7 +120,7 @@ class Meeting:
                     came = f", came: {', '.join(map(str, sorted(self._peers)))}" if self._peers else ""
                     raise ConfigurationError(
                         f"node 0 of {self._num_nodes} waited {self._wait_s:g} s at {self._point}; missing: node_rank "
-                        f"{', '.join(map(str, missing))}{came}. Start the script there with the same meeting point, "
+                        f"{', '.join(map(str, missing))}{came}. Start the script there with the same rendezvous point, "
                         "and see that no firewall is between."
                     ) from None
                 self._admit(_Line(connection))
@@ -253,7 +253,7 @@ class Meeting:
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def __enter__(self) -> Meeting:
+    def __enter__(self) -> Rendezvous:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
