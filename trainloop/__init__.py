@@ -54,12 +54,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'trainloop' has no attribute {name!r}")
+if not TYPE_CHECKING:  # with it, every name would be right
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            value = getattr(importlib.import_module(_HOMES[name]), name)
+            globals()[name] = value
+            return value
+        raise AttributeError(f"module 'trainloop' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel
+
+if TYPE_CHECKING:
+    from trainloop.callbacks.messages import MessageService
+    from trainloop.train_loop.loop import TrainLoop
 
 __all__ = ["AbstractCallback", "HookTable", "logs_nothing", "overrides"]
 
@@ -74,8 +78,9 @@ class AbstractCallback:
         "on_exception",
     )
 
-    train_loop_obj: Any = None
-    message_service: Any = None
+    # None before registration, where no hook runs: whoever writes one need not ask.
+    train_loop_obj: TrainLoop[Any] = None  # type: ignore[assignment]
+    message_service: MessageService = None  # type: ignore[assignment]
     execution_order: int = 0
     device_idx_execution: int | None = None
 
@@ -86,11 +91,11 @@ class AbstractCallback:
         self.execution_order = execution_order
         self.device_idx_execution = device_idx_execution
 
-    def register_train_loop_object(self, train_loop_obj: Any) -> AbstractCallback:
+    def register_train_loop_object(self, train_loop_obj: TrainLoop[Any]) -> AbstractCallback:
         """Take the loop this callback works for, then call :meth:`on_train_loop_registration`."""
         HookTable([self], self.device_idx_execution or 0)  # a hook that can't be called is an error before ranks start
         self.train_loop_obj = train_loop_obj
-        self.message_service = getattr(train_loop_obj, "message_service", None)
+        self.message_service = getattr(train_loop_obj, "message_service", None)  # type: ignore[assignment]
         self.on_train_loop_registration()
         return self
 

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 __all__ = ["TrainLoop", "TrainLoopCheckpoint", "TrainLoopCheckpointEndSave", "TrainLoopEndSave"]
 
 
-def __getattr__(name: str) -> Any:
-    # Imported when first asked for, with the callbacks that do their work: most programs need none of them.
-    if name in __all__:
-        return getattr(importlib.import_module("trainloop.train_loop.tracking"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # with it, every name would be right
+
+    def __getattr__(name: str) -> Any:
+        # Imported when first asked for, with the callbacks that do their work: most programs need none of them.
+        if name in __all__:
+            return getattr(importlib.import_module("trainloop.train_loop.tracking"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

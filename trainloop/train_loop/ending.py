@@ -24,7 +24,7 @@ class End(NamedTuple):
     """In words, if it gave one."""
 
 
-def who_asks(loop: TrainLoop) -> End | None:
+def who_asks(loop: TrainLoop[Any]) -> End | None:
     """The callback in whose code ``early_stop`` is being set; ``None`` where it is no callback's.
 
     Callbacks set it as a plain attribute: whose hook is running shows on the stack only.
@@ -47,7 +47,7 @@ def described(ends: Sequence[End], epoch: int) -> str:
     return f"Training ended after epoch {epoch} by {names}{': ' if reasons else '.'}{reasons}"
 
 
-def end_that_holds(loop: TrainLoop, state: dict[str, Any]) -> list[End]:
+def end_that_holds(loop: TrainLoop[Any], state: dict[str, Any]) -> list[End]:
     """Of the callbacks that ended a checkpoint's run those that would again: here still, and as strict as they were.
 
     None for a call that asks for more epochs or iterations than that of the run did.
@@ -63,7 +63,7 @@ def end_that_holds(loop: TrainLoop, state: dict[str, Any]) -> list[End]:
     ]
 
 
-def nothing_left(loop: TrainLoop, state: dict[str, Any]) -> str:
+def nothing_left(loop: TrainLoop[Any], state: dict[str, Any]) -> str:
     """Why there is nothing left to do after a checkpoint, for a line; empty where there is."""
     place = state["place"]
     if place["epoch_steps"] or (has_work_at_end(loop) and not place.get("finished", False)):
@@ -77,7 +77,7 @@ def nothing_left(loop: TrainLoop, state: dict[str, Any]) -> str:
     return f"{done} of {asked} {what}s are done. More of them would go on." if done >= asked else ""
 
 
-def has_work_at_end(loop: TrainLoop) -> bool:
+def has_work_at_end(loop: TrainLoop[Any]) -> bool:
     """Whether the end of training does something after the last epoch's: tests, or calls callbacks."""
     if loop.end_auto_eval and loop.test_loader is not None:
         return True

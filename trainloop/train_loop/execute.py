@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["execute", "sent_parts"]
 
 
-def execute(loop: TrainLoop, work: Callable[..., Any], *args: Any, job: FitJob | None = None) -> Any:
+def execute(loop: TrainLoop[Any], work: Callable[..., Any], *args: Any, job: FitJob | None = None) -> Any:
     """What ``work(run, *args)`` returns, on a run made here or, in ``ddp``, on one in every rank.
 
     Parameters
@@ -62,7 +62,7 @@ def execute(loop: TrainLoop, work: Callable[..., Any], *args: Any, job: FitJob |
     return _in_ranks(loop, work, args, job)
 
 
-def _in_ranks(loop: TrainLoop, work: Callable[..., Any], args: tuple[Any, ...], job: FitJob | None) -> Any:
+def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, ...], job: FitJob | None) -> Any:
     # Imported here: `import trainloop` is to be cheap, and most programs never start a rank.
     from trainloop import launch
     from trainloop.train_loop.handover import Departure
@@ -95,7 +95,7 @@ def _in_ranks(loop: TrainLoop, work: Callable[..., Any], args: tuple[Any, ...], 
 
 
 def _as_rank(
-    loop: TrainLoop,
+    loop: TrainLoop[Any],
     work: Callable[..., Any],
     args: tuple[Any, ...],
     job: FitJob | None,
@@ -124,7 +124,7 @@ def _as_rank(
 
 
 @contextmanager
-def running(loop: TrainLoop, stop: StopAgreement, job: FitJob | None) -> Iterator[Run]:
+def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None) -> Iterator[Run]:
     """A run of this process, for training (``job``) or for evaluation only: ``loop.running`` while it lasts."""
     devices = loop.site.devices if loop.gpu_mode == "dp" else [loop.site.devices[loop.process.local_rank]]
     wrapper_args, over_ranks = None, False
@@ -151,7 +151,7 @@ def running(loop: TrainLoop, stop: StopAgreement, job: FitJob | None) -> Iterato
             loop.running = None
 
 
-def _kind_of_training(loop: TrainLoop) -> type[Training]:
+def _kind_of_training(loop: TrainLoop[Any]) -> type[Training]:
     own: type[Training] | None = getattr(loop.optimizer, "training_class", None)
     if own is not None:  # an optimizer may bring its own order of a step
         return own
@@ -161,7 +161,7 @@ def _kind_of_training(loop: TrainLoop) -> type[Training]:
 
 
 @contextmanager
-def _own_randomness(loop: TrainLoop) -> Iterator[None]:
+def _own_randomness(loop: TrainLoop[Any]) -> Iterator[None]:
     """A seeded run draws from generators of its own; without a seed, the caller's go on as in any PyTorch loop."""
     seed = loop.seed if loop.seed is not None or loop.gpu_mode != "ddp" else loop.drawn_seed
     if seed is None:
@@ -184,13 +184,13 @@ def _process_here() -> Rank:
     return Rank(rank, world_size, local_rank, ranks, rank // ranks, world_size // ranks)
 
 
-def sent_parts(loop: TrainLoop) -> dict[str, Any]:
+def sent_parts(loop: TrainLoop[Any]) -> dict[str, Any]:
     """What is sent to ranks, under the names by which an error speaks of what can't be."""
     names = ("model", "train_loader", "validation_loader", "test_loader", "optimizer", "criterion", "callbacks")
     return {name: getattr(loop, name) for name in names}
 
 
-def _loader_workers(loop: TrainLoop, ranks: int) -> int:
+def _loader_workers(loop: TrainLoop[Any], ranks: int) -> int:
     """Workers that load beside a rank, under the quota."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the loader's own turn to warn comes
@@ -198,7 +198,7 @@ def _loader_workers(loop: TrainLoop, ranks: int) -> int:
         return max(cap_workers(getattr(loader, "num_workers", 0), loop.options.quota, ranks) for loader in loaders)
 
 
-def _initialize_lazy_parameters(loop: TrainLoop) -> None:
+def _initialize_lazy_parameters(loop: TrainLoop[Any]) -> None:
     """Lazy modules take their shapes from a batch; before the ranks start, so that all have the same weights."""
     lazy = [p for p in loop.model.parameters() if torch.nn.parameter.is_lazy(p)]
     loader = next((x for x in (loop.train_loader, loop.validation_loader, loop.test_loader) if x is not None), None)

@@ -25,9 +25,10 @@ recorders) is a :class:`~trainloop.train_loop.run.Run`, or, where it trains, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -39,8 +40,6 @@ from trainloop.devices import effective_batch_size
 from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError
 from trainloop.history import History
-from trainloop.model import TTModel
-from trainloop.optim import MultiOptimizer
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel
 from trainloop.signals import signals
 from trainloop.train_loop import arguments as check
@@ -49,17 +48,30 @@ from trainloop.train_loop.arguments import FitJob, Options
 from trainloop.train_loop.ending import End, who_asks
 from trainloop.train_loop.evaluating import Predictions, join_rows, keep_all_batches
 from trainloop.train_loop.execute import execute
+from trainloop.train_loop.kinds import (
+    Accelerator,
+    Amp,
+    Collate,
+    Devices,
+    GpuMode,
+    Loader,
+    ModelT,
+    Optimizers,
+    Transform,
+)
+from trainloop.train_loop.names import attribute_hint, hides_unknown, refuse_unknown
 from trainloop.train_loop.run import Run
 from trainloop.train_loop.site import check_backend, check_rendezvous_point, settled
 from trainloop.train_loop.training import Training
 
 if TYPE_CHECKING:
+    from trainloop.resources import ResourceQuota
     from trainloop.train_loop.preflight import PreflightReport
 
 __all__ = ["TrainLoop"]
 
 
-class TrainLoop:
+class TrainLoop(Generic[ModelT]):
     """Train a :class:`TTModel` on one device or many, with the same script and the same numbers.
 
     Parameters
@@ -114,38 +126,41 @@ class TrainLoop:
     >>> model = tl.fit(num_epochs=10)                                                         # doctest: +SKIP
     """
 
+    @hides_unknown
     def __init__(
         self,
-        model: TTModel,
-        train_loader: Any,
-        validation_loader: Any = None,
-        test_loader: Any = None,
-        optimizer: torch.optim.Optimizer | MultiOptimizer | None = None,
+        model: ModelT,
+        train_loader: Loader | None,
+        validation_loader: Loader | None = None,
+        test_loader: Loader | None = None,
+        optimizer: Optimizers | None = None,
         criterion: Any = None,
-        collate_batch_pred_fn: Callable[..., Any] = keep_all_batches,
-        pred_transform_fn: Callable[..., Any] = join_rows,
+        collate_batch_pred_fn: Collate = keep_all_batches,
+        pred_transform_fn: Transform = join_rows,
         end_auto_eval: bool | int = True,
-        gpu_mode: str = "single",
+        gpu_mode: GpuMode = "single",
         cuda_device_idx: int | None = None,
-        use_amp: bool | str | dict[str, Any] = False,
+        use_amp: Amp = False,
         *,
-        accelerator: str = "auto",
-        devices: Any = "auto",
+        accelerator: Accelerator = "auto",
+        devices: Devices = "auto",
         auto_select_gpus: bool = False,
-        resources: Any = None,
+        resources: ResourceQuota | None = None,
         seed: int | None = None,
         timeout: float = 1800,
         progress_bar: bool = True,
         gradient_clip_norm: float | None = None,
         sync_batchnorm: bool = False,
         compile: bool | dict[str, Any] = False,
+        **unknown: NoReturn,
     ) -> None:
-        self.model = check.check_model(model)
-        self.train_loader = check.check_loader(train_loader, "train_loader")
-        self.validation_loader = check.check_loader(validation_loader, "validation_loader")
-        self.test_loader = check.check_loader(test_loader, "test_loader")
-        self.optimizer = check.check_optimizer(optimizer, model)
-        self.criterion = check.check_criterion(criterion)
+        refuse_unknown(unknown, "TrainLoop", {"TrainLoop": TrainLoop.__init__, "fit": TrainLoop.fit})
+        self.model: ModelT = check.check_model(model)
+        self.train_loader: Any = check.check_loader(train_loader, "train_loader")
+        self.validation_loader: Any = check.check_loader(validation_loader, "validation_loader")
+        self.test_loader: Any = check.check_loader(test_loader, "test_loader")
+        self.optimizer: Any = check.check_optimizer(optimizer, model)
+        self.criterion: Any = check.check_criterion(criterion)
         self.collate_batch_pred_fn = check.check_callable(collate_batch_pred_fn, "collate_batch_pred_fn")
         self.pred_transform_fn = check.check_callable(pred_transform_fn, "pred_transform_fn")
         self.end_auto_eval = check.check_auto_eval(end_auto_eval)
@@ -163,17 +178,24 @@ class TrainLoop:
         self.site = settled(self.options)
 
         self.callbacks: list[AbstractCallback] = []
+        """Of the last ``fit``, those that a kind of loop brings along among them."""
         self.message_service = MessageService()
+        """Where callbacks leave messages for each other."""
         self.history = History()
-        self.epoch = 0
-        self.global_step = 0
-        self.total_iteration_idx = -1
-        self.asked_to_end = False
+        """Each metric's values, one an epoch, over all calls of ``fit``: ``loop.history["val_loss"]``."""
+        self.epoch: int = 0
+        """Epochs that are finished; while one runs, its number counted from 0."""
+        self.global_step: int = 0
+        """Optimizer steps taken, over all calls of ``fit``."""
+        self.total_iteration_idx: int = -1
+        """The batch, counted from 0 over all epochs, that is or was the last one; -1 before the first."""
+        self.asked_to_end: bool = False
         self.ends: list[End] = []
         """Which callbacks asked for the end of training."""
         self.num_epochs = self.num_iterations = 0
         self.grad_accumulation = 1
         self.last_loss: Tensor | None = None
+        """Of the last batch of this process, on its device; reading it waits for the device."""
         self.process = Rank()
         """This process's place among all that train together."""
         self.drawn_seed = 0
@@ -277,15 +299,16 @@ class TrainLoop:
 
     # -- fit ---------------------------------------------------------------------------------------------------------
 
-    def __call__(self, *args: Any, **kwargs: Any) -> TTModel:
+    def __call__(self, *args: Any, **kwargs: Any) -> ModelT:
         """The same as :meth:`fit`."""
         return self.fit(*args, **kwargs)
 
+    @hides_unknown
     def fit(
         self,
         num_epochs: int = 0,
         num_iterations: int = 0,
-        callbacks: list[AbstractCallback] | None = None,
+        callbacks: Sequence[AbstractCallback] | None = None,
         grad_accumulation: int = 1,
         *,
         num_nodes: int = 1,
@@ -293,12 +316,13 @@ class TrainLoop:
         num_gpus: int | None = None,
         dp_model_args: dict[str, Any] | None = None,
         ddp_model_args: dict[str, Any] | None = None,
-        in_process_data_load: Any = None,
+        in_process_data_load: AbstractCallback | Sequence[AbstractCallback] | None = None,
         backend: str | None = None,
         init_method: str | None = None,
         on_gpu: bool | None = None,
-        resume_from: Any = None,
-    ) -> TTModel:
+        resume_from: str | os.PathLike[str] | None = None,
+        **unknown: NoReturn,
+    ) -> ModelT:
         """Train; a second call goes on from the first.
 
         Parameters
@@ -347,6 +371,7 @@ class TrainLoop:
             After Ctrl-C, SIGTERM (143) or SIGUSR1 (138); the model has the weights of the last finished step.
         """
         with signals() as heard:  # from the first line to the last
+            refuse_unknown(unknown, "fit", {"TrainLoop": TrainLoop.__init__, "fit": TrainLoop.fit})
             if self.running is not None:
                 raise ConfigurationError(
                     "fit was called by a callback of the same loop. Make another TrainLoop for it."
@@ -541,6 +566,15 @@ class TrainLoop:
         from trainloop.train_loop.preflight import preflight
 
         return preflight(self, **kwargs)
+
+    if not TYPE_CHECKING:  # with it, every name would be right
+
+        def __getattr__(self, name: str) -> Any:
+            """What the loop has not: an error, with the name it has here where other libraries' loops have such."""
+            if hasattr(type(self), name):  # a property that raised: its own error is the one to show
+                return object.__getattribute__(self, name)
+            kind = type(self).__name__
+            raise AttributeError(f"{kind!r} object has no attribute {name!r}{attribute_hint(name)}")
 
     def __getstate__(self) -> dict[str, Any]:
         # Process groups, open files, running iterators: of this process only.

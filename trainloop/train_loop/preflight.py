@@ -26,6 +26,7 @@ from trainloop.optim import MultiLoss, optimizers_of, parameters_of
 from trainloop.parallel.scatter import batch_length, chunk_sizes, scatter
 from trainloop.reduction import sum_rule
 from trainloop.train_loop.execute import sent_parts
+from trainloop.train_loop.kinds import GpuMode
 from trainloop.train_loop.loop import TrainLoop
 from trainloop.train_loop.losses import run_through, split_loss, split_yielded
 from trainloop.transfer import pack
@@ -77,7 +78,7 @@ class PreflightReport:
     __repr__ = __str__
 
 
-def preflight(loop: TrainLoop, *, steps: int = 3, ranks: int = 2) -> PreflightReport:
+def preflight(loop: TrainLoop[Any], *, steps: int = 3, ranks: int = 2) -> PreflightReport:
     """Look for what would go wrong later.
 
     Parameters
@@ -129,7 +130,7 @@ class _Found(Exception):
     """A check's finding."""
 
 
-def _protection(loop: TrainLoop) -> str:
+def _protection(loop: TrainLoop[Any]) -> str:
     """Which of the protections of SECURITY.md a run of this loop has; a missing one is said, not a fault."""
     if loop.gpu_mode != "ddp":
         return f"{loop.gpu_mode}: no sockets between processes"
@@ -139,12 +140,12 @@ def _protection(loop: TrainLoop) -> str:
     return f"{objects}; connections on this host: {looked_up} (SECURITY.md)"
 
 
-def _sendable(loop: TrainLoop) -> str:
+def _sendable(loop: TrainLoop[Any]) -> str:
     with pack(loop, roots=sent_parts(loop)):
         return "model, loaders, optimizer and criterion can be pickled"
 
 
-def _one_batch(loop: TrainLoop) -> str:
+def _one_batch(loop: TrainLoop[Any]) -> str:
     model, _, criterion = _copies(loop)
     batch = _first_batch(loop)
     loss, weight = _loss_of(model, batch, criterion)
@@ -191,7 +192,7 @@ def _number(loss: Any) -> float:
     return float((loss.total() if isinstance(loss, MultiLoss) else loss).detach())
 
 
-def _gradients(loop: TrainLoop) -> str:
+def _gradients(loop: TrainLoop[Any]) -> str:
     model, optimizer, criterion = _copies(loop)
     output = model.get_loss(_first_batch(loop), criterion, torch.device("cpu"))
     for item in output if isinstance(output, Generator) else [output]:
@@ -217,7 +218,7 @@ def _gradients(loop: TrainLoop) -> str:
     return f"all {len(trainable)} trainable parameters get one"
 
 
-def _batches(loop: TrainLoop, steps: int, ranks: int) -> str:
+def _batches(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
     feeds = [
         train_feed(
             loop.train_loader,
@@ -244,7 +245,7 @@ def _batches(loop: TrainLoop, steps: int, ranks: int) -> str:
     return f"same shapes and dtypes in {seen} steps" if seen else "fewer samples than ranks: nothing to compare"
 
 
-def _modes_agree(loop: TrainLoop, steps: int, ranks: int) -> str:
+def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
     # One process that accumulates over `ranks` batches sees the samples that so many ranks see in one step.
     # But of batches that ranks share, each step has one.
     per_step = 1 if isinstance(loop.train_loader, SplitBatches) else ranks
@@ -264,7 +265,7 @@ def _modes_agree(loop: TrainLoop, steps: int, ranks: int) -> str:
     return f"weights agree to {worst:.0e} after {steps} steps"
 
 
-def _trained(loop: TrainLoop, mode: str, devices: int, iterations: int, accumulation: int) -> nn.Module:
+def _trained(loop: TrainLoop[Any], mode: GpuMode, devices: int, iterations: int, accumulation: int) -> nn.Module:
     model, optimizer, criterion = _copies(loop)
     for module in model.modules():  # what draws or counts per process differs between modes, and rightly so
         if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -293,7 +294,7 @@ def _stay(module: nn.Module) -> Callable[..., nn.Module]:
     return lambda mode=True: module
 
 
-def _copies(loop: TrainLoop) -> Any:
+def _copies(loop: TrainLoop[Any]) -> Any:
     """Model, optimizer and criterion of their own, on the CPU, still belonging together."""
     model, optimizer, criterion = copy.deepcopy((loop.model, loop.optimizer, loop.criterion))
     model.to("cpu").train()
@@ -305,7 +306,7 @@ def _copies(loop: TrainLoop) -> Any:
     return model, optimizer, criterion
 
 
-def _first_batch(loop: TrainLoop) -> Any:
+def _first_batch(loop: TrainLoop[Any]) -> Any:
     for batch in loop.train_loader:
         return batch
     raise ConfigurationError("train_loader has no batches: its dataset is empty. Give it data.")

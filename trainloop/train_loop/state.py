@@ -86,7 +86,7 @@ def checkpoint_state(run: Training) -> dict[str, Any] | None:
     }
 
 
-def checkpoint_to_resume(loop: TrainLoop, resume_from: Any) -> dict[str, Any] | None:
+def checkpoint_to_resume(loop: TrainLoop[Any], resume_from: Any) -> dict[str, Any] | None:
     """The state that ``fit(resume_from=...)`` names, of this very model; ``None`` for a fresh start."""
     if resume_from is None:
         return None
@@ -107,7 +107,7 @@ def checkpoint_to_resume(loop: TrainLoop, resume_from: Any) -> dict[str, Any] | 
     return state
 
 
-def check_checkpoint(loop: TrainLoop, state: dict[str, Any]) -> None:
+def check_checkpoint(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
     """Whether a checkpoint belongs to this loop's model and optimizers.
 
     Raises
@@ -182,7 +182,7 @@ def load_checkpoint_state(run: Training, state: dict[str, Any]) -> None:
     run.feed.load_state_dict(ranks[loop.rank if len(ranks) == loop.world_size else 0]["feed"])
 
 
-def took_up_finished(loop: TrainLoop, state: dict[str, Any]) -> bool:
+def took_up_finished(loop: TrainLoop[Any], state: dict[str, Any]) -> bool:
     """Become what a training left that has ended, in the calling process and without running; False for any other."""
     from trainloop.launch import joined
 
@@ -201,7 +201,7 @@ def took_up_finished(loop: TrainLoop, state: dict[str, Any]) -> bool:
     return bool(why)
 
 
-def _load_parts(loop: TrainLoop, state: dict[str, Any]) -> None:
+def _load_parts(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
     """What is the loop's own, whether or not it runs."""
     loop.model.load_state_dict(state["model"])
     if isinstance(loop.criterion, nn.Module) and state["criterion"]:

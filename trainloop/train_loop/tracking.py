@@ -11,23 +11,22 @@ from typing import Any
 
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.callbacks.tracking import Experiment, ExperimentCheckpoint, ExperimentEndSave, ExperimentRecord
-from trainloop.model import TTModel
-from trainloop.optim import MultiOptimizer
+from trainloop.train_loop.kinds import Loader, ModelT, Optimizers
 from trainloop.train_loop.loop import TrainLoop
 
 __all__ = ["TrainLoopCheckpoint", "TrainLoopCheckpointEndSave", "TrainLoopEndSave"]
 
 
-class _TrackingLoop(TrainLoop):
+class _TrackingLoop(TrainLoop[ModelT]):
     """A loop with an experiment."""
 
     def __init__(
         self,
-        model: TTModel,
-        train_loader: Any,
-        validation_loader: Any,
-        test_loader: Any,
-        optimizer: Any | MultiOptimizer,
+        model: ModelT,
+        train_loader: Loader | None,
+        validation_loader: Loader | None,
+        test_loader: Loader | None,
+        optimizer: Optimizers | None,
         criterion: Any,
         project_name: str,
         experiment_name: str,
@@ -72,7 +71,7 @@ class _TrackingLoop(TrainLoop):
         return self.experiment.hyperparams
 
 
-class TrainLoopCheckpoint(_TrackingLoop):
+class TrainLoopCheckpoint(_TrackingLoop[ModelT]):
     """A loop that writes checkpoints into an experiment's folder, from which ``resume_from='last'`` goes on.
 
     Parameters
@@ -99,13 +98,14 @@ class TrainLoopCheckpoint(_TrackingLoop):
 
     def __init__(
         self,
+        model: ModelT,
         *args: Any,
         rm_subopt_local_models: bool | str = False,
         num_best_checkpoints_kept: int = 2,
         iteration_save_freq: int = 0,
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(model, *args, **kwargs)
         self._brought.append(
             ExperimentCheckpoint(
                 self.experiment, rm_subopt_local_models, num_best_checkpoints_kept, iteration_save_freq
@@ -113,7 +113,7 @@ class TrainLoopCheckpoint(_TrackingLoop):
         )
 
 
-class TrainLoopEndSave(_TrackingLoop):
+class TrainLoopEndSave(_TrackingLoop[ModelT]):
     """A loop that at its end evaluates result packages, and saves the model and a report.
 
     Parameters
@@ -130,9 +130,14 @@ class TrainLoopEndSave(_TrackingLoop):
     """
 
     def __init__(
-        self, *args: Any, val_result_package: Any = None, test_result_package: Any = None, **kwargs: Any
+        self,
+        model: ModelT,
+        *args: Any,
+        val_result_package: Any = None,
+        test_result_package: Any = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(model, *args, **kwargs)
         self.end_save = ExperimentEndSave(self.experiment, val_result_package, test_result_package)
         self._brought.append(self.end_save)
 
@@ -142,5 +147,5 @@ class TrainLoopEndSave(_TrackingLoop):
         return self.end_save.results
 
 
-class TrainLoopCheckpointEndSave(TrainLoopEndSave, TrainLoopCheckpoint):
+class TrainLoopCheckpointEndSave(TrainLoopEndSave[ModelT], TrainLoopCheckpoint[ModelT]):
     """Both: checkpoints on the way, and results, model and report at the end; see the two classes."""

@@ -88,6 +88,8 @@ class AbstractExperimentCallback(AbstractCallback):
 class ListRegisteredCallbacks(AbstractCallback):
     """Prints which callbacks there are."""
 
+    train_loop_obj: Any  # the loop of this package, which has more
+
     def __init__(self) -> None:
         super().__init__("Print the list of registered callbacks")
 
@@ -101,6 +103,8 @@ def _falls(metric: str) -> bool:
 
 class EarlyStopping(AbstractCallback):
     """Stops when a metric has not improved for ``patience + 1`` epochs; it should fall if it is a loss or an error."""
+
+    train_loop_obj: Any  # the loop of this package, which has more
 
     def __init__(self, monitor: str = "val_loss", min_delta: float = 0.0, patience: int = 0) -> None:
         super().__init__("EarlyStopping", execution_order=99)
@@ -134,6 +138,8 @@ class EarlyStopping(AbstractCallback):
 class ThresholdEarlyStopping(AbstractCallback):
     """Stops when a metric has been on the wrong side of a threshold for ``patience + 1`` epochs on end."""
 
+    train_loop_obj: Any  # the loop of this package, which has more
+
     def __init__(self, monitor: str, threshold: float, patience: int = 0) -> None:
         super().__init__("Threshold early stopping", execution_order=99)
         self.monitor = monitor
@@ -159,6 +165,8 @@ class ThresholdEarlyStopping(AbstractCallback):
 
 class TerminateOnNaN(AbstractCallback):
     """Stops at the end of an epoch whose metric is not finite."""
+
+    train_loop_obj: Any  # the loop of this package, which has more
 
     def __init__(self, monitor: str = "loss") -> None:
         super().__init__("TerminateOnNaN", execution_order=98)
@@ -237,6 +245,8 @@ class FunctionOnTrainLoop(CoreFunctionOnTrainLoop):
 class GradientCallbackBase(AbstractCallback):
     """A callback that looks at gradients."""
 
+    train_loop_obj: Any  # the loop of this package, which has more
+
     def __init__(self, callback_name: str, execution_order: int = 0, device_idx_execution: int | None = None) -> None:
         super().__init__(callback_name, execution_order, device_idx_execution)
 
@@ -245,6 +255,8 @@ class GradientCallbackBase(AbstractCallback):
 
 
 class _Clip(GradientCallbackBase):
+    train_loop_obj: Any  # the loop of this package, which has more
+
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
         loop = self.train_loop_obj
         if loop.should_execute_optimizer_update():

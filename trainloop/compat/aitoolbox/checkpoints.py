@@ -37,6 +37,8 @@ def _model_of(loop: Any) -> Any:
 class _Saves(AbstractCallback):
     """Of an experiment: where, and the hyperparameters' files."""
 
+    train_loop_obj: Any  # the loop of this package, which has more
+
     def __init__(
         self,
         name: str,
@@ -104,6 +106,8 @@ class ModelCheckpoint(_Saves):
     With ``rm_subopt_local_models`` only the ``num_best_checkpoints_kept`` best stay on the local disk, by ``loss`` or
     by the metric it names.
     """
+
+    train_loop_obj: Any  # the loop of this package, which has more
 
     def __init__(
         self,
@@ -173,6 +177,8 @@ class ModelIterationCheckpoint(ModelCheckpoint):
 
 class ModelTrainEndSave(_Saves):
     """Evaluates result packages at the end of training, and saves the model, their results and the history."""
+
+    train_loop_obj: Any  # the loop of this package, which has more
 
     def __init__(
         self,
@@ -250,6 +256,8 @@ class ModelTrainEndSave(_Saves):
 
 class ModelLoadContinueTraining(AbstractExperimentCallback):
     """Loads model, optimizer and schedulers of an earlier experiment, and goes on with the epoch after its own."""
+
+    train_loop_obj: Any  # the loop of this package, which has more
 
     def __init__(
         self,

@@ -333,6 +333,8 @@ def experiment_saver(
 class LogUpload(AbstractExperimentCallback):
     """Uploads a log file after each epoch."""
 
+    train_loop_obj: Any  # the loop of this package, which has more
+
     def __init__(
         self,
         log_file_path: str = "~/project/training.log",
@@ -385,6 +387,8 @@ class LogUpload(AbstractExperimentCallback):
 
 class EmailNotification(AbstractCallback):
     """Mails the last results after each epoch and at the end of training, by Amazon's SES."""
+
+    train_loop_obj: Any  # the loop of this package, which has more
 
     def __init__(
         self,

@@ -22,6 +22,7 @@ from trainloop.compat.aitoolbox.optim import MultiLoss, MultiOptimizer
 from trainloop.compat.aitoolbox.store import ModelPredictionStore, append_predictions, torch_cat_transf
 from trainloop.errors import ConfigurationError
 from trainloop.model import ModelWrap
+from trainloop.train_loop.kinds import Amp, GpuMode
 
 __all__ = ["TrainLoop"]
 
@@ -63,9 +64,9 @@ class TrainLoop(core.TrainLoop):
         end_auto_eval: bool | int = True,
         lazy_experiment_save: bool = False,
         print_callbacks: bool = False,
-        gpu_mode: str = "single",
+        gpu_mode: GpuMode = "single",
         cuda_device_idx: int | None = None,
-        use_amp: bool | str | dict[str, Any] = False,
+        use_amp: Amp = False,
         **options: Any,
     ) -> None:
         if isinstance(model, nn.DataParallel):  # a script may wrap it itself
@@ -112,7 +113,7 @@ class TrainLoop(core.TrainLoop):
         self,
         num_epochs: int = 0,
         num_iterations: int = 0,
-        callbacks: list[AbstractCallback] | None = None,
+        callbacks: Sequence[AbstractCallback] | None = None,
         grad_accumulation: int = 1,
         **kwargs: Any,
     ) -> Any:
@@ -303,6 +304,8 @@ class _Bookkeeping(AbstractCallback):
 
     It is a callback so that its state comes back from the ranks of ``ddp``.
     """
+
+    train_loop_obj: Any  # the loop of this package, which has more
 
     def __init__(self, train_history: TrainingHistory) -> None:
         super().__init__("AIToolbox's bookkeeping", execution_order=_FIRST)

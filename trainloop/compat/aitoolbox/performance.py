@@ -91,6 +91,8 @@ class ModelPerformanceEvaluation(AbstractCallback):
 class ModelPerformancePrintReport(AbstractCallback):
     """Prints metrics of the history after epochs, and at the end of training."""
 
+    train_loop_obj: Any  # the loop of this package, which has more
+
     def __init__(
         self,
         metrics: Sequence[str],
@@ -154,6 +156,8 @@ class TrainHistoryFormatter(AbstractCallback):
     strict_metric_extract : bool
         Raise where the list has no new result, instead of printing so.
     """
+
+    train_loop_obj: Any  # the loop of this package, which has more
 
     def __init__(
         self,

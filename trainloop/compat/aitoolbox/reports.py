@@ -19,6 +19,9 @@ __all__ = ["GradDistributionPlot", "ModelTrainHistoryBaseCB", "ModelTrainHistory
 class _Reports(AbstractExperimentCallback):
     """Files among an experiment's results, on the local disk and maybe in a cloud; rank 0 writes them."""
 
+    train_loop_obj: Any  # the loop of this package, which has more
+    message_service: Any  # AIToolbox's, with its own way to say how long
+
     formats: tuple[str, ...] = ()
     file_format = ""
 
@@ -57,6 +60,8 @@ class _Reports(AbstractExperimentCallback):
 
 class ModelTrainHistoryBaseCB(_Reports):
     """Reports on the history, after epochs and at the end of training."""
+
+    train_loop_obj: Any  # the loop of this package, which has more
 
     def __init__(
         self,
@@ -116,6 +121,8 @@ class ModelTrainHistoryBaseCB(_Reports):
 class ModelTrainHistoryPlot(ModelTrainHistoryBaseCB):
     """A plot of each metric, in ``results/plots_epoch_<n>``."""
 
+    train_loop_obj: Any  # the loop of this package, which has more
+
     formats = ("png", "pdf")
 
     def __init__(
@@ -132,6 +139,8 @@ class ModelTrainHistoryPlot(ModelTrainHistoryBaseCB):
 
 class ModelTrainHistoryFileWriter(ModelTrainHistoryBaseCB):
     """The last results of all metrics, appended to ``results/results.<format>``."""
+
+    train_loop_obj: Any  # the loop of this package, which has more
 
     formats = ("txt", "tsv", "csv")
 

@@ -50,6 +50,8 @@ class _Plateau(GeneralLRSchedulerCallback):
 class ReduceLROnPlateauScheduler(_Plateau):
     """Lowers rates when the validation loss stops falling; of several losses their mean, or ``main_multi_loss``."""
 
+    train_loop_obj: Any  # the loop of this package, which has more
+
     def __init__(self, main_multi_loss: str | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.main_multi_loss = main_multi_loss
@@ -63,6 +65,8 @@ class ReduceLROnPlateauScheduler(_Plateau):
 
 class ReduceLROnPlateauMetricScheduler(_Plateau):
     """Lowers rates when a metric of the history stops improving."""
+
+    train_loop_obj: Any  # the loop of this package, which has more
 
     def __init__(self, metric_name: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)

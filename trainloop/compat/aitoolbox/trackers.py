@@ -48,6 +48,8 @@ class TensorboardReporterBaseCB(AbstractExperimentCallback):
     Further arguments go to ``SummaryWriter``.
     """
 
+    train_loop_obj: Any  # the loop of this package, which has more
+
     def __init__(
         self,
         callback_name: str,
@@ -217,6 +219,8 @@ class AlertConfig:
 
 class WandBTracking(AbstractExperimentCallback):
     """Sends the history, and batches' losses, to Weights & Biases; further arguments go to ``wandb.init``."""
+
+    train_loop_obj: Any  # the loop of this package, which has more
 
     def __init__(
         self,

@@ -1,0 +1,120 @@
+"""Names: those that type checkers read are those there are, and those of other libraries get the ones used here."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainloop
+from small_loop import make_loop
+from trainloop import TrainLoop, callbacks
+from trainloop.errors import ConfigurationError
+from trainloop.train_loop import names
+
+
+def typed_names(module: Any) -> set[str]:
+    """Imported under ``if TYPE_CHECKING:``."""
+    tree = ast.parse(Path(module.__file__).read_text())
+    return {
+        alias.name
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for statement in node.body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+    }
+
+
+def test_type_checkers_read_the_names_there_are() -> None:
+    assert typed_names(callbacks) == set(callbacks._HOMES) == set(callbacks.__all__) - {"AbstractCallback"}
+    assert typed_names(trainloop) == set(trainloop._HOMES) == set(trainloop.__all__)
+    assert typed_names(trainloop.train_loop) == set(trainloop.train_loop.__all__) - {"TrainLoop"}
+    for name in callbacks.__all__:
+        assert callable(getattr(callbacks, name)), name
+
+
+KEYWORDS = {
+    "val_loader": "validation_loader=",
+    "strategy": "gpu_mode=",
+    "max_epochs": "fit(num_epochs=)",
+    "epochs": "fit(num_epochs=)",
+    "precision": "use_amp=",
+    "callbacks": "fit(callbacks=",
+    "logger": "TensorBoard",
+    "ckpt_path": "fit(resume_from=",
+    "accumulate_grad_batches": "fit(grad_accumulation=)",
+    "num_epochs": "fit(num_epochs=",
+    "optimiser": "optimizer=",
+    "resume_form": "fit(resume_from=",
+}
+FIT_KEYWORDS = {
+    "epochs": "fit(num_epochs=)",
+    "ckpt_path": "fit(resume_from=",
+    "gpu_mode": "TrainLoop(gpu_mode=",
+    "precision": "TrainLoop(use_amp=",
+    "val_loader": "TrainLoop(validation_loader=",
+    "num_epoch": "num_epochs=",
+    "zzz": "It has: num_epochs, num_iterations, callbacks",
+}
+
+
+@pytest.mark.parametrize("name, meant", KEYWORDS.items(), ids=str)
+def test_a_wrong_keyword_of_the_loop_says_the_right_one(name: str, meant: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        make_loop(**{name: None})
+    assert isinstance(caught.value, TypeError)  # as of every function
+    assert f"TrainLoop.__init__() got an unexpected keyword argument '{name}'" in str(caught.value)
+    assert meant in str(caught.value)
+
+
+@pytest.mark.parametrize("name, meant", FIT_KEYWORDS.items(), ids=str)
+def test_a_wrong_keyword_of_fit_says_the_right_one(name: str, meant: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        make_loop().fit(**{"num_epochs": 1, name: 3})
+    assert f"fit() got an unexpected keyword argument '{name}'" in str(caught.value)
+    assert meant in str(caught.value)
+
+
+def test_every_hint_names_what_there_is() -> None:
+    """A hint that leads to another unknown name would be worse than none."""
+    fit = set(inspect.signature(TrainLoop.fit).parameters)
+    own = set(inspect.signature(TrainLoop.__init__).parameters)
+    assert "unknown" not in fit | own
+    for known, here in names.KEYWORDS.items():
+        assert not set(known.split()) & (fit | own), known
+        inner = here[4:].partition("=")[0] if here.startswith("fit(") else here.partition("=")[0]
+        if "DataLoader" not in here and "Adam" not in here and not here.startswith("the "):
+            assert inner in (fit if here.startswith("fit(") else own), here
+    loop = make_loop()
+    for known, here in names.ATTRIBUTES.items():
+        assert not [name for name in known.split() if hasattr(loop, name)], known
+        first = here.replace("loop.", "").split("(")[0].split(" ")[0].split(".")[0].rstrip(",")
+        assert first == "torch" or hasattr(loop, first), here
+
+
+@pytest.mark.parametrize("name, here", [("test", "evaluate_loss_on_test_set()"), ("validate", "validation_set()")])
+def test_an_attribute_of_other_loops_says_the_one_here(name: str, here: str) -> None:
+    loop = make_loop()
+    with pytest.raises(AttributeError) as caught:
+        getattr(loop, name)
+    assert f"has no attribute '{name}'" in str(caught.value)
+    assert here in str(caught.value)
+    assert not hasattr(loop, "nothing_of_the_sort")
+
+
+def test_a_property_that_fails_shows_its_own_error() -> None:
+    class Loop(TrainLoop[Any]):
+        @property
+        def broken(self) -> Any:
+            return self.model.no_such_layer
+
+    loop = Loop(make_loop().model, None)
+    with pytest.raises(AttributeError, match="no_such_layer"):
+        loop.broken  # noqa: B018
+    again = pickle.loads(pickle.dumps(make_loop()))  # the attributes of an object that is being made
+    assert again.gpu_mode == "single"

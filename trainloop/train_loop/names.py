@@ -1,0 +1,138 @@
+"""Names that users bring along from other libraries, and what they are called here."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from trainloop.errors import ConfigurationError
+
+__all__ = ["UnknownArgumentError", "attribute_hint", "hides_unknown", "refuse_unknown"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# What a keyword of Lightning, Accelerate, Keras or a hand-written loop is here. Both doors read the one table.
+KEYWORDS = {
+    "train_dataloader train_dataloaders train_dl trainloader training_loader dataloader data_loader": "train_loader=",
+    "val_loader valid_loader val_dataloader val_dataloaders val_dl valloader eval_loader": "validation_loader=",
+    "test_dataloader test_dataloaders test_dl testloader": "test_loader=",
+    "loss loss_fn loss_func loss_function": "criterion=",
+    "optim optimizers opt": "optimizer=, a MultiOptimizer([...]) for several",
+    "strategy mode distributed_backend parallel_mode": "gpu_mode='single', 'dp' or 'ddp'",
+    "precision amp mixed_precision autocast dtype fp16 bf16": "use_amp=True, 'bf16' or 'fp16'",
+    "device": "accelerator='cpu' or 'cuda', with devices=[0] for a certain GPU",
+    "gpus num_devices num_processes nproc_per_node nprocs": "devices=",
+    "epochs max_epochs n_epochs nb_epoch num_train_epochs": "fit(num_epochs=)",
+    "max_steps num_steps steps max_iterations iterations max_iter": "fit(num_iterations=), which counts batches",
+    "accumulate_grad_batches gradient_accumulation_steps gradient_accumulation accumulation_steps grad_accum":
+        "fit(grad_accumulation=)",
+    "gradient_clip_val clip_grad_norm max_grad_norm grad_clip gradient_clip": "gradient_clip_norm=",
+    "ckpt_path checkpoint resume resume_from_checkpoint": "fit(resume_from='last' or a path)",
+    "logger loggers log_dir tensorboard": "fit(callbacks=[TensorBoard()]), or MLflowTracking, WandBTracking",
+    "log_every_n_steps": "fit(callbacks=[TensorBoard(log_every_n_steps=)])",
+    "default_root_dir save_dir output_dir enable_checkpointing checkpoint_dir":
+        "fit(callbacks=[ModelCheckpoint(dirpath)])",
+    "scheduler schedulers lr_scheduler": "fit(callbacks=[LRScheduler(...)])",
+    "early_stopping patience": "fit(callbacks=[EarlyStopping(...)])",
+    "check_val_every_n_epoch validation_freq eval_every": "end_auto_eval=, after how many epochs",
+    "enable_progress_bar verbose": "progress_bar=True or False",
+    "sync_bn": "sync_batchnorm=",
+    "random_seed seed_everything": "seed=",
+    "torch_compile": "compile=",
+    "find_unused_parameters": "fit(ddp_model_args={'find_unused_parameters': True})",
+    "max_time": "fit(callbacks=[TimeLimit(...)])",
+    "nnodes": "fit(num_nodes=)",
+    "lr learning_rate": "the optimizer's: torch.optim.Adam(model.parameters(), lr=...)",
+    "batch_size shuffle num_workers": "the loader's: DataLoader(data, batch_size=..., shuffle=...)",
+}  # fmt: skip
+
+ATTRIBUTES = {
+    "test": "evaluate_loss_on_test_set() and predict_on_test_set()",
+    "validate evaluate eval": "evaluate_loss_on_validation_set() and predict_on_validation_set()",
+    "train run start": "fit(num_epochs=...)",
+    "predict": "predict_with_model(loader)",
+    "save save_model": "torch.save(loop.model.state_dict(), path), or fit(callbacks=[ModelCheckpoint(dir)])",
+    "save_checkpoint": "fit(callbacks=[ModelCheckpoint(dir)])",
+    "load load_model": "loop.model.load_state_dict(torch.load(path))",
+    "load_checkpoint load_from_checkpoint resume": "fit(resume_from='last' or a path)",
+    "current_epoch": "epoch",
+    "total_steps steps iteration num_steps": "global_step",
+    "logged_metrics callback_metrics metrics train_history": "history",
+    "val_loader val_dataloader valid_loader val_dataloaders": "validation_loader",
+    "train_dataloader train_dataloaders": "train_loader",
+    "test_dataloader test_dataloaders": "test_loader",
+    "optimizers": "optimizer",
+    "should_stop stop stop_training": "early_stop = True",
+    "stop_reason": "ends",
+    "strategy mode": "gpu_mode",
+    "global_rank": "rank",
+    "num_devices": "site.devices",
+    "logger add_callback": "fit(callbacks=[...])",
+    "state_dict": "checkpoint_state() in a callback; ModelCheckpoint keeps it",
+}
+
+_KEYWORD = {name: here for names, here in KEYWORDS.items() for name in names.split()}
+_ATTRIBUTE = {name: here for names, here in ATTRIBUTES.items() for name in names.split()}
+
+
+class UnknownArgumentError(ConfigurationError, TypeError):
+    """A keyword that a function has not: a ``TypeError``, as it is of every function, which says what is meant."""
+
+
+def refuse_unknown(unknown: Iterable[str], door: str, doors: dict[str, Callable[..., Any]]) -> None:
+    """Keywords that a door has not are errors, which say what is meant.
+
+    Parameters
+    ----------
+    unknown : iterable of str
+        Names that were given.
+    door : str
+        Which of ``doors`` they were given to.
+    doors : dict
+        The loop's constructor and ``fit``, by the names that messages use.
+
+    Raises
+    ------
+    UnknownArgumentError
+        If there is any.
+    """
+    messages = [
+        f"{doors[door].__qualname__}() got an unexpected keyword argument {name!r}{_meant(name, door, doors)}"
+        for name in unknown
+    ]
+    if messages:
+        raise UnknownArgumentError("\n".join(messages))
+
+
+def _meant(name: str, door: str, doors: dict[str, Callable[..., Any]]) -> str:
+    names = {key: [p for p in inspect.signature(function).parameters if p != "self"] for key, function in doors.items()}
+    elsewhere = [key for key in doors if key != door and name in names[key]]
+    if elsewhere:
+        return f": it belongs to {elsewhere[0]}({name}=...)."
+    here = _KEYWORD.get(name.lower())
+    if here is not None:
+        # A name without brackets is the constructor's.
+        if door != "TrainLoop" and here[:1].isalpha() and here.partition("=")[0].isidentifier():
+            here = f"TrainLoop({here.partition(',')[0]}...)"
+        return f". Did you mean {here}?"
+    for key in (door, *doors):
+        close = get_close_matches(name.lower(), names[key], n=1)
+        if close:
+            return f". Did you mean {close[0]}=?" if key == door else f". Did you mean {key}({close[0]}=...)?"
+    return f". It has: {', '.join(names[door])}."
+
+
+def hides_unknown(function: Function) -> Function:
+    """Show a function's signature without its ``**unknown``, which is there to be refused only."""
+    signature = inspect.signature(function)
+    kept = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    function.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    return function
+
+
+def attribute_hint(name: str) -> str:
+    """What an attribute that other libraries' loops have is here, as a sentence; empty where there is no such."""
+    here = _ATTRIBUTE.get(name)
+    return "" if here is None else f". Here it is {here}"
