@@ -16,6 +16,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 ARGS   ?=
+# Tests run in two processes, a file at a time. In one: make test WORKERS=0, or ARGS='-p no:xdist', as for --pdb.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest $(if $(findstring no:xdist,$(ARGS)),,-n $(WORKERS) --dist loadfile)
 
 # One stamp for each set of requirements, inside the environment that it describes.
 define install
@@ -45,13 +48,13 @@ demo: $(VENV)/examples.stamp
 	$(BIN)/python examples/ddp_training.py $(ARGS)
 
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-unit: $(VENV)/test.stamp
-	$(BIN)/python -m pytest tests/unit $(ARGS)
+	$(PYTEST) tests/unit $(ARGS)
 
 test-docs: $(VENV)/test.stamp
-	$(BIN)/python -m pytest tests/docs -m "not hosts" $(ARGS)
+	$(PYTEST) tests/docs -m "not hosts" $(ARGS)
 
 test-hosts: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -m hosts $(ARGS)

@@ -28,6 +28,8 @@ from warm import WarmInterpreters
 # run a hundred threads. Set before the first test, so that children inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+# Nor does a compiled model of ten parameters need a pool of interpreters, each of which imports torch.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # A shell's background jobs (nohup make test &) ignore Ctrl-C, and so would every process the tests press it for.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -52,6 +54,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(no_gpu)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _modules_stay() -> None:
+    """What is imported by now lives as long as this process: the garbage collector need not visit it again.
+
+    These are a million objects. Each full collection of a test visited them all, and in a worker that a loader forks
+    the visit alone made a copy of every page.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 # -- ranks start warm --------------------------------------------------------------------------------------------------
@@ -195,9 +208,11 @@ def _children() -> set[str]:
 
 
 def _descendants() -> list[psutil.Process]:
-    """Of this process; through all of /proc, as psutil does it, only where it has children at all."""
+    """Of this process; through all of /proc, as psutil does it, only where it has children that have any themselves."""
+    childless = {getattr(resource_tracker._resource_tracker, "_pid", None), *(_warm.pids if _warm is not None else ())}
     try:
-        if not any(Path(f"/proc/self/task/{thread}/children").read_text() for thread in os.listdir("/proc/self/task")):
+        lists = [Path(f"/proc/self/task/{thread}/children").read_text() for thread in os.listdir("/proc/self/task")]
+        if {int(pid) for pids in lists for pid in pids.split()} <= childless:
             return []
     except OSError:  # a kernel without these files, or a thread that has just ended
         pass

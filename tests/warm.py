@@ -15,6 +15,7 @@ import array
 import contextlib
 import ctypes
 import fcntl
+import gc
 import json
 import os
 import resource
@@ -184,6 +185,8 @@ def _serve(fd: int) -> None:
     for name in _PRELOADED:
         importlib.import_module(name)
     sys.path[:] = path
+    gc.collect()
+    gc.freeze()  # or each collection in a rank visits all of these modules, and so copies their pages
     with socket.socket(fileno=fd) as connection:
         while True:
             try:

@@ -543,7 +543,7 @@ def test_what_another_run_has_leased_is_skipped_untried(gpus: list[int]) -> None
 
 
 def test_gpus_without_strangers_come_first(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_names, "strangers", lambda names: {"gpu-0": 2, "gpu-2": 0})
+    monkeypatch.setattr(gpu_names, "other_processes", lambda names: {"gpu-0": 2, "gpu-2": 0})
     assert find_usable_cuda_devices(1) == [2]
     assert find_usable_cuda_devices(3) == [0, 2, 3]  # usable all the same
 
@@ -591,13 +591,13 @@ class FakedNvml(ModuleType):
 def test_strangers_are_counted_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakedNvml()
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert gpu_names.strangers(["GPU-a", "GPU-b", "GPU-c"]) == {"GPU-a": 2, "GPU-c": 0}
+    assert gpu_names.other_processes(["GPU-a", "GPU-b", "GPU-c"]) == {"GPU-a": 2, "GPU-c": 0}
     assert nvml.open == 0
 
 
 def test_without_nvml_nothing_is_known_of_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gpu_names.strangers(["GPU-a"]) == {}
+    assert gpu_names.other_processes(["GPU-a"]) == {}
 
 
 def test_names_of_gpus_are_uuids_or_the_mask_s_entries(monkeypatch: pytest.MonkeyPatch) -> None:
