@@ -2,6 +2,7 @@
 # make test      install, run the tests
 # make test-unit those that start no Python of their own
 # make test-docs all examples, and every block of code in the documentation
+# make test-hosts  those that make networks of their own; need root and iproute2
 # make test-all  the slow ones and those that need root, too; every rank a fresh interpreter
 # make test-ecosystem  other projects' models, optimizers and loaders in every mode (large downloads at first)
 # make check     what CI runs: tests, lint, types, documentation
@@ -57,7 +58,7 @@ test-docs: $(VENV)/test.stamp
 	$(PYTEST) tests/docs -m "not hosts" $(ARGS)
 
 test-hosts: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -m hosts $(ARGS)
+	$(BIN)/python -m pytest -m "hosts and not slow" $(ARGS)
 
 test-all: $(VENV)/test-all.stamp
 	TESTS_START_COLD=1 $(BIN)/python -m pytest -m "" $(ARGS)

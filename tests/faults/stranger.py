@@ -42,9 +42,9 @@ def listeners() -> set[int]:
     return found
 
 
-def answers(poison: bytes, length: int) -> bytes:
+def answers(poison: bytes, prefix: bytes, length: int) -> bytes:
     """So many bytes that look like what a rank would send."""
-    body = b"\0" + poison
+    body = prefix + poison
     if length == 8:  # a size
         return struct.pack("<q", len(body))
     if length == 32:  # a nonce, and whether there is a key
@@ -59,6 +59,7 @@ def answers(poison: bytes, length: int) -> bytes:
 
 def main() -> None:
     trap, seconds, uid = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+    prefix = bytes.fromhex(sys.argv[4])
     # Here, with all imported: another user may not be able to read this interpreter's files.
     os.setgroups([])
     os.setgid(uid)
@@ -79,7 +80,7 @@ def main() -> None:
                     line.sendall(struct.pack("<q", pair))
                     selector.register(line, selectors.EVENT_READ, bytearray())
                     connected += 1
-        for key, _ in selector.select(0.0005):
+        for key, _ in selector.select(0.01):
             line, data = key.fileobj, key.data
             try:
                 came = line.recv(1 << 20)  # type: ignore[union-attr]
@@ -97,7 +98,7 @@ def main() -> None:
                 del data[:size]
                 asked += 1
                 if operation == RECV_READY and length < 1 << 24:
-                    answer = answers(poison, length)
+                    answer = answers(poison, prefix, length)
                     reply = PREAMBLE.pack(PREAMBLE.size + length, SEND, slot, 0, length, 0) + answer
                 elif operation == SEND_READY:
                     reply = PREAMBLE.pack(PREAMBLE.size, RECV_READY, slot, 0, length, 0)
