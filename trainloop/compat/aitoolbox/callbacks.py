@@ -228,6 +228,7 @@ class FunctionOnTrainLoop(CoreFunctionOnTrainLoop):
             "after_gradient_update": after_gradient_update,
             "after_optimizer_step": after_optimizer_step,
         }
+        self._reads_gradients = after_gradient_update or after_optimizer_step
         if not any(where.values()):  # which the core refuses
             base.AbstractCallback.__init__(
                 self, "Execute given function as a callback", execution_order, device_idx_execution
@@ -237,6 +238,11 @@ class FunctionOnTrainLoop(CoreFunctionOnTrainLoop):
         super().__init__(
             fn_to_execute, **where, execution_order=execution_order, device_idx_execution=device_idx_execution
         )
+
+    def register_train_loop_object(self, train_loop_obj: Any) -> AbstractCallback:
+        if self._reads_gradients:
+            train_loop_obj.grad_cb_used = True
+        return super().register_train_loop_object(train_loop_obj)
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -295,12 +301,18 @@ class GradNormClip(_Clip):
 class GradientStatsPrint(AbstractCallback):
     """Prints mean, deviation and share of zeros of layers' weight gradients after each epoch, or each backward too."""
 
+    train_loop_obj: Any  # the loop of this package, which has more
+
     def __init__(
         self, model_layers_extract_def: Callable[[Any], Iterable[nn.Module]], on_every_grad_update: bool = False
     ) -> None:
         super().__init__("Print model gradient stats", device_idx_execution=0)
         self.model_layers_extract_def = model_layers_extract_def
         self.on_every_grad_update = on_every_grad_update
+
+    def on_train_loop_registration(self) -> None:
+        if self.on_every_grad_update:
+            self.train_loop_obj.grad_cb_used = True
 
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
         if self.on_every_grad_update and optimizer_idx == 0:

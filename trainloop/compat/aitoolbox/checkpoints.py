@@ -16,6 +16,7 @@ from trainloop.compat.aitoolbox.cloud import (
     experiment_saver,
     gcs_available_options,
 )
+from trainloop.compat.aitoolbox.inputs import OwnOptimizer
 from trainloop.compat.aitoolbox.results import AbstractResultPackage
 from trainloop.compat.aitoolbox.saving import (
     HyperParamSourceReporter,
@@ -60,7 +61,8 @@ class _Saves(AbstractCallback):
         return self.cloud_save_mode, self.bucket_name, self.cloud_dir_prefix
 
     def _check_registered(self) -> None:
-        bucket_of(*self._cloud)  # a missing s3fs is an error before training
+        if isinstance(self.train_loop_obj.optimizer, OwnOptimizer):
+            self.train_loop_obj.optimizer.check_state()
         os.makedirs(self.local_model_result_folder_path, exist_ok=True)
         if not self.train_loop_obj.lazy_experiment_save and self.train_loop_obj.is_main_process():
             self.save_hyperparams()
@@ -132,14 +134,15 @@ class ModelCheckpoint(_Saves):
         self.rm_subopt_local_models = rm_subopt_local_models
         metric = "loss" if rm_subopt_local_models is True else str(rm_subopt_local_models)
         self.subopt_model_remover = LocalSubOptimalModelRemover(metric, num_best_checkpoints_kept)
+        self.model_checkpointer: Any = None
+        """Writes the files; made where the callback is registered."""
 
     def on_train_loop_registration(self) -> None:
+        self.model_checkpointer = self._saver()
         self._check_registered()
 
-    @property
-    def model_checkpointer(self) -> PyTorchLocalModelSaver | PyTorchS3ModelSaver:
-        """Writes the files."""
-        if bucket_of(*self._cloud) is None:
+    def _saver(self) -> PyTorchLocalModelSaver | PyTorchS3ModelSaver:
+        if bucket_of(*self._cloud) is None:  # a missing s3fs is an error before training
             return PyTorchLocalModelSaver(self.local_model_result_folder_path, checkpoint_model=True)
         google = self.cloud_save_mode in gcs_available_options
         saver = PyTorchGoogleStorageModelSaver if google else PyTorchS3ModelSaver
@@ -209,6 +212,8 @@ class ModelTrainEndSave(_Saves):
         self.val_result_package = val_result_package
         self.test_result_package = test_result_package
         self.result_package: Any = None
+        self.results_saver: Any = None
+        """Writes the files; made where the callback is registered."""
 
     def on_train_loop_registration(self) -> None:
         names = self.project_name, self.experiment_name, self.train_loop_obj.experiment_timestamp
@@ -218,6 +223,14 @@ class ModelTrainEndSave(_Saves):
         )  # their len() is that of results they have not yet
         for package in (package for package in packages if package is not None):
             package.set_experiment_dir_path_for_additional_results(*names, self.local_model_result_folder_path)
+        self.results_saver = experiment_saver(
+            self.cloud_save_mode,  # a missing s3fs is an error before training
+            self.project_name,
+            self.experiment_name,
+            self.bucket_name,
+            self.cloud_dir_prefix,
+            self.local_model_result_folder_path,
+        )
         self._check_registered()
 
     def on_train_end(self) -> None:
@@ -237,15 +250,7 @@ class ModelTrainEndSave(_Saves):
             self.result_package = package if self.result_package is None else package + self.result_package
         if loop.is_main_process():
             self.save_hyperparams()
-            saver = experiment_saver(
-                self.cloud_save_mode,
-                self.project_name,
-                self.experiment_name,
-                self.bucket_name,
-                self.cloud_dir_prefix,
-                self.local_model_result_folder_path,
-            )
-            saver.save_experiment(
+            self.results_saver.save_experiment(
                 state,
                 self.result_package,
                 loop.train_history,

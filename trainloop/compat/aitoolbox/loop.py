@@ -17,6 +17,7 @@ from trainloop.callbacks.base import AbstractCallback
 from trainloop.callbacks.train_schedule import AbstractScheduler
 from trainloop.compat.aitoolbox.handler import CallbacksHandler
 from trainloop.compat.aitoolbox.history import TrainingHistory
+from trainloop.compat.aitoolbox.inputs import as_loader, as_optimizer
 from trainloop.compat.aitoolbox.messages import MessageService
 from trainloop.compat.aitoolbox.optim import MultiLoss, MultiOptimizer
 from trainloop.compat.aitoolbox.store import ModelPredictionStore, append_predictions, torch_cat_transf
@@ -78,10 +79,10 @@ class TrainLoop(core.TrainLoop):
             options["pred_transform_fn"] = pred_transform_fn
         super().__init__(
             model,
-            train_loader,
-            validation_loader,
-            test_loader,
-            optimizer,
+            as_loader(train_loader),
+            as_loader(validation_loader),
+            as_loader(test_loader),
+            as_optimizer(optimizer, model),
             criterion,
             end_auto_eval=False,  # done by _Bookkeeping, in AIToolbox's order and under its names
             gpu_mode=gpu_mode,
@@ -132,6 +133,11 @@ class TrainLoop(core.TrainLoop):
         model = super().fit(num_epochs, num_iterations, given, grad_accumulation, **kwargs)
         return model.model if isinstance(model, ModelWrap) else model
 
+    def place_criterion(self) -> None:
+        """Move a criterion that is no module, but can be moved, as the core moves modules."""
+        if not isinstance(self.criterion, nn.Module) and callable(getattr(self.criterion, "to", None)):
+            self.criterion = self.criterion.to(self.device)
+
     def own_callbacks(self) -> list[AbstractCallback]:
         """Callbacks that make the loop AIToolbox's; they run first and last."""
         return [self._book, self._end_of_batch]
@@ -143,10 +149,18 @@ class TrainLoop(core.TrainLoop):
         """Results by AIToolbox's names; ``history`` has the core's."""
         return self._book.train_history
 
+    @train_history.setter
+    def train_history(self, history: TrainingHistory) -> None:
+        self._book.train_history = history
+
     @property
     def iteration(self) -> int:
         """The batch's index in its epoch."""
         return max(self.total_iteration_idx - self._book.epoch_start, 0)
+
+    @iteration.setter
+    def iteration(self, index: int) -> None:
+        self._book.epoch_start = self.total_iteration_idx - index
 
     @property
     def loss_batch_accum(self) -> list[Any]:
@@ -233,9 +247,11 @@ class TrainLoop(core.TrainLoop):
         self, data_loader: Any, move_to_cpu: bool = False, dataset_info: dict[str, Any] | None = None
     ) -> Any:
         """Mean loss over any loader, as a tensor or :class:`MultiLoss`, on the CPU."""
-        return _as_loss(super().evaluate_model_loss(data_loader))
+        self.place_criterion()
+        return _as_loss(super().evaluate_model_loss(as_loader(data_loader)))
 
     def _loss_of(self, part: str, evaluate: Any, force: bool, as_floats: bool) -> Any:
+        self.place_criterion()
         loss = self._stored(f"{part}_loss", lambda: _as_loss(evaluate()), force)
         return self.convert_loss_to_float_dict_format(loss) if as_floats else loss
 
@@ -259,7 +275,7 @@ class TrainLoop(core.TrainLoop):
         dataset_info: dict[str, Any] | None = None,
     ) -> Any:
         """``(y_pred, y_true, metadata)`` over any loader, on the CPU."""
-        y_pred, y_true, metadata = super().predict_with_model(data_loader, execute_callbacks, dataset_info)
+        y_pred, y_true, metadata = super().predict_with_model(as_loader(data_loader), execute_callbacks, dataset_info)
         return y_pred, y_true, {} if metadata is None else metadata
 
     def _predictions_of(self, part: str, kind: str, loader: Any, force: bool, execute_callbacks: bool) -> Any:
@@ -267,7 +283,7 @@ class TrainLoop(core.TrainLoop):
             raise ConfigurationError(f"predictions on the {kind} set: the loop was given no {kind}_loader.")
         predict = self.predict_with_model
         return self._stored(
-            f"{part}_predictions",
+            f"{part}_pred",
             lambda: predict(loader, execute_callbacks, move_to_cpu=True, dataset_info={"type": kind}),
             force,
         )
@@ -329,6 +345,7 @@ class _Bookkeeping(AbstractCallback):
                     stacklevel=2,
                 )
         self.epochs_run, self.wants_stop = 0, False
+        loop.place_criterion()
         if self.print_callbacks and loop.is_main_process():
             loop.callbacks_handler.print_registered_callback_names()
 

@@ -47,21 +47,21 @@ class ModelPerformanceEvaluation(AbstractCallback):
         names = ("project_name", "experiment_name", "experiment_timestamp", "local_model_result_folder_path")
         if self.if_available_output_to_project_dir and all(hasattr(loop, name) for name in names):
             self.result_package.set_experiment_dir_path_for_additional_results(*(getattr(loop, name) for name in names))
+        for package in self._torch_packages():
+            package.metric.to(loop.device)
 
     def on_epoch_end(self) -> None:
-        if not self.on_each_epoch:
-            return
-        epoch = self.train_loop_obj.epoch
-        if self.eval_frequency is None or epoch % self.eval_frequency == 0:
-            self.evaluate_model_performance()
-        else:
-            print(
-                f"Skipping performance evaluation on this epoch ({epoch}). "
-                f"Evaluating every {self.eval_frequency} epochs."
-            )
-        for _, package, _, _ in self._parts():
-            if isinstance(package, TorchMetricsPackage):
-                package.metric_reset()
+        if self.on_each_epoch:
+            epoch = self.train_loop_obj.epoch
+            if self.eval_frequency is None or epoch % self.eval_frequency == 0:
+                self.evaluate_model_performance()
+            else:
+                print(
+                    f"Skipping performance evaluation on this epoch ({epoch}). "
+                    f"Evaluating every {self.eval_frequency} epochs."
+                )
+        for package in self._torch_packages():
+            package.metric_reset()
 
     def on_train_end(self) -> None:
         self.evaluate_model_performance(prefix="train_end_")
@@ -75,6 +75,10 @@ class ModelPerformanceEvaluation(AbstractCallback):
             package.prepare_result_package(y_true, y_pred, hyperparameters=self.args, additional_results=metadata)
             for name, value in package.get_results().items():
                 self.train_loop_obj.insert_metric_result_into_history(f"{prefix}{part}_{name}", value)
+
+    def _torch_packages(self) -> list[TorchMetricsPackage]:
+        packages = [getattr(self, "train_result_package", None), self.result_package if self.on_val_data else None]
+        return [package for package in packages if isinstance(package, TorchMetricsPackage)]
 
     def _parts(self) -> list[tuple[str, Any, Callable[..., Any], Callable[..., Any]]]:
         loop = self.train_loop_obj

@@ -37,8 +37,8 @@ __all__ = [
 
 
 class _Plateau(GeneralLRSchedulerCallback):
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(lr_scheduler.ReduceLROnPlateau, monitor="val_loss", **kwargs)
+    def __init__(self, monitor: str, **kwargs: Any) -> None:
+        super().__init__(lr_scheduler.ReduceLROnPlateau, monitor=monitor, **kwargs)
 
     def _value(self) -> Any:
         raise NotImplementedError
@@ -53,7 +53,7 @@ class ReduceLROnPlateauScheduler(_Plateau):
     train_loop_obj: Any  # the loop of this package, which has more
 
     def __init__(self, main_multi_loss: str | None = None, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        super().__init__(monitor="val_loss", **kwargs)
         self.main_multi_loss = main_multi_loss
 
     def _value(self) -> Any:
@@ -69,7 +69,7 @@ class ReduceLROnPlateauMetricScheduler(_Plateau):
     train_loop_obj: Any  # the loop of this package, which has more
 
     def __init__(self, metric_name: str, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        super().__init__(monitor="loss", **kwargs)  # not read: the metric is one of train_history
         self.metric_name = metric_name
 
     def _value(self) -> Any:

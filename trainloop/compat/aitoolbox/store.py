@@ -47,7 +47,7 @@ class ModelPredictionStore:
     def get(self, name: str, iteration_idx: int) -> Any:
         """A result of this iteration; an error where there is none."""
         if not self.has(name, iteration_idx):
-            raise ConfigurationError(f"there is no {name} of iteration {iteration_idx}: ask has_{name} before.")
+            raise ConfigurationError(f"there is no {name} of iteration {iteration_idx}: ask whether it has one before.")
         return self.prediction_store[name]
 
     def has(self, name: str, iteration_idx: int) -> bool:
@@ -65,10 +65,11 @@ class ModelPredictionStore:
         if verb not in ("insert", "get", "has") or part not in ("train", "val", "test") or kind not in _KINDS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         function = getattr(self, verb)
-        return lambda *args, **kwargs: function(what, *args, **kwargs)
+        return lambda *args, **kwargs: function(f"{part}_{_KINDS[kind]}", *args, **kwargs)
 
 
-_KINDS = ("predictions", "loss")
+# What results are called in methods' names, and in the store.
+_KINDS = {"predictions": "pred", "loss": "loss"}
 
 
 def append_predictions(y_batch: Any, predictions: list[Any]) -> list[Any]:

@@ -1,0 +1,296 @@
+"""What scripts for AIToolbox may hand to a loop, and what its parts tell of themselves, by its own public names."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
+
+from trainloop.compat.aitoolbox import cloud
+from trainloop.compat.aitoolbox.callbacks import FunctionOnTrainLoop, GradientStatsPrint, GradNormClip
+from trainloop.compat.aitoolbox.checkpoints import ModelCheckpoint, ModelTrainEndSave
+from trainloop.compat.aitoolbox.cloud import FullPyTorchExperimentS3Saver, PyTorchS3ModelSaver
+from trainloop.compat.aitoolbox.history import TrainingHistory
+from trainloop.compat.aitoolbox.inputs import OwnOptimizer
+from trainloop.compat.aitoolbox.loop import TrainLoop
+from trainloop.compat.aitoolbox.performance import ModelPerformanceEvaluation
+from trainloop.compat.aitoolbox.results import ClassificationResultPackage, TorchMetricsPackage
+from trainloop.compat.aitoolbox.saving import (
+    FullPyTorchExperimentLocalSaver,
+    PyTorchLocalModelLoader,
+    PyTorchLocalModelSaver,
+)
+from trainloop.compat.aitoolbox.schedulers import ReduceLROnPlateauMetricScheduler, StepLRScheduler
+from trainloop.compat.aitoolbox.store import ModelPredictionStore
+from trainloop.errors import ConfigurationError
+from trainloop.model import TTModel
+
+
+@dataclass
+class Pairs:
+    """A batch of a script's own kind: no tensor, no tuple, without a length."""
+
+    x: Tensor
+    y: Tensor
+
+
+class Net(TTModel):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.fc(x)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        return criterion(self(batch_data.x), batch_data.y)
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        return self(batch_data.x).argmax(1), batch_data.y, {}
+
+
+class Decaying:
+    """An optimizer as papers' code has it: it holds torch's own, and is none itself."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+        for group in self.inner.param_groups:
+            group["lr"] = 0.5 / self.steps
+        self.inner.step()
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+
+class Kept(Decaying):
+    """The same, with what checkpoints and schedulers need."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+        self.inner.load_state_dict(state["inner"])
+
+
+def batches(count: int) -> list[Pairs]:
+    generator = torch.Generator().manual_seed(count)
+    return [
+        Pairs(torch.randn(8, 4, generator=generator), torch.randint(3, (8,), generator=generator)) for _ in range(count)
+    ]
+
+
+def loop(optimizer: Callable[..., Any] = torch.optim.SGD, **options: Any) -> TrainLoop:
+    model = Net()
+    own = optimizer is not torch.optim.SGD
+    torch_optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    parts = batches(5), batches(3), batches(2), optimizer(torch_optimizer) if own else torch_optimizer
+    return TrainLoop(model, *parts, nn.CrossEntropyLoss(), progress_bar=False, **options)
+
+
+def by_hand(epochs: int, optimizer: Callable[..., Any] | None = None) -> Net:
+    model, criterion = Net(), nn.CrossEntropyLoss()
+    steps: Any = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    steps = steps if optimizer is None else optimizer(steps)
+    for _ in range(epochs):
+        for batch in batches(5):
+            steps.zero_grad()
+            criterion(model(batch.x), batch.y).backward()
+            steps.step()
+    return model
+
+
+def same(model: nn.Module, other: nn.Module) -> None:
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=0)
+
+
+def test_a_list_of_batches_of_any_kind_is_a_loader() -> None:
+    tl = loop()
+    tl.fit(num_epochs=2)
+    same(tl.model, by_hand(2))
+    assert len(tl.train_loader) == 5
+    assert isinstance(tl.train_loader[0], Pairs)
+    _, y_true, _ = tl.predict_on_validation_set()
+    torch.testing.assert_close(y_true, torch.cat([batch.y for batch in batches(3)]))
+    assert tl.predict_with_model(batches(4))[0].shape == (32,)
+    losses = [nn.functional.cross_entropy(tl.model(batch.x), batch.y) for batch in batches(4)]
+    torch.testing.assert_close(tl.evaluate_model_loss(batches(4)), torch.stack(losses).double().mean())
+    with pytest.raises(ConfigurationError, match="validation_loader=100"):
+        TrainLoop(Net(), None, 100, None, None, None)
+
+
+@pytest.mark.parametrize("kind", [Decaying, Kept])
+def test_an_optimizer_of_ones_own_steps(kind: type[Decaying]) -> None:
+    tl = loop(kind)
+    tl.fit(num_epochs=2)
+    same(tl.model, by_hand(2, kind))
+    optimizer: Any = tl.optimizer
+    assert optimizer.steps == 10  # as its own attribute
+    assert "Decaying" in repr(optimizer) or "Kept" in repr(optimizer)
+
+
+def test_an_optimizer_of_ones_own_is_saved_and_loaded(tmp_path: Path) -> None:
+    where = "project", "experiment", str(tmp_path), {}
+    tl = loop(Kept)
+    tl.fit(num_epochs=1, callbacks=[ModelCheckpoint(*where, cloud_save_mode=None)])
+    saved = PyTorchLocalModelLoader(str(tmp_path))
+    saved.load_model("project", "experiment", tl.experiment_timestamp, epoch_num=0)
+    other = loop(Kept)
+    saved.init_model(other.model)
+    saved.init_optimizer(other.optimizer)
+    other.fit(num_epochs=1)
+    same(other.model, by_hand(2, Kept))
+
+    scheduled = loop(Kept)
+    scheduler = StepLRScheduler(step_size=1, gamma=0.1)
+    scheduled.callbacks_handler.register_callbacks([scheduler])
+    assert scheduler.scheduler.optimizer.param_groups is scheduled.optimizer.inner.inner.param_groups
+
+    twin = copy.deepcopy(other.optimizer)
+    assert isinstance(twin, OwnOptimizer)
+    assert twin.inner is not other.optimizer.inner
+    assert twin.param_groups is twin.inner.param_groups
+
+
+def test_an_optimizer_without_state_is_no_error_but_for_checkpoints() -> None:
+    checkpoint = ModelCheckpoint("project", "experiment", "unused", {}, cloud_save_mode=None)
+    with pytest.raises(AttributeError, match=r"Decaying, has no state_dict\(\): write one"):
+        loop(Decaying).callbacks_handler.register_callbacks([checkpoint])
+    assert loop(Decaying).optimizer.state_dict() == {}
+    with pytest.raises(ConfigurationError, match="must be a torch optimizer"):
+        loop(lambda _: object())
+
+
+def test_a_criterion_that_can_be_moved_is_moved() -> None:
+    class Weighted:  # no module
+        def __init__(self, weight: Tensor) -> None:
+            self.weight = weight
+            self.device: Any = None
+
+        def to(self, device: torch.device) -> Weighted:
+            moved = Weighted(self.weight.to(device))
+            moved.device = device
+            return moved
+
+        def __call__(self, scores: Tensor, target: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(scores, target, self.weight)
+
+    for use in (lambda tl: tl.fit(num_epochs=1), lambda tl: tl.evaluate_loss_on_test_set()):
+        tl = loop(end_auto_eval=False)
+        tl.criterion = Weighted(torch.ones(3))
+        use(tl)
+        assert tl.criterion.device == tl.device
+
+
+def test_callbacks_that_read_gradients_say_so() -> None:
+    def layers(model: Any) -> list[nn.Module]:
+        return [model.fc]
+
+    def nothing(tl: Any) -> None:
+        tl.called = True
+
+    expected = [
+        (GradNormClip(1.0), True),
+        (GradientStatsPrint(layers), False),
+        (GradientStatsPrint(layers, on_every_grad_update=True), True),
+        (FunctionOnTrainLoop(nothing, tl_registration=True, after_optimizer_step=True), True),
+        (FunctionOnTrainLoop(nothing, after_gradient_update=True), True),
+        (FunctionOnTrainLoop(nothing, epoch_end=True), False),
+        (FunctionOnTrainLoop(nothing), False),
+    ]
+    for callback, reads in expected:
+        tl = loop()
+        tl.callbacks_handler.register_callbacks([callback])
+        assert tl.grad_cb_used is reads
+
+
+def test_what_writes_files_is_made_at_registration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cloud.PROTOCOLS, "s3", "memory")
+    where = "project", "experiment", str(tmp_path), {}
+    for mode, model_saver, results_saver in (
+        (None, PyTorchLocalModelSaver, FullPyTorchExperimentLocalSaver),
+        ("s3", PyTorchS3ModelSaver, FullPyTorchExperimentS3Saver),
+    ):
+        checkpoint = ModelCheckpoint(*where, cloud_save_mode=mode)
+        end = ModelTrainEndSave(*where, ClassificationResultPackage(), cloud_save_mode=mode)
+        assert checkpoint.model_checkpointer is end.results_saver is None
+        loop(lazy_experiment_save=True).callbacks_handler.register_callbacks([checkpoint, end])
+        assert type(checkpoint.model_checkpointer) is model_saver
+        assert type(end.results_saver) is results_saver
+
+
+def test_metrics_of_torchmetrics_are_on_the_loops_device_and_begin_anew() -> None:
+    class Watched(torchmetrics.MeanMetric):  # type: ignore[misc]
+        moved: Any = None
+
+        def to(self, *args: Any, **kwargs: Any) -> Any:
+            self.moved = args[0]
+            return super().to(*args, **kwargs)
+
+    package = TorchMetricsPackage(Watched())
+    evaluation = ModelPerformanceEvaluation(package, {}, on_each_epoch=False, on_train_data=True)
+    tl = loop()
+    tl.callbacks_handler.register_callbacks([evaluation])
+    metrics = [package.metric, evaluation.train_result_package.metric]
+    assert [metric.moved for metric in metrics] == [tl.device] * 2
+    for metric in metrics:
+        metric.update(3.0)
+    evaluation.on_epoch_end()  # it evaluates nothing, and forgets all the same
+    assert [float(metric.mean_value) for metric in metrics] == [0.0, 0.0]
+
+
+def test_a_plateau_of_another_metric_needs_no_validation_set() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    parts = batches(4), None, None, optimizer, nn.CrossEntropyLoss()
+    tl = TrainLoop(model, *parts, progress_bar=False)
+    scheduler = ReduceLROnPlateauMetricScheduler("accumulated_loss", factor=0.1, patience=0, threshold=10.0)
+    tl.fit(num_epochs=3, callbacks=[scheduler])
+    assert tl.get_schedulers() == [scheduler]
+    theirs = torch.optim.SGD(Net().parameters(), lr=0.5)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(theirs, factor=0.1, patience=0, threshold=10.0)
+    for loss in tl.train_history["accumulated_loss"]:
+        plateau.step(loss)
+    assert optimizer.param_groups[0]["lr"] == theirs.param_groups[0]["lr"] < 0.5
+
+
+def test_a_script_may_set_history_and_iteration() -> None:
+    tl = loop(end_auto_eval=False)
+    tl.train_history = TrainingHistory().wrap_pre_prepared_history({"loss": [2.0], "words": []})
+    tl.insert_metric_result_into_history("words", 3)
+    assert tl.train_history.train_history == {"loss": [2.0], "words": [3]}
+    tl.grad_accumulation = 2
+    due = []
+    for index in range(len(tl.train_loader)):
+        tl.iteration = index
+        assert tl.iteration == index
+        due.append(tl.should_execute_optimizer_update())
+    assert due == [False, True, False, True, True]  # five batches: the last step has one
+
+
+def test_the_store_keeps_results_under_short_names() -> None:
+    store = ModelPredictionStore(auto_purge=True)
+    store.insert_val_predictions("rows", 4)
+    store.insert_val_loss(0.5, 4)
+    assert store.prediction_store == {"iteration_idx": 4, "val_pred": "rows", "val_loss": 0.5}
+    assert store.has_val_predictions(4)
+    assert not store.has_val_predictions(5)
+    with pytest.raises(ConfigurationError, match="there is a val_pred of iteration 4"):
+        store.insert_val_predictions("other", 4)

@@ -1,0 +1,108 @@
+"""What AIToolbox takes as it comes: loaders that are lists of anything, optimizers of a script's own kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainloop.optim import MultiOptimizer
+
+__all__ = ["Batches", "OwnOptimizer", "as_loader", "as_optimizer"]
+
+
+class Batches:
+    """A list as a loader, whatever its items are: ``get_loss`` knows what a batch is.
+
+    Parameters
+    ----------
+    items : sequence
+    """
+
+    def __init__(self, items: Sequence[Any]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.items[index]
+
+
+class OwnOptimizer(torch.optim.Optimizer):
+    """An object with ``step()`` and ``zero_grad()`` as a torch optimizer, such as one that holds another and its rate.
+
+    It does nothing itself, and has every attribute of the object.
+
+    Parameters
+    ----------
+    inner : object
+    parameters : iterable of Tensor
+        What it steps, where it has no ``param_groups``.
+    """
+
+    def __init__(self, inner: Any, parameters: Iterable[Tensor]) -> None:
+        self.inner = inner
+        super().__init__(getattr(inner, "param_groups", None) or list(parameters), {})
+        self._share()
+
+    def _share(self) -> None:
+        """One list of groups, so that a learning rate set here is the object's."""
+        if getattr(self.inner, "param_groups", None):
+            self.param_groups = self.inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        """The object's step."""
+        return self.inner.step() if closure is None else self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The object's ``zero_grad``."""
+        self.inner.zero_grad()
+
+    def state_dict(self) -> Any:
+        """The object's state; none where it has none."""
+        return self.inner.state_dict() if hasattr(self.inner, "state_dict") else {}
+
+    def check_state(self) -> None:
+        """Refuse to be saved where the object has no state; it is an ``AttributeError``, as in AIToolbox."""
+        if not hasattr(self.inner, "state_dict"):
+            raise AttributeError(
+                f"the optimizer, a {type(self.inner).__name__}, has no state_dict(): write one, so that checkpoints "
+                "can hold it."
+            )
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load what :meth:`state_dict` gave."""
+        if hasattr(self.inner, "load_state_dict"):
+            self.inner.load_state_dict(state_dict)
+            self._share()  # loading makes a new list
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "inner" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "inner": self.inner}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.inner!r})"
+
+
+def as_loader(loader: Any) -> Any:
+    """A list or tuple of batches as a loader; anything else as it is."""
+    return Batches(loader) if isinstance(loader, (list, tuple)) else loader
+
+
+def as_optimizer(optimizer: Any, model: nn.Module) -> Any:
+    """An object that can step and drop gradients as a torch optimizer; anything else as it is, to be checked."""
+    if isinstance(optimizer, (torch.optim.Optimizer, MultiOptimizer, type)):
+        return optimizer
+    if all(callable(getattr(optimizer, name, None)) for name in ("step", "zero_grad")):
+        return OwnOptimizer(optimizer, model.parameters())
+    return optimizer
