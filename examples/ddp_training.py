@@ -37,6 +37,5 @@ if __name__ == "__main__":  # each rank is a new Python process that imports thi
 
     report(tl)
     if is_global_zero():
-        print(tl.history)
         print(f"TensorBoard logs: {Path('runs/ddp').resolve()}   (tensorboard --logdir runs)")
         print(f"checkpoints:      {Path('checkpoints/ddp').resolve()}")

@@ -5,16 +5,21 @@ from __future__ import annotations
 import ast
 import inspect
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import trainloop
 from small_loop import make_loop
 from trainloop import TrainLoop, callbacks
+from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError
+from trainloop.resources import ResourceQuota
 from trainloop.train_loop import names
+from trainloop.train_loop.site import Site, as_launched
 
 
 def typed_names(module: Any) -> set[str]:
@@ -118,3 +123,27 @@ def test_a_property_that_fails_shows_its_own_error() -> None:
         loop.broken  # noqa: B018
     again = pickle.loads(pickle.dumps(make_loop()))  # the attributes of an object that is being made
     assert again.gpu_mode == "single"
+
+
+@pytest.mark.parametrize(
+    "use_amp, word", [(False, None), (True, "bf16"), ("fp16", "fp16"), ({"growth_interval": 5}, "fp16")]
+)
+def test_the_loop_says_its_mode_devices_precision_batch_and_quota(use_amp: Any, word: str | None) -> None:
+    text = repr(make_loop(use_amp=use_amp, gpu_mode="dp", devices=2, resources=ResourceQuota(num_cpus=1)))
+    assert text.startswith("TrainLoop(dp on 2 x cpu")
+    assert "effective batch 16" in text
+    assert "num_cpus=1" in text
+    assert (f"AMP {word}" in text) if word else ("AMP" not in text)
+
+
+@pytest.mark.parametrize("devices, warns", [(2, False), (3, True), ("3", True), ("auto", False), (-1, False)])
+def test_devices_that_differ_from_what_torchrun_started_are_said_once_a_host(devices: Any, warns: bool) -> None:
+    asked = 1 if devices in ("auto", -1) else int(devices)
+    site = Site("ddp", [torch.device("cpu")] * asked)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sites = [as_launched(site, devices, Rank(rank, 2, rank, 2, 0, 1)) for rank in range(2)]
+    assert all(len(launched.devices) == 2 for launched in sites)
+    said = [str(warning.message) for warning in caught]
+    assert len(said) == warns
+    assert all("devices=" in text and "--nproc-per-node 3" in text for text in said)

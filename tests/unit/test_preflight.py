@@ -81,6 +81,31 @@ def test_what_it_finds() -> None:
 
 
 @pytest.mark.usefixtures("starts_processes")
+def test_an_unused_parameter_is_one_line_and_the_others_are_compared() -> None:
+    report = loop_of(Unused(), seed=3).preflight()
+    assert [finding.check for finding in report.findings if not finding.ok] == ["gradients"]
+    assert "weights agree" in report.findings[-1].detail
+    assert len(str(report).splitlines()) == len(report.findings)
+
+
+class FailsInRanks(Net):
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        if torch.distributed.is_initialized():
+            raise KeyError("what is missing")
+        return super().get_loss(batch_data, criterion, device)
+
+
+@pytest.mark.usefixtures("starts_processes")
+def test_a_rank_that_fails_is_one_line_with_its_traceback_beside_it() -> None:
+    report = loop_of(FailsInRanks(), seed=3).preflight()
+    found = report.findings[-1]
+    assert "KeyError" in found.detail
+    assert len(str(report).splitlines()) == len(report.findings)
+    assert "in get_loss" in found.traceback
+    assert "in get_loss" not in str(report)
+
+
+@pytest.mark.usefixtures("starts_processes")
 def test_it_finds_a_loss_that_depends_on_the_mode() -> None:
     report = loop_of(ByRank(), seed=3).preflight()
     assert [finding.check for finding in report.findings if not finding.ok] == ["single equals ddp on 2 CPU ranks"]

@@ -40,6 +40,14 @@ class AmpOptions:
         has_bf16 = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 8
         return AmpOptions(torch.bfloat16 if has_bf16 else torch.float16, self.scaler)
 
+    def described(self, device: torch.device) -> str:
+        """Some words for a line, empty for off; without asking a GPU, since whoever starts ranks makes no context on it."""
+        if self.dtype is None:
+            return ""
+        if not self.chosen and device.type == "cuda":
+            return ", AMP bf16 or fp16"
+        return ", AMP bf16" if self.dtype == torch.bfloat16 else ", AMP fp16"
+
     @property
     def scales(self) -> bool:
         """Whether gradients need a ``GradScaler``: fp16 does."""

@@ -10,7 +10,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ from trainloop.train_loop.evaluating import evaluating
 from trainloop.train_loop.losses import run_through
 from trainloop.train_loop.placement import placed
 from trainloop.train_loop.run import Run
+from trainloop.train_loop.site import as_launched
 from trainloop.train_loop.training import Training
 
 if TYPE_CHECKING:
@@ -75,8 +75,7 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
     options = {"timeout_s": loop.timeout, "backend": site.backend, "init_method": site.init_method}
     here = launch.joined()
     if here is not None:
-        if site.devices[0].type == "cpu":  # torchrun has decided how many processes there are
-            loop.site = site = replace(site, devices=[torch.device("cpu")] * here.local_world_size)
+        loop.site = site = as_launched(site, loop.options.devices, here)
         return launch.join(partial(as_rank, joined=True), devices=site.devices, **options)
     ranks, quota = len(site.devices), loop.options.quota
     with applied(quota, local_rank=None, ranks=ranks):

@@ -291,9 +291,10 @@ class TrainLoop(Generic[ModelT]):
         number = sum(p.numel() for p in self.model.parameters() if not torch.nn.parameter.is_lazy(p))
         devices, quota = self.site.devices, self.options.quota
         where = devices[0].type if len(devices) == 1 else f"{len(devices)} x {devices[0].type}"
+        precision = self.options.amp.described(devices[0])
         nodes = f" on each of {self.num_nodes} nodes" if self.num_nodes > 1 else ""
         return (
-            f"TrainLoop({self.gpu_mode} on {where}{nodes}, effective batch {self.effective_batch_size or 'unknown'}, "
+            f"TrainLoop({self.gpu_mode} on {where}{nodes}{precision}, effective batch {self.effective_batch_size or 'unknown'}, "
             f"{type(self.model).__name__} with {number:,} parameters{f', {quota}' if quota is not None else ''})"
         )
 

@@ -21,7 +21,7 @@ from trainloop import rng
 from trainloop.data import SplitBatches, train_feed
 from trainloop.distributed.key import KEY_VARIABLE, key_from_environment
 from trainloop.distributed.peers import owners_are_known
-from trainloop.errors import ConfigurationError, TrainLoopError
+from trainloop.errors import ConfigurationError, TrainLoopError, WorkerFailedError
 from trainloop.optim import MultiLoss, optimizers_of, parameters_of
 from trainloop.parallel.scatter import batch_length, chunk_sizes, scatter
 from trainloop.reduction import sum_rule
@@ -49,6 +49,8 @@ class Finding:
     """What was found, and what to do."""
     seconds: float
     """How long the check took."""
+    traceback: str = ""
+    """Of the rank that failed; not shown in the table."""
 
 
 @dataclass(frozen=True)
@@ -113,16 +115,19 @@ def preflight(loop: TrainLoop[Any], *, steps: int = 3, ranks: int = 2) -> Prefli
         f"single equals ddp on {ranks} CPU ranks": lambda: _modes_agree(loop, steps, ranks),
     }
     for name, run in checks.items():
-        began = time.perf_counter()
+        began, traceback = time.perf_counter(), ""
         try:
             with rng.isolated(loop.seed or 0):
                 ok, detail = True, run()
         except _Found as found:
             ok, detail = False, str(found)
+        except WorkerFailedError as error:
+            traceback = error.traceback
+            ok, detail = False, f"{error.message.splitlines()[0]} (Its traceback: report[{name!r}].traceback)"
         except Exception as error:  # whatever the user's code raises is a finding, and the other checks go on
             known = isinstance(error, TrainLoopError)
             ok, detail = False, str(error) if known else f"{type(error).__name__}: {error}"
-        findings.append(Finding(name, ok, detail, time.perf_counter() - began))
+        findings.append(Finding(name, ok, detail, time.perf_counter() - began, traceback))
     return PreflightReport(tuple(findings))
 
 
@@ -193,11 +198,7 @@ def _number(loss: Any) -> float:
 
 
 def _gradients(loop: TrainLoop[Any]) -> str:
-    model, optimizer, criterion = _copies(loop)
-    output = model.get_loss(_first_batch(loop), criterion, torch.device("cpu"))
-    for item in output if isinstance(output, Generator) else [output]:
-        loss = split_yielded(item).loss if isinstance(output, Generator) else split_loss(item)[0]
-        (loss.total() if isinstance(loss, MultiLoss) else loss).backward()
+    model, optimizer = _after_backward(loop)
     stepped = {id(p) for single in optimizers_of(optimizer) for p in parameters_of(single)}
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     without = [name for name, p in trainable.items() if p.grad is None]
@@ -216,6 +217,16 @@ def _gradients(loop: TrainLoop[Any]) -> str:
     if lines:
         raise _Found("\n".join(lines))
     return f"all {len(trainable)} trainable parameters get one"
+
+
+def _after_backward(loop: TrainLoop[Any]) -> tuple[nn.Module, Any]:
+    """Copies of model and optimizer, with the first batch's gradients."""
+    model, optimizer, criterion = _copies(loop)
+    output = model.get_loss(_first_batch(loop), criterion, torch.device("cpu"))
+    for item in output if isinstance(output, Generator) else [output]:
+        loss = split_yielded(item).loss if isinstance(output, Generator) else split_loss(item)[0]
+        (loss.total() if isinstance(loss, MultiLoss) else loss).backward()
+    return model, optimizer
 
 
 def _batches(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
@@ -249,8 +260,10 @@ def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
     # One process that accumulates over `ranks` batches sees the samples that so many ranks see in one step.
     # But of batches that ranks share, each step has one.
     per_step = 1 if isinstance(loop.train_loader, SplitBatches) else ranks
+    # A finding of its own says which parameters get no gradient; it is no reason not to compare the others.
+    unused = any(p.grad is None for p in _after_backward(loop)[0].parameters() if p.requires_grad)
     single = _trained(loop, "single", 1, steps * per_step, per_step)
-    many = _trained(loop, "ddp", ranks, steps, 1)
+    many = _trained(loop, "ddp", ranks, steps, 1, {"find_unused_parameters": True} if unused else None)
     worst, where = 0.0, ""
     for (name, a), b in zip(single.named_parameters(), many.parameters(), strict=True):
         scale = max(float(a.detach().abs().max()) if a.numel() else 0.0, 1e-6)
@@ -265,7 +278,14 @@ def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
     return f"weights agree to {worst:.0e} after {steps} steps"
 
 
-def _trained(loop: TrainLoop[Any], mode: GpuMode, devices: int, iterations: int, accumulation: int) -> nn.Module:
+def _trained(
+    loop: TrainLoop[Any],
+    mode: GpuMode,
+    devices: int,
+    iterations: int,
+    accumulation: int,
+    ddp_model_args: dict[str, Any] | None = None,
+) -> nn.Module:
     model, optimizer, criterion = _copies(loop)
     for module in model.modules():  # what draws or counts per process differs between modes, and rightly so
         if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -287,7 +307,7 @@ def _trained(loop: TrainLoop[Any], mode: GpuMode, devices: int, iterations: int,
         progress_bar=False,
         timeout=min(loop.timeout, 120.0),
     )
-    return trial.fit(num_iterations=iterations, grad_accumulation=accumulation)
+    return trial.fit(num_iterations=iterations, grad_accumulation=accumulation, ddp_model_args=ddp_model_args)
 
 
 def _stay(module: nn.Module) -> Callable[..., nn.Module]:

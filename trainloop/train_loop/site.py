@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from trainloop.devices import check_num_nodes, find_usable_cuda_devices, resolve, resolve_mode
+from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError
 from trainloop.resources.enforce import devices_under
 from trainloop.train_loop.arguments import Options, check_bool, check_count, short
 
-__all__ = ["Site", "check_backend", "check_rendezvous_point", "settled"]
+__all__ = ["Site", "as_launched", "check_backend", "check_rendezvous_point", "settled"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,36 @@ def settled(
         found = [torch.device("cuda", i) for i in find_usable_cuda_devices(wanted)]
     devices = devices_under(options.quota, found, options.devices)
     return Site(resolve_mode(options.gpu_mode, len(devices), num_nodes, kind=devices[0].type), devices, num_nodes)
+
+
+def as_launched(site: Site, asked: Any, here: Rank) -> Site:
+    """Where the processes are that torchrun or Slurm started; they have decided how many there are.
+
+    Parameters
+    ----------
+    site : Site
+    asked : int, str or sequence of int
+        ``devices``, as the loop was given them.
+    here : Rank
+        This process among them.
+
+    Warns
+    -----
+    UserWarning
+        On each host's first process, if ``devices`` asked for another number.
+    """
+    everything = isinstance(asked, str) and asked.strip().lower() in ("auto", "-1")
+    number = len(site.devices)
+    if number != here.local_world_size and not everything and asked != -1 and here.local_rank == 0:
+        warnings.warn(
+            f"devices={asked!r} asks for {number} process{'es' * (number > 1)} a host, but the launcher (torchrun or "
+            f"Slurm) has started {here.local_world_size} on this one, and so many train. Leave devices out, or start "
+            f"{number} (torchrun --nproc-per-node {number}).",
+            stacklevel=2,
+        )
+    if site.devices[0].type == "cpu":
+        return replace(site, devices=[torch.device("cpu")] * here.local_world_size)
+    return site
 
 
 def devices_for(
