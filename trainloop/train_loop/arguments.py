@@ -41,7 +41,7 @@ class AmpOptions:
         return AmpOptions(torch.bfloat16 if has_bf16 else torch.float16, self.scaler)
 
     def described(self, device: torch.device) -> str:
-        """Some words for a line, empty for off; without asking a GPU, since whoever starts ranks makes no context on it."""
+        """Some words for a line, empty for off; asks no GPU, since who starts ranks is to make no context on it."""
         if self.dtype is None:
             return ""
         if not self.chosen and device.type == "cuda":

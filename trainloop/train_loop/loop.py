@@ -294,7 +294,8 @@ class TrainLoop(Generic[ModelT]):
         precision = self.options.amp.described(devices[0])
         nodes = f" on each of {self.num_nodes} nodes" if self.num_nodes > 1 else ""
         return (
-            f"TrainLoop({self.gpu_mode} on {where}{nodes}{precision}, effective batch {self.effective_batch_size or 'unknown'}, "
+            f"TrainLoop({self.gpu_mode} on {where}{nodes}{precision}, "
+            f"effective batch {self.effective_batch_size or 'unknown'}, "
             f"{type(self.model).__name__} with {number:,} parameters{f', {quota}' if quota is not None else ''})"
         )
 

@@ -1,0 +1,164 @@
+"""``python -m trainloop doctor``: what each reading leads to, on machines that are only described here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from trainloop.doctor import examine
+from trainloop.doctor.probe import Imported, Readings
+from trainloop.doctor.shared_objects import missing_library, package_of, remedy_for
+from trainloop.resources.machine import available
+
+GIB = 2**30
+CPU_TORCH: dict[str, Any] = {
+    "version": "2.13.0+cpu", "cuda": None, "hip": None, "available": False, "distributed": True, "gloo": True,
+    "nccl": False, "threads": 2, "devices": [], "peers": [], "warnings": [],
+}  # fmt: skip
+H100 = {"name": "NVIDIA H100", "free": 78 * GIB, "total": 79 * GIB, "capability": [9, 0]}
+GPU_TORCH: dict[str, Any] = {
+    **CPU_TORCH, "version": "2.13.0+cu128", "cuda": "12.8", "available": True, "nccl": True, "nccl_version": "2.27.3",
+    "cudnn": 91002, "devices": [H100, H100], "architectures": ["sm_80", "sm_90", "sm_100"],
+}  # fmt: skip
+REQUIRES = (
+    "numpy",
+    "nvidia-cudnn-cu12==9.10.2.21; platform_system == 'Linux'",
+    "nvidia-cuda-runtime-cu12 (==12.8.90) ; platform_system == 'Linux'",
+)
+
+
+def machine(**changed: Any) -> Readings:
+    """A sound one with two GPUs, with these readings changed."""
+    sound = Readings(
+        torch=Imported(GPU_TORCH),
+        imports=Imported({}),
+        torch_requirements=REQUIRES,
+        versions={"nvidia-cudnn-cu12": "9.10.2.21", "nvidia-cuda-runtime-cu12": "12.8.90"},
+        driver="NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86",
+        shm=(16 * GIB, 15 * GIB),
+        descriptors=(65536, 65536),
+        resources=available(cpu_count=16, memory=64 * GIB, num_gpus=0, environ={}, root="/nowhere"),
+    )
+    return replace(sound, **changed)
+
+
+def torch(**changed: Any) -> dict[str, Any]:
+    return {"torch": Imported({**GPU_TORCH, **changed})}
+
+
+NO_CUDNN = "ImportError: libcudnn.so.9: cannot open shared object file: No such file or directory"
+OLD_DRIVER = "CUDA initialization: The NVIDIA driver on your system is too old (found version 11040)."
+
+# Readings, and in the report: the line's name, its status, and a word of what is found or to be done.
+CASES: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "cudnn is missing": (
+        {"torch": Imported(None, NO_CUDNN)}, "import torch", "problem", "pip install 'nvidia-cudnn-cu12==9.10.2.21'"),
+    "cudart is missing": (
+        {"torch": Imported(None, "ImportError: libcudart.so.12: cannot open shared object file"), "versions": {}},
+        "import torch", "problem", "pip install 'nvidia-cuda-runtime-cu12==12.8.90'"),
+    "torch's packages are missing": (
+        {"torch": Imported(None, NO_CUDNN), "versions": {}}, "cuda packages", "problem", "cudnn-cu12==9.10.2.21"),
+    "another cudnn than torch's": (
+        {"versions": {"nvidia-cudnn-cu12": "8.9.7.29"}}, "cuda packages", "attention", "8.9.7.29"),
+    "torch is missing": (
+        {"torch": Imported(None, "ModuleNotFoundError: No module named 'torch'")}, "import torch", "problem",
+        "pip install torch"),
+    "torch crashes": ({"torch": Imported(None, "killed by signal 11")}, "import torch", "problem", "faulthandler"),
+    "torch is old": (torch(version="2.4.1"), "torch", "problem", "2.6"),
+    "the driver is old": (torch(available=False, warnings=[OLD_DRIVER]), "gpus", "problem", "update NVIDIA's driver"),
+    "a CPU torch beside a driver": ({"torch": Imported(CPU_TORCH)}, "gpus", "problem", "CUDA build"),
+    "GPUs are hidden": (
+        {**torch(available=False), "environ": {"CUDA_VISIBLE_DEVICES": "-1"}}, "gpus", "ok", "hides all"),
+    "no driver": ({**torch(available=False), "driver": None}, "gpus", "attention", "--gpus all"),
+    "a GPU too new for torch": (
+        torch(devices=[{**H100, "capability": [12, 0]}]), "gpu 0", "problem", "no kernels"),
+    "a GPU in use": (torch(devices=[{**H100, "free": GIB}]), "gpu 0", "attention", "nvidia-smi"),
+    "no NCCL": (torch(nccl=False), "nccl", "problem", "gloo"),
+    "no P2P": (torch(peers=[[0, 1], [1, 0]]), "p2p", "attention", "NCCL_P2P_DISABLE=1"),
+    "a module that can't be imported": (
+        {"imports": Imported({"tensorboard": "ImportError: libstdc++.so.6: version `GLIBCXX_3.4.32' not found"})},
+        "import tensorboard", "problem", "libstdc++6"),
+    "Docker's /dev/shm": ({"shm": (GIB // 16, GIB // 16)}, "/dev/shm", "attention", "--shm-size"),
+    "few descriptors": ({"descriptors": (256, 4096)}, "file descriptors", "attention", "ulimit -n 4096"),
+    "a full disk": ({"temporary": ("/tmp", GIB // 8)}, "temporary files", "attention", "TMPDIR"),
+    "no loopback": ({"loopback_error": "Connection refused"}, "loopback", "problem", "ip link set lo up"),
+    "a host without an address": ({"hostname_error": "n1: unknown"}, "host name", "attention", "/etc/hosts"),
+    "a port that is taken": (
+        {"port_taken": True, "environ": {"MASTER_PORT": "29500"}}, "port", "problem", "MASTER_PORT=29500"),
+    "half of torchrun's variables": (
+        {"environ": {"RANK": "0", "WORLD_SIZE": "2"}}, "torchrun", "attention", "without MASTER_ADDR, MASTER_PORT"),
+    "a rank too many": (
+        {"environ": {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "1"}}, "torchrun", "problem",
+        "below WORLD_SIZE"),
+    "a rank of torchrun": (
+        {"environ": {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "1"}}, "torchrun", "ok",
+        "joins"),
+    "Slurm without CPUs a task": (
+        {"environ": {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "3"}}, "slurm", "attention",
+        "--cpus-per-task"),
+    "too many threads": ({"environ": {"OMP_NUM_THREADS": "64"}}, "threads", "attention", "OMP_NUM_THREADS=16"),
+    "little memory": (
+        {"resources": available(cpu_count=2, memory=GIB, num_gpus=0, environ={}, root="/nowhere")}, "memory",
+        "attention", "1.0 GiB"),
+}  # fmt: skip
+
+
+def test_a_sound_machine_is_all_right() -> None:
+    report = examine(machine())
+    assert {check.status for check in report.checks} == {"ok"}, report
+    assert all(not check.remedy for check in report.checks)
+    assert report.ok
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_wrong_is_said_with_its_remedy(case: str) -> None:
+    changed, name, status, word = CASES[case]
+    report = examine(machine(**changed))
+    check = report[name]
+    assert check.status == status
+    assert word in f"{check.found} {check.remedy}"
+    assert report.ok is (status != "problem")
+    assert bool(check.remedy) is (status != "ok")
+    again = json.loads(report.to_json())
+    assert again["ok"] is report.ok
+    assert {"name": name, "status": status, "found": check.found, "remedy": check.remedy} in again["checks"]
+    assert any(line.startswith(status) and f"  {name} " in line for line in str(report).splitlines())
+
+
+def test_a_cgroup_counts_against_the_host(tmp_path: Any) -> None:
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "cpu.max").write_text("200000 100000\n")
+    (group / "memory.max").write_text(f"{4 * GIB}\n")
+    limited = available(root=tmp_path, cpu_count=64, memory=256 * GIB, num_gpus=0, environ={})
+    report = examine(machine(resources=limited, torch=Imported({**GPU_TORCH, "threads": 64})))
+    assert "2 of the host's 64, by" in report["cpus"].found
+    assert "cpu.max" in report["cpus"].found
+    assert "4.0 GiB of the host's 256.0, by" in report["memory"].found
+    assert "OMP_NUM_THREADS=2" in report["threads"].remedy
+
+
+LIBRARIES = {
+    "ImportError: libcudnn.so.9: cannot open shared object file: No such file": ("libcudnn.so.9", "nvidia-cudnn-cu12"),
+    "OSError: libcudart.so.11.0: cannot open shared object file": ("libcudart.so.11.0", "nvidia-cuda-runtime-cu11"),
+    "OSError: libcublas.so.13: cannot open shared object file": ("libcublas.so.13", "nvidia-cublas"),
+    "libcudnn_ops.so.9: undefined symbol: _ZN": ("libcudnn_ops.so.9", "nvidia-cudnn-cu12"),
+    "ValueError: libnvrtc.so.*[0-9] not found in the system path": ("libnvrtc.so.*[0-9]", "nvidia-cuda-nvrtc-cu12"),
+    "ImportError: libcuda.so.1: cannot open shared object file": ("libcuda.so.1", "driver"),
+    "ImportError: libtorch_cuda.so: cannot open shared object file": ("libtorch_cuda.so", "torch"),
+    "ImportError: libGL.so.1: cannot open shared object file": ("libGL.so.1", "apt:libgl1"),
+    "ImportError: libown.so.3: cannot open shared object file": ("libown.so.3", None),
+    "ImportError: cannot import name 'x' from 'y'": (None, None),
+}
+
+
+@pytest.mark.parametrize("message", LIBRARIES)
+def test_a_loaders_message_leads_to_a_package(message: str) -> None:
+    library, package = LIBRARIES[message]
+    assert missing_library(message) == library
+    if library is not None:
+        assert package_of(library) == package
+        assert library in remedy_for(library)

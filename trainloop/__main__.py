@@ -1,0 +1,39 @@
+"""``python -m trainloop``: what there is, and ``python -m trainloop doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from trainloop import __version__
+from trainloop.doctor import examine
+
+OVERVIEW = f"""\
+trainloop {__version__}: a PyTorch training loop; one script for one device, data parallel and distributed training.
+
+  python -m trainloop doctor          look at this machine and installation; --json for programs
+  from trainloop import TrainLoop, TTModel
+  help(trainloop.TrainLoop)           all arguments, with what they do
+  loop.preflight()                    checks before a long job, in seconds
+  print(loop)                         its mode, devices, precision and batch
+
+README.rst has a first script, docs/ the guides, examples/ a file for each feature."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit status: 1 where the doctor found a problem."""
+    parser = argparse.ArgumentParser(prog="python -m trainloop", description=OVERVIEW.split("\n")[0])
+    parser.add_argument("--version", action="version", version=__version__)
+    doctor = parser.add_subparsers(dest="command").add_parser("doctor", help="look at this machine and installation")
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    given = parser.parse_args(arguments)
+    if given.command is None:
+        print(OVERVIEW)
+        return 0
+    report = examine()
+    print(report.to_json() if given.json else report)
+    return 0 if report.ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""What the checks look at. Libraries are imported in processes of their own: an import may fail, hang or crash."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainloop.resources.machine import available
+from trainloop.resources.quota import Resources
+
+__all__ = ["Imported", "Readings", "read"]
+
+IMPORT_TIMEOUT_S = 120.0
+REQUIRED = ("numpy", "tqdm", "tensorboard", "cloudpickle", "psutil", "filelock", "typing_extensions")
+
+_TORCH = """
+import json, sys, warnings
+caught = []
+warnings.showwarning = lambda message, *rest: caught.append(str(message))
+warnings.simplefilter("always")
+import torch
+found = {"version": torch.__version__, "cuda": torch.version.cuda, "hip": getattr(torch.version, "hip", None)}
+found["available"] = torch.cuda.is_available()
+found["distributed"] = torch.distributed.is_available()
+found["threads"] = torch.get_num_threads()
+if found["distributed"]:
+    found["gloo"], found["nccl"] = torch.distributed.is_gloo_available(), torch.distributed.is_nccl_available()
+found["devices"], found["peers"] = [], []
+if found["available"]:
+    count = torch.cuda.device_count()
+    for i in range(count):
+        p = torch.cuda.get_device_properties(i)
+        free, total = torch.cuda.mem_get_info(i)
+        found["devices"].append({"name": p.name, "free": free, "total": total, "capability": [p.major, p.minor]})
+    found["architectures"] = torch.cuda.get_arch_list()
+    found["peers"] = [[i, j] for i in range(count) for j in range(count)
+                      if i != j and not torch.cuda.can_device_access_peer(i, j)]
+    try:
+        found["cudnn"] = torch.backends.cudnn.version()
+    except Exception as error:
+        found["cudnn_error"] = str(error)
+    try:
+        found["nccl_version"] = ".".join(map(str, torch.cuda.nccl.version()))
+    except Exception as error:
+        found["nccl_error"] = str(error)
+found["warnings"] = caught
+print("\\n" + json.dumps(found))
+"""
+
+_IMPORTS = """
+import importlib, json, sys
+found = {}
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except BaseException as error:
+        found[name] = f"{type(error).__name__}: {error}"
+print("\\n" + json.dumps(found))
+"""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What importing something in a process of its own gave."""
+
+    found: dict[str, Any] | None
+    """What it printed; ``None`` where it failed."""
+    error: str = ""
+    """Then, how."""
+
+
+@dataclass(frozen=True)
+class Readings:
+    """All that the checks look at; a test gives others."""
+
+    torch: Imported
+    imports: Imported
+    """Of what the package requires: a message for each module that can't be imported."""
+    torch_requirements: tuple[str, ...] = ()
+    """Of the installed torch, as its metadata has them."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Installed distributions that torch requires, by name."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    python: tuple[int, int, int] = (3, 10, 0)
+    platform: str = "Linux"
+    driver: str | None = None
+    """NVIDIA's, as the kernel tells it; ``None`` where there is none."""
+    shm: tuple[int, int] | None = None
+    """Total and free bytes of ``/dev/shm``."""
+    temporary: tuple[str, int] = ("/tmp", 2**40)
+    """The folder for temporary files, and its free bytes."""
+    descriptors: tuple[int, int] = (1024, 1024)
+    """Soft and hard limit."""
+    resources: Resources | None = None
+    loopback_error: str = ""
+    """Why a connection over 127.0.0.1 failed."""
+    hostname_error: str = ""
+    """Why this host's own name has no address."""
+    port_taken: bool = False
+    """Whether ``MASTER_PORT`` is taken on this host, which is ``MASTER_ADDR``."""
+
+
+def read() -> Readings:
+    """This machine's."""
+    torch_requirements = _requirements("torch")
+    shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
+    folder = tempfile.gettempdir()
+    return Readings(
+        torch=in_process(_TORCH),
+        imports=in_process(_IMPORTS, *REQUIRED),
+        torch_requirements=torch_requirements,
+        versions=_versions(torch_requirements),
+        environ=dict(os.environ),
+        python=sys.version_info[:3],
+        platform=platform.system(),
+        driver=_driver(),
+        shm=None if shm is None else (shm.total, shm.free),
+        temporary=(folder, shutil.disk_usage(folder).free),
+        descriptors=_descriptors(),
+        resources=available(num_gpus=0),
+        loopback_error=_loopback_error(),
+        hostname_error=_hostname_error(),
+        port_taken=_port_taken(os.environ),
+    )
+
+
+def in_process(code: str, *arguments: str, timeout_s: float = IMPORT_TIMEOUT_S) -> Imported:
+    """What Python prints for ``code``, in its last line, as JSON."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Imported(None, f"did not end within {timeout_s:.0f} seconds")
+    if done.returncode < 0:
+        return Imported(None, f"killed by signal {-done.returncode}")
+    try:
+        return Imported(json.loads(done.stdout.splitlines()[-1]))
+    except (IndexError, ValueError):
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        return Imported(None, lines[-1] if lines else f"ended with status {done.returncode}")
+
+
+def _requirements(name: str) -> tuple[str, ...]:
+    try:
+        return tuple(importlib.metadata.requires(name) or ())
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+
+
+def _versions(requirements: tuple[str, ...]) -> dict[str, str]:
+    wanted = {re.split(r"[\s;=<>!~(\[]", requirement.strip(), maxsplit=1)[0] for requirement in requirements}
+    found = {}
+    for name in wanted:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _driver() -> str | None:
+    try:
+        with open("/proc/driver/nvidia/version") as file:
+            return file.readline().strip()
+    except OSError:
+        return None
+
+
+def _descriptors() -> tuple[int, int]:
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def _loopback_error() -> str:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def _hostname_error() -> str:
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError as error:
+        return f"{socket.gethostname()}: {error}"
+    return ""
+
+
+def _port_taken(environ: Mapping[str, str]) -> bool:
+    address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+    if address not in ("localhost", "127.0.0.1", socket.gethostname()) or not port.isdecimal():
+        return False
+    try:
+        with socket.create_server((address, int(port))):
+            return False
+    except (OSError, OverflowError):
+        return True
