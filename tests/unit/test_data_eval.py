@@ -12,6 +12,7 @@ from loader_kinds import (
     KINDS,
     MAP_KINDS,
     ROWS,
+    WORKER_KINDS,
     Blocks,
     Buckets,
     Kind,
@@ -41,8 +42,17 @@ def whole_pass(ranks: list[EvalFeed]) -> list[tuple[int, Any, int]]:
     return sorted((item for feed in ranks for item in feed.batches()), key=lambda item: item[0])
 
 
-@each(KINDS)
-def test_ranks_get_the_batches_of_one_process(kind: Kind) -> None:
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    [
+        pytest.param(kind, world_size, id=f"{kind.name}-{world_size}", marks=marks)
+        for number, kind in enumerate(KINDS)
+        for world_size in (2, 3)
+        # Workers take time to start: of each such loader one number of ranks, and both are taken in turn.
+        for marks in [[pytest.mark.slow] if kind in WORKER_KINDS and number % 2 != world_size % 2 else []]
+    ],
+)
+def test_ranks_get_the_batches_of_one_process(kind: Kind, world_size: int) -> None:
     alone = feeds(lambda: kind.make(4), 1)
     passes = [whole_pass(alone) for _ in range(2)]  # the second is another one only where the user's generator is used
     for batches in passes:
@@ -51,21 +61,30 @@ def test_ranks_get_the_batches_of_one_process(kind: Kind) -> None:
         visited = [i for _, batch, _ in batches for i in indices(batch)]
         assert not kind.once or Counter(visited) == Counter(range(ROWS))
 
-    for world_size in (2, 3):
-        ranks = feeds(lambda: kind.make(4), world_size)
-        for expected in passes:
-            of_ranks = [list(feed.batches()) for feed in ranks]
-            for rank, given in enumerate(of_ranks):
-                assert all(index % world_size == rank for index, _, _ in given)
-                assert ranks[rank].num_batches in (None, len(expected))
-            together = sorted((item for given in of_ranks for item in given), key=lambda item: item[0])
-            assert [(index, size) for index, _, size in together] == [(index, size) for index, _, size in expected]
-            assert all(same(a, b) for (_, a, _), (_, b, _) in zip(together, expected, strict=True))
+    ranks = feeds(lambda: kind.make(4), world_size)
+    for expected in passes:
+        of_ranks = [list(feed.batches()) for feed in ranks]
+        for rank, given in enumerate(of_ranks):
+            assert all(index % world_size == rank for index, _, _ in given)
+            assert ranks[rank].num_batches in (None, len(expected))
+        together = sorted((item for given in of_ranks for item in given), key=lambda item: item[0])
+        assert [(index, size) for index, _, size in together] == [(index, size) for index, _, size in expected]
+        assert all(same(a, b) for (_, a, _), (_, b, _) in zip(together, expected, strict=True))
 
 
-@each(KINDS)
-def test_rows_come_in_dataset_order(kind: Kind) -> None:
-    for world_size, seed in ((1, None), (1, SEED), (2, SEED)):
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        *(pytest.param(kind, [(1, None), (1, SEED), (2, SEED)], id=kind.name) for kind in MAP_KINDS),
+        *(pytest.param(kind, [(2, SEED)], id=kind.name) for kind in WORKER_KINDS),
+        *(
+            pytest.param(kind, [(1, None), (1, SEED)], id=f"{kind.name}, one process", marks=pytest.mark.slow)
+            for kind in WORKER_KINDS
+        ),
+    ],
+)
+def test_rows_come_in_dataset_order(kind: Kind, settings: list[tuple[int, int | None]]) -> None:
+    for world_size, seed in settings:
         ranks = feeds(lambda: kind.make(4), world_size, seed)
         batches = whole_pass(ranks)
         sizes = [size for _, _, size in batches]
