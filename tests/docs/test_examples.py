@@ -36,8 +36,8 @@ SCRIPTS: dict[str, tuple[list[str], str, float]] = {
     "resume_after_kill.py": ([], r"(?i)resum|identical", 0),
     "tuning_bagging.py": ([], r"\n +1 +LightGBM +0\.\d+(?s:.*)is right on (\d+)", 90),
 }
-# In the default run: one a mode, and what the README promises. CI runs all (make test-docs).
-QUICK = ("single_training.py", "ddp_training.py", "plain_pytorch.py", "tabular.py")
+# In the default run: what the README promises, and the shortest. CI runs all (make test-docs).
+QUICK = ("ddp_training.py", "tabular.py")
 # Run by a test of their own below, or imported by the others.
 OTHERS = {"digits.py", "torchrun.sh", "two_hosts.py", "two_hosts.sh", "notebook.ipynb"}
 
@@ -119,6 +119,7 @@ def test_two_hosts(tmp_path: Path) -> None:
     assert "test accuracy" in output
 
 
+@pytest.mark.slow
 def test_notebook(tmp_path: Path) -> None:
     """``ddp`` in a notebook, with the model defined in a cell: run by a real kernel."""
     nbformat = pytest.importorskip("nbformat")

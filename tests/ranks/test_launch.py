@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import atexit
+import contextlib
+import ctypes
 import functools
 import multiprocessing
 import os
@@ -13,6 +16,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +29,7 @@ import torch.distributed as dist
 
 from ranks import run_ranks
 from trainloop.distributed import Rank
-from trainloop.errors import ConfigurationError
+from trainloop.errors import ConfigurationError, WorkerFailedError
 from trainloop.launch import join, joined, launch, main_guard
 from trainloop.launch.joining import first_host, rendezvous_point
 from trainloop.stopping import StopAgreement
@@ -231,78 +235,60 @@ def test_with_256_descriptors_and_64_mib_of_shared_memory(tmp_path: Path) -> Non
     assert done.stdout.strip() == str((400, 64.0 * 400 * 64)), done.stderr
 
 
-OUTPUT = """
-import sys, warnings
-from trainloop.launch import launch
-
-def work(stop):
-    import torch.distributed as dist
+def prints(stop: StopAgreement) -> None:
     print("out", dist.get_rank())
     print("err", dist.get_rank(), file=sys.stderr)
     sys.stderr.write("no end of line")
 
-if __name__ == "__main__":
-    launch(work, ranks_per_node=2)
-"""
-
 
 @pytest.mark.parametrize(("shown", "out"), [("0", {"out 0"}), ("1", {"out 0", "[rank 1] out 1"})])
-def test_output_of_ranks(shown: str, out: set[str], tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(OUTPUT)
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "TRAINLOOP_ALL_RANKS_OUTPUT": shown},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=True,
-    )
-    assert set(done.stdout.splitlines()) == out
-    assert "[rank 1] err 1\n" in done.stderr
-    assert "[rank 1] no end of line\n" in done.stderr
-    assert "err 0\n" in done.stderr
-    assert "[rank 0]" not in done.stderr
+def test_output_of_ranks(
+    shown: str, out: set[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRAINLOOP_ALL_RANKS_OUTPUT", shown)
+    launch(prints, ranks_per_node=2)
+    stdout, stderr = capfd.readouterr()
+    assert set(stdout.splitlines()) == out
+    assert "[rank 1] err 1\n" in stderr
+    assert "[rank 1] no end of line\n" in stderr
+    assert "err 0\n" in stderr
+    assert "[rank 0]" not in stderr
 
-
-ENDING = """
-import atexit, ctypes, pathlib, sys, threading, time
-from trainloop.launch import launch
 
 class Held:
-    def __del__(self):
+    """Garbage that only the collector finds."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self.itself, self.note = self, note
+
+    def __del__(self) -> None:
         self.note("deleted")
 
-def work(stop):
-    import torch.distributed as dist
+
+def leaves_all_to_the_end(notes: Path, raises: bool, stop: StopAgreement) -> None:
     rank = dist.get_rank()
-    note = lambda what: pathlib.Path(sys.argv[1], f"{what}-{rank}").touch()
+
+    def note(what: str) -> None:
+        (notes / f"{what}-{rank}").touch()
+
     atexit.register(note, "atexit")
     threading.Thread(target=lambda: (time.sleep(0.5), note("thread"))).start()
-    held = Held()
-    held.itself, held.note = held, note
+    held = Held(note)  # noqa: F841  # a traceback's frame holds it, where there is one
     if rank == 0:
         sys.stdout.write("python ")
         sys.stdout.flush()
         ctypes.CDLL(None).printf(b"native")
-    if sys.argv[2] == "raise":
+    if raises:
         raise ValueError("on purpose")
-
-if __name__ == "__main__":
-    launch(work, ranks_per_node=2)
-"""
 
 
 @pytest.mark.parametrize("how", ["return", "raise"])
-def test_the_end_of_a_rank_is_orderly(how: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(ENDING)
+def test_the_end_of_a_rank_is_orderly(how: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     notes = tmp_path / "notes"
     notes.mkdir()
-    command = [sys.executable, str(script), str(notes), how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
-    assert done.stdout == "python native"
-    assert ("on purpose" in done.stderr) == (how == "raise"), done.stderr
+    with pytest.raises(WorkerFailedError, match="on purpose") if how == "raise" else contextlib.nullcontext():
+        launch(functools.partial(leaves_all_to_the_end, notes, how == "raise"), ranks_per_node=2)
+    assert capfd.readouterr().out == "python native"
     wanted = {f"{what}-{rank}" for what in ("atexit", "thread", "deleted") for rank in range(2)}
     assert {path.name for path in notes.iterdir()} == wanted
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
@@ -154,7 +155,7 @@ def test_a_stranger_in_the_place_of_a_rank_is_noticed_and_runs_nothing(with_key:
 
 
 ONE_RANK = """
-import os, sys
+import json, os, sys
 from datetime import timedelta
 import torch.distributed as dist
 from trainloop import distributed as td
@@ -165,39 +166,54 @@ class Own:
     pass
 
 sys.modules["__main__"].Own = Own
-if os.environ.get("OTHER_HOST"):
-    SharedKey.open = classmethod(lambda cls, place: None)
-dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=int(sys.argv[2]), world_size=2,
-                        timeout=timedelta(seconds=60))
-try:
-    print(td.broadcast_object(1), len(td.gather_object(Own())), _session().key is not None)
-except Exception as error:
-    print(f"{type(error).__name__}: {error}")
-dist.barrier()
-dist.destroy_process_group()
+folder, rank, cases = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+open_shared_key = SharedKey.open
+for number, (key, other_host) in enumerate(cases):
+    os.environ.pop("TRAINLOOP_KEY", None)
+    if key:
+        os.environ["TRAINLOOP_KEY"] = key
+    SharedKey.open = (lambda place: None) if other_host else open_shared_key
+    store = dist.FileStore(f"{folder}/{number}", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    try:
+        said = f"{td.broadcast_object(1)} {len(td.gather_object(Own()))} {_session().key is not None}"
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    print(json.dumps(said), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
 """
 
+KEYS = {
+    # each rank's key, whether the ranks are on two hosts, what rank 0 says
+    "one host": ((None, None), False, "1 2 True"),  # the key comes through rank 0's memory
+    "no key": (
+        (None, None),
+        True,
+        "UnpicklableError: gather_object: the object of rank 0 holds something of type __main__",
+    ),
+    "one key": (("k" * 32, "k" * 32), True, "1 2 True"),
+    "one without": (
+        ("k" * 32, None),
+        True,
+        "ConfigurationError: ranks 1 of 2 have no key and the others have: set TRAINLOOP",
+    ),
+    "two keys": (
+        ("k" * 32, "l" * 32),
+        True,
+        "ConnectionError: rank 0 of 2 got an answer that was not made with this run's",
+    ),
+}
 
-@pytest.mark.parametrize(
-    ("keys", "other_host", "said"),
-    [
-        ((None, None), False, "1 2 True"),  # one host: the key comes through rank 0's memory
-        ((None, None), True, "UnpicklableError: gather_object: the object of rank 0 holds something of type __main__"),
-        (("k" * 32, "k" * 32), True, "1 2 True"),
-        (("k" * 32, None), True, "ConfigurationError: ranks 1 of 2 have no key and the others have: set TRAINLOOP"),
-        (("k" * 32, "l" * 32), True, "ConnectionError: rank 0 of 2 got an answer that was not made with this run's"),
-    ],
-    ids=["one host", "no key", "one key", "one without", "two keys"],
-)  # fmt: skip
-def test_ranks_that_others_started(
-    keys: tuple[str | None, str | None], other_host: bool, said: str, tmp_path: Path
-) -> None:
+
+def test_ranks_that_others_started(tmp_path: Path) -> None:
+    """One start of two processes, which form a group for each case."""
     processes = []
-    for rank, key in enumerate(keys):
+    for rank in range(2):
         environ = {k: v for k, v in os.environ.items() if k != "TRAINLOOP_KEY"}
         environ |= {"PYTHONPATH": str(Path(td.__file__).parents[2]), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        environ |= ({"TRAINLOOP_KEY": key} if key else {}) | ({"OTHER_HOST": "1"} if other_host else {})
-        command = [sys.executable, "-c", textwrap.dedent(ONE_RANK), str(tmp_path / "store"), str(rank)]
+        cases = json.dumps([(keys[rank], other_host) for keys, other_host, _ in KEYS.values()])
+        command = [sys.executable, "-c", textwrap.dedent(ONE_RANK), str(tmp_path), str(rank), cases]
         processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ))
     try:
         outputs = [process.communicate(timeout=100)[0] for process in processes]
@@ -205,7 +221,10 @@ def test_ranks_that_others_started(
         for process in processes:
             process.kill()
             process.wait()
-    assert outputs[0].startswith(said), outputs
+    assert [process.returncode for process in processes] == [0, 0]
+    answers = [json.loads(line) for line in outputs[0].splitlines()]
+    for (name, (_, _, said)), answer in zip(KEYS.items(), answers, strict=True):
+        assert answer.startswith(said), name
 
 
 def test_the_key_of_the_environment(tmp_path: Path) -> None:

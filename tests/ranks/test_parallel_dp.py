@@ -55,6 +55,9 @@ class Sample:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sample) and other.i == self.i
 
+    def __repr__(self) -> str:
+        return f"Sample({self.i})"  # the same in each process that collects these tests
+
 
 def plain(value: Any) -> Any:
     """Tensors and arrays as lists, with a mark, so that ``==`` compares."""

@@ -234,7 +234,7 @@ def planned(total: ResourceQuota, request_: dict[str, object]) -> Plan | None:
 
 
 @given(totals, requests)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_children_never_exceed_their_parent_and_all_that_runs_has_a_place(
     total: ResourceQuota, request_: dict[str, object]
 ) -> None:
@@ -274,7 +274,7 @@ def test_children_never_exceed_their_parent_and_all_that_runs_has_a_place(
 
 
 @given(totals, requests, st.integers(0, 20), st.integers(0, 4), st.integers(0, 20), st.integers(0, 10))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_more_is_never_refused_where_less_fits(
     total: ResourceQuota, request_: dict[str, object], cpus: int, gpus: int, trials: int, folds: int
 ) -> None:
