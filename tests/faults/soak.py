@@ -1,19 +1,22 @@
 """Short fits that are disturbed at random, and what has to hold afterwards: ``make soak ARGS='--trials 300 --seed 1'``.
 
-A trial is one training (:func:`job`) with 1, 2 or 3 CPU ranks that a disturbance strikes: an exception, a hang or a
-death at one place of one rank; a signal to the caller, to a rank, to a loader's worker or to the whole group, at any
-moment; or a storm of kills, each followed by a new start. Then:
+A trial is one training (``soak_job.py``) with 1 to 4 CPU ranks that a disturbance strikes: an exception, a hang or a
+death at one place of one rank, in its first start or as it resumes; a signal to the caller, to a rank, to a loader's
+worker or to the whole group, at any moment from the start to the way back; a storm of kills, each followed by a new
+start; or a disk that fills up (needs root). Then:
 
 * the outcome is a documented one, and the right rank is named;
 * resumed, the run ends with the bits of one that nobody disturbed (the control group);
 * no process, no shared memory, no temporary file is left.
 
-Prints a table, and exits with 1 where something was wrong.
+Prints a table, and exits with 1 where something was wrong. ``--results FILE`` keeps each trial's outcome there, so that
+a run may be made in pieces (``--first``, ``--only``), and ``--report FILE`` writes the table of all of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
@@ -25,118 +28,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 6.0  # of the jobs' own collectives
-PATIENCE_S = 150.0  # for a job to end; a starved machine starts three ranks in half a minute
-GONE_S = 12.0  # for its processes to follow
+import soak_report
+from soak_job import ACTS, PLACES
+
+TIMEOUT_S = (
+    6.0  # of the jobs' own collectives, at least; as long as undisturbed jobs take to start, where that is longer
+)
+PATIENCE_S = 400.0  # for a job to end; a starved machine starts three ranks in half a minute
+GONE_S = 30.0  # for its processes to follow
 MARK = "TRAINLOOP_SOAK"  # in the environment of all processes of a trial
-PLACES = ("getitem", "get_loss", "on_train_begin", "on_epoch_begin", "on_batch_begin", "on_after_gradient_update",
-          "on_after_optimizer_step", "on_batch_end", "on_epoch_end", "on_train_end", "state_dict")  # fmt: skip
-ACTS = ("raises", "hangs", "hangs in native code", "SIGKILL", "SIGABRT", "SIGSEGV", "exits")
 SIGNALS = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 138}
+MOST_RANKS = 4
+JOB = Path(__file__).with_name("soak_job.py")
 
-
-# -- the job, in a process of its own ----------------------------------------------------------------------------------
-
-
-def act(what: str) -> None:
-    if what == "raises":
-        raise LookupError("the soak's own")
-    if what == "hangs":
-        time.sleep(1000)
-    elif what == "hangs in native code":
-        while True:  # a signal ends the call
-            ctypes.PyDLL(None).sleep(1000)  # with Python's lock held
-    elif what == "exits":
-        os._exit(3)
-    else:
-        os.kill(os.getpid(), getattr(signal, what))
-        time.sleep(1000)
-
-
-def job(where: str, ranks: int, workers: int, place: str = "", on_rank: int = 0, what: str = "", at: int = 0) -> None:
-    """Train, from the newest checkpoint on; write what came out to ``where/end.pt``."""
-    import torch
-    from torch import nn
-    from torch.utils.data import DataLoader, Dataset
-
-    from trainloop import AbstractCallback, TrainLoop, TTBasicModel
-    from trainloop.callbacks import ModelCheckpoint
-    from trainloop.distributed import get_rank
-
-    class Rows(Dataset[Any]):
-        def __len__(self) -> int:
-            return 60
-
-        def __getitem__(self, index: int) -> Any:
-            if place == "getitem" and get_rank() == on_rank and index % 7 == at:
-                act(what)
-            generator = torch.Generator().manual_seed(index)
-            time.sleep(0.002)
-            return torch.randn(6, generator=generator) + 0.1 * torch.randn(6), index % 3
-
-    class Net(TTBasicModel):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(
-                nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3)
-            )
-
-        def forward(self, x: Any) -> Any:
-            return self.layers(x)
-
-        def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
-            if place == "get_loss" and get_rank() == on_rank and self.training:
-                act(what)
-            return super().get_loss(batch_data, criterion, device)
-
-    def hook(name: str) -> Any:
-        def run(self: Any, *args: Any) -> Any:
-            if place == name and get_rank() == on_rank and self.train_loop_obj.global_step >= first:
-                act(what)
-            return {} if name == "state_dict" else None
-
-        return run
-
-    first = 0 if place == "on_train_begin" else at % 3  # step
-    names = [name for name in PLACES if name.startswith("on_") or name == "state_dict"]
-    Strikes = type("Strikes", (AbstractCallback,), {name: hook(name) for name in names})
-
-    class Tells(AbstractCallback):
-        def __setstate__(self, state: dict[str, Any]) -> None:
-            self.__dict__.update(state)
-            if place == "coming back" and "RANK" not in os.environ:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        def on_train_begin(self) -> None:
-            Path(where, f"rank-{get_rank()}").write_text(str(os.getpid()))
-
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    batch = 6 // ranks
-    tl = TrainLoop(
-        model,
-        DataLoader(Rows(), batch, shuffle=True, num_workers=workers),
-        DataLoader(Rows(), batch),
-        None,
-        optimizer,
-        nn.CrossEntropyLoss(),
-        gpu_mode="ddp" if ranks > 1 else "single",
-        accelerator="cpu",
-        devices=ranks,
-        seed=3,
-        timeout=TIMEOUT_S,
-        progress_bar=False,
-    )
-    keeper = ModelCheckpoint(f"{where}/checkpoints", every_n_epochs=None, every_n_steps=1, keep=2)
-    tl.fit(num_epochs=2, callbacks=[Tells("tells"), Strikes("strikes"), keeper], resume_from="last")
-    Path(where, "returned").touch()
-    torch.save([model.state_dict(), optimizer.state_dict(), tl.history.to_dict()], f"{where}/end.tmp")
-    os.replace(f"{where}/end.tmp", f"{where}/end.pt")
+start_s: dict[int, float] = {}
+"""By number of ranks: how long an undisturbed job took until it trained."""
 
 
 # -- a trial -----------------------------------------------------------------------------------------------------------
@@ -155,7 +65,7 @@ class Job:
             output.write(f"--- {spec}\n".encode())
             self.begin = output.tell()
             self.process = subprocess.Popen(
-                [sys.executable, __file__, "--job", json.dumps({"where": str(where), **spec})],
+                [sys.executable, str(JOB), json.dumps({"where": str(where), **spec})],
                 stdout=output,
                 stderr=output,
                 env=environment,
@@ -237,14 +147,14 @@ class Trial:
         self.where = root / str(number)
         self.where.mkdir()
         self.kind = kind
-        self.ranks = self.rng.choice([1, 2, 2, 3])
+        self.ranks = self.rng.choice([1, 2, 2, 3, 4])
         self.workers = self.rng.choice([0, 0, 1, 2])
         self.what = ""
         self.early = False  # the last signal came before training began
         self.wrong: list[str] = []
 
     def run(self, control: dict[int, bytes]) -> None:
-        getattr(self, f"_{self.kind}")()
+        getattr(self, f"_{self.kind.replace(' ', '_')}")()
         if not (self.where / "end.pt").exists():
             last = self._start("resumed")
             self._expect(last, last.wait(), "0")
@@ -253,12 +163,16 @@ class Trial:
             self.wrong.append("never ended")
         elif self.ranks in control and digest(end) != control[self.ranks]:
             self.wrong.append("other bits")
-        left = [path.name for path in (self.where / "tmp").iterdir() if not path.name.startswith("torchinductor_")]
-        left += [path.name for path in (self.where / "checkpoints").glob(".*.tmp")]
-        self.wrong += [f"left: {name}" for name in left]
+        left = [path for path in (self.where / "tmp").iterdir() if not path.name.startswith("torchinductor_")]
+        self.wrong += [f"left: {path.name}" for path in left]
+        self._left_files(self.where / "checkpoints")
+
+    def _left_files(self, checkpoints: Path) -> None:
+        self.wrong += [f"left: {path.name}" for path in checkpoints.glob(".*.tmp")]
 
     def _start(self, name: str, **spec: Any) -> Job:
-        return Job(self.where, name, ranks=self.ranks, workers=self.workers, **spec)
+        timeout = max([TIMEOUT_S, *start_s.values()]) if self.kind != "control" else 300.0
+        return Job(self.where, name, ranks=self.ranks, workers=self.workers, timeout=timeout, **spec)
 
     def _expect(self, job: Job, outcome: str, *expected: str, says: str = "") -> None:
         if outcome not in expected:
@@ -272,16 +186,26 @@ class Trial:
 
     def _control(self) -> None:
         self.what = "nothing"
+        begin = time.monotonic()
+        job = self._start("undisturbed")
+        while not job.ranks() and job.process.poll() is None:
+            time.sleep(0.01)
+        start_s[self.ranks] = time.monotonic() - begin
+        self._expect(job, job.wait(), "0")
 
     def _fault(self) -> None:
         """Something happens at one place of one rank: it is to blame."""
         rank, place = self.rng.randrange(self.ranks), self.rng.choice(PLACES)
-        if place == "state_dict":
+        if place in ("state_dict", "on_log"):
             rank = 0  # the others' is not asked for
         what = self.rng.choice(ACTS if self.ranks > 1 else ("raises", "SIGKILL", "SIGABRT", "exits"))
         if place == "getitem":
             self.workers = 0  # else it is the worker that it happens to
         self.what = f"{what} in {place}"
+        if place == "load_state_dict" or self.rng.random() < 0.3:
+            self.what += ", on resuming"
+            killed = self._start("killed", place="on_batch_end", what="SIGKILL", at=2)
+            self._expect(killed, killed.wait(), "1" if self.ranks > 1 else "-9")
         job = self._start("struck", place=place, on_rank=rank, what=what, at=self.rng.randrange(7))
         outcome = job.wait()
         if self.ranks == 1:
@@ -300,6 +224,11 @@ class Trial:
     def _signal(self) -> None:
         """A signal at any moment, to anybody."""
         number = self.rng.choice([*SIGNALS, *SIGNALS, "SIGKILL"])
+        if self.ranks > 1 and self.rng.random() < 0.15:
+            self.what = f"{number} to the caller while state comes back"
+            job = self._start("struck", place="coming back", what=number)
+            self._expect(job, job.wait(), *self._documented(True, number, "caller"))
+            return
         to = self.rng.choice(["caller", "rank", "worker", "group"])
         self.what = f"{number} to the {to}"
         job = self._start("struck")
@@ -336,12 +265,44 @@ class Trial:
             outcome = job.wait()
             self._expect(job, outcome, *self._documented(hit, number, to))
 
-    def _strike(self, job: Job, number: str, to: str) -> bool:
-        """Send a signal after a random time; whether there was anybody to send it to."""
-        if self.rng.random() < 0.8:  # else while it starts
+    def _full_disk(self) -> None:
+        """The checkpoints' file system fills up in training, and there is room again for the next start."""
+        self.what = "nothing but"
+        checkpoints = self.where / "checkpoints"
+        checkpoints.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(checkpoints)], check=True)
+        try:
+            job = self._start("struck")
             while not job.ranks() and job.process.poll() is None:
                 time.sleep(0.005)
-        time.sleep(self.rng.random() * 1.5)
+            time.sleep(self.rng.random())
+            filler = checkpoints / "filler"
+            with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
+                while file.write(bytes(4096)):
+                    pass
+            number, to = self.rng.choice(["", *SIGNALS, "SIGKILL"]), self.rng.choice(["caller", "rank", "group"])
+            expected = ["0"]
+            if number:
+                self.what = f"{number} to the {to} and"
+                expected = self._documented(self._strike(job, number, to), number, to)
+            self.what += " a full disk"
+            self._expect(job, job.wait(), *expected)
+            filler.unlink()
+            if not (self.where / "end.pt").exists():
+                last = self._start("resumed")
+                self._expect(last, last.wait(), "0")
+            self._left_files(checkpoints)
+        finally:
+            subprocess.run(["umount", "--lazy", str(checkpoints)], check=True)
+
+    def _strike(self, job: Job, number: str, to: str) -> bool:
+        """Send a signal after a random time; whether there was anybody to send it to."""
+        if self.rng.random() < 0.8:
+            while not job.ranks() and job.process.poll() is None:
+                time.sleep(0.005)
+            time.sleep(self.rng.random() * 1.5)
+        else:  # while it starts
+            time.sleep(self.rng.random() * start_s.get(self.ranks, 3.0))
         value, self.early = getattr(signal, number), not job.ranks()
         if job.process.poll() is not None:
             return False
@@ -378,38 +339,65 @@ def digest(path: Path) -> bytes:
     return found.digest()
 
 
-def soak(trials: int, seed: int, keep: bool = False) -> int:
+def kinds(trials: int, seed: int) -> list[str]:
+    """Of each trial; the first ones are of the control group, one for each number of ranks."""
+    draw = random.Random(seed)
+    weighted = ["fault"] * 4 + ["signal"] * 4 + ["storm"] * 3 + ["full disk"] * _can_mount()
+    return ["control"] * MOST_RANKS + [draw.choice(weighted) for _ in range(trials)]
+
+
+def _can_mount() -> bool:
+    """Whether file systems can be mounted that this process and its children alone see; if so, from now on."""
+    new_mounts, private, recursive = 0x20000, 1 << 18, 1 << 14
+    libc = ctypes.CDLL(None, use_errno=True)
+    return libc.unshare(new_mounts) == 0 and libc.mount(b"none", b"/", None, private | recursive, None) == 0
+
+
+def soak(arguments: argparse.Namespace) -> int:
     """Run them, print the table; how many went wrong."""
     root = Path(tempfile.mkdtemp(prefix="soak-", dir="/tmp"))  # short: sockets lie in it
     control: dict[int, bytes] = {}
-    table: Counter[tuple[str, str]] = Counter()
-    bad = 0
-    draw = random.Random(seed)
-    kinds = ["control"] * 3 + [draw.choice(["fault", "signal", "storm"]) for _ in range(trials)]
-    for number, kind in enumerate(kinds):
-        trial = Trial(root, number, seed, kind)
-        if number < 3:
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=JOB.parent)
+    drawn = kinds(arguments.trials, arguments.seed)
+    results: list[dict[str, Any]] = []
+
+    def one(number: int) -> None:
+        trial = Trial(root, number, arguments.seed, drawn[number])
+        if number < MOST_RANKS:
             trial.ranks = number + 1
+        begin = time.monotonic()
         trial.run(control)
-        if number < 3 and (trial.where / "end.pt").exists():
+        if number < MOST_RANKS and (trial.where / "end.pt").exists():
             control[trial.ranks] = digest(trial.where / "end.pt")
-        outcome = "wrong" if trial.wrong else "right"
-        table[f"{kind}, {trial.ranks} rank{'s' * (trial.ranks > 1)}", outcome] += 1
-        what = f"{trial.what}; {trial.ranks} ranks, {trial.workers} workers"
-        print(
-            f"{number:4d} {kind:8s} {outcome}  {what}" + "".join(f"\n       {line}" for line in trial.wrong), flush=True
-        )
-        bad += bool(trial.wrong)
-        if not trial.wrong and not keep:
+        result = {
+            "number": number, "kind": trial.kind, "ranks": trial.ranks, "workers": trial.workers, "what": trial.what,
+            "wrong": trial.wrong, "seconds": round(time.monotonic() - begin, 1), "seed": arguments.seed,
+            "commit": commit.stdout.strip(), "date": time.strftime("%Y-%m-%d"),
+        }  # fmt: skip
+        results.append(result)
+        if arguments.results:
+            with open(arguments.results, "a") as file:
+                file.write(json.dumps(result) + "\n")
+        text = f"{number:4d} {trial.kind:9s} {'wrong' if trial.wrong else 'right'}  {trial.what}; {trial.ranks} ranks, "
+        print(f"{text}{trial.workers} workers" + "".join(f"\n       {line}" for line in trial.wrong), flush=True)
+        if not trial.wrong and not arguments.keep:
             shutil.rmtree(trial.where)
-    print(f"\n{'trials':24s} {'right':>6s} {'wrong':>6s}")
-    for row in sorted({row for row, _ in table}):
-        print(f"{row:24s} {table[row, 'right']:6d} {table[row, 'wrong']:6d}")
-    print(f"{'all':24s} {len(kinds) - bad:6d} {bad:6d}")
-    if bad or keep:
+
+    for number in range(MOST_RANKS):
+        one(number)
+    chosen = [int(part) for part in arguments.only.split(",")] if arguments.only else range(len(drawn))
+    chosen = [number for number in chosen if number >= max(arguments.first, MOST_RANKS)]
+    with ThreadPoolExecutor(arguments.together) as pool:
+        list(pool.map(one, chosen))
+    bad = sum(bool(result["wrong"]) for result in results)
+    print("\n" + "\n".join(soak_report.table(results)))
+    if bad or arguments.keep:
         print(f"outputs of what went wrong: {root}")
     else:
         shutil.rmtree(root)
+    if arguments.report:
+        kept = [json.loads(line) for line in Path(arguments.results).read_text().splitlines()]
+        Path(arguments.report).write_text(soak_report.page(kept))
     return bad
 
 
@@ -417,10 +405,13 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--together", type=int, default=1, help="trials at the same time")
+    parser.add_argument("--first", type=int, default=0, help="number of the first one; the controls always run")
+    parser.add_argument("--only", default="", help="numbers, as 17,23")
     parser.add_argument("--keep", action="store_true", help="keep the folders of trials that went right, too")
-    parser.add_argument("--job", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.job:
-        job(**json.loads(arguments.job))
-    else:
-        sys.exit(bool(soak(arguments.trials, arguments.seed, arguments.keep)))
+    parser.add_argument("--results", help="append each outcome to this file, a line of JSON each")
+    parser.add_argument("--report", help="write the table of all in the results' file to this one")
+    given = parser.parse_args()
+    if given.report and not given.results:
+        parser.error("--report tells of what is in the file of --results: give that, too")
+    sys.exit(bool(soak(given)))

@@ -1,0 +1,62 @@
+"""What the soak found, as a table and as a page for ``benchmarks/SOAK.rst``."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+
+def table(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines of a reStructuredText table: how many trials went right and wrong, by kind and number of ranks."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for result in results:
+        row = f"{result['kind']}, {result['ranks']} rank{'s' * (result['ranks'] > 1)}"
+        for name in (row, "all"):
+            counts[name, "wrong" if result["wrong"] else "right"] += 1
+    rule = f"{'=' * 24} {'=' * 6} {'=' * 6}"
+    rows = sorted({row for row, _ in counts} - {"all"})
+    lines = [f"{row:24s} {counts[row, 'right']:6d} {counts[row, 'wrong']:6d}" for row in [*rows, "all"]]
+    return [rule, f"{'trials':24s} {'right':>6s} {'wrong':>6s}", rule, *lines, rule]
+
+
+def page(results: Sequence[dict[str, Any]]) -> str:
+    """The last outcome of each trial, and those before it that were wrong."""
+    import torch
+
+    last = {(result["seed"], result["number"]): result for result in results}
+    seeds = ", ".join(map(str, sorted({result["seed"] for result in last.values()})))
+    dates = sorted({result["date"] for result in last.values()})
+    commits = Counter(result["commit"] for result in last.values())
+    lines = [
+        "The soak",
+        "========",
+        "",
+        ".. Written by tests/faults/soak.py --report; what a trial is stands in that file.",
+        "",
+        f"* Seed {seeds}; {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}; torch {torch.__version__}, Python "
+        f"{platform.python_version()}, {os.cpu_count()} CPU cores.",
+        f"* At commit {', '.join(f'{commit} ({count} trials)' for commit, count in commits.items())}.",
+        "* *control*: nobody disturbs it; *fault*: an exception, a hang or a death at one place of one rank;",
+        "  *signal*: to any process at any moment; *storm*: killed and started anew, again and again; *full disk*: of",
+        "  checkpoints.",
+        "* *right*: a documented end that names the right rank, the bits of the undisturbed run once resumed, and no",
+        "  process, shared memory or file left.",
+        "",
+        *table(list(last.values())),
+        "",
+    ]
+    if wrong := [result for result in last.values() if result["wrong"]]:
+        lines += ["Wrong:", "", *map(_line, wrong), ""]
+    if mended := [r for r in results if r["wrong"] and r is not last[r["seed"], r["number"]]]:
+        lines += ["Wrong at first, and right when it was run again after a mend:", "", *map(_line, mended), ""]
+    return "\n".join(lines)
+
+
+def _line(result: dict[str, Any]) -> str:
+    return (
+        f"* {result['number']} (seed {result['seed']}, {result['ranks']} ranks, {result['commit']}): {result['what']}: "
+        f"{'; '.join(result['wrong'])}."
+    )
