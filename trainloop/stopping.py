@@ -6,8 +6,8 @@ anybody (a callback, a signal handler, the launching process) calls :meth:`StopA
 ::
 
     with signals(stop):                 # Ctrl-C, SIGTERM and SIGUSR1 become requests: trainloop.signals
-        for share in feed.steps(...):
-            train_step(share)
+        for step in feed.steps(...):
+            train_step(step)
             if stop.reached():          # the same answer on every rank at the same boundary
                 break
 

@@ -1,6 +1,9 @@
 """Loaders of any kind, made into what one rank trains on and evaluates.
 
-* :func:`train_feed`: an epoch as optimizer steps, each rank's share of every global batch in them.
+A *source* (``sources.py``, ``indexed.py``) gives a rank's part of one global batch after another; which part
+its rule says (``samplers.py``, ``whole_batches.py``). Training groups them into steps, evaluation does not.
+
+* :func:`train_feed`: an epoch as optimizer steps, each rank's part of every global batch in them.
 * :func:`eval_feed`: the batches that one process would see, each on one rank.
 * :class:`SplitBatches`: each rank takes its own columns of every batch, for state carried from batch to batch.
 * :func:`count_samples`, :func:`move_to`: of batches of any shape.

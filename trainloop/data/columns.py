@@ -94,7 +94,7 @@ class SplitBatches:
         assert columns is not None  # seen above
         return columns
 
-    def shares(self, columns: int, world_size: int) -> tuple[int, ...]:
+    def sizes(self, columns: int, world_size: int) -> tuple[int, ...]:
         """Columns of each rank, of so many."""
         return tuple(shard_size(columns, rank, world_size) for rank in range(world_size))
 
@@ -102,9 +102,9 @@ class SplitBatches:
         """The columns of one rank."""
         if world_size == 1:
             return batch
-        shares = self.shares(columns, world_size)
-        start = sum(shares[:rank])
-        return _narrowed(batch, self.dim, slice(start, start + shares[rank]))
+        sizes = self.sizes(columns, world_size)
+        start = sum(sizes[:rank])
+        return _narrowed(batch, self.dim, slice(start, start + sizes[rank]))
 
 
 def read_columns(loader: SplitBatches, aside: Aside | None, name: str) -> Iterator[tuple[int, Any]]:

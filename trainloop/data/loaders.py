@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from trainloop.data.libraries import cuts_batches, is_split
-from trainloop.data.samplers import length_of
+from trainloop.data.orders import length_of
 from trainloop.errors import ConfigurationError
 from trainloop.scratch import scratch_folder
 from trainloop.signals import WorkerInit
@@ -27,6 +27,17 @@ def is_stream(loader: Any) -> bool:
 def iterates_itself(loader: Any) -> bool:
     """Whether a loader's class has an ``__iter__`` of its own, which need not pass on what the dataset gave."""
     return type(loader).__iter__ is not DataLoader.__iter__
+
+
+def is_indexed(loader: Any, given: bool) -> bool:
+    """Whether a loader reads, batch by batch, the indices that it is asked to; another sampler shares it out.
+
+    Parameters
+    ----------
+    given : bool
+        Whether it gives each rank its own share already. Then a loader's own ``__iter__`` may do that.
+    """
+    return isinstance(loader, DataLoader) and not is_stream(loader) and not (given and iterates_itself(loader))
 
 
 def distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainloop import rng
 from trainloop.data import libraries
+from trainloop.data.orders import length_of
 from trainloop.data.randomness import Aside
-from trainloop.data.samplers import length_of
 from trainloop.data.stops import whole
 
 T = TypeVar("T")
@@ -257,20 +257,20 @@ class StreamPlaces:
         self._ended = False
         self.goes_on = False
 
-    def read(self, shares: Iterator[Any]) -> Iterator[Any]:
-        """The shares of an epoch, which begins or goes on; what workers did not have to be asked for is left out."""
+    def read(self, parts: Iterator[Any]) -> Iterator[Any]:
+        """The parts of an epoch, which begins or goes on; what workers did not have to be asked for is left out."""
         if not self.goes_on:
             # What outlives an epoch stands where the one before ended, until its first turn.
             self._places = {worker: (0, data) for worker, (_, data) in self._places.items() if self._outlives_epoch}
         self._ended = self.goes_on = False
         if self._loader.num_workers:
             self._loader.dataset.places = {}  # the workers that have just been started have them
-        for share in shares:
-            if share.place is not None:
-                worker, data = share.place
+        for part in parts:
+            if part.place is not None:
+                worker, data = part.place
                 self._places[worker] = self._places.get(worker, (0, b""))[0] + 1, data
-            if not share.is_turn:
-                yield share
+            if not part.is_turn:
+                yield part
         self._ended = True
 
     def now(self) -> dict[int, tuple[int, bytes]]:

@@ -1,15 +1,21 @@
-"""A rank's indices of every global batch, from any sampler or batch sampler."""
+"""A rank's share of every global batch, as indices: the rules by which loaders of indexed datasets are shared out.
+
+* :class:`ShardSampler`: of each global batch of samples, every ``world_size``-th sample.
+* :class:`BatchShardSampler`: of the user's own batches, every ``world_size``-th.
+* :class:`~trainloop.data.whole_batches.WholeBatches`: the same for evaluation, which puts rows into dataset order.
+* :class:`GivenShard`: all, of a sampler that gives each rank its own already.
+
+:class:`LoggedBatchSampler` hands them to the loader.
+"""
 
 from __future__ import annotations
 
-import operator
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import (
     BatchSampler,
     RandomSampler,
@@ -20,9 +26,10 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from trainloop.data.randomness import Aside, SeedOnArrival
+from trainloop.data.orders import digest_of, length_of, order_by_position, read_aside
+from trainloop.data.randomness import SeedOnArrival
 from trainloop.rng import derive_seed
-from trainloop.sharding import BatchPlan, IdentityOrder, Order, PermutedOrder, index_blocks, shard_size
+from trainloop.sharding import BatchPlan, Order, index_blocks, shard_size
 
 RankSizes = tuple[int, ...]
 """Samples of each rank in one global batch; -1 where only the rank itself will know."""
@@ -43,35 +50,45 @@ _SETTLED = (
 _READ_AHEAD = 4096
 
 
-def length_of(sized: Any) -> int | None:
-    """``len(sized)``; None where it has no length, or says so when asked."""
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):
+class RankShard:
+    """A rank's share of every global batch of a pass; the base of all rules."""
+
+    rank: int
+    num_replicas: int
+    """Ranks; torch's name for it."""
+
+    seed: Any  # torch's sampler knows ints only
+    """An int common to all ranks. None, in one process only: orders are drawn from the global generators."""
+
+    epoch: int = 0
+    digest: int | None = None
+    """Of the order, once read, where it has to be the same on all ranks; None where no rank can have another one."""
+
+    sizes_known: bool = True
+    """Whether the sizes that :meth:`batches` gives are those of all ranks; else each rank's own only."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle as in epoch ``epoch`` from the next iteration on; every rank calls it."""
+        self.epoch = epoch
+
+    def batches(self, first_batch: int = 0) -> Iterator[tuple[Any, RankSizes]]:
+        """What this rank loads of each global batch from ``first_batch`` on, and each rank's samples in it.
+
+        A size of 0 means that the rank has no part in the batch; -1 that only loading it tells.
+        """
+        raise NotImplementedError
+
+    def batch_seed(self, batch_index: int) -> int:
+        """Of what is drawn while this rank's part of the global batch ``batch_index`` is loaded."""
+        assert self.seed is not None  # without one, nothing is seeded
+        return derive_seed(self.seed, "batch", self.epoch, self.rank, batch_index)
+
+    def row_order(self, sizes: Sequence[int]) -> Sequence[int] | None:
+        """How rows, gathered in batch order, go into dataset order; None where the rule doesn't say."""
         return None
 
 
-def order_by_position(sampler: Any, key: int | None) -> Order | None:
-    """The sampler's order, where it can be computed at any position; None where the sampler must be iterated.
-
-    Parameters
-    ----------
-    sampler
-        Any iterable of indices.
-    key : int or None
-        Of the shuffled order, which is then not the sampler's own. None: no order but the sampler's own will do.
-    """
-    if type(sampler) is SequentialSampler:
-        return IdentityOrder(len(sampler))
-    if type(sampler) is range and sampler.step == 1 and sampler.start == 0:
-        return IdentityOrder(len(sampler))
-    # A generator is the user's word on where the order comes from.
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None and key is not None:
-        return PermutedOrder(len(sampler.data_source), key, len(sampler))
-    return None
-
-
-class ShardSampler(DistributedSampler[Any]):
+class ShardSampler(RankShard, DistributedSampler[Any]):
     """This rank's shard of any sampler's order: each sample on one rank, none padded, none left out.
 
     Global batches are as :mod:`trainloop.sharding` draws them. Every rank reads the sampler's whole order, under the
@@ -107,8 +124,6 @@ class ShardSampler(DistributedSampler[Any]):
         self.seed = seed
         self.epoch = 0
         self.shuffle = not isinstance(sampler, SequentialSampler)
-        self.digest: int | None = None
-        """Of the epoch's first global batch, where only iterating the sampler told what is in it."""
         length = length_of(sampler)
         self.plan = None if length is None else BatchPlan(length, batch_size, world_size, drop_last)
         if self.plan is not None:
@@ -120,10 +135,6 @@ class ShardSampler(DistributedSampler[Any]):
         """This epoch's global order, where it is known by position."""
         return order_by_position(self.base, derive_seed(self.seed, "order", self.epoch))
 
-    def set_epoch(self, epoch: int) -> None:
-        """Shuffle as in epoch ``epoch`` from the next iteration on; every rank calls it."""
-        self.epoch = epoch
-
     def __len__(self) -> int:
         if self.plan is None:
             raise TypeError(f"{type(self.base).__name__} has no length, and so its shard has none")
@@ -134,10 +145,7 @@ class ShardSampler(DistributedSampler[Any]):
             yield from indices
 
     def batches(self, first_batch: int = 0) -> Iterator[tuple[list[Any], RankSizes]]:
-        """This rank's indices of each global batch from ``first_batch`` on, and how many each rank has in it.
-
-        A rank without samples in the last one gets an empty list for it.
-        """
+        """This rank's indices of each global batch from ``first_batch`` on (maybe none), and each rank's samples."""
         order = self.order
         if order is None or self.plan is None:
             yield from self._iterated_batches(first_batch)
@@ -170,124 +178,89 @@ class ShardSampler(DistributedSampler[Any]):
                 if len(indices) == size:
                     yield indices[self.rank :: world_size], full
                 elif not self.drop_last:
-                    shares = tuple(shard_size(len(indices), rank, world_size) for rank in range(world_size))
-                    yield indices[self.rank :: world_size], shares
+                    sizes = tuple(shard_size(len(indices), rank, world_size) for rank in range(world_size))
+                    yield indices[self.rank :: world_size], sizes
 
 
-class BatchShardSampler(Sampler[Any]):
-    """This rank's shard of the batches, or single elements, that a user's own sampler gives: every ``world_size``-th.
+class _UserBatches(RankShard, Sampler[Any]):
+    """A rank's share of what a user's own sampler gives: lists of indices, or whatever the dataset takes for an index.
 
     Parameters
     ----------
     sampler : iterable
-        Of lists of indices, or of what else the dataset takes for an index.
-    rank, world_size, seed
-        As for :class:`ShardSampler`.
+        A loader's batch sampler, or its sampler where it has none.
+    rank, world_size : int
+        Whose share, of how many.
+    seed : int or None
+        Common to all ranks; None in one process only.
     """
 
-    def __init__(self, sampler: Any, *, rank: int, world_size: int, seed: int) -> None:
+    def __init__(self, sampler: Any, *, rank: int, world_size: int, seed: int | None) -> None:
         self.base = sampler
         self.rank = rank
         self.num_replicas = world_size
         self.seed = seed
-        self.epoch = 0
-        self.digest: int | None = None
-        """Of the epoch's first units, of all ranks."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Shuffle as in epoch ``epoch`` from the next iteration on; every rank calls it."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return shard_size(len(self.base), self.rank, self.num_replicas)
 
     def __iter__(self) -> Iterator[Any]:
         for index, _ in self.batches():
             if index is not None:
                 yield index
 
+    def _read(self, at_once: int) -> Iterator[list[Any]]:
+        """What the sampler gives, in lists of ``at_once``."""
+        return read_aside(
+            self.base, at_once, None if self.seed is None else derive_seed(self.seed, "sampler", self.epoch)
+        )
+
+
+class BatchShardSampler(_UserBatches):
+    """Every ``world_size``-th of the batches, or single elements, that a user's own sampler gives."""
+
+    def __len__(self) -> int:
+        return shard_size(len(self.base), self.rank, self.num_replicas)
+
     def batches(self, first_batch: int = 0) -> Iterator[tuple[Any, RankSizes]]:
-        """This rank's unit of each global batch from ``first_batch`` on (None: no unit), and each rank's samples."""
-        units = read_aside(self.base, self.num_replicas, derive_seed(self.seed, "sampler", self.epoch))
+        """This rank's batch of each round from ``first_batch`` on (None: it has none), and each rank's samples."""
         self.digest = None
-        for batch_index, group in enumerate(units):
+        # One round at a time: the sampler may look at what the training has done so far.
+        for batch_index, group in enumerate(self._read(self.num_replicas)):
             if self.digest is None:
                 self.digest = digest_of(group)
-            if batch_index < first_batch:
-                continue
-            shares = tuple(len(unit) if isinstance(unit, (list, tuple)) else -1 for unit in group)
-            shares += (0,) * (self.num_replicas - len(group))
-            yield group[self.rank] if self.rank < len(group) else None, shares
+            if batch_index >= first_batch:
+                yield self.part_of(group)
+
+    def part_of(self, group: list[Any]) -> tuple[Any, RankSizes]:
+        """This rank's batch of one round, and each rank's samples."""
+        # An empty list is a batch, too, of which the collate function may make one; 0 would say that there is none.
+        sizes = tuple(max(1, len(unit)) if isinstance(unit, (list, tuple)) else -1 for unit in group)
+        sizes += (0,) * (self.num_replicas - len(group))
+        return group[self.rank] if self.rank < len(group) else None, sizes
 
 
-class GivenShard(Sampler[Any]):
+class GivenShard(_UserBatches):
     """The batches of a sampler that gives each rank its own share already: taken as they are.
 
     Parameters
     ----------
-    sampler : iterable
-        A loader's batch sampler, or its sampler where there is none.
-    rank, world_size, seed
-        As for :class:`ShardSampler`.
-    equal_shares : bool
+    sampler, rank, world_size, seed
+        As for :class:`BatchShardSampler`.
+    equal_sizes : bool
         Whether all ranks have batches of the same sizes.
     """
 
-    def __init__(self, sampler: Any, *, rank: int, world_size: int, seed: int, equal_shares: bool) -> None:
-        self.base = sampler
-        self.rank = rank
-        self.num_replicas = world_size
-        self.seed = seed
-        self.epoch = 0
-        self._equal_shares = equal_shares
-        self.digest = None  # each rank has indices of its own
-
-    def set_epoch(self, epoch: int) -> None:
-        """Shuffle as in epoch ``epoch`` from the next iteration on; every rank calls it."""
-        self.epoch = epoch
+    def __init__(self, sampler: Any, *, rank: int, world_size: int, seed: int | None, equal_sizes: bool) -> None:
+        super().__init__(sampler, rank=rank, world_size=world_size, seed=seed)
+        self.sizes_known = equal_sizes
 
     def __len__(self) -> int:
         return len(self.base)
 
-    def __iter__(self) -> Iterator[Any]:
-        for index, _ in self.batches():
-            yield index
-
     def batches(self, first_batch: int = 0) -> Iterator[tuple[Any, RankSizes]]:
         """This rank's batches from its ``first_batch`` on, and each rank's samples: -1 where they are unknown."""
-        units = read_aside(self.base, 1, derive_seed(self.seed, "sampler", self.epoch))
-        for (unit,) in islice(units, first_batch, None):
+        for (unit,) in islice(self._read(1), first_batch, None):
             size = len(unit) if isinstance(unit, (list, tuple)) else -1
-            others = size if self._equal_shares else -1
+            others = size if self.sizes_known else -1
             yield unit, tuple(size if rank == self.rank else others for rank in range(self.num_replicas))
-
-
-def digest_of(indices: list[Any]) -> int:
-    """A checksum of indices, or of lists of them: equal on ranks that read the same."""
-    return derive_seed(repr(_plain(indices)))
-
-
-def _plain(index: Any) -> Any:
-    if isinstance(index, (list, tuple)):
-        return [_plain(part) for part in index]
-    try:
-        return operator.index(index)
-    except TypeError:
-        # The text of other objects may hold their addresses, which differ.
-        return index if isinstance(index, str) else type(index).__name__
-
-
-def read_aside(iterable: Iterable[Any], at_once: int, seed: int) -> Iterator[list[Any]]:
-    """The items in lists of ``at_once``, drawn under a random state of their own, the same for the same seed."""
-    aside = Aside(seed)
-    with aside:
-        iterator = iter(iterable)
-    while True:
-        with aside:
-            chunk = list(islice(iterator, at_once))
-        if not chunk:
-            return
-        yield chunk
 
 
 class LoggedBatchSampler(BatchSampler):
@@ -297,7 +270,7 @@ class LoggedBatchSampler(BatchSampler):
 
     Parameters
     ----------
-    shard : ShardSampler, BatchShardSampler or GivenShard
+    shard : RankShard
         Where the indices come from.
     batch_size, drop_last
         For whoever asks the loader.
@@ -309,14 +282,14 @@ class LoggedBatchSampler(BatchSampler):
 
     def __init__(
         self,
-        shard: ShardSampler | BatchShardSampler | GivenShard,
+        shard: RankShard,
         batch_size: int | None,
         drop_last: bool,
         *,
         scalar: bool,
         seeds_workers: bool,
     ) -> None:
-        self.sampler = shard
+        self.sampler: Any = shard
         self.batch_size = batch_size  # type: ignore[assignment]  # None as in the loader, with a user's batch sampler
         self.drop_last = drop_last
         self.first_batch = 0
@@ -324,38 +297,17 @@ class LoggedBatchSampler(BatchSampler):
         self._scalar = scalar
         self._seeds_workers = seeds_workers
 
-    def batch_seed(self, batch_index: int) -> int:
-        """Of what is drawn while this rank's part of the global batch ``batch_index`` is loaded."""
-        shard = self.sampler
-        return derive_seed(shard.seed, "batch", shard.epoch, shard.rank, batch_index)  # type: ignore[union-attr]
-
     def __iter__(self) -> Iterator[Any]:
-        first_batch, log = self.first_batch, self.log
+        first_batch, log, shard = self.first_batch, self.log, self.sampler
         log.clear()
-        shard: Any = self.sampler
-        for batch_index, (index, shares) in enumerate(shard.batches(first_batch), start=first_batch):
+        for batch_index, (index, sizes) in enumerate(shard.batches(first_batch), start=first_batch):
             if self._scalar and isinstance(shard, ShardSampler):
-                index, shares = (index[0] if index else None), tuple(-1 if share else 0 for share in shares)
-            log.append(shares)
-            if shares[shard.rank] == 0:
-                return  # an empty share is in an epoch's last global batch only
-            yield SeedOnArrival(index, self.batch_seed(batch_index)) if self._seeds_workers else index
+                index, sizes = (index[0] if index else None), tuple(-1 if size else 0 for size in sizes)
+            log.append(sizes)
+            if sizes[shard.rank] == 0:
+                continue  # to the pass's end: only its last global batch may leave a rank without a part
+            yield SeedOnArrival(index, shard.batch_seed(batch_index)) if self._seeds_workers else index
 
     def __len__(self) -> int:
-        shard: Any = self.sampler
+        shard = self.sampler
         return -(-len(shard) // shard.batch_size) if isinstance(shard, ShardSampler) else len(shard)
-
-
-def generators_of(loader: Any) -> dict[str, torch.Generator]:
-    """The generators that a loader's owner gave it, by where they hang; each once."""
-    holders = {"loader": loader}
-    for name in ("sampler", "batch_sampler"):
-        holder = getattr(loader, name, None)
-        holders[name] = holder
-        holders[f"{name}.sampler"] = getattr(holder, "sampler", None)
-    found: dict[str, torch.Generator] = {}
-    for name, holder in holders.items():
-        generator = getattr(holder, "generator", None)
-        if isinstance(generator, torch.Generator) and all(generator is not other for other in found.values()):
-            found[name] = generator
-    return found

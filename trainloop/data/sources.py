@@ -1,98 +1,76 @@
-"""Where a rank's training batches come from, for each kind of loader."""
+"""Where a rank's batches come from, for each kind of loader: the sources that training and evaluation read.
+
+A source gives this rank's part of one global batch after another. For loaders of indexed datasets see
+:mod:`trainloop.data.indexed`. Training chooses one in :mod:`trainloop.data.train` and groups its batches into steps;
+evaluation chooses in :mod:`trainloop.data.evaluation` one that gives each rank whole batches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, MapDataPipe
-from torch.utils.data.distributed import DistributedSampler
 
 from trainloop.data import libraries, loaders
 from trainloop.data.batches import count_samples
 from trainloop.data.columns import SplitBatches, read_columns
+from trainloop.data.orders import length_of
 from trainloop.data.positions import InProcess, Position, StreamPlaces
 from trainloop.data.randomness import Aside, drawn_aside
-from trainloop.data.samplers import (
-    BatchShardSampler,
-    GivenShard,
-    LoggedBatchSampler,
-    RankSizes,
-    ShardSampler,
-    length_of,
-    order_by_position,
-)
+from trainloop.data.samplers import RankSizes
 from trainloop.data.stops import slipped_out, whole
-from trainloop.data.streams import seed_stream, stream_twin
+from trainloop.data.streams import StreamPart, seed_stream, stream_twin
 from trainloop.data.tensors import TensorRows, draw_base_seed, loader_batches, loads_batches_here
-from trainloop.data.twins import twin
 from trainloop.rng import derive_seed
-from trainloop.sharding import BatchPlan, index_blocks, shard_size
-
-_END: Any = object()
+from trainloop.sharding import BatchPlan, shard_size
 
 
-class Source(Protocol):
-    """A loader's epochs as this rank's micro-batches."""
+class Source:
+    """A loader's passes as this rank's part of each global batch; the base of a class for each kind of loader."""
 
     loader: Any
     """What is read: the user's own loader, or its twin for this rank."""
 
-    sizes_known: bool
-    """Whether items carry the samples of all ranks, ``(shares, batch)``, or of this rank only, ``(size, batch)``."""
+    sizes_known: bool = True
+    """Whether items carry the samples of all ranks, ``(sizes, batch)``, or of this rank only, ``(size, batch)``."""
 
-    num_batches: int | None
-    num_samples: int | None
-    global_batch_size: int | None
+    num_batches: int | None = None
+    """Global batches of a pass; None where only reading tells."""
 
-    @property
-    def position(self) -> Position | None:
-        """By what the user's stream or loader says of itself; None where neither has a state."""
-        ...
+    num_samples: int | None = None
+    """Samples of a pass, over all ranks; None where only reading tells."""
+
+    global_batch_size: int | None = None
+    """Samples of a full global batch; None where there is no such thing."""
+
+    position: Position | None = None
+    """By what the user's stream or loader says of itself; None where neither has a state."""
 
     @property
     def order_digest(self) -> int | None:
-        """Of the running epoch's order, once its first item was read: it has to be the same on all ranks.
+        """Of a pass's order, which has to be the same on all ranks; None where no rank can have another one.
 
-        None where no rank can have another one.
+        In training of the pass's begin, once its first item was read; in evaluation of all, at its end.
         """
-        ...
+        return None
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[Any, Any]]:
-        """Micro-batches of an epoch from the ``first_batch``-th on, with their sizes.
+        """This rank's part of each global batch of an epoch from the ``first_batch``-th on, with its size or sizes.
 
-        After ``position.load()`` those that follow there. Where this rank has no part in a global batch, its share is 0
-        (its size -1) and the batch is to be ignored.
+        After ``position.load()`` those that follow there. Where this rank has no part in a global batch, its entry of
+        the sizes is 0 (its one size -1) and the batch is to be ignored.
         """
-        ...
+        raise NotImplementedError
+
+    def row_order(self, sizes: Sequence[int]) -> Sequence[int] | None:
+        """How rows, gathered in batch order, go into dataset order; see :meth:`trainloop.data.EvalFeed.row_order`."""
+        return None
 
 
-def train_source(loader: Any, rank: int, world_size: int, seed: int | None, name: str) -> Source:
-    """The source for a loader of any kind.
-
-    Parameters
-    ----------
-    loader, rank, world_size, seed, name
-        As for :func:`trainloop.data.train_feed`.
-    """
-    if isinstance(loader, SplitBatches):
-        return _Columns(loader, rank, world_size, seed, name)
-    given = loaders.is_distributed(loader)
-    if given:
-        loader = loaders.for_rank(loader, rank, world_size, name)
-    rows = TensorRows.of(loader)
-    if seed is None:
-        return _AsItIs(loader, name) if rows is None else _Tensors(loader, rows)
-    if not isinstance(loader, DataLoader) or (loaders.iterates_itself(loader) and (given or loaders.is_stream(loader))):
-        return _Opaque(loader, rank, world_size, seed, name, given)
-    if loaders.is_stream(loader):
-        return _Stream(loader, rank, world_size, seed, name, given)
-    return _Indexed(loader, rank, world_size, seed, name, rows, given)
-
-
-def _plan_of(loader: Any, world_size: int = 1) -> BatchPlan | None:
+def plan_of(loader: Any, world_size: int = 1) -> BatchPlan | None:
     """The epoch of a loader that cuts a sampler of known length into batches."""
     batches = loaders.plain_batches(loader)
     length = None if batches is None else length_of(batches.sampler)
@@ -101,26 +79,23 @@ def _plan_of(loader: Any, world_size: int = 1) -> BatchPlan | None:
     return BatchPlan(length, batches.batch_size, world_size, batches.drop_last)
 
 
-class _AsItIs:
+class AsItIs(Source):
     """In one process without a seed: the user's own loader, iterated as a hand-written loop would."""
-
-    sizes_known = True
-    order_digest = None
 
     def __init__(self, loader: Any, name: str) -> None:
         self.loader = loader
         self._name = name
-        self._plan = _plan_of(loader)
+        self._plan = plan_of(loader)
         self._batch_size = getattr(loader, "batch_size", None)
         self.num_batches = None if loaders.is_stream(loader) else length_of(loader)
         self.num_samples = None if self._plan is None else self._plan.num_taken
         self.global_batch_size = self._batch_size if self._plan is None else self._plan.batch_size
-        self.position = InProcess.of(loader, name)
+        self.position = self._place = InProcess.of(loader, name)
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
         # Not a generator: the loader's iterator is made now, in the random state that whoever calls has put in place.
-        passed = 0 if self.position is not None and self.position.goes_on else first_batch
-        batches = _batches_of(self.loader, self._name) if self.position is None else self.position.read()
+        passed = 0 if self._place is not None and self._place.goes_on else first_batch
+        batches = _batches_of(self.loader, self._name) if self._place is None else self._place.read()
         return self._sized(islice(batches, passed, None), first_batch)
 
     def _sized(self, batches: Iterator[Any], first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
@@ -150,155 +125,30 @@ def _batches_of(loader: Any, name: str) -> Iterator[Any]:
     return map(load, batches_of_indices)
 
 
-class _Tensors:
+class Tensors(Source):
     """In one process without a seed: a ``TensorDataset``'s batches and draws, without the cost of its loader."""
-
-    sizes_known = True
-    order_digest = None
-    position = None
 
     def __init__(self, loader: DataLoader[Any], rows: TensorRows) -> None:
         self.loader = loader
         self._rows = rows
-        plan = _plan_of(loader)
+        plan = plan_of(loader)
         self.num_batches = length_of(loader)
         self.num_samples = None if plan is None else plan.num_taken
         self.global_batch_size = None if plan is None else plan.batch_size
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
-        shares: RankSizes = (0,)
+        sizes: RankSizes = (0,)
         for batch in islice(loader_batches(self._rows, self.loader), first_batch, None):
             # The same tuple as long as it holds, so that whoever weighs steps sees at once that nothing changed.
-            if len(batch[0]) != shares[0]:
-                shares = (len(batch[0]),)
-            yield shares, batch
+            if len(batch[0]) != sizes[0]:
+                sizes = (len(batch[0]),)
+            yield sizes, batch
 
 
-class _Indexed:
-    """A map-style dataset's loader, whose twin is asked for this rank's indices only."""
-
-    position = None
-
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        rank: int,
-        world_size: int,
-        seed: int,
-        name: str,
-        rows: TensorRows | None,
-        given: bool,
-    ) -> None:
-        self._name, self._rank, self._rows = name, rank, rows
-        plain = loaders.plain_batches(loader)
-        index_sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        # batch_size=None, and an index of the dataset is an element, which is a batch.
-        scalar = loader.batch_sampler is None and plain is None
-        self._shard: ShardSampler | BatchShardSampler | GivenShard
-        if given:
-            equal = plain is not None and type(plain.sampler) is DistributedSampler
-            self._shard = GivenShard(index_sampler, rank=rank, world_size=world_size, seed=seed, equal_shares=equal)
-            self.sizes_known = equal
-        elif plain is not None or (scalar and order_by_position(index_sampler, seed) is not None):
-            self._shard = ShardSampler(
-                index_sampler if plain is None else libraries.plain_sampler(loader, plain.sampler),
-                loader.dataset,
-                batch_size=1 if plain is None else plain.batch_size,
-                rank=rank,
-                world_size=world_size,
-                drop_last=plain is not None and plain.drop_last,
-                seed=seed,
-            )
-            self.sizes_known = plain is not None
-        else:
-            self._shard = BatchShardSampler(index_sampler, rank=rank, world_size=world_size, seed=seed)
-            self.sizes_known = not scalar
-        self._asked = LoggedBatchSampler(
-            self._shard, loader.batch_size, loader.drop_last, scalar=scalar, seeds_workers=loader.num_workers > 0
-        )
-        # Batches are told apart by the order in which they were asked for.
-        changes: dict[str, Any] = {"in_order": True} if hasattr(loader, "in_order") else {}
-        if loader.batch_sampler is None:
-            changes["sampler"] = self._asked
-        else:
-            changes.update(batch_sampler=self._asked, sampler=loader.sampler if given else self._shard)
-        self.loader = twin(loader, **changes)
-
-        plan = _plan_of(loader, 1 if given else world_size)
-        if plan is not None:
-            self.num_batches: int | None = plan.num_batches
-            self.num_samples: int | None = plan.num_taken * (world_size if given else 1)
-            self.global_batch_size: int | None = plan.batch_size * world_size
-        else:
-            length = length_of(index_sampler)
-            self.num_batches = None if length is None else length if given else shard_size(length, 0, world_size)
-            self.num_samples = self.global_batch_size = None
-        if plain is not None:
-            self.global_batch_size = plain.batch_size * world_size
-
-    @property
-    def order_digest(self) -> int | None:
-        return self._shard.digest
-
-    def items(self, epoch: int, first_batch: int) -> Iterator[tuple[Any, Any]]:
-        self._shard.set_epoch(epoch)
-        items = self._read(epoch, first_batch) if self._rows is None else self._index(self._rows, first_batch)
-        if self.sizes_known:
-            return items
-        batch_size = self.loader.batch_size
-        return (
-            (shares[self._rank] if shares[self._rank] > 0 else count_samples(batch, batch_size), batch)
-            if shares[self._rank]
-            else (-1, None)
-            for shares, batch in items
-        )
-
-    def _index(self, rows: TensorRows, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
-        """Batches indexed at once, without the loader."""
-        shard, rank = self._shard, self._rank
-        if self.loader.generator is not None:
-            draw_base_seed(self.loader)  # from the user's own generator, from which the order may be drawn next
-        order = shard.order if isinstance(shard, ShardSampler) else None
-        if order is None or not isinstance(shard, ShardSampler) or shard.plan is None:
-            for indices, shares in shard.batches(first_batch):
-                yield shares, rows.take_list(indices) if shares[rank] else None
-            return
-        plan, batch_index = shard.plan, first_batch
-        full = plan.shares(0)
-        for block in index_blocks(order, plan, rank, first_batch):
-            for batch in rows.take(torch.from_numpy(block), plan.batch_size):
-                yield full if batch_index < plan.num_full else plan.shares(batch_index), batch
-                batch_index += 1
-        if batch_index < plan.num_batches:
-            yield plan.shares(batch_index), None
-
-    def _read(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
-        """Batches as the twin's workers, or without any this process, load them."""
-        asked, workers = self._asked, self.loader.num_workers > 0
-        asked.first_batch = batch_index = first_batch
-        with Aside(derive_seed(self._shard.seed, "loader", epoch, self._rank)):
-            batches = whole(iter(self.loader), self._name)
-        aside = Aside()
-        while True:
-            if workers:
-                batch = next(batches, _END)
-            else:
-                with aside.reseed(asked.batch_seed(batch_index)):
-                    batch = next(batches, _END)
-            if batch is _END:
-                break
-            loaders.check_asked(asked.log, self.loader, self._name)
-            yield asked.log.popleft(), batch
-            batch_index += 1
-        if asked.log and asked.log[0][self._rank] == 0:
-            yield asked.log.popleft(), None
-
-
-class _Stream:
+class Stream(Source):
     """An iterable dataset's loader, whose twin reads the whole stream and keeps this rank's samples of it."""
 
     sizes_known = False
-    order_digest = None
 
     def __init__(self, loader: DataLoader[Any], rank: int, world_size: int, seed: int, name: str, given: bool) -> None:
         self._name = name
@@ -324,72 +174,74 @@ class _Stream:
         seed_stream(self.loader, seed)
         aside = Aside(seed)
         with aside:
-            shares = whole(iter(self.loader), self._name)
+            parts = whole(iter(self.loader), self._name)
         if self.loader.num_workers == 0:
-            shares = drawn_aside(shares, aside)
+            parts = drawn_aside(parts, aside)
         if self.position is not None:
             first_batch = 0 if self.position.goes_on else first_batch
-            shares = self._places.read(shares)
-        for share in islice(shares, first_batch, None):
-            yield share.size, share.batch
+            parts = self._places.read(parts)
+        for part in islice(parts, first_batch, None):
+            yield part.size, part.batch
 
 
-class _Opaque:
+class Opaque(Source):
     """An iterable that nobody can look into: each rank iterates it all, and keeps every ``world_size``-th batch.
 
     Parameters
     ----------
+    seed : int or None
+        None: nothing is drawn aside.
     given : bool
         Whether it is this rank's own share already, so that it keeps all.
+    with_position : bool
+        Whether to follow where it stands, if it says so: training resumes from there.
     """
 
     sizes_known = False
-    order_digest = None
 
-    def __init__(self, loader: Any, rank: int, world_size: int, seed: int, name: str, given: bool) -> None:
-        self.loader = libraries.same_on_all_ranks(loader)
+    def __init__(
+        self, loader: Any, rank: int, world_size: int, seed: int | None, name: str, *, given: bool, with_position: bool
+    ) -> None:
+        self.loader = loader if seed is None else libraries.same_on_all_ranks(loader)
         self._name = name
-        self._seed = derive_seed(seed, "stream", rank) if given else derive_seed(seed, "stream")
+        self._seed = None if seed is None else derive_seed(seed, "stream", *([rank] if given else []))
         self._rank, self._step = (0, 1) if given else (rank, world_size)
         self._batch_size = getattr(loader, "batch_size", None)
         length = None if loaders.is_stream(loader) else length_of(loader)
         self.num_batches = None if length is None else shard_size(length, 0, self._step)
-        self.num_samples: int | None = None
-        self.global_batch_size: int | None = None
-        self.position = InProcess.of(self.loader, name)
+        self.position = self._place = InProcess.of(self.loader, name) if with_position else None
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[int, Any]]:
-        aside = Aside(derive_seed(self._seed, epoch))
-        first = first_batch * self._step + self._rank
-        with aside:
-            if self.position is None:
+        aside = None if self._seed is None else Aside(derive_seed(self._seed, epoch))
+        first, place = first_batch * self._step + self._rank, self._place
+        with aside or nullcontext():
+            if place is None:
                 batches = whole(iter(self.loader), self._name)
             else:
                 # Each rank has stopped at its own batch of the round.
-                first = self._step - 1 if self.position.goes_on else first
-                batches, self.position.aside = self.position.read(), aside
-        for batch in islice(drawn_aside(batches, aside), first, None, self._step):
-            yield max(1, count_samples(batch, self._batch_size)), batch
+                first = self._step - 1 if place.goes_on else first
+                batches, place.aside = place.read(), aside
+        if aside is not None:
+            batches = drawn_aside(batches, aside)
+        for batch in islice(batches, first, None, self._step):
+            if isinstance(batch, StreamPart):
+                yield batch.size, batch.batch
+            else:
+                yield count_samples(batch, self._batch_size), batch
 
 
-class _Columns:
+class Columns(Source):
     """Batches that all ranks read, each its own columns of them."""
-
-    sizes_known = True
-    order_digest = None
-    position = None
 
     def __init__(self, loader: SplitBatches, rank: int, world_size: int, seed: int | None, name: str) -> None:
         self.loader = loader
         self._rank, self._world_size, self._name = rank, world_size, name
         self._seed = None if seed is None else derive_seed(seed, "columns")
         self.num_batches = length_of(loader)
-        self.num_samples: int | None = None
-        self.global_batch_size: int | None = None
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
         # The same random state on all ranks: they are to read the same batches.
         aside = None if self._seed is None else Aside(derive_seed(self._seed, epoch))
         for columns, batch in islice(read_columns(self.loader, aside, self._name), first_batch, None):
-            shares = self.loader.shares(columns, self._world_size)
-            yield shares, self.loader.part(batch, columns, self._rank, self._world_size)
+            sizes = self.loader.sizes(columns, self._world_size)
+            yield sizes, self.loader.part(batch, columns, self._rank, self._world_size)

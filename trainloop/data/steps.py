@@ -40,29 +40,29 @@ def steps_of_known(items: Iterator[tuple[RankSizes, Any]], grad_accumulation: in
 
     Parameters
     ----------
-    items : iterator of (shares, batch)
-        Samples on each rank in each global batch, and this rank's part of it (any object where its share is 0).
+    items : iterator of (sizes, batch)
+        Samples on each rank in each global batch, and this rank's part of it (any object where it has none).
     grad_accumulation : int
         Micro-batches of a step.
     rank : int
-        This process's place in ``shares``.
+        This process's place in ``sizes``.
     """
     if grad_accumulation == 1:
-        # One micro-batch a step, nearly always of the same shares as the one before.
+        # One micro-batch a step, nearly always of the same sizes as the one before.
         known: RankSizes | None = None
-        for shares, batch in items:
-            if shares != known:
-                known = shares
-                sizes, scales, total, ragged = _weigh([shares], rank)
+        for rank_sizes, batch in items:
+            if rank_sizes != known:
+                known = rank_sizes
+                sizes, scales, total, ragged = _weigh([rank_sizes], rank)
             yield StepBatches([batch] if sizes else [], sizes, scales, total, ragged)
         return
     known_group: tuple[RankSizes, ...] | None = None
     while group := list(islice(items, grad_accumulation)):
-        shares_of_group = tuple(shares for shares, _ in group)
-        if shares_of_group != known_group:
-            known_group = shares_of_group
+        of_group = tuple(rank_sizes for rank_sizes, _ in group)
+        if of_group != known_group:
+            known_group = of_group
             sizes, scales, total, ragged = _weigh(list(known_group), rank)
-        yield StepBatches([batch for shares, batch in group if shares[rank]], sizes, scales, total, ragged)
+        yield StepBatches([batch for rank_sizes, batch in group if rank_sizes[rank]], sizes, scales, total, ragged)
 
 
 def steps_of_exchanged(
@@ -71,12 +71,12 @@ def steps_of_exchanged(
     """Steps where only an exchange tells which rank still has data, and how much: one a step.
 
     Collective: every rank iterates, until no rank has a batch left; one whose own data ended earlier takes part with
-    empty shares.
+    nothing.
 
     Parameters
     ----------
     items : iterator of (size, batch)
-        This rank's micro-batches with their numbers of samples; a size below zero stands for an empty share.
+        This rank's micro-batches with their numbers of samples; a size below zero stands for no part in a batch.
     grad_accumulation, rank
         As in :func:`steps_of_known`.
     exchange_ints : callable
@@ -93,5 +93,5 @@ def steps_of_exchanged(
 
 
 def _weigh(group: list[RankSizes], rank: int) -> tuple[list[int], list[float] | None, int, bool]:
-    sizes = [[shares[of_rank] for shares in group if shares[of_rank]] for of_rank in range(len(group[0]))]
+    sizes = [[in_batch[of_rank] for in_batch in group if in_batch[of_rank]] for of_rank in range(len(group[0]))]
     return (sizes[rank], *weigh_step(sizes, rank))

@@ -20,7 +20,7 @@ from trainloop.errors import ConfigurationError
 from trainloop.rng import derive_seed
 
 
-class Share:
+class StreamPart:
     """What a rank gets of one global batch of a stream."""
 
     def __init__(self, batch: Any, size: int, place: tuple[int, bytes] | None = None, is_turn: bool = False) -> None:
@@ -32,11 +32,11 @@ class Share:
         self.is_turn = is_turn
         """Whether this is no global batch, but a worker's turn without one."""
 
-    def pin_memory(self, *args: Any) -> Share:
+    def pin_memory(self, *args: Any) -> StreamPart:
         """Called by a loader with ``pin_memory``."""
         from torch.utils.data._utils.pin_memory import pin_memory
 
-        return Share(pin_memory(self.batch, *args), self.size, self.place, self.is_turn)
+        return StreamPart(pin_memory(self.batch, *args), self.size, self.place, self.is_turn)
 
 
 class StreamShard(IterableDataset[Any]):
@@ -196,7 +196,7 @@ def _rest_of(iterator: Iterator[Any]) -> Iterator[Any]:
         yield item
 
 
-class ShareCollate:
+class PartCollate:
     """Collates a rank's samples of one global batch, by the user's function, and counts them.
 
     Parameters
@@ -218,14 +218,14 @@ class ShareCollate:
         self.epoch_seed = 0
         """Set before each epoch, for loading without workers; to workers it comes with the indices."""
 
-    def __call__(self, group: tuple[list[Any] | None, int, Place | None]) -> Share:
+    def __call__(self, group: tuple[list[Any] | None, int, Place | None]) -> StreamPart:
         samples, group_index, place = group
-        share = self._share(samples, group_index) if samples else Share(None, -1, is_turn=samples is None)
+        part = self._part(samples, group_index) if samples else StreamPart(None, -1, is_turn=samples is None)
         if place is not None:
-            share.place = place.saved(group_index + (samples is not None))  # after what collating has drawn
-        return share
+            part.place = place.saved(group_index + (samples is not None))  # after what collating has drawn
+        return part
 
-    def _share(self, samples: list[Any], group_index: int) -> Share:
+    def _part(self, samples: list[Any], group_index: int) -> StreamPart:
         from trainloop.data.batches import count_samples
 
         if self.world_size == 1:
@@ -236,7 +236,7 @@ class ShareCollate:
             seed = self.epoch_seed if _Arrived.seed is None else _Arrived.seed
             with Aside(derive_seed(seed, "collate", self.rank, group_index)):
                 batch = self._collate(samples)
-        return Share(batch, len(samples) if self.batched else count_samples(batch))
+        return StreamPart(batch, len(samples) if self.batched else count_samples(batch))
 
     def _collate(self, samples: list[Any]) -> Any:
         try:
@@ -323,7 +323,7 @@ class WatchWorker:
 
 
 def stream_twin(loader: Any, rank: int, world_size: int, *, shared: bool, with_places: bool, name: str) -> Any:
-    """A loader of an iterable dataset that gives :class:`Share` objects: this rank's part of each global batch."""
+    """A loader of an iterable dataset that gives :class:`StreamPart` objects: this rank's part of each global batch."""
     batch_size = None if loader.batch_sampler is None else loader.batch_size
     changes: dict[str, Any] = {
         "dataset": StreamShard(
@@ -331,7 +331,7 @@ def stream_twin(loader: Any, rank: int, world_size: int, *, shared: bool, with_p
         ),
         "sampler": EndlessSampler(),
         "batch_sampler": None,  # StreamShard cuts the stream into batches
-        "collate_fn": ShareCollate(loader.collate_fn, batch_size is not None, rank, world_size, name),
+        "collate_fn": PartCollate(loader.collate_fn, batch_size is not None, rank, world_size, name),
     }
     if loader.num_workers > 0:
         changes["worker_init_fn"] = WatchWorker(loader.worker_init_fn)

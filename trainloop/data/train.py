@@ -13,10 +13,12 @@ from torch.utils.data import DataLoader
 from trainloop import rng
 from trainloop.data import libraries, loaders
 from trainloop.data.columns import SplitBatches
+from trainloop.data.indexed import Indexed, given_shard, train_shard
+from trainloop.data.orders import generators_of
 from trainloop.data.prefetch import on_device
-from trainloop.data.samplers import generators_of
-from trainloop.data.sources import Source, train_source
+from trainloop.data.sources import AsItIs, Columns, Opaque, Source, Stream, Tensors
 from trainloop.data.steps import ExchangeInts, StepBatches, steps_of_exchanged, steps_of_known
+from trainloop.data.tensors import TensorRows
 from trainloop.errors import ConfigurationError
 
 _LIVE = object()  # in place of a position: what the source's is now
@@ -61,13 +63,31 @@ def train_feed(
     loaders.check_trains(loader, world_size, name)
     if world_size > 1 and seed is None:
         seed = 0
-    source = train_source(loader, rank, world_size, seed, name)
+    source = _source_of(loader, rank, world_size, seed, name)
     if not source.sizes_known and world_size > 1 and exchange_ints is None:
         raise ConfigurationError(
             f"{name}: how many samples each of {world_size} ranks has is known only by asking; exchange_ints=None was "
             f"given. Pass trainloop.distributed.exchange_ints."
         )
     return TrainFeed(source, loader, rank, world_size, seed, name, exchange_ints, device)
+
+
+def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: str) -> Source:
+    """The source for a loader of any kind, each rank with its part of every global batch."""
+    if isinstance(loader, SplitBatches):
+        return Columns(loader, rank, world_size, seed, name)
+    given = loaders.is_distributed(loader)
+    if given:
+        loader = loaders.for_rank(loader, rank, world_size, name)
+    rows = TensorRows.of(loader)
+    if seed is None:
+        return AsItIs(loader, name) if rows is None else Tensors(loader, rows)
+    if loaders.is_indexed(loader, given):
+        shard = (given_shard if given else train_shard)(loader, rank, world_size, seed)
+        return Indexed(loader, shard, name, rows)
+    if isinstance(loader, DataLoader) and not loaders.iterates_itself(loader):
+        return Stream(loader, rank, world_size, seed, name, given)
+    return Opaque(loader, rank, world_size, seed, name, given=given, with_position=True)
 
 
 class TrainFeed:
@@ -156,7 +176,7 @@ class TrainFeed:
         if self._source.sizes_known:
             steps = steps_of_known(items, grad_accumulation, self._rank)
         elif self._world_size == 1:
-            steps = steps_of_known((((size,), batch) for size, batch in items), grad_accumulation, 0)
+            steps = steps_of_known((((max(1, size),), batch) for size, batch in items), grad_accumulation, 0)
         else:
             assert self._exchange_ints is not None  # train_feed saw to it
             steps = steps_of_exchanged(items, grad_accumulation, self._rank, self._exchange_ints)

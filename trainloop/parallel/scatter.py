@@ -178,15 +178,15 @@ def _mean(losses: Sequence[Any], weights: Sequence[Any], total: Any) -> Any:
         return {name: _mean([loss[name] for loss in losses], weights, total) for name in first}
     if any(not isinstance(loss, Tensor) or loss.numel() != 1 for loss in losses):
         raise _wrong_loss(first)
-    return sum(_share(loss, weight, total) for loss, weight in zip(losses, weights, strict=True))
+    return sum(_weighted(loss, weight, total) for loss, weight in zip(losses, weights, strict=True))
 
 
-def _share(loss: Tensor, weight: Any, total: Any) -> Tensor:
+def _weighted(loss: Tensor, weight: Any, total: Any) -> Tensor:
     # A part of no weight (nothing but padding) may have a loss of 0 / 0, which must not spread. On a GPU the value of
     # the weight is not looked at, as that would wait for the device.
     if isinstance(weight, Tensor):
-        share = (weight / total).to(loss.dtype)
-        return torch.where(weight == 0, torch.zeros_like(loss), loss) * torch.where(weight == 0, 0 * share, share)
+        factor = (weight / total).to(loss.dtype)
+        return torch.where(weight == 0, torch.zeros_like(loss), loss) * torch.where(weight == 0, 0 * factor, factor)
     return loss * (weight / total) if weight else torch.zeros_like(loss)
 
 

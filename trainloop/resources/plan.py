@@ -32,7 +32,7 @@ class PartialQuota(NamedTuple):
     memory: int | None
 
 
-class _Whole(NamedTuple):
+class WholeQuota(NamedTuple):
     """A quota in exact figures; only the memory may be unbounded."""
 
     cpus: int
@@ -154,31 +154,31 @@ def plan(
         )
         per_bag = None
     wanted = num_bag_folds if bagging and parallel_folds else 1
-    whole = _whole(total)
-    bag = _partial("per_bag", per_bag)
-    model = _partial("per_model", per_model)
+    whole = _total(total)
+    bag = _figures("per_bag", per_bag)
+    model = _figures("per_model", per_model)
     _check_nesting(whole, bag, model)
     if isinstance(total, Resources) and bag.memory is None and model.memory is None:
         whole = whole._replace(memory=None)  # That a machine has an end is no wish to divide its memory.
 
     trials = _trials_at_once(num_trials, wanted, whole, bag, model)
     while True:
-        bag_share = _bag_share(trials, wanted, whole, bag, model)
-        folds = _fitting(wanted, bag_share, model)
-        model_share = _model_share(trials, folds, whole, bag_share, model)
+        bag_quota = _bag_quota(trials, wanted, whole, bag, model)
+        folds = _fitting(wanted, bag_quota, model)
+        model_quota = _model_quota(trials, folds, whole, bag_quota, model)
         # A bag of 1.6 GPUs holds two models of 0.6, and 5 GPUs three such bags, but no six such models.
-        if trials * folds <= hold(whole.gpus, model_share.gpus):
+        if trials * folds <= hold(whole.gpus, model_quota.gpus):
             break
         trials -= 1
-    on_devices = place([model_share.gpus] * (trials * folds), math.ceil(whole.gpus))
+    on_devices = place([model_quota.gpus] * (trials * folds), math.ceil(whole.gpus))
     return Plan(
         total=_quota(whole),
         num_trials=num_trials,
         num_folds=max(num_bag_folds, 1),
         trials_in_parallel=trials,
         folds_in_parallel=folds,
-        per_bag=_quota(bag_share),
-        per_model=_quota(model_share),
+        per_bag=_quota(bag_quota),
+        per_model=_quota(model_quota),
         placement=tuple(tuple(devices) for devices in on_devices),
     )
 
@@ -208,7 +208,7 @@ def _count(name: str, value: object, least: int) -> int:
     return int(value)
 
 
-def _partial(level: str, quota: ResourceQuota | None) -> PartialQuota:
+def _figures(level: str, quota: ResourceQuota | None) -> PartialQuota:
     if quota is None:
         return PartialQuota(None, None, None)
     if not isinstance(quota, ResourceQuota):
@@ -228,24 +228,24 @@ def _partial(level: str, quota: ResourceQuota | None) -> PartialQuota:
     )
 
 
-def _whole(total: ResourceQuota | Resources) -> _Whole:
+def _total(total: ResourceQuota | Resources) -> WholeQuota:
     if isinstance(total, Resources):
-        return _Whole(total.num_cpus, Fraction(total.num_gpus), total.memory)
-    share = _partial("total", total)
-    if share.cpus is None or share.gpus is None:
+        return WholeQuota(total.num_cpus, Fraction(total.num_gpus), total.memory)
+    figures = _figures("total", total)
+    if figures.cpus is None or figures.gpus is None:
         raise ResourceError(
             f"total={total!r}: a plan needs figures for CPUs and GPUs. "
             "Give both, or total=trainloop.resources.available() for all this machine has."
         )
-    return _Whole(share.cpus, share.gpus, share.memory)
+    return WholeQuota(figures.cpus, figures.gpus, figures.memory)
 
 
-def _check_nesting(total: _Whole, bag: PartialQuota, model: PartialQuota) -> None:
+def _check_nesting(total: WholeQuota, bag: PartialQuota, model: PartialQuota) -> None:
     """Every given figure is within the nearest given one above."""
     for what, index in (("num_cpus", 0), ("num_gpus", 1), ("memory", 2)):
         above, parent = total[index], "total"
-        for level, share in (("per_bag", bag), ("per_model", model)):
-            figure = share[index]
+        for level, quota in (("per_bag", bag), ("per_model", model)):
+            figure = quota[index]
             if figure is None:
                 continue
             if above is not None and figure > above:
@@ -261,7 +261,7 @@ def _text(figure: int | Fraction) -> str:
     return f"{as_number(Fraction(figure)):.12g}"
 
 
-def _fitting(wanted: int, parent: _Whole | PartialQuota, model: PartialQuota) -> int:
+def _fitting(wanted: int, parent: WholeQuota | PartialQuota, model: PartialQuota) -> int:
     """Models that fit at once, up to ``wanted``; what a model leaves open binds nothing, but one CPU it takes."""
     folds = wanted
     if parent.cpus is not None:
@@ -274,9 +274,9 @@ def _fitting(wanted: int, parent: _Whole | PartialQuota, model: PartialQuota) ->
     return folds
 
 
-def _trials_at_once(num_trials: int, wanted: int, total: _Whole, bag: PartialQuota, model: PartialQuota) -> int:
+def _trials_at_once(num_trials: int, wanted: int, total: WholeQuota, bag: PartialQuota, model: PartialQuota) -> int:
     """As many bags as fit; a bag not given is as many models as fit, so that folds come first, then trials."""
-    parent = _Whole(
+    parent = WholeQuota(
         total.cpus if bag.cpus is None else bag.cpus,
         total.gpus if bag.gpus is None else bag.gpus,
         total.memory if bag.memory is None else bag.memory,
@@ -293,7 +293,7 @@ def _trials_at_once(num_trials: int, wanted: int, total: _Whole, bag: PartialQuo
     return trials
 
 
-def _bag_share(trials: int, wanted: int, total: _Whole, bag: PartialQuota, model: PartialQuota) -> _Whole:
+def _bag_quota(trials: int, wanted: int, total: WholeQuota, bag: PartialQuota, model: PartialQuota) -> WholeQuota:
     """What is not given is what the folds want, and never more than an equal part of the total."""
     cpus, gpus, memory = bag
     if cpus is None:
@@ -305,10 +305,10 @@ def _bag_share(trials: int, wanted: int, total: _Whole, bag: PartialQuota, model
     if memory is None and total.memory is not None:
         memory = total.memory // trials
         memory = memory if model.memory is None else min(memory, model.memory * wanted)
-    return _Whole(cpus, gpus, memory)
+    return WholeQuota(cpus, gpus, memory)
 
 
-def _model_share(trials: int, folds: int, total: _Whole, bag: _Whole, model: PartialQuota) -> _Whole:
+def _model_quota(trials: int, folds: int, total: WholeQuota, bag: WholeQuota, model: PartialQuota) -> WholeQuota:
     cpus = bag.cpus // folds if model.cpus is None else model.cpus
     memory = model.memory
     if memory is None and bag.memory is not None:
@@ -317,7 +317,7 @@ def _model_share(trials: int, folds: int, total: _Whole, bag: _Whole, model: Par
     if gpus is None:
         # Equal within the bag; the bags' parts may straddle devices (2 GPUs over 3 trials), the models' must not.
         gpus = min(_equal_part(bag.gpus, folds), _equal_part(total.gpus, trials * folds))
-    return _Whole(cpus, gpus, memory)
+    return WholeQuota(cpus, gpus, memory)
 
 
 def _equal_part(gpus: Fraction, models: int) -> Fraction:
@@ -328,8 +328,8 @@ def _equal_part(gpus: Fraction, models: int) -> Fraction:
     return Fraction(1, math.ceil(models / gpus))
 
 
-def _quota(share: _Whole) -> ResourceQuota:
-    return ResourceQuota(share.cpus, as_number(share.gpus), "auto" if share.memory is None else share.memory)
+def _quota(figures: WholeQuota) -> ResourceQuota:
+    return ResourceQuota(figures.cpus, as_number(figures.gpus), "auto" if figures.memory is None else figures.memory)
 
 
 # -- placement -------------------------------------------------------------------------------------------------------

@@ -37,15 +37,15 @@ class AlternatingTraining(Training):
 
     _sizes: list[int]
 
-    def backward(self, share: StepBatches, **_: Any) -> None:
+    def backward(self, step: StepBatches, **_: Any) -> None:
         """All that the micro-batches yield, with the optimizers' steps in between."""
         loop, hooks, place, recorder, gradients = self.loop, self.hooks, self.place, self.recorder, self.gradients
-        counts = [n for (n,) in distributed.exchange_ints([len(share.batches)])] if share.ragged else None
-        count = len(share.batches) if counts is None else max(counts)
+        counts = [n for (n,) in distributed.exchange_ints([len(step.batches)])] if step.ragged else None
+        count = len(step.batches) if counts is None else max(counts)
         recorder.step = loop.global_step + 1
         self._sizes = [
-            *share.sizes,
-            *[0] * (count - len(share.sizes)),
+            *step.sizes,
+            *[0] * (count - len(step.sizes)),
         ]  # without a batch, what hooks log weighs nothing
         for recorder.batch_size in self._sizes:
             loop.total_iteration_idx += 1
@@ -53,20 +53,20 @@ class AlternatingTraining(Training):
             for hook in hooks.on_batch_begin:
                 hook()
         # In ddp the model itself: its gradients are reduced by hand, as DDP's reducer expects one backward a forward.
-        generators = [place.evaluated.get_loss(batch, loop.criterion, place.device) for batch in share.batches]
+        generators = [place.evaluated.get_loss(batch, loop.criterion, place.device) for batch in step.batches]
         shown: list[list[Yielded]] = [[] for _ in generators]
         found_inf: list[torch.Tensor] = []
-        while (whose := self._backward_of_next(share, generators, counts, shown)) is not None:
+        while (whose := self._backward_of_next(step, generators, counts, shown)) is not None:
             index, weights = whose
             optimizer = gradients.optimizers[index]
             parameters = parameters_of(optimizer) if len(gradients.optimizers) > 1 else gradients.parameters
-            gradients.complete(parameters, weights, by_hand=True, ragged=share.ragged)
+            gradients.complete(parameters, weights, by_hand=True, ragged=step.ragged)
             gradients.show_and_clip([(index, optimizer)], parameters)
             gradients.take_steps([optimizer])
             drop_gradients(optimizer)
             found_inf += loop.found_inf
         loop.found_inf = found_inf
-        for size, losses in zip(share.sizes, shown, strict=True):
+        for size, losses in zip(step.sizes, shown, strict=True):
             loss, weight = joined_losses(losses)
             loop.last_loss = recorder.add_loss(loss, size if weight is None else weight)
 
@@ -80,7 +80,7 @@ class AlternatingTraining(Training):
 
     def _backward_of_next(
         self,
-        share: StepBatches,
+        step: StepBatches,
         generators: list[Generator[Any, None, None]],
         counts: list[int] | None,
         shown: list[list[Yielded]],
@@ -90,7 +90,7 @@ class AlternatingTraining(Training):
         indices: set[int] = set()
         weights: list[Any] = []
         for i, generator in enumerate(generators):
-            self.recorder.batch_size = share.sizes[i]
+            self.recorder.batch_size = step.sizes[i]
             with self.place.alone(counts, i):
                 with self.place.autocast:
                     item = next(generator, _ENDED)
@@ -101,9 +101,9 @@ class AlternatingTraining(Training):
                 index = _index_of(self.loop.optimizer, yielded.optimizer)
                 indices.add(index)
                 is_sum = sums is not None and yielded.weight is None and sums(yielded.loss)
-                self._backward_of(share, i, index, yielded, is_sum)
+                self._backward_of(step, i, index, yielded, is_sum)
             weights.append(yielded.weight)
-            value = per_sample(yielded.loss, share.sizes[i]) if is_sum else yielded.loss.detach()
+            value = per_sample(yielded.loss, step.sizes[i]) if is_sum else yielded.loss.detach()
             shown[i].append(yielded._replace(loss=value))
         mine = _NONE if not indices else indices.pop() if len(indices) == 1 else _DIFFER
         everyone = {mine}
@@ -119,10 +119,10 @@ class AlternatingTraining(Training):
         (index,) = everyone
         return None if index == _ENDED else (index, weights)
 
-    def _backward_of(self, share: StepBatches, i: int, index: int, yielded: Yielded, is_sum: bool) -> None:
+    def _backward_of(self, step: StepBatches, i: int, index: int, yielded: Yielded, is_sum: bool) -> None:
         gradients, (_, loss, weight) = self.gradients, yielded
-        scale = None if share.scales is None else share.scales[i]
-        scaled = gradients.scaled(loss, weight, scale, len(share.batches), is_sum=is_sum)
+        scale = None if step.scales is None else step.scales[i]
+        scaled = gradients.scaled(loss, weight, scale, len(step.batches), is_sum=is_sum)
         # A loss reaches the parameters of its own optimizer: those of the others, which it passes through, keep none.
         own = None
         if len(gradients.optimizers) > 1:

@@ -23,11 +23,11 @@ class ClosureTraining(Training):
     gradients, and are told the same loss, so that a line search takes the same way on all of them.
     """
 
-    _share: StepBatches
+    _batches: StepBatches
 
-    def backward(self, share: StepBatches, **_: Any) -> None:
+    def backward(self, step: StepBatches, **_: Any) -> None:
         """Left to the optimizer's step."""
-        self._share = share
+        self._batches = step
 
     def step(self) -> None:
         """The optimizer asks for gradients as often as it likes."""
@@ -40,7 +40,7 @@ class ClosureTraining(Training):
             nonlocal first
             drop_gradients(optimizer)
             with torch.enable_grad(), nullcontext() if first else self.listening(Recorder()):
-                value = backward(self._share, first=first, wants_loss=True)
+                value = backward(self._batches, first=first, wants_loss=True)
                 # Not once a step: what clips here must clip each time, or the line search compares unlike gradients.
                 gradients.show_and_clip(enumerate(gradients.optimizers), gradients.parameters)
             first = False

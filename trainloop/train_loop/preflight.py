@@ -241,9 +241,9 @@ def _batches(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
         for rank in range(ranks)
     ]
     seen = 0
-    for shares in islice(zip(*(feed.steps(1) for feed in feeds), strict=False), steps):
-        forms = [[_form(batch) for batch in share.batches] for share in shares]
-        if any(share.ragged for share in shares):
+    for steps_of_ranks in islice(zip(*(feed.steps(1) for feed in feeds), strict=False), steps):
+        forms = [[_form(batch) for batch in step.batches] for step in steps_of_ranks]
+        if any(step.ragged for step in steps_of_ranks):
             break
         for rank, form in enumerate(forms[1:], start=1):
             if form != forms[0]:

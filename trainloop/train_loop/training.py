@@ -253,12 +253,12 @@ class Training(Run):
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def backward(self, share: StepBatches, *, first: bool = True, wants_loss: bool = False) -> Tensor | None:
+    def backward(self, step: StepBatches, *, first: bool = True, wants_loss: bool = False) -> Tensor | None:
         """Forward and backward for each micro-batch, gradients reduced; the last ``on_batch_end`` is left to the step.
 
         Parameters
         ----------
-        share : StepBatches
+        step : StepBatches
             This rank's micro-batches.
         first : bool
             Not a repetition, so that hooks are called, batches counted and losses recorded.
@@ -266,7 +266,7 @@ class Training(Run):
             Return the step's loss over all micro-batches and ranks, the same on every rank.
         """
         loop, hooks, place, recorder, gradients = self.loop, self.hooks, self.place, self.recorder, self.gradients
-        batches, sizes, scales, _, ragged = share
+        batches, sizes, scales, _, ragged = step
         by_hand = ragged or gradients.reduce_by_hand
         if by_hand:
             place.share_buffers()

@@ -132,19 +132,19 @@ class MultiLoss(core.MultiLoss):
 class MultiTraining(Training):
     """Backward, step and ``zero_grad`` of one optimizer after the other; counted as one step."""
 
-    def backward(self, share: StepBatches, **_: Any) -> None:
+    def backward(self, step: StepBatches, **_: Any) -> None:
         """All of a step but what comes after its last micro-batch."""
         loop, hooks, place, recorder, gradients = self.loop, self.hooks, self.place, self.recorder, self.gradients
         optimizer: Any = loop.optimizer
-        counts = [n for (n,) in distributed.exchange_ints([len(share.batches)])] if share.ragged else None
-        count = len(share.batches) if counts is None else max(counts)
+        counts = [n for (n,) in distributed.exchange_ints([len(step.batches)])] if step.ragged else None
+        count = len(step.batches) if counts is None else max(counts)
         recorder.step = loop.global_step + 1
         if self.gather is not None:  # the model itself: DDP's reducer expects one backward a forward
             place.share_buffers()
         for i in range(count):
             for hook in hooks.on_batch_end if i else ():  # of the micro-batch before
                 hook()
-            recorder.batch_size = share.sizes[i] if i < len(share.batches) else 0
+            recorder.batch_size = step.sizes[i] if i < len(step.batches) else 0
             loop.total_iteration_idx += 1
             self.epoch_batches += 1
             for hook in hooks.on_batch_begin:
@@ -152,9 +152,9 @@ class MultiTraining(Training):
             if not i and gradients.trained is not None:
                 gradients.follow_at_step_begin()
             loss = None
-            if i < len(share.batches):
+            if i < len(step.batches):
                 with place.alone(counts, i):
-                    loss = self._loss(share, i, count)
+                    loss = self._loss(step, i, count)
             for index in range(len(optimizer)):
                 if loss is not None:
                     loss.backward(index, _iteration(loop), place.scaler)
@@ -169,18 +169,18 @@ class MultiTraining(Training):
         for hook in self.hooks.on_batch_end:
             hook()
 
-    def _loss(self, share: StepBatches, i: int, count: int) -> MultiLoss:
+    def _loss(self, step: StepBatches, i: int, count: int) -> MultiLoss:
         loop, place = self.loop, self.place
         with place.autocast:
-            output = place.evaluated.get_loss(share.batches[i], loop.criterion, place.device)
+            output = place.evaluated.get_loss(step.batches[i], loop.criterion, place.device)
         if not isinstance(output, MultiLoss):
             raise ConfigurationError(
                 f"get_loss returned a {type(output).__name__}: with a MultiOptimizer of aitoolbox it must return a "
                 "MultiLoss of aitoolbox, with a loss for each optimizer."
             )
-        loop.last_loss = self.recorder.add_loss(output, share.sizes[i])
+        loop.last_loss = self.recorder.add_loss(output, step.sizes[i])
         loop.__dict__["last_losses"] = output.detach()
-        scale = None if share.scales is None else share.scales[i]
+        scale = None if step.scales is None else step.scales[i]
         scaled = self.gradients.scaled(output, None, scale, count, is_sum=False)
         assert isinstance(scaled, MultiLoss)  # as it is divided and multiplied by map()
         return scaled

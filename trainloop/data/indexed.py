@@ -1,0 +1,183 @@
+"""Loaders of indexed datasets: a twin of the user's own is asked for one rank's indices only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from trainloop.data import libraries, loaders
+from trainloop.data.batches import count_samples
+from trainloop.data.orders import length_of, order_by_position
+from trainloop.data.randomness import Aside
+from trainloop.data.samplers import (
+    BatchShardSampler,
+    GivenShard,
+    LoggedBatchSampler,
+    RankShard,
+    RankSizes,
+    ShardSampler,
+)
+from trainloop.data.sources import Source, plan_of
+from trainloop.data.stops import whole
+from trainloop.data.tensors import TensorRows, draw_base_seed
+from trainloop.data.twins import twin
+from trainloop.data.whole_batches import WholeBatches
+from trainloop.rng import derive_seed
+from trainloop.sharding import index_blocks, shard_size
+
+_END: Any = object()
+
+
+def index_sampler_of(loader: DataLoader[Any]) -> Any:
+    """What the loader asks for the indices of its batches: its batch sampler, or its sampler where it has none."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def given_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int | None) -> RankShard:
+    """All of a loader that gives each rank its own share already."""
+    plain = loaders.plain_batches(loader)
+    equal = plain is not None and type(plain.sampler) is DistributedSampler
+    return GivenShard(index_sampler_of(loader), rank=rank, world_size=world_size, seed=seed, equal_sizes=equal)
+
+
+def train_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int) -> RankShard:
+    """A rank's part of every global batch: of its samples where a sampler gives those, else of batches."""
+    plain, index_sampler = loaders.plain_batches(loader), index_sampler_of(loader)
+    # batch_size=None, and an index of the dataset is an element, which is a batch.
+    scalar = loader.batch_sampler is None and plain is None
+    shard: ShardSampler | BatchShardSampler
+    if plain is not None or (scalar and order_by_position(index_sampler, seed) is not None):
+        shard = ShardSampler(
+            index_sampler if plain is None else libraries.plain_sampler(loader, plain.sampler),
+            loader.dataset,
+            batch_size=1 if plain is None else plain.batch_size,
+            rank=rank,
+            world_size=world_size,
+            drop_last=plain is not None and plain.drop_last,
+            seed=seed,
+        )
+    else:
+        shard = BatchShardSampler(index_sampler, rank=rank, world_size=world_size, seed=seed)
+    shard.sizes_known = not scalar
+    return shard
+
+
+def eval_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int | None) -> RankShard:
+    """A rank's whole batches of those that one process would see."""
+    num_samples = length_of(loader.dataset)
+    return WholeBatches(index_sampler_of(loader), num_samples, rank=rank, world_size=world_size, seed=seed)
+
+
+class Indexed(Source):
+    """A map-style dataset's loader, whose twin is asked for this rank's indices only.
+
+    Parameters
+    ----------
+    shard : RankShard
+        The rule by which indices are shared out. Without a seed, the global generators are drawn from as
+        ``for batch in loader`` draws from them.
+    rows : TensorRows or None
+        Where indexing tensors gives what the loader would.
+    """
+
+    def __init__(self, loader: DataLoader[Any], shard: RankShard, name: str, rows: TensorRows | None) -> None:
+        self._name, self._rank, self._rows, self._shard = name, shard.rank, rows, shard
+        self.sizes_known = shard.sizes_known
+        plain = loaders.plain_batches(loader)
+        self._asked = LoggedBatchSampler(
+            shard,
+            loader.batch_size,
+            loader.drop_last,
+            scalar=loader.batch_sampler is None and plain is None,
+            seeds_workers=shard.seed is not None and loader.num_workers > 0,
+        )
+        # Batches are told apart by the order in which they were asked for.
+        changes: dict[str, Any] = {"in_order": True} if hasattr(loader, "in_order") else {}
+        if loader.batch_sampler is None:
+            changes["sampler"] = self._asked
+        else:
+            changes.update(
+                batch_sampler=self._asked, sampler=shard if isinstance(shard, ShardSampler) else loader.sampler
+            )
+        self.loader = twin(loader, **changes)
+
+        given, world_size = isinstance(shard, GivenShard), shard.num_replicas
+        plan = plan_of(loader, 1 if given else world_size)
+        if plan is not None:
+            self.num_batches: int | None = plan.num_batches
+            self.num_samples: int | None = plan.num_taken * (world_size if given else 1)
+            self.global_batch_size: int | None = plan.batch_size * world_size
+        else:
+            length = length_of(index_sampler_of(loader))
+            self.num_batches = None if length is None else length if given else shard_size(length, 0, world_size)
+        if plain is not None:
+            self.global_batch_size = plain.batch_size * world_size
+
+    @property
+    def order_digest(self) -> int | None:
+        return self._shard.digest
+
+    def row_order(self, sizes: Sequence[int]) -> Sequence[int] | None:
+        return self._shard.row_order(sizes)
+
+    def items(self, epoch: int, first_batch: int) -> Iterator[tuple[Any, Any]]:
+        self._shard.set_epoch(epoch)
+        items = self._read(epoch, first_batch) if self._rows is None else self._index(self._rows, first_batch)
+        return items if self.sizes_known else self._own(items)
+
+    def _own(self, items: Iterator[tuple[RankSizes, Any]]) -> Iterator[tuple[int, Any]]:
+        """With this rank's size alone, counted where it is not known."""
+        rank, batch_size = self._rank, self.loader.batch_size
+        for sizes, batch in items:
+            size = sizes[rank]
+            if size == 0:
+                yield -1, None
+            else:
+                yield count_samples(batch, batch_size) if size < 0 else size, batch
+
+    def _index(self, rows: TensorRows, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
+        """Batches indexed at once, without the loader."""
+        shard, rank = self._shard, self._rank
+        if shard.seed is None or self.loader.generator is not None:
+            draw_base_seed(self.loader)  # from the user's own generator, from which the order may be drawn next
+        order = shard.order if isinstance(shard, ShardSampler) else None
+        if order is None or not isinstance(shard, ShardSampler) or shard.plan is None:
+            for indices, sizes in shard.batches(first_batch):
+                yield sizes, rows.take_list(indices) if sizes[rank] else None
+            return
+        plan, batch_index = shard.plan, first_batch
+        full = plan.shares(0)
+        for block in index_blocks(order, plan, rank, first_batch):
+            for batch in rows.take(torch.from_numpy(block), plan.batch_size):
+                yield full if batch_index < plan.num_full else plan.shares(batch_index), batch
+                batch_index += 1
+        if batch_index < plan.num_batches:
+            yield plan.shares(batch_index), None
+
+    def _read(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
+        """Batches as the twin's workers, or without any this process, load them."""
+        asked, shard, rank = self._asked, self._shard, self._rank
+        asked.first_batch = batch_index = first_batch
+        seed = shard.seed
+        with nullcontext() if seed is None else Aside(derive_seed(seed, "loader", epoch, rank)):
+            batches = whole(iter(self.loader), self._name)
+        # Workers are seeded by the indices that they get.
+        aside = None if seed is None or self.loader.num_workers > 0 else Aside()
+        while True:
+            if aside is None:
+                batch = next(batches, _END)
+            else:
+                with aside.reseed(shard.batch_seed(batch_index)):
+                    batch = next(batches, _END)
+            if batch is _END:
+                break
+            loaders.check_asked(asked.log, self.loader, self._name)
+            yield asked.log.popleft(), batch
+            batch_index += 1
+        if asked.log and asked.log[0][rank] == 0:
+            yield asked.log.popleft(), None

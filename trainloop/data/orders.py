@@ -1,0 +1,90 @@
+"""The order in which a loader's sampler gives indices: how long, how drawn, and how it is told apart from another."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from trainloop.data.randomness import Aside
+from trainloop.rng import derive_seed
+from trainloop.sharding import IdentityOrder, Order, PermutedOrder
+
+
+def length_of(sized: Any) -> int | None:
+    """``len(sized)``; None where it has no length, or says so when asked."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def order_by_position(sampler: Any, key: int | None) -> Order | None:
+    """The sampler's order, where it can be computed at any position; None where the sampler must be iterated.
+
+    Parameters
+    ----------
+    sampler
+        Any iterable of indices.
+    key : int or None
+        Of the shuffled order, which is then not the sampler's own. None: no order but the sampler's own will do.
+    """
+    if type(sampler) is SequentialSampler:
+        return IdentityOrder(len(sampler))
+    if type(sampler) is range and sampler.step == 1 and sampler.start == 0:
+        return IdentityOrder(len(sampler))
+    # A generator is the user's word on where the order comes from.
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None and key is not None:
+        return PermutedOrder(len(sampler.data_source), key, len(sampler))
+    return None
+
+
+def digest_of(indices: list[Any]) -> int:
+    """A checksum of indices, or of lists of them: equal on ranks that read the same."""
+    return derive_seed(repr(_plain(indices)))
+
+
+def _plain(index: Any) -> Any:
+    if isinstance(index, (list, tuple)):
+        return [_plain(part) for part in index]
+    try:
+        return operator.index(index)
+    except TypeError:
+        # The text of other objects may hold their addresses, which differ.
+        return index if isinstance(index, str) else type(index).__name__
+
+
+def read_aside(iterable: Iterable[Any], at_once: int, seed: int | None) -> Iterator[list[Any]]:
+    """The items in lists of ``at_once``, drawn under a random state of their own, the same for the same seed.
+
+    Without a seed they are drawn from the global generators, as whoever iterates it would draw them.
+    """
+    aside = nullcontext() if seed is None else Aside(seed)
+    with aside:
+        iterator = iter(iterable)
+    while True:
+        with aside:
+            chunk = list(islice(iterator, at_once))
+        if not chunk:
+            return
+        yield chunk
+
+
+def generators_of(loader: Any) -> dict[str, torch.Generator]:
+    """The generators that a loader's owner gave it, by where they hang; each once."""
+    holders = {"loader": loader}
+    for name in ("sampler", "batch_sampler"):
+        holder = getattr(loader, name, None)
+        holders[name] = holder
+        holders[f"{name}.sampler"] = getattr(holder, "sampler", None)
+    found: dict[str, torch.Generator] = {}
+    for name, holder in holders.items():
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator) and all(generator is not other for other in found.values()):
+            found[name] = generator
+    return found

@@ -1,0 +1,117 @@
+"""Evaluation's rule: whole batches, as one process would see them, and their rows' way back into dataset order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import BatchSampler
+
+from trainloop.data.orders import digest_of, order_by_position
+from trainloop.data.samplers import BatchShardSampler, RankSizes
+from trainloop.rng import derive_seed
+from trainloop.sharding import IdentityOrder, Order
+
+_ROUNDS_AT_ONCE = 64
+
+
+class WholeBatches(BatchShardSampler):
+    """Every ``world_size``-th batch of a batch sampler (or index of a sampler), with a record of what all of them held.
+
+    Parameters
+    ----------
+    sampler : iterable
+        The user's own; every rank iterates it whole, or computes its own part where the order is known by position.
+    num_samples : int or None
+        Size of the dataset; None where it has no length.
+    rank, world_size, seed
+        As for :class:`BatchShardSampler`.
+    """
+
+    sizes_known = False
+
+    def __init__(self, sampler: Any, num_samples: int | None, *, rank: int, world_size: int, seed: int | None) -> None:
+        super().__init__(sampler, rank=rank, world_size=world_size, seed=seed)
+        self._num_samples = num_samples
+        self._visited: list[Any] = []
+        self._order: Order | None = None
+        if type(sampler) is BatchSampler:
+            key = None if seed is None else derive_seed(seed, "order")
+            self._order = order_by_position(sampler.sampler, key)
+
+    def batch_seed(self, batch_index: int) -> int:
+        """By the batch's own index alone: its random numbers are those of one process on any rank."""
+        assert self.seed is not None  # without one, nothing is seeded
+        return derive_seed(self.seed, "batch", batch_index * self.num_replicas + self.rank)
+
+    def batches(self, first_batch: int = 0) -> Iterator[tuple[Any, RankSizes]]:
+        """This rank's batch of each round of ``world_size``, with its own size (-1: not known); passes are whole."""
+        self._visited, self.digest = [], None
+        if self._order is not None:
+            yield from self._by_position(self._order)
+            return
+        world_size = self.num_replicas
+        # Without a seed, the sampler and the dataset draw from the same generators, in turn.
+        rounds = 1 if self.seed is None else _ROUNDS_AT_ONCE
+        for units in self._read(world_size * rounds):
+            for start in range(0, len(units), world_size):
+                group = units[start : start + world_size]
+                self._visited += map(_compact, group)
+                yield self.part_of(group)
+        self.digest = digest_of([unit.tolist() if isinstance(unit, np.ndarray) else unit for unit in self._visited])
+
+    def _by_position(self, order: Order) -> Iterator[tuple[list[int], RankSizes]]:
+        size, length = self.base.batch_size, len(order)
+        stop = length - length % size if self.base.drop_last else length
+        for start in range(self.rank * size, stop, self.num_replicas * size):
+            indices = order.at(np.arange(start, min(start + size, stop))).tolist()
+            yield indices, (len(indices),) * self.num_replicas
+
+    def row_order(self, sizes: Sequence[int]) -> Sequence[int] | None:
+        """See :meth:`EvalFeed.row_order`."""
+        if isinstance(self._order, IdentityOrder):
+            return None
+        indices: npt.NDArray[np.int64] | None
+        if self._order is not None:
+            rows = sum(sizes)
+            whole = rows == len(self._order) == self._num_samples
+            cut_alike = all(size == self.base.batch_size for size in sizes[:-1])
+            indices = self._order.at(np.arange(rows)) if whole and cut_alike else None
+        else:
+            indices = self._visited_indices(sizes)
+        if indices is None or len(indices) != sum(sizes):
+            return None
+        order = np.argsort(indices, kind="stable")
+        return None if np.array_equal(order, np.arange(len(order))) else order.tolist()
+
+    def _visited_indices(self, sizes: Sequence[int]) -> npt.NDArray[np.int64] | None:
+        """The dataset index of each row, where each index of the dataset was visited once."""
+        visited = self._visited
+        if len(visited) != len(sizes) or self._num_samples is None:
+            return None
+        if all(isinstance(unit, np.ndarray) for unit in visited):
+            if any(len(unit) != size for unit, size in zip(visited, sizes, strict=True)) or not visited:
+                return None
+            indices = units = np.concatenate(visited)
+        elif all(isinstance(unit, (int, np.integer)) for unit in visited):
+            # batch_size=None: an index stands for a batch, whose rows stay together.
+            units = np.asarray(visited, dtype=np.int64)
+            indices = np.repeat(units, sizes)
+        else:
+            return None
+        units = np.where(units < 0, units + self._num_samples, units)
+        if len(units) != self._num_samples or not np.array_equal(np.sort(units), np.arange(self._num_samples)):
+            return None
+        return np.where(indices < 0, indices + self._num_samples, indices)
+
+
+def _compact(unit: Any) -> Any:
+    """A batch's indices as an array, where they are integers: a pass may have many."""
+    if not isinstance(unit, (list, tuple)):
+        return unit
+    try:
+        return np.asarray(unit, dtype=np.int64)
+    except (TypeError, ValueError):
+        return unit
