@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainloop.errors import ConfigurationError
+from trainloop.nested import map_parts, map_together
 
 __all__ = ["check_carried", "load_carried_state", "names_of", "carried_state_of"]
 
@@ -74,30 +75,23 @@ def load_carried_state(model: nn.Module, saved: list[dict[str, Any]], rank: int,
         if len(saved) == world_size:
             value = values[rank]
         else:
-            whole = _joined([value for value in values if value is not None], dim)
-            value = _map(lambda t, dim=dim: t.tensor_split(world_size, dim)[rank] if t.ndim > dim else t, whole)
+            value = _part(_joined([value for value in values if value is not None], dim), dim, rank, world_size)
         setattr(module, name, _map(lambda t: t.to(device).clone(), value))
+
+
+def _part(value: Any, dim: int, rank: int, world_size: int) -> Any:
+    """One rank's columns."""
+    return _map(lambda t: t.tensor_split(world_size, dim)[rank] if t.ndim > dim else t, value)
 
 
 def _joined(values: list[Any], dim: int) -> Any:
     """The columns of all ranks side by side."""
-    if not values:
-        return None
-    first = values[0]
-    if isinstance(first, Tensor):
-        return torch.cat(values, dim) if first.ndim > dim else first
-    if isinstance(first, Mapping):
-        return {key: _joined([value[key] for value in values], dim) for key in first}
-    if isinstance(first, (tuple, list)):
-        return type(first)(_joined(list(parts), dim) for parts in zip(*values, strict=True))
-    return first
+    if values and isinstance(values[0], Tensor):
+        return torch.cat(values, dim) if values[0].ndim > dim else values[0]
+    return map_together(lambda parts: _joined(parts, dim), values) if values else None
 
 
-def _map(function: Any, value: Any) -> Any:
+def _map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
         return function(value)
-    if isinstance(value, Mapping):
-        return {key: _map(function, part) for key, part in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_map(function, part) for part in value)
-    return value
+    return map_parts(lambda part: _map(function, part), value)

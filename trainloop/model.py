@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainloop.errors import ConfigurationError
+from trainloop.nested import map_parts
 
 __all__ = ["ModelWrap", "TTBasicModel", "TTModel", "yields_losses"]
 
@@ -278,9 +279,4 @@ def _inputs_and_target(batch_data: Any) -> tuple[list[Any], Any]:
 def _to(value: Any, device: torch.device) -> Any:
     if hasattr(value, "to"):  # asked first: a PackedSequence is a tuple, too
         return value.to(device)
-    if isinstance(value, dict):
-        return {key: _to(item, device) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [_to(item, device) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+    return map_parts(lambda part: _to(part, device), value)

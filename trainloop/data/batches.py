@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
+
+from trainloop.nested import map_parts, parts_of
 
 T = TypeVar("T")
 
@@ -36,19 +36,10 @@ def count_samples(batch: Any, default: int | None = None) -> int:
 
 def _parts(batch: Any) -> Iterable[Any]:
     """What a batch is made of; nothing for a single value."""
-    if isinstance(batch, Mapping):
-        return batch.values()
-    if isinstance(batch, (tuple, list)):
-        return batch
     if isinstance(batch, (str, bytes)):
         return ()
-    if _is_record(batch):
-        return [getattr(batch, field.name) for field in dataclasses.fields(batch)]
-    return getattr(batch, "__dict__", {}).values()
-
-
-def _is_record(batch: Any) -> bool:
-    return dataclasses.is_dataclass(batch) and not isinstance(batch, type)
+    parts = parts_of(batch)
+    return getattr(batch, "__dict__", {}).values() if parts is None else parts
 
 
 def _leading_dimension(batch: Any) -> int | None:
@@ -123,25 +114,4 @@ def _map(function: Callable[[Any], Any], method: str, batch: Any) -> Any:
     """A batch with ``function`` applied to every part that has ``method``: tensors, and the user's own objects."""
     if callable(getattr(batch, method, None)):  # also of mappings: BatchEncoding, TensorDict
         return function(batch)
-    if isinstance(batch, Mapping):
-        return in_type_of(batch, {key: _map(function, method, value) for key, value in batch.items()})
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_map(function, method, part) for part in batch))
-    if isinstance(batch, (tuple, list)):
-        return in_type_of(batch, [_map(function, method, part) for part in batch])
-    if _is_record(batch):
-        mapped = copy.copy(batch)  # not made anew: a __post_init__ has had its turn
-        for field in dataclasses.fields(batch):
-            object.__setattr__(mapped, field.name, _map(function, method, getattr(batch, field.name)))
-        return mapped
-    return batch
-
-
-def in_type_of(original: Any, content: Any) -> Any:
-    """``content`` in the original's own type, where that can be made from its content alone."""
-    if type(original) is type(content):
-        return content
-    try:
-        return type(original)(content)
-    except TypeError:
-        return content
+    return map_parts(lambda part: _map(function, method, part), batch)

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from trainloop.data.batches import in_type_of
 from trainloop.data.randomness import Aside, drawn_aside
 from trainloop.data.stops import whole
 from trainloop.errors import ConfigurationError
+from trainloop.nested import map_parts, parts_of
 from trainloop.sharding import shard_size
 
 
@@ -130,18 +130,17 @@ def _counts(batch: Any, dim: int) -> Iterator[tuple[int | None, str]]:
         axis = _axis(batch, dim)
         if axis is not None:
             yield batch.shape[axis] if axis < batch.ndim else None, f"a {type(batch).__name__} {tuple(batch.shape)}"
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _counts(value, dim)
-    elif isinstance(batch, (tuple, list)):
-        if batch and isinstance(batch, list) and not any(isinstance(v, _PARTS) for v in batch):
-            yield len(batch), f"a list of {len(batch)}"
-        else:
-            for value in batch:
-                yield from _counts(value, dim)
+    elif _is_column(batch):
+        yield len(batch), f"a list of {len(batch)}"
+    else:
+        for part in parts_of(batch) or ():
+            yield from _counts(part, dim)
 
 
-_PARTS = (Tensor, np.ndarray, Mapping, tuple, list)
+def _is_column(part: Any) -> bool:
+    """Whether it is a list with one value for each column."""
+    inner = (Tensor, np.ndarray, Mapping, tuple, list)
+    return isinstance(part, list) and bool(part) and not any(isinstance(value, inner) for value in part)
 
 
 def _narrowed(batch: Any, dim: int, block: slice) -> Any:
@@ -152,12 +151,6 @@ def _narrowed(batch: Any, dim: int, block: slice) -> Any:
         part = batch[(slice(None),) * axis + (block,)]
         # As whole batches are, whose view(-1) works.
         return part.contiguous() if isinstance(part, Tensor) else np.ascontiguousarray(part)
-    if isinstance(batch, Mapping):
-        return in_type_of(batch, {key: _narrowed(value, dim, block) for key, value in batch.items()})
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_narrowed(value, dim, block) for value in batch))
-    if isinstance(batch, (tuple, list)):
-        if batch and isinstance(batch, list) and not any(isinstance(v, _PARTS) for v in batch):
-            return batch[block]
-        return in_type_of(batch, [_narrowed(value, dim, block) for value in batch])
-    return batch
+    if _is_column(batch):
+        return batch[block]
+    return map_parts(lambda part: _narrowed(part, dim, block), batch)

@@ -23,6 +23,7 @@ from trainloop.data import libraries
 from trainloop.data.orders import length_of
 from trainloop.data.randomness import Aside
 from trainloop.data.stops import whole
+from trainloop.nested import map_parts
 
 T = TypeVar("T")
 
@@ -342,19 +343,11 @@ def packed(state: Any) -> Any:
     """A state with numpy arrays as tensors, marked: checkpoints hold tensors only."""
     if isinstance(state, np.ndarray) and state.dtype.kind in "biufc":
         return {_ARRAY: torch.from_numpy(state.astype(state.dtype.newbyteorder("=")))}
-    return _mapped(packed, state)
+    return map_parts(packed, state)
 
 
 def unpacked(state: Any) -> Any:
     """What :func:`packed` was given."""
     if type(state) is dict and set(state) == {_ARRAY}:
         return state[_ARRAY].numpy().copy()
-    return _mapped(unpacked, state)
-
-
-def _mapped(function: Callable[[Any], Any], state: Any) -> Any:
-    if type(state) is dict:
-        return {key: function(value) for key, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(function(value) for value in state)
-    return state
+    return map_parts(unpacked, state)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator
@@ -18,6 +17,7 @@ from trainloop.distributed.columns import DTYPES
 from trainloop.distributed.objects import backend_of, cpu_group, gather_object
 from trainloop.distributed.ranks import get_world_size, has_group
 from trainloop.errors import ConfigurationError
+from trainloop.nested import parts_of, paths_of, with_parts
 
 _Reduce = Literal["mean", "sum", "min", "max"]
 _OPS = {"mean": "SUM", "sum": "SUM", "min": "MIN", "max": "MAX"}
@@ -41,15 +41,12 @@ def _map_leaves(value: Any, leaf: Callable[[Any, str], Any], path: str = "") -> 
     """``value`` with ``leaf(item, path)`` in place of every item that is no container; None stays."""
     if value is None:
         return None
-    if isinstance(value, dict):
-        mapped = copy.copy(value)  # keeps defaultdict's factory and the like
-        for key, item in value.items():
-            mapped[key] = _map_leaves(item, leaf, f"{path}[{key!r}]")
-        return mapped
-    if isinstance(value, (list, tuple)):
-        items = [_map_leaves(item, leaf, f"{path}[{i}]") for i, item in enumerate(value)]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return leaf(value, path)
+    parts = parts_of(value)
+    if parts is None:
+        return leaf(value, path)
+    return with_parts(
+        value, [_map_leaves(p, leaf, path + step) for p, step in zip(parts, paths_of(value), strict=True)]
+    )
 
 
 def _as_tensor(value: Any, path: str) -> Tensor:

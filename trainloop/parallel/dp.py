@@ -14,6 +14,7 @@ from torch._utils import ExceptionWrapper
 from torch.nn.parallel import DataParallel, replicate
 
 from trainloop.errors import ConfigurationError
+from trainloop.nested import map_parts
 from trainloop.optim import MultiLoss
 from trainloop.parallel import scatter as parts
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy
@@ -216,7 +217,7 @@ def _on_device(value: Any, device: torch.device) -> Any:
         return value.to(device, non_blocking=True)
     if isinstance(value, MultiLoss):
         return value.map(lambda loss: _on_device(loss, device))
-    return parts.rebuilt(value, lambda item: _on_device(item, device))
+    return map_parts(lambda item: _on_device(item, device), value)
 
 
 def _on_devices(cut: list[Any], devices: list[torch.device]) -> list[Any]:
@@ -234,7 +235,7 @@ def _on_devices(cut: list[Any], devices: list[torch.device]) -> list[Any]:
             return criteria[item][i]
         if isinstance(item, Tensor):
             return item.to(devices[i], non_blocking=True)
-        return parts.rebuilt(item, lambda entry: moved(entry, i))
+        return map_parts(lambda part: moved(part, i), item)
 
     return [moved(part, i) for i, part in enumerate(cut)]
 

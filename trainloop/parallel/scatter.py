@@ -6,7 +6,6 @@ Pure: tensors stay on the device they are on.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trainloop.errors import ConfigurationError
+from trainloop.nested import map_parts, map_together, with_parts
 from trainloop.optim import MultiLoss
 
 # -- cutting -----------------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def _part(value: Any, length: int, begin: int, end: int, dim: int) -> Any:
             return item.take(range(begin, end), dim) if _length(item, dim) == length else item
         if _list_length(item) == length:
             return item[begin:end]
-        return rebuilt(item, part)
+        return map_parts(part, item)
 
     return part(value)
 
@@ -106,33 +106,13 @@ def _first(value: Any, length: Callable[[Any], int | None]) -> int | None:
         if not found:
             own = length(item)
             if own is None:
-                rebuilt(item, look)
+                map_parts(look, item)
             else:
                 found.append(own)
         return item
 
     look(value)
     return found[0] if found else None
-
-
-def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A container with ``change`` applied to what it holds; anything else as it is."""
-    if isinstance(value, MutableMapping):
-        changed = copy.copy(value)  # a defaultdict or a BatchEncoding stays one
-        for key, item in value.items():
-            changed[key] = change(item)
-        return changed
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(change, value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(change, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        duplicate = copy.copy(value)
-        for field in dataclasses.fields(value):
-            # A frozen one too: the copy is not anybody's yet.
-            object.__setattr__(duplicate, field.name, change(getattr(value, field.name)))
-        return duplicate
-    return value
 
 
 # -- putting together --------------------------------------------------------------------------------------------------
@@ -222,7 +202,7 @@ def combine_predictions(parts: Sequence[Any], dim: int = 0) -> Any:
         if not hasattr(first, "_fields") and first and not any(_is_structure(item) for item in first):
             return tuple(row for part in parts for row in part)
         entries = [combine_predictions(entry, dim) for entry in zip(*parts, strict=True)]
-        return type(first)(*entries) if hasattr(first, "_fields") else tuple(entries)
+        return with_parts(first, entries)
     return first
 
 
@@ -236,7 +216,4 @@ def gather(outputs: Sequence[Any], dim: int = 0) -> Any:
         return torch.cat(list(outputs), dim) if first.ndim else torch.stack(list(outputs))
     if first is None:
         return None
-    if isinstance(first, dict):
-        return type(first)((key, gather([output[key] for output in outputs], dim)) for key in first)
-    entries = [gather(entry, dim) for entry in zip(*outputs, strict=True)]
-    return type(first)(*entries) if hasattr(first, "_fields") else type(first)(entries)
+    return map_together(lambda parts: gather(parts, dim), outputs)

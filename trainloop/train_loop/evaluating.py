@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from trainloop.errors import ConfigurationError
 from trainloop.metrics import EpochEnd, Recorder
+from trainloop.nested import map_parts, map_together
 from trainloop.reduction import SumRule
 from trainloop.train_loop.losses import per_sample, split_loss
 
@@ -137,8 +138,7 @@ def join_rows(batches: list[Any], empty: Any = None) -> Any:
         keys = dict.fromkeys(key for batch in batches for key in batch)
         return {key: join_rows([batch[key] for batch in batches if key in batch]) for key in keys}
     if isinstance(first, tuple) and not _has_rows(batches):
-        parts = [join_rows(list(column)) for column in zip(*batches, strict=True)]
-        return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
+        return map_together(join_rows, batches)
     if isinstance(first, (list, tuple, Tensor, np.ndarray)):
         return [row for batch in batches for row in batch]
     return list(batches)  # one value a batch: numbers, text, objects
@@ -217,13 +217,8 @@ def on_cpu(value: Any) -> Any:
         whole = here.layout is not torch.strided or here.untyped_storage().nbytes() <= here.nbytes
         return here if whole else here.clone()
     if isinstance(value, Mapping):
-        return {key: on_cpu(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        items = [on_cpu(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [on_cpu(item) for item in value]
-    return value
+        value = dict(value)  # joined by its keys; other ranks need not know the type
+    return map_parts(on_cpu, value)
 
 
 def _reordered(value: Any, order: Sequence[int]) -> Any:
@@ -234,9 +229,5 @@ def _reordered(value: Any, order: Sequence[int]) -> Any:
         return value[np.asarray(order)]
     if isinstance(value, list) and len(value) == len(order):
         return [value[i] for i in order]
-    if isinstance(value, Mapping):
-        return {key: _reordered(item, order) for key, item in value.items()}
-    if isinstance(value, tuple):
-        items = [_reordered(item, order) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    return value
+    # Of other lists nothing says what their entries are.
+    return value if isinstance(value, list) else map_parts(lambda part: _reordered(part, order), value)

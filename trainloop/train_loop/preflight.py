@@ -22,6 +22,7 @@ from trainloop.data import SplitBatches, train_feed
 from trainloop.distributed.key import KEY_VARIABLE, key_from_environment
 from trainloop.distributed.peers import owners_are_known
 from trainloop.errors import ConfigurationError, TrainLoopError, WorkerFailedError
+from trainloop.nested import parts_of
 from trainloop.optim import MultiLoss, optimizers_of, parameters_of
 from trainloop.parallel.scatter import batch_length, chunk_sizes, scatter
 from trainloop.reduction import sum_rule
@@ -341,11 +342,13 @@ def _form(batch: Any) -> str:
         elif isinstance(value, Mapping):
             for key in value:
                 yield from (f"{key}: {leaf}" for leaf in leaves(value[key]))
-        elif isinstance(value, (list, tuple)) and not all(isinstance(item, (str, int, float)) for item in value):
-            for item in value:
-                yield from leaves(item)
         else:
-            yield type(value).__name__
+            parts = parts_of(value) or ()
+            if all(isinstance(part, (str, int, float)) for part in parts):
+                yield type(value).__name__
+            else:
+                for part in parts:
+                    yield from leaves(part)
 
     return ", ".join(leaves(batch))
 

@@ -1,0 +1,153 @@
+"""Containers within containers: what a batch, a prediction or a state is made of, and how it is made again.
+
+A *container* is a mapping, a list, a tuple, a named tuple or a dataclass instance; anything else is one value, also
+strings, sets, tensors and arrays. Each function here looks at one level; whoever calls it goes on with the parts.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["map_parts", "map_together", "parts_of", "paths_of", "with_parts"]
+
+
+def parts_of(value: Any) -> list[Any] | None:
+    """The parts of a container, in its own order; None for a single value.
+
+    Examples
+    --------
+    >>> parts_of({"x": 1, "y": [2, 3]}), parts_of("text")
+    ([1, [2, 3]], None)
+    """
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if isinstance(value, Mapping):
+        return [value[key] for key in value]
+    if _is_record(value):
+        return [getattr(value, name) for name in _fields(value)]
+    return None
+
+
+def paths_of(value: Any) -> list[str]:
+    """How each of :func:`parts_of` is reached from the container, for messages and as names.
+
+    Examples
+    --------
+    >>> paths_of({"x": 1, "y": [2, 3]}), paths_of([2, 3])
+    (["['x']", "['y']"], ['[0]', '[1]'])
+    """
+    if isinstance(value, (list, tuple)):
+        return [f"[{i}]" for i in range(len(value))]
+    if isinstance(value, Mapping):
+        return [f"[{key!r}]" for key in value]
+    return [f".{name}" for name in _fields(value)]
+
+
+def with_parts(value: Any, parts: Sequence[Any]) -> Any:
+    """A container like another, with other parts: of the same type, and with what else it holds.
+
+    Parameters
+    ----------
+    value : container
+        Is left as it is.
+    parts : sequence
+        As many as it has, in the order of :func:`parts_of`.
+
+    Returns
+    -------
+    container
+        A dict, list or tuple where the type can't be made from its parts (``torch.Size`` of tensors, say). A
+        dataclass's ``__post_init__`` is not called again: it has had its turn.
+    """
+    if isinstance(value, tuple):
+        if hasattr(value, "_make"):
+            return value._make(parts)
+        return _of_type(type(value), tuple(parts))
+    if isinstance(value, list):
+        return _of_type(type(value), list(parts))
+    if isinstance(value, Mapping):
+        content = dict(zip(value, parts, strict=True))
+        if not isinstance(value, (dict, UserDict)):
+            # Not a copy that is written to: it may hold its items in an object that both have.
+            return _of_type(type(value), content)
+        changed = copy.copy(value)  # a defaultdict or a BatchEncoding stays one
+        for key, part in content.items():
+            changed[key] = part
+        return changed
+    changed = copy.copy(value)
+    for name, part in zip(_fields(value), parts, strict=True):
+        object.__setattr__(changed, name, part)  # of a frozen one too: the copy is not anybody's yet
+    return changed
+
+
+def map_parts(function: Callable[[Any], Any], value: Any) -> Any:
+    """A container like another, each part after ``function``; a single value as it is.
+
+    Examples
+    --------
+    >>> def doubled(value):
+    ...     return 2 * value if isinstance(value, int) else map_parts(doubled, value)
+    >>> doubled({"a": 1, "b": (2, [3, None])})
+    {'a': 2, 'b': (4, [6, None])}
+    """
+    # Nearly always one of these three, and quicker so; batches pass here once a step.
+    kind = type(value)
+    if kind is list:
+        return [function(part) for part in value]
+    if kind is tuple:
+        return tuple([function(part) for part in value])
+    if kind is dict:
+        return {key: function(part) for key, part in value.items()}
+    parts = parts_of(value)
+    return value if parts is None else with_parts(value, [function(part) for part in parts])
+
+
+def map_together(function: Callable[[list[Any]], Any], values: Sequence[Any]) -> Any:
+    """One container from several alike, each part made of theirs; the first value where they are no containers.
+
+    Parameters
+    ----------
+    function : callable
+        Called with a list of one part of each.
+    values : sequence
+        At least one. Mappings go by the first one's keys.
+
+    Raises
+    ------
+    ValueError
+        If one has more parts than another.
+
+    Examples
+    --------
+    >>> map_together(sum, [{"a": 1, "b": 2}, {"b": 20, "a": 10}])
+    {'a': 11, 'b': 22}
+    """
+    first = values[0]
+    if isinstance(first, Mapping):
+        return with_parts(first, [function([value[key] for value in values]) for key in first])
+    columns = [parts_of(value) for value in values]
+    if columns[0] is None:
+        return first
+    return with_parts(first, [function(list(parts)) for parts in zip(*columns, strict=True)])
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _fields(value: Any) -> list[str]:
+    """Those that are set: one with ``init=False`` need not be."""
+    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+
+
+def _of_type(kind: Any, content: Any) -> Any:
+    if type(content) is kind:
+        return content
+    try:
+        return kind(content)
+    except Exception:  # a type's own constructor may ask for anything
+        return content
