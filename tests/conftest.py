@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from warm import WarmInterpreters
+from trainloop.launch import fork_server
 
 # A rank, a loader's worker and a test's own subprocess each take a thread a core otherwise, and two cores then
 # run a hundred threads. Set before the first test, so that children inherit it.
@@ -67,31 +67,18 @@ def _modules_stay() -> None:
     gc.freeze()
 
 
-# -- ranks start warm --------------------------------------------------------------------------------------------------
+# -- how ranks start ---------------------------------------------------------------------------------------------------
 
-# TESTS_START_COLD=1: every rank is a fresh interpreter, as users' are; so runs `make test-all`.
-_warm = None if os.environ.get("TESTS_START_COLD") == "1" or not Path("/proc/self").exists() else WarmInterpreters()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _warm_interpreters_end() -> Iterator[None]:
-    yield
-    if _warm is not None:
-        _warm.close()
+# Both ways are users' own; `make test-all` runs all tests with each. Scripts that tests run have it by inheritance.
+os.environ.setdefault(fork_server.METHOD_VARIABLE, "forkserver")
 
 
-@pytest.fixture
-def cold_start() -> None:
-    """A test, or by ``pytest.mark.usefixtures`` a file, whose ranks start as users' do, each a fresh interpreter."""
-
-
-@pytest.fixture(autouse=True)
-def _start_of_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
-    if _warm is None or "cold_start" in request.fixturenames:
-        yield
-    else:
-        with _warm.serving():
-            yield
+@pytest.fixture(params=["forkserver", "spawn"])
+def each_start_method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A test that runs with ranks from a fork server, and with ranks that are fresh interpreters."""
+    monkeypatch.setenv(fork_server.METHOD_VARIABLE, request.param)
+    method: str = request.param
+    return method
 
 
 @pytest.fixture
@@ -116,10 +103,14 @@ def _unit_tests_start_no_interpreter(request: pytest.FixtureRequest) -> Iterator
             pytest.fail("tests/unit starts no ranks, and this test does. Move it to tests/ranks.")
         return spawn(path, command, fds)
 
+    def served(process: Any) -> None:
+        pytest.fail("tests/unit starts no ranks, and this test does. Move it to tests/ranks.")
+
     popen, spawn = subprocess.Popen.__init__, multiprocessing.util.spawnv_passfds
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess.Popen, "__init__", opens)
         patch.setattr(multiprocessing.util, "spawnv_passfds", spawns)
+        patch.setattr(fork_server.ServedProcess, "_Popen", staticmethod(served))
         yield
 
 
@@ -190,13 +181,16 @@ def _threads() -> set[str]:
     }
 
 
+def _servers() -> list[fork_server.ForkServer]:
+    return [] if fork_server._current is None else [fork_server._current]
+
+
 def _children() -> set[str]:
-    # multiprocessing's resource tracker and fork server live as long as this process, on purpose.
+    # multiprocessing's resource tracker and the fork servers live as long as this process, on purpose.
     keep = {getattr(resource_tracker._resource_tracker, "_pid", None)}
     if "multiprocessing.forkserver" in sys.modules:
         keep.add(getattr(sys.modules["multiprocessing.forkserver"]._forkserver, "_forkserver_pid", None))
-    if _warm is not None:
-        keep |= _warm.pids
+    keep |= {server.pid for server in _servers()}
     found = set()
     for child in _descendants():
         try:
@@ -264,7 +258,7 @@ def _held_by_others(name: str) -> bool:
 
 
 def _descriptors() -> dict[int, str]:
-    keep = {getattr(resource_tracker._resource_tracker, "_fd", None), *(_warm.fds if _warm is not None else ())}
+    keep = {getattr(resource_tracker._resource_tracker, "_fd", None), *(server.fileno() for server in _servers())}
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:

@@ -1,6 +1,6 @@
 """One function in many processes: a callable in; local rank 0's result, or the first failure, out.
 
-:func:`launch` starts the ranks of this node (``torch.multiprocessing.spawn``); :func:`join` takes part as the rank that
+:func:`launch` starts the ranks of this node; :func:`join` takes part as the rank that
 ``torchrun`` or Slurm started this process as; :func:`joined` tells which of the two is right. Nothing here knows models
 or training: the function gets a :class:`~trainloop.stopping.StopAgreement`, and finds a process group that is up.
 """
@@ -8,6 +8,7 @@ or training: the function gets a :class:`~trainloop.stopping.StopAgreement`, and
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import time
@@ -19,6 +20,7 @@ import torch
 from trainloop.devices import usable_cores
 from trainloop.distributed.key import key_from_environment, new_key
 from trainloop.errors import ConfigurationError
+from trainloop.launch.fork_server import ForkServerError, chosen_method, end_server, server
 from trainloop.launch.joining import join, joined
 from trainloop.launch.main_guard import check_main_guard, main_place
 from trainloop.launch.rank_process import RankSpec, started_by_launch
@@ -32,6 +34,8 @@ from trainloop.transfer import pack
 from trainloop.transfer.pages import anonymous_file
 
 __all__ = ["join", "joined", "launch"]
+
+logger = logging.getLogger("trainloop")
 
 T = TypeVar("T")
 
@@ -47,6 +51,7 @@ def launch(
     init_method: str | None = None,
     timeout_s: float = 1800.0,
     child_env: dict[str, str] | None = None,
+    start_method: str = "auto",
     roots: dict[str, object] | None = None,
 ) -> T:
     """Run ``function`` in ``ranks_per_node`` new processes of this node, joined in a process group.
@@ -72,6 +77,9 @@ def launch(
         How long a rank waits for another in a collective, or at a step boundary, before the run fails.
     child_env : dict of str to str, optional
         Environment variables of the ranks, set before their interpreters start.
+    start_method : {'auto', 'forkserver', 'spawn'}
+        Whether ranks are forked from a process that has torch loaded (:mod:`trainloop.launch.fork_server`), or each is
+        a fresh interpreter. ``'auto'`` is what ``TRAINLOOP_START_METHOD`` says, else a fork server where one can be.
     roots : dict of str to object, optional
         Names that paths in an ``UnpicklableError`` start with.
 
@@ -83,7 +91,8 @@ def launch(
     Raises
     ------
     ConfigurationError, UnpicklableError
-        Before any process starts: no ``__main__`` guard, hosts that don't come, something that can't be sent.
+        Before any rank starts: no ``__main__`` guard, hosts that don't come, something that can't be sent, no fork
+        server where one was asked for.
     WorkerFailedError
         A rank raised, exited, was killed or hung, or a host was lost. All ranks have ended by then.
     KeyboardInterrupt
@@ -103,6 +112,7 @@ def launch(
             "fit() with gpu_mode='single', or from the main process."
         )
     check_main_guard()
+    served = _begin_server(start_method)  # it loads its modules while the payload is packed
     chosen = list(devices) if devices is not None else [torch.device("cpu")] * ranks_per_node
     on_cuda = all(device.type == "cuda" for device in chosen)
     if backend is None:
@@ -169,8 +179,11 @@ def launch(
         undo.callback(ranks.close)
         with signals(ranks.stop) as heard:
             heard.end()  # nothing has begun: no rank has to be started to end it
+            if served:
+                served = _server_is_ready(start_method)
+                heard.end()
             try:
-                ranks.spawn(environment)
+                ranks.start(environment, served=served)
                 if listener is not None:
                     listener.close()  # global rank 0 has it now
                 ranks.watch()
@@ -181,3 +194,36 @@ def launch(
             heard.note(ranks.stop.requested)  # a rank's own, that came after its last step
         result: T = ranks.result()
         return result
+
+
+def _begin_server(start_method: str) -> bool:
+    """Start loading the fork server, if ranks are to come from one and this process has none yet."""
+    method = chosen_method(start_method)
+    if method == "spawn":
+        return False
+    try:
+        server()
+    except ForkServerError as error:
+        _explain(error, method)
+        return False
+    return True
+
+
+def _server_is_ready(start_method: str) -> bool:
+    """Wait for it; whether it can serve. Where not, ranks are spawned, now and from now on."""
+    try:
+        server().wait()
+    except ForkServerError as error:
+        end_server(str(error))
+        _explain(error, chosen_method(start_method))
+        return False
+    return True
+
+
+def _explain(error: ForkServerError, method: str) -> None:
+    if method == "forkserver":
+        raise ConfigurationError(
+            f"start_method='forkserver': there can be no fork server here: {error}. Use 'spawn', or 'auto', which then "
+            "means it."
+        ) from error
+    logger.info("ranks are spawned, since there can be no fork server: %s", error)

@@ -29,6 +29,7 @@ from trainloop.distributed import Rank
 from trainloop.distributed.key import set_run_key
 from trainloop.distributed.peers import no_strangers
 from trainloop.launch.failures import failure_of, write_record
+from trainloop.launch.forked import LAUNCH_VARIABLE
 from trainloop.launch.main_guard import take_main_place
 from trainloop.launch.settings import apply_settings
 from trainloop.scratch import Scratch, semaphore_prefix
@@ -37,13 +38,10 @@ from trainloop.stopping import GroupStop, SharedStop
 from trainloop.transfer import Parcel
 from trainloop.transfer.pages import anonymous_path
 
-__all__ = ["LAUNCH_VARIABLE", "STACK_SIGNAL", "RankSpec", "State", "run_rank", "started_by_launch"]
+__all__ = ["STACK_SIGNAL", "RankSpec", "State", "run_rank", "started_by_launch"]
 
 STACK_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else None
 """Makes a rank write its Python stacks: a real-time signal, which programs leave alone."""
-
-LAUNCH_VARIABLE = "TRAINLOOP_LAUNCH"
-"""In the environment of ranks and of all that they start: the token of their launch."""
 
 _STACK_WAIT_S = 2.0  # a rank whose collective timed out stays in place so long, for the parent to ask all for stacks
 _DAEMONS_S = 5.0  # at a rank's end, for loaders' workers to end
@@ -138,7 +136,7 @@ def started_by_launch() -> bool:
 
 
 def run_rank(local_rank: int, spec: RankSpec) -> None:
-    """The whole life of a rank; what ``torch.multiprocessing.spawn`` calls."""
+    """The whole life of a rank; what the process that was started for it calls."""
     global _started
     _started = True
     me = spec.rank_of(local_rank)

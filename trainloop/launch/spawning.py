@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from trainloop.launch.failures import Failure, exit_text, first_failure, read_record, worker_failed_error
+from trainloop.launch.fork_server import ServedProcess
+from trainloop.launch.forked import LAUNCH_VARIABLE
 from trainloop.launch.liveness import Liveness, Sign, hanging_ranks
 from trainloop.launch.main_guard import main_not_imported_again
-from trainloop.launch.rank_process import LAUNCH_VARIABLE, STACK_SIGNAL, RankSpec, State, run_rank
+from trainloop.launch.rank_process import STACK_SIGNAL, RankSpec, State, run_rank
 from trainloop.launch.rendezvous import Rendezvous
 from trainloop.stopping import SharedStop
 from trainloop.transfer import load_state
@@ -60,22 +62,36 @@ class Ranks:
         self._liveness = Liveness(spec.timeout_s)
         self._token = token
 
-    def spawn(self, environment: dict[str, str]) -> None:
-        """Start the processes, with ``environment`` added to this process's own."""
+    def start(self, environment: dict[str, str], *, served: bool) -> None:
+        """Start the processes, with ``environment`` added to this process's own.
+
+        Parameters
+        ----------
+        environment : dict of str to str
+            Variables.
+        served : bool
+            From this process's :mod:`~trainloop.launch.fork_server`; else each is a fresh interpreter.
+        """
         before = set(multiprocessing.active_children())
         resource_tracker.ensure_running()  # it lives as long as this process: not with a launch's environment
         variables = {**environment, LAUNCH_VARIABLE: self._token}
         with _environment_lock, _variables(variables), _signals_blocked(), main_not_imported_again():
             try:
-                context = torch.multiprocessing.spawn(
-                    run_rank, args=(self._spec,), nprocs=self._spec.local_world_size, join=False
-                )
+                if served:
+                    for local_rank in range(self._spec.local_world_size):
+                        process = ServedProcess(target=run_rank, args=(local_rank, self._spec))
+                        process.start()
+                        self._processes.append(process)
+                else:
+                    self._processes = torch.multiprocessing.spawn(
+                        run_rank, args=(self._spec,), nprocs=self._spec.local_world_size, join=False
+                    ).processes
             except BaseException:
-                for process in set(multiprocessing.active_children()) - before:
-                    process.kill()
-                    process.join()
+                for child in set(multiprocessing.active_children()) - before:
+                    child.kill()
+                    child.join()
+                self._processes = []
                 raise
-        self._processes = list(context.processes)
 
     # -- watching --------------------------------------------------------------------------------------------------
 

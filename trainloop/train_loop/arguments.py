@@ -69,6 +69,8 @@ class Options:
     """Of ``torch.compile``; ``None``: not compiled."""
     quota: Any
     """A ``ResourceQuota`` or ``None``."""
+    start_method: str = "auto"
+    """Of the ranks: ``'auto'``, ``'forkserver'`` or ``'spawn'``."""
 
 
 @dataclass(frozen=True)
@@ -232,6 +234,13 @@ def check_compile(value: Any) -> dict[str, Any] | None:
     if isinstance(value, dict):
         return dict(value)
     raise ConfigurationError(f"compile={short(value)}: must be True, False or a dict of torch.compile arguments.")
+
+
+def check_start_method(value: Any) -> str:
+    """One of the names."""
+    if not isinstance(value, str) or value not in ("auto", "forkserver", "spawn"):
+        raise ConfigurationError(f"start_method={short(value)}: must be 'auto', 'forkserver' or 'spawn'.")
+    return value
 
 
 def check_callable(value: Any, name: str) -> Any:

@@ -86,6 +86,7 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
             node_rank=site.node_rank,
             devices=site.devices,
             child_env=child_environment(quota, ranks),
+            start_method=loop.options.start_method,
             roots=sent_parts(loop),
             **options,
         )

@@ -113,6 +113,9 @@ class TrainLoop(Generic[ModelT]):
         BatchNorm over the samples of all ranks.
     compile : bool or dict
         ``torch.compile`` the model; a dict holds its arguments.
+    start_method : {'auto', 'forkserver', 'spawn'}
+        How ``ddp`` starts its ranks: from a process that has torch loaded once, or each as a fresh interpreter.
+        ``'auto'`` is the environment's ``TRAINLOOP_START_METHOD``, else a fork server wherever there can be one.
 
     Raises
     ------
@@ -152,6 +155,7 @@ class TrainLoop(Generic[ModelT]):
         gradient_clip_norm: float | None = None,
         sync_batchnorm: bool = False,
         compile: bool | dict[str, Any] = False,
+        start_method: str = "auto",
         **unknown: NoReturn,
     ) -> None:
         refuse_unknown(unknown, "TrainLoop", {"TrainLoop": TrainLoop.__init__, "fit": TrainLoop.fit})
@@ -174,7 +178,8 @@ class TrainLoop(Generic[ModelT]):
         accelerator, devices = check.check_devices(
             gpu_mode, accelerator, devices, cuda_device_idx, check.check_bool(auto_select_gpus, "auto_select_gpus")
         )
-        self.options = Options(gpu_mode, accelerator, devices, auto_select_gpus, amp, compile_args, quota)
+        start_method = check.check_start_method(start_method)
+        self.options = Options(gpu_mode, accelerator, devices, auto_select_gpus, amp, compile_args, quota, start_method)
         self.site = settled(self.options)
 
         self.callbacks: list[AbstractCallback] = []

@@ -1,0 +1,195 @@
+"""Ranks from a fork server are what spawned ones are, and the server is nobody's burden."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+
+from trainloop.errors import ConfigurationError, WorkerFailedError
+from trainloop.launch import fork_server, launch
+
+# A rank looks at all that a process inherits, under circumstances that the server did not start with.
+FACTS = """
+import json, locale, os, random, resource, signal, sys, warnings
+import numpy, torch
+from trainloop.launch import launch
+
+def facts(stop):
+    import multiprocessing, threading
+    import torch.distributed as dist
+    status = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
+    own = {int(name) for name in os.listdir("/proc/self/fd")}
+    return {
+        "parent": os.getppid(), "group": os.getpgrp(), "session": os.getsid(0),
+        "folder": os.readlink("/proc/self/cwd"), "umask": status["Umask"],
+        "signals": [status[name] for name in ("SigBlk", "SigIgn")],
+        "handlers": {s: repr(signal.getsignal(s))[:40] for s in (signal.SIGHUP, signal.SIGUSR2, signal.SIGPIPE)},
+        "cpus": sorted(os.sched_getaffinity(0)), "nice": os.nice(0),
+        "limits": [resource.getrlimit(limit) for limit in (resource.RLIMIT_CORE, resource.RLIMIT_STACK)],
+        "environment": {k: v for k, v in os.environ.items() if k != "TRAINLOOP_LAUNCH"},
+        "path": sys.path, "argv": sys.argv, "flags": repr(sys.flags), "encoding": locale.getpreferredencoding(),
+        "main": sorted(vars(sys.modules["__main__"])), "file": sys.modules["__main__"].__file__,
+        "names": [thread.name for thread in threading.enumerate()],
+        "threads": [torch.get_num_threads(), torch.get_num_interop_threads()],
+        "streams": [
+            (s.encoding, s.errors, s.line_buffering, s.isatty(), s.fileno(), s.name, s.mode)
+            for s in (sys.__stdout__, sys.__stderr__)
+        ],
+        "out": [os.readlink(f"/proc/self/fd/{i}") for i in range(3)],
+        "filters": [f[:1] + (f[2].__name__,) for f in warnings.filters],
+        "descriptors": sorted(
+            target.split(" ")[0].partition("loop-mp-")[0]
+            for target in map(target_of, own)
+            if not target.startswith(("pipe", "socket", "anon_"))
+        ),
+        "cuda": torch.cuda.is_initialized(),
+        "children": multiprocessing.active_children(),
+        "oom": open("/proc/self/oom_score_adj").read(), "cgroup": open("/proc/self/cgroup").read(),
+    }
+
+def target_of(fd):
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return "pipe"
+
+def drawn(stop):
+    import torch.distributed as dist
+    mine = [random.random(), numpy.random.rand(), torch.rand(()).item()]
+    everybody = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    return everybody
+
+if __name__ == "__main__":
+    launch(facts, ranks_per_node=1, start_method="forkserver")  # the server starts, before all that follows
+    os.chdir(sys.argv[1])
+    os.umask(0o027)
+    os.nice(1)
+    os.environ["SET_LATER"] = "\\udcff and long " + 100_000 * "x"  # longer than a socket takes at once
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    warnings.simplefilter("error", FutureWarning)
+    sys.path.append("/nowhere")
+    found = {how: launch(facts, ranks_per_node=1, start_method=how) for how in ("forkserver", "spawn")}
+    for how in found:
+        found[how]["process"] = os.getpid()
+    found["draws"] = launch(drawn, ranks_per_node=2, start_method="forkserver")
+    found["draws"] += launch(drawn, ranks_per_node=2, start_method="forkserver")
+    print(json.dumps(found, default=str))
+"""
+
+
+def test_a_rank_is_what_a_spawned_one_is(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FACTS)
+    command = [sys.executable, "-X", "dev", "-W", "ignore::ImportWarning", str(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    served, spawned = found["forkserver"], found["spawn"]
+    assert served == spawned
+    assert served["parent"] == served["process"]
+    assert served["folder"] == str(tmp_path)
+    assert len({number for rank in found["draws"] for number in rank}) == 12  # no two ranks draw alike
+
+
+def test_a_server_is_found_warm_and_replaced_where_it_no_longer_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fit() -> tuple[int, dict[str, Any]]:
+        facts = run_ranks(what_the_rank_sees, 2, folder=tmp_path)
+        return fork_server.server().pid, facts[1]
+
+    monkeypatch.setenv(fork_server.METHOD_VARIABLE, "forkserver")
+    first, _ = fit()
+    monkeypatch.setenv("WANDB_RUN_ID", "new")  # read by nothing that the server has imported
+    second, facts = fit()
+    assert second == first
+    assert facts["WANDB_RUN_ID"] == "new"
+    assert facts["imported"]  # before the rank was
+    os.kill(first, signal.SIGKILL)
+    third, _ = fit()
+    assert third != first
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    fourth, facts = fit()
+    assert fourth != third
+    assert facts["CUDA_VISIBLE_DEVICES"] == "7"
+    assert not psutil.pid_exists(third)
+
+
+def what_the_rank_sees() -> dict[str, Any]:
+    return {**os.environ, "imported": "torch._dynamo" in sys.modules}  # which nothing here needs
+
+
+def killed(stop: Any) -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    dist.barrier()
+
+
+def test_a_rank_that_a_signal_ends_is_named(each_start_method: str) -> None:
+    with pytest.raises(WorkerFailedError, match=r"rank 1 of 2 was killed by signal SIGSEGV") as caught:
+        launch(killed, ranks_per_node=2)
+    assert (caught.value.rank, caught.value.exitcode) == (1, -signal.SIGSEGV)
+
+
+ORPHANS = """
+import os, sys, time
+from trainloop.launch import fork_server, launch
+
+def work(stop):
+    import os, sys, time
+    os.write(1, f"{os.getpid()}\\n".encode())
+    time.sleep(100)
+
+if __name__ == "__main__":
+    os.write(1, f"{fork_server.server().pid}\\n".encode())
+    if os.fork() == 0:  # holds the connection, too
+        time.sleep(100)
+    launch(work, ranks_per_node=2)
+"""
+
+
+def test_the_server_ends_with_its_caller(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ORPHANS)
+    environment = {**os.environ, fork_server.METHOD_VARIABLE: "forkserver", "TRAINLOOP_ALL_RANKS_OUTPUT": "1"}
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment) as caller:
+        assert caller.stdout is not None
+        server, *ranks = (int(caller.stdout.readline()) for _ in range(3))
+        forked = next(c for c in psutil.Process(caller.pid).children() if c.pid not in (server, *ranks))
+        caller.kill()
+        deadline = time.monotonic() + 20
+        while any(map(psutil.pid_exists, (server, *ranks))) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        left = [pid for pid in (server, *ranks) if psutil.pid_exists(pid)]
+        forked.kill()
+    assert not left
+
+
+def parent(stop: Any) -> int:
+    return os.getppid()
+
+
+def test_where_there_can_be_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "_cannot", "its threads are many")
+    with pytest.raises(ConfigurationError, match="no fork server here: its threads are many"):
+        launch(killed, ranks_per_node=1, start_method="forkserver")
+    monkeypatch.setenv(fork_server.METHOD_VARIABLE, "auto")
+    assert launch(parent, ranks_per_node=1) == os.getpid()
+    monkeypatch.setenv(fork_server.METHOD_VARIABLE, "fork")
+    with pytest.raises(ConfigurationError, match="TRAINLOOP_START_METHOD='fork': must be 'auto', 'forkserver' or"):
+        launch(killed, ranks_per_node=1)

@@ -1,0 +1,431 @@
+"""Ranks from a fork server: a process that has torch loaded once, and becomes a rank as often as it is asked.
+
+A spawned rank takes seconds of CPU time until its first step, nearly all of them for importing torch. The *server* is
+an interpreter that has done so, and does nothing else: no thread is started in it, no GPU touched, and nothing of the
+caller's is in it but the environment. Asked for a process it forks twice, so that the new one is a child of the caller
+(a subreaper for that moment): the caller waits for it and gets its exit status, and it notices the caller's end as a
+spawned one does. It is given what a spawned process inherits (:mod:`trainloop.launch.forked`) and runs the very program
+that ``multiprocessing`` wrote for a fresh interpreter.
+
+Python's own ``multiprocessing.forkserver`` can't be told an environment, descriptors by their number, a folder or CPUs;
+there is one for all libraries of a process, with one list of modules; and its children are not the caller's.
+
+What can't be given to a process that runs already, such as another ``LD_PRELOAD`` or ``CUDA_VISIBLE_DEVICES``, is
+compared: where it differs from what it was when the server started, another server is started. It ends with the caller,
+however that ends.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import ctypes
+import io
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from multiprocessing import context, popen_spawn_posix, reduction, resource_tracker, spawn, util
+from typing import Any
+
+from trainloop.errors import ConfigurationError
+from trainloop.launch.forked import LAUNCH_VARIABLE, MOST_DESCRIPTORS, PLACEHOLDER
+from trainloop.transfer.pages import anonymous_file, write_all
+
+__all__ = ["ForkServer", "ForkServerError", "ServedProcess", "chosen_method", "server"]
+
+METHOD_VARIABLE = "TRAINLOOP_START_METHOD"
+"""Stands for ``start_method='auto'`` where it is set."""
+
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+_END_S = 5.0
+# Each rank sets these anew, or they mean nothing to what the server imports: no reason for another server.
+_NOT_AT_IMPORT = (
+    "OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK "
+    "MASTER_ADDR MASTER_PORT GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME PWD OLDPWD SHLVL _ COLUMNS LINES"
+).split()
+_NOT_AT_IMPORT_PREFIXES = ("TRAINLOOP_", "PYTEST_", "WANDB_", "MLFLOW_", "RAY_", "TUNE_", "SLURM_", "JUPYTER_", "JPY_")
+# Lines of /proc/self/status with what is inherited, and can't be taken on by a process that runs.
+_INHERITED = ("Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp", "Mems_allowed_list", "NSpid")
+
+
+class ForkServerError(Exception):
+    """No process can be had from a server; the text says why."""
+
+
+def chosen_method(asked: str = "auto") -> str:
+    """How ranks are to be started: the argument, or the environment where that is ``'auto'``.
+
+    Raises
+    ------
+    ConfigurationError
+        If the environment has no such way.
+    """
+    method = asked if asked != "auto" else os.environ.get(METHOD_VARIABLE) or "auto"
+    if method not in ("auto", "forkserver", "spawn"):
+        raise ConfigurationError(f"{METHOD_VARIABLE}={method!r}: must be 'auto', 'forkserver' or 'spawn'.")
+    return method
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# One server
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class ForkServer:
+    """A server of this process, seen from here. It loads its modules meanwhile; :meth:`wait` until it has."""
+
+    def __init__(self) -> None:
+        self.circumstances = _circumstances()
+        self._ready = False
+        folder = "/"
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with contextlib.suppress(OSError):  # removed: then nothing can be found relative to it
+            folder = os.getcwd()
+        paths = _file([os.path.join(folder, path) for path in sys.path])
+        program = (
+            f"import json, os, sys; sys.path[:] = json.load(os.fdopen({paths})); "
+            f"from trainloop.launch.forked import serve; serve({theirs.fileno()}, {os.getpid()})"
+        )
+        environment = {**os.environ, LAUNCH_VARIABLE: PLACEHOLDER, "OPENBLAS_NUM_THREADS": "1"}
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        # The last argument is for those who look at command lines: that is what it will be.
+        command = [spawn.get_executable(), *_flags(), "-c", program, "--multiprocessing-fork"]
+        self._connection = ours
+        try:
+            with theirs, _closing([paths]):
+                self._process = subprocess.Popen(
+                    command, pass_fds=[theirs.fileno(), paths], env=environment, stdin=subprocess.DEVNULL, cwd="/"
+                )
+        except BaseException:
+            ours.close()
+            raise
+        self.pid: int = self._process.pid
+
+    def fileno(self) -> int:
+        """Of the connection to it."""
+        return self._connection.fileno()
+
+    def ended(self) -> bool:
+        """Whether it has: somebody killed it."""
+        return self._process.poll() is not None
+
+    def wait(self) -> None:
+        """Return when it can serve.
+
+        Raises
+        ------
+        ForkServerError
+            If it ended instead, or must not be forked: something that it imported started a thread or took a GPU.
+        """
+        if not self._ready:
+            objection = self._answer()
+            if objection:
+                raise ForkServerError(objection)
+            self._ready = True
+
+    def start(self, arguments: Sequence[Any], fds: Sequence[int]) -> int:
+        """A new child of this process that runs as a fresh interpreter would; its process number.
+
+        Parameters
+        ----------
+        arguments : sequence of str
+            From the interpreter's ``-c`` on.
+        fds : sequence of int
+            Descriptors that it inherits, beside the standard ones.
+        """
+        self.wait()
+        fds = sorted({*(fd for fd in range(3) if _is_open(fd)), *fds})
+        status = _own("status")
+        asked = {
+            "arguments": list(arguments),
+            "fds": fds,
+            "environment": dict(os.environ),
+            "mask": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+            "ignored": _ignored_signals(status),
+            "umask": next((int(line[6:], 8) for line in status if line.startswith("Umask:")), None),
+            "cpus": sorted(os.sched_getaffinity(0)),
+        }
+        try:
+            # By descriptor: a folder that was removed is still the current one.
+            folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ForkServerError(f"the current folder can't be opened: {error}") from error
+        with _closing([folder]), _closing([_file(asked)]) as (request,), _subreaper():
+            try:
+                _send(self._connection, [request, folder, *fds])
+            except OSError as error:
+                raise ForkServerError(f"it is gone: {error}") from error
+            pid, _, parent = self._answer().partition(" ")
+        if parent != str(os.getpid()):
+            raise ForkServerError("this system can't make a forked process the child of another one")
+        return int(pid)
+
+    def _answer(self) -> str:
+        try:
+            answer = self._connection.recv(1 << 16)
+        except OSError as error:
+            raise ForkServerError(f"it is gone: {error}") from error
+        if not answer:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_S)
+            raise ForkServerError(f"it ended, with exit code {self._process.returncode}; its error stands above")
+        return answer.decode().strip()
+
+    def forget(self) -> None:
+        """In a fork of the process that it belongs to."""
+        self._connection.close()
+        self._process.returncode = 0  # not this process's to wait for
+
+    def close(self) -> None:
+        """End it."""
+        self._connection.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+_current: ForkServer | None = None
+_cannot: str | None = None
+_lock = threading.RLock()
+
+
+def server() -> ForkServer:
+    """This process's server, started where there is none, or where it no longer fits; not yet waited for.
+
+    Raises
+    ------
+    ForkServerError
+        Where there can't be one: ranks are to be spawned.
+    """
+    global _current, _cannot
+    with _lock:
+        objection = _cannot or _objection()
+        if objection:
+            raise ForkServerError(objection)
+        if _current is not None and (_current.ended() or _current.circumstances != _circumstances()):
+            end_server()
+        if _current is None:
+            try:
+                _current = ForkServer()
+            except OSError as error:
+                raise ForkServerError(f"it can't be started: {error}") from error
+            atexit.register(end_server)
+        return _current
+
+
+def end_server(objection: str | None = None) -> None:
+    """End this process's server; ``objection``: why there shall be no other."""
+    global _current, _cannot
+    with _lock:
+        atexit.unregister(end_server)
+        _cannot = objection
+        ended, _current = _current, None
+        if ended is not None:
+            ended.close()
+
+
+def _forget_server() -> None:
+    global _current, _lock
+    _lock = threading.RLock()
+    ended, _current = _current, None
+    if ended is not None:
+        ended.forget()
+
+
+os.register_at_fork(after_in_child=_forget_server)
+
+
+def _objection() -> str | None:
+    """Why this process can have no server at all."""
+    if sys.platform != "linux" or not os.path.exists("/proc/self/status"):
+        return "it takes Linux with /proc"
+    if getattr(sys, "frozen", False):
+        return "this program is frozen into one file"
+    if not spawn.get_executable():
+        return "Python does not know its own executable (sys.executable)"
+    if any(os.environ.get(name) for name in ("ASAN_OPTIONS", "TSAN_OPTIONS")):
+        return "this program runs under a sanitizer"
+    return None
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# As multiprocessing starts it
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class _Popen(popen_spawn_posix.Popen):
+    """A process that is told all that a spawned one is, through the same two pipes."""
+
+    _fds: list[int]
+
+    def _launch(self, process_obj: Any) -> None:
+        tracker_fd = resource_tracker.getfd()
+        assert tracker_fd is not None
+        told = io.BytesIO()
+        context.set_spawning_popen(self)
+        try:
+            reduction.dump(spawn.get_preparation_data(process_obj._name), told)
+            reduction.dump(process_obj, told)
+        finally:
+            context.set_spawning_popen(None)
+        for start in (_served, _served, _spawned):  # a server that somebody has killed is replaced once
+            with contextlib.ExitStack() as failed:
+                # Other pipes each time: a process that the killed one may have made can read nothing.
+                sentinel, child_w = _pipe(failed)
+                child_r, parent_w = _pipe(failed)
+                command = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=child_r)
+                fds = [*self._fds, tracker_fd, child_r, child_w]
+                try:
+                    self.pid = start(command, fds)
+                except ForkServerError:
+                    end_server()
+                    continue
+                failed.pop_all()
+                break
+        self.sentinel = sentinel
+        self.finalizer = util.Finalize(self, _close, (sentinel, parent_w))
+        os.close(child_r)
+        os.close(child_w)
+        with open(parent_w, "wb", closefd=False) as file:
+            file.write(told.getbuffer())
+
+
+class ServedProcess(context.SpawnProcess):
+    """A ``multiprocessing`` process from this process's server; spawned where that fails at the last moment."""
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> _Popen:
+        return _Popen(process_obj)
+
+
+def _served(command: list[Any], fds: list[int]) -> int:
+    with _lock:
+        return server().start(command[command.index("-c") :], fds)
+
+
+def _spawned(command: list[Any], fds: list[int]) -> int:
+    return util.spawnv_passfds(os.fsencode(spawn.get_executable()), command, fds)
+
+
+def _close(*fds: int) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _pipe(undo: contextlib.ExitStack) -> tuple[int, int]:
+    ends = os.pipe()
+    for fd in ends:
+        undo.callback(os.close, fd)
+    return ends
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What a spawned process would inherit
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _circumstances() -> list[Any]:
+    """All that the server has taken over for good, to be compared with what this process has later."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _NOT_AT_IMPORT and not name.startswith(_NOT_AT_IMPORT_PREFIXES)
+    }
+    limits = [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
+    names = ("cgroup", "ipc", "mnt", "net", "pid_for_children", "time_for_children", "user", "uts")
+    return [
+        environment,
+        list(sys.path),
+        [spawn.get_executable(), *_flags()],
+        [line for line in _own("status") if line.startswith(_INHERITED)],
+        [_own(name) for name in ("cgroup", "oom_score_adj")],
+        [_link(f"/proc/self/{name}") for name in ("root", *(f"ns/{name}" for name in names))],
+        limits,
+        [os.getsid(0), os.getpgrp(), os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)],
+    ]
+
+
+def _flags() -> list[str]:
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return flags
+
+
+def _own(name: str) -> list[str]:
+    try:
+        with open(f"/proc/self/{name}") as file:
+            return file.read().splitlines()
+    except OSError:  # not on this kernel
+        return []
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def _ignored_signals(status: list[str]) -> list[int]:
+    mask = next((int(line.split()[1], 16) for line in status if line.startswith("SigIgn:")), 0)
+    return [number for number in range(1, signal.NSIG) if mask >> (number - 1) & 1]
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Messages: a file with JSON in it, and descriptors
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _file(content: Any) -> int:
+    """As long as it may be: an environment is longer than a socket's message."""
+    fd = anonymous_file("request")
+    write_all(fd, memoryview(json.dumps(content).encode()), 0)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def _send(connection: socket.socket, fds: list[int]) -> None:
+    for i in range(0, len(fds), MOST_DESCRIPTORS):
+        part = array.array("i", fds[i : i + MOST_DESCRIPTORS])
+        last = b"1" if i + MOST_DESCRIPTORS >= len(fds) else b"0"
+        connection.sendmsg([last], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, part)])
+
+
+@contextlib.contextmanager
+def _closing(fds: Sequence[int]) -> Iterator[Sequence[int]]:
+    try:
+        yield fds
+    finally:
+        _close(*fds)
+
+
+@contextlib.contextmanager
+def _subreaper() -> Iterator[None]:
+    """Orphans below become this process's children: the one whose parent has just ended, for it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    already = ctypes.c_int(0)
+    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(already), 0, 0, 0)
+    if already.value:
+        yield
+        return
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)

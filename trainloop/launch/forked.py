@@ -1,0 +1,272 @@
+"""The fork server's own process, and how a fork of it becomes what a spawned interpreter would be.
+
+See :mod:`trainloop.launch.fork_server` for the side that asks.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import fcntl
+import gc
+import importlib
+import io
+import json
+import os
+import re
+import select
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+__all__ = ["LAUNCH_VARIABLE", "MOST_DESCRIPTORS", "PLACEHOLDER", "serve"]
+
+LAUNCH_VARIABLE = "TRAINLOOP_LAUNCH"
+"""In the environment of ranks and of all that they start: the token of their launch."""
+
+PLACEHOLDER = "-" * 64
+"""Where a token goes in what ``/proc`` shows as a forked process's environment."""
+
+MOST_DESCRIPTORS = 250
+"""In one message; the kernel takes 253."""
+
+# What a rank of a TrainLoop imports before the user's own modules; the first two are nearly all of the time.
+_PRELOADED = (
+    "torch",
+    "torch._dynamo",  # by the constructor of DDP, and by the first call of an optimizer's method
+    "torch.distributed",
+    "torch.multiprocessing.spawn",
+    "torch.nn.parallel",
+    "torch.optim",
+    "torch.utils.data",
+    "trainloop.callbacks",
+    "trainloop.data",
+    "trainloop.launch.rank_process",
+    "trainloop.parallel",
+    "trainloop.train_loop",
+    "trainloop.train_loop.handover",
+)
+_PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
+_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel")
+
+
+def serve(fd: int, caller: int) -> None:
+    """Load modules, say so, then become a process for each request, until the caller has ended.
+
+    Returns in processes that were asked for, never in the server: what runs then is the interpreter's own end.
+
+    Parameters
+    ----------
+    fd : int
+        The connection's.
+    caller : int
+        Process number of who asks.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # those to the whole group are not for it
+    shown = _shown_token()
+    path = list(sys.path)
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    sys.path[:] = path
+    gc.collect()
+    gc.freeze()  # or a rank's first collection would write to, and so copy, all pages with objects in them
+    connection = socket.socket(fileno=fd)
+    connection.send(_objection().encode() or b" ")
+    # From here on it holds nothing of the caller's: no folder, no terminal.
+    os.chdir("/")
+    _take_descriptors([os.open(os.devnull, os.O_RDWR)] * 3, [0, 1, 2], keep=[fd])
+    asked, fds = _next_request(connection, caller)
+    connection.close()
+    _become(asked, fds, shown)
+
+
+def _objection() -> str:
+    """Why forks of this process would not be sound; empty: they are."""
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        return f"{threads - 1} threads were started in it, by what Python or torch load at their start"
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:  # the listing's own
+            continue
+        if target.startswith(_DEVICES):
+            return f"{target} was opened in it, by what Python or torch load at their start"
+    return ""
+
+
+def _next_request(connection: socket.socket, caller: int) -> tuple[dict[str, Any], list[int]]:
+    """In a new process: what it shall be. The server itself stays in here, and ends here."""
+    watched: list[Any] = [connection]
+    try:
+        watched.append(os.pidfd_open(caller))  # a fork of the caller may hold the other end of the connection
+    except (AttributeError, OSError):
+        pass
+    while True:
+        readable, _, _ = select.select(watched, [], [], 5.0 if len(watched) == 1 else None)
+        if os.getppid() != caller or (connection not in readable and readable):
+            os._exit(0)
+        if not readable:
+            continue
+        fds = _receive(connection)
+        if not fds:
+            os._exit(0)
+        gate, opens = os.pipe()
+        told, tells = os.pipe()
+        between = os.fork()
+        if between == 0:
+            if os.fork():
+                os._exit(0)
+            os.close(opens)
+            os.read(gate, 1)  # until the one in between has ended, and this process is the caller's child
+            os.write(tells, f"{os.getpid()} {os.getppid()}".encode())
+            if os.getppid() != caller:
+                os._exit(1)
+            with open(fds[0], closefd=False) as file:
+                return json.load(file), fds[1:]
+        for each in (gate, tells, *fds):
+            os.close(each)
+        os.waitpid(between, 0)
+        os.close(opens)
+        connection.send(os.read(told, 64) or b"0 0")
+        os.close(told)
+
+
+def _receive(connection: socket.socket) -> list[int]:
+    """All descriptors of a request; empty when the caller has ended."""
+    fds: list[int] = []
+    while True:
+        part = array.array("i")
+        last, rights, _, _ = connection.recvmsg(1, socket.CMSG_LEN(MOST_DESCRIPTORS * part.itemsize))
+        for _, _, data in rights:
+            part.frombytes(data[: len(data) - len(data) % part.itemsize])
+        fds += part
+        if last != b"0":
+            return fds if last else []
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The forked process
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _become(asked: dict[str, Any], fds: list[int], shown: int | None) -> NoReturn:
+    """Take on what a spawned process inherits, and run the program that it would run."""
+    os.fchdir(fds[0])
+    _take_descriptors(fds[1:], asked["fds"])
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    if shown is not None:
+        token = asked["environment"].get(LAUNCH_VARIABLE, "").encode()
+        ctypes.memmove(shown, token[: len(PLACEHOLDER)].ljust(len(PLACEHOLDER), b"\0"), len(PLACEHOLDER))
+    if asked["umask"] is not None:
+        os.umask(asked["umask"])
+    os.sched_setaffinity(0, asked["cpus"])
+    _start_streams()
+    _set_threads(asked["environment"])
+    _seed()
+    importlib.invalidate_caches()
+    _, program, *arguments = asked["arguments"]
+    sys.argv = ["-c", *arguments]
+    for number in signal.valid_signals():
+        if number in asked["ignored"] and number not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(number, signal.SIG_IGN)
+        elif signal.getsignal(number) is signal.SIG_IGN and number not in _PYTHON_IGNORES:
+            # As the caller had it when the server started.
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, asked["mask"])
+    main = sys.modules["__main__"].__dict__
+    for name in [name for name in main if not name.startswith("__") or name == "__warningregistry__"]:
+        del main[name]  # the server's, which the script's own names must not meet
+    exec(program, main)
+    sys.exit()
+
+
+def _take_descriptors(fds: list[int], numbers: list[int], keep: list[int] | None = None) -> None:
+    """Have these descriptors by these numbers, and no others but those to keep."""
+    keep = keep or []
+    above = max([*numbers, *keep, *fds, 2]) + 1
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, above) for fd in fds]
+    for number in range(above):
+        if number not in keep:
+            try:
+                os.close(number)
+            except OSError:  # not open
+                continue
+    for fd, number in zip(moved, numbers, strict=True):
+        os.dup2(fd, number)
+    os.closerange(above, max(moved, default=above) + 1)
+
+
+def _start_streams() -> None:
+    """``sys.stdout`` and the like for what the descriptors are now: a terminal or not, or closed."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        old = getattr(sys, name)
+        stream: Any = None
+        try:
+            os.fstat(number)
+        except OSError:
+            pass
+        else:
+            below: Any = io.FileIO(number, mode, closefd=False)
+            below.name = f"<{name}>"
+            through = getattr(old, "write_through", False)  # PYTHONUNBUFFERED
+            if mode == "r":
+                below = io.BufferedReader(below)
+            elif not through:
+                below = io.BufferedWriter(below)
+            stream = io.TextIOWrapper(
+                below,
+                encoding=getattr(old, "encoding", None),
+                errors=getattr(old, "errors", None),
+                line_buffering=not through and (name == "stderr" or os.isatty(number)),
+                write_through=through,
+            )
+            stream.mode = mode
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _set_threads(environment: Mapping[str, str]) -> None:
+    """As many as the libraries would have taken from the environment when they were loaded."""
+    import torch
+
+    def number(*names: str) -> int:
+        for name in names:
+            value = re.match(r"\s*([1-9][0-9]{0,8})\s*(,|$)", environment.get(name, ""))
+            if value is not None:
+                return int(value[1])
+        return len(os.sched_getaffinity(0))
+
+    torch.set_num_threads(number("OMP_NUM_THREADS"))
+    # numpy's: its threads are made when they are first needed, for OpenBLAS ends them before a fork.
+    wanted = number("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
+    with open("/proc/self/maps") as file:
+        libraries = set(re.findall(r"(/\S*openblas\S*)$", file.read(), re.MULTILINE))
+    for path in libraries:
+        library = ctypes.CDLL(path)
+        for name in ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads"):
+            if hasattr(library, name):
+                getattr(library, name)(ctypes.c_int(wanted))
+                break
+
+
+def _seed() -> None:
+    """Random states of its own, as every fresh process has; ``random`` sees to it by itself."""
+    import numpy as np
+    import torch
+
+    np.random.seed()
+    torch.default_generator.seed()
+
+
+def _shown_token() -> int | None:
+    """Address of the placeholder in what ``/proc`` shows as this process's environment, which no ``putenv`` changes."""
+    libc = ctypes.CDLL(None)
+    libc.getenv.restype = ctypes.c_void_p
+    address: int | None = libc.getenv(LAUNCH_VARIABLE.encode())
+    if address is None or ctypes.string_at(address, len(PLACEHOLDER)) != PLACEHOLDER.encode():
+        return None
+    return address
