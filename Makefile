@@ -3,7 +3,7 @@
 # make test-unit those that start no Python of their own
 # make test-docs all examples, and every block of code in the documentation
 # make test-hosts  those that make networks of their own; need root and iproute2
-# make test-all  the slow ones and those that need root, too; every rank a fresh interpreter
+# make test-all  the slow ones and those that need root, too; ranks from a fork server, then each a fresh interpreter
 # make test-ecosystem  other projects' models, optimizers and loaders in every mode (large downloads at first)
 # make check     what CI runs: tests, lint, types, documentation
 # make docs      build docs/_build/html
@@ -61,7 +61,8 @@ test-hosts: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -m "hosts and not slow" $(ARGS)
 
 test-all: $(VENV)/test-all.stamp
-	TESTS_START_COLD=1 $(BIN)/python -m pytest -m "" $(ARGS)
+	$(BIN)/python -m pytest -m "" $(ARGS)
+	TRAINLOOP_START_METHOD=spawn $(BIN)/python -m pytest -m "" tests/ranks tests/faults tests/gpu $(ARGS)
 
 test-ecosystem: $(VENV)/test-ecosystem.stamp
 	$(BIN)/python -m pytest tests/ecosystem -m ecosystem -o faulthandler_timeout=600 $(ARGS)

@@ -203,7 +203,7 @@ def _children() -> set[str]:
 
 def _descendants() -> list[psutil.Process]:
     """Of this process; through all of /proc, as psutil does it, only where it has children that have any themselves."""
-    childless = {getattr(resource_tracker._resource_tracker, "_pid", None), *(_warm.pids if _warm is not None else ())}
+    childless = {getattr(resource_tracker._resource_tracker, "_pid", None), *(server.pid for server in _servers())}
     try:
         lists = [Path(f"/proc/self/task/{thread}/children").read_text() for thread in os.listdir("/proc/self/task")]
         if {int(pid) for pids in lists for pid in pids.split()} <= childless:

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
-from ranks import run_ranks
 
+from ranks import run_ranks
 from trainloop.errors import ConfigurationError, WorkerFailedError
 from trainloop.launch import fork_server, launch
 
