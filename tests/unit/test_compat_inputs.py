@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,17 +14,20 @@ import torch
 import torchmetrics
 from torch import Tensor, nn
 
+from trainloop.callbacks.base import AbstractCallback
 from trainloop.compat.aitoolbox import cloud
 from trainloop.compat.aitoolbox.callbacks import FunctionOnTrainLoop, GradientStatsPrint, GradNormClip
-from trainloop.compat.aitoolbox.checkpoints import ModelCheckpoint, ModelTrainEndSave
+from trainloop.compat.aitoolbox.checkpoints import ModelCheckpoint, ModelLoadContinueTraining, ModelTrainEndSave
 from trainloop.compat.aitoolbox.cloud import FullPyTorchExperimentS3Saver, PyTorchS3ModelSaver
 from trainloop.compat.aitoolbox.history import TrainingHistory
 from trainloop.compat.aitoolbox.inputs import OwnOptimizer
 from trainloop.compat.aitoolbox.loop import TrainLoop
+from trainloop.compat.aitoolbox.models import TTDataParallel, TTParallelBase
 from trainloop.compat.aitoolbox.performance import ModelPerformanceEvaluation
 from trainloop.compat.aitoolbox.results import ClassificationResultPackage, TorchMetricsPackage
 from trainloop.compat.aitoolbox.saving import (
     FullPyTorchExperimentLocalSaver,
+    LocalResultsSaver,
     PyTorchLocalModelLoader,
     PyTorchLocalModelSaver,
 )
@@ -294,3 +298,67 @@ def test_the_store_keeps_results_under_short_names() -> None:
     assert not store.has_val_predictions(5)
     with pytest.raises(ConfigurationError, match="there is a val_pred of iteration 4"):
         store.insert_val_predictions("other", 4)
+
+
+def test_a_callback_is_registered_once(tmp_path: Path) -> None:
+    class Counting(AbstractCallback):
+        def __init__(self) -> None:
+            super().__init__("counting")
+            self.registered: list[Any] = []
+
+        def on_train_loop_registration(self) -> None:
+            self.registered.append(self.train_loop_obj)
+
+    early, late = Counting(), Counting()
+    tl, other = loop(), loop()
+    tl.callbacks_handler.register_callbacks([early])
+    for callbacks in ([late], [late], None):
+        tl.fit(num_epochs=1, callbacks=callbacks)
+    assert early.registered == late.registered == [tl]
+    other.fit(num_epochs=1, callbacks=[late])
+    assert late.registered == [tl, other]
+
+    where = "project", "experiment", str(tmp_path)
+    first = loop()
+    first.fit(num_epochs=1, callbacks=[ModelCheckpoint(*where, {}, cloud_save_mode=None)])
+    again = loop()
+    saved = ModelLoadContinueTraining(first.experiment_timestamp, "checkpoint_model", 0, project_name=where[0])
+    saved.experiment_name, saved.local_model_result_folder_path = where[1:]
+    saved.cloud_save_mode = "local"
+    again.fit(num_epochs=2, callbacks=[saved])
+    again.fit(num_epochs=3)  # from the last epoch's number on; the first epoch's weights are not loaded again
+    same(again.model, by_hand(4))
+
+
+def test_parts_are_what_they_are_in_aitoolbox(tmp_path: Path) -> None:
+    tl = loop()
+    assert isinstance(tl.amp_scaler, torch.cuda.amp.GradScaler)
+    assert not tl.amp_scaler.is_enabled()
+    with pytest.raises(ConfigurationError, match="amp_scaler is the loop's own"):
+        tl.amp_scaler = torch.amp.GradScaler("cpu")
+
+    clip, report = GradNormClip(1.0), GradientStatsPrint(lambda model: [model.fc])
+    clip.execution_order = 3
+    tl.callbacks_handler.register_callbacks([clip, report])
+    hooks: list[Any] = [[] for _ in range(10)]
+    hooks[1], hooks[6] = [report], [report, clip]
+    assert tl.callbacks_handler.registered_cbs == hooks
+
+    for wrapper in (TTParallelBase, TTDataParallel):
+        wrapped = wrapper(Net())
+        assert isinstance(wrapped, TTParallelBase)
+        wrapped.note = "the model's"
+        assert wrapped.module.note == "the model's"
+        batch = batches(1)[0]
+        loss = wrapped.get_loss(batch, nn.functional.cross_entropy, torch.device("cpu"))
+        torch.testing.assert_close(loss, nn.functional.cross_entropy(Net()(batch.x), batch.y))
+        assert wrapped(batch.x).shape == (8, 3)
+    assert not isinstance(Net(), TTParallelBase)
+
+    package = ClassificationResultPackage()
+    package.prepare_result_package([1, 0], [1, 1], {"lr": 0.5})
+    saver = LocalResultsSaver(str(tmp_path))
+    (_, path), *_ = saver.save_experiment_results(package, TrainingHistory(), "p", "e", "t", save_true_pred_labels=True)
+    content = pickle.loads(Path(path).read_bytes())
+    place = ["experiment_name", "experiment_results_local_path"]
+    assert list(content) == ["y_true", "y_predicted", *place, "results", "hyperparameters", "training_history"]

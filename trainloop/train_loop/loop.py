@@ -411,12 +411,16 @@ class TrainLoop(Generic[ModelT]):
             self.early_stop = False
             HookTable((), model=self.model)  # a hook of its own that can't be called is an error before ranks start
             for callback in self.callbacks:
-                callback.register_train_loop_object(self)
+                self.register_callback(callback)
             if job.resume is not None and run_state.took_up_finished(self, job.resume):
                 return self.model
             heard.note(execute(self, Training.train, job=job))
         heard.end()
         return self.model
+
+    def register_callback(self, callback: AbstractCallback) -> None:
+        """Give a callback the loop; ``fit`` does it for each, and kinds of loops may do it otherwise."""
+        callback.register_train_loop_object(self)
 
     def own_callbacks(self) -> list[AbstractCallback]:
         """Callbacks that a kind of loop brings along; see :mod:`trainloop.train_loop.tracking`."""

@@ -9,12 +9,12 @@ from trainloop.callbacks.base import AbstractCallback, overrides
 
 __all__ = ["CallbacksHandler"]
 
-# execute_x() by the hook it calls.
+# execute_x() by the hook it calls, as AIToolbox lists them.
 _HOOKS = {
-    "train_begin": "on_train_begin",
-    "train_end": "on_train_end",
     "epoch_begin": "on_epoch_begin",
     "epoch_end": "on_epoch_end",
+    "train_begin": "on_train_begin",
+    "train_end": "on_train_end",
     "batch_begin": "on_batch_begin",
     "batch_end": "on_batch_end",
     "gradient_update": "on_after_gradient_update",
@@ -71,6 +71,11 @@ class CallbacksHandler:
         """The loop's callbacks, without those that make it AIToolbox's."""
         own = {id(callback) for callback in self.train_loop_obj.own_callbacks()}
         return [callback for callback in self.train_loop_obj.callbacks if id(callback) not in own]
+
+    @property
+    def registered_cbs(self) -> list[list[AbstractCallback]]:
+        """The callbacks of each hook: of epochs, training, batches, gradients, steps, processes and predictions."""
+        return [getattr(self, f"cbs_{hook}") for hook in _HOOKS.values()]
 
     def print_registered_callback_names(self) -> None:
         """Print which callback runs where."""

@@ -133,6 +133,11 @@ class TrainLoop(core.TrainLoop):
         model = super().fit(num_epochs, num_iterations, given, grad_accumulation, **kwargs)
         return model.model if isinstance(model, ModelWrap) else model
 
+    def register_callback(self, callback: AbstractCallback) -> None:
+        """Once, and not in every ``fit``: a callback may load a checkpoint there."""
+        if getattr(callback, "train_loop_obj", None) is not self:
+            super().register_callback(callback)
+
     def place_criterion(self) -> None:
         """Move a criterion that is no module, but can be moved, as the core moves modules."""
         if not isinstance(self.criterion, nn.Module) and callable(getattr(self.criterion, "to", None)):
@@ -174,7 +179,7 @@ class TrainLoop(core.TrainLoop):
 
     @amp_scaler.setter
     def amp_scaler(self, scaler: Any) -> None:
-        if not isinstance(scaler, _Scaler):
+        if type(scaler) is not _Scaler:
             raise ConfigurationError("amp_scaler is the loop's own: pass use_amp={...} for another one.")
 
     @property
@@ -305,6 +310,10 @@ class _Scaler:
 
     def __init__(self, loop: TrainLoop) -> None:
         self._loop = loop
+
+    @property  # type: ignore[misc]  # object's own can be set
+    def __class__(self) -> type:  # for isinstance()
+        return torch.cuda.amp.GradScaler
 
     def unscale_(self, optimizer: Any) -> None:
         """Nothing: the loop has done it."""

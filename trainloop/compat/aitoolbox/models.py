@@ -13,6 +13,7 @@ from trainloop import model as core
 from trainloop import parallel
 from trainloop.data.batch_model_feed_defs import AbstractModelFeedDefinition
 from trainloop.model import TTBasicModel, TTModel
+from trainloop.parallel.transparent import Transparent
 
 __all__ = [
     "AbstractModelFeedDefinition",
@@ -25,6 +26,7 @@ __all__ = [
     "TTDataParallel",
     "TTDistributedDataParallel",
     "TTModel",
+    "TTParallelBase",
 ]
 
 
@@ -61,6 +63,27 @@ class ModelWrap(core.ModelWrap):
         if not isinstance(batch_model_feed_def, AbstractModelFeedDefinition):
             raise TypeError(f"batch_model_feed_def={batch_model_feed_def!r}: must be an AbstractModelFeedDefinition.")
         super().__init__(model, batch_model_feed_def)
+
+
+class _IsTransparent(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, Transparent)
+
+
+class TTParallelBase(Transparent, metaclass=_IsTransparent):
+    """What both wrappers are instances of; by itself it runs the model's methods where they are."""
+
+    def __init__(self, module: TTModel, default_model_methods: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.module = module
+        self._become_transparent()
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The model's."""
+        return self.module(*inputs, **kwargs)
+
+    def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.module, method)(*args, **kwargs)
 
 
 class TTDataParallel(parallel.TTDataParallel):

@@ -20,7 +20,7 @@ _HERE = "trainloop.compat.aitoolbox"
 _MODELS = {
     "models": "TTModel TTBasicModel TTBasicMultiGPUModel MultiGPUModelWrap ModelWrap AbstractModelFeedDefinition"
 }
-_PARALLEL = {"models": "TTDataParallel TTDistributedDataParallel"}
+_PARALLEL = {"models": "TTParallelBase TTDataParallel TTDistributedDataParallel"}
 _FEEDS = {"models": "AbstractModelFeedDefinition"}
 _DATASETS = {"models": "BasicDataset ListDataset"}
 _LOSSES = {"optim": "MultiLoss MultiOptimizer"}

@@ -305,6 +305,11 @@ class BaseLocalResultsSaver:
         return file_name_w_type + ending, file_local_path_w_type + ending
 
 
+# What files of results hold, beside results.
+_LABELS = ("y_true", "y_predicted")
+_PLACE = ("experiment_name", "experiment_results_local_path")
+
+
 class LocalResultsSaver(BaseLocalResultsSaver):
     """Writes a result package, hyperparameters and the history, with plots of it."""
 
@@ -324,7 +329,7 @@ class LocalResultsSaver(BaseLocalResultsSaver):
             training_history,
             (project_name, experiment_name, experiment_timestamp or new_timestamp()),
             save_true_pred_labels,
-            {"results_hyperParams_hist": ("y_true", "y_predicted", "results", "hyperparameters", "training_history")},
+            {"results_hyperParams_hist": (*_LABELS, *_PLACE, "results", "hyperparameters", "training_history")},
         )
 
     def save_experiment_results_separate_files(
@@ -339,12 +344,12 @@ class LocalResultsSaver(BaseLocalResultsSaver):
     ) -> list[list[str]]:
         """Each in its own file; paths as of :meth:`save_experiment_results`."""
         files: dict[str, tuple[str, ...]] = {
-            "results": ("results",),
-            "hyperparams": ("hyperparameters",),
-            "train_history": ("training_history",),
+            "results": (*_PLACE, "results"),
+            "hyperparams": (*_PLACE, "hyperparameters"),
+            "train_history": (*_PLACE, "training_history"),
         }
         if save_true_pred_labels:
-            files["true_pred_labels"] = ("y_true", "y_predicted")
+            files["true_pred_labels"] = _LABELS
         where = project_name, experiment_name, experiment_timestamp or new_timestamp()
         return self._save(result_package, training_history, where, save_true_pred_labels, files)
 
@@ -359,6 +364,8 @@ class LocalResultsSaver(BaseLocalResultsSaver):
         folder = self.create_experiment_local_folder_structure(*where)
         _, experiment, stamp = where
         everything = {
+            "experiment_name": experiment,
+            "experiment_results_local_path": folder,
             "results": package.get_results(),
             "hyperparameters": package.get_hyperparameters(),
             "training_history": history.get_train_history(),
@@ -370,8 +377,6 @@ class LocalResultsSaver(BaseLocalResultsSaver):
         saved = []
         for kind, keys in files.items():
             content = {key: everything[key] for key in keys if key in everything}
-            if kind != "true_pred_labels":
-                content.update(experiment_name=experiment, experiment_results_local_path=folder)
             name = f"{kind}_{experiment}_{stamp}"
             saved.append(list(self.save_file(content, name, os.path.join(folder, name))))
         return saved + list(further) + plots
