@@ -15,7 +15,16 @@ import torch
 
 from trainloop.errors import WorkerFailedError
 
-__all__ = ["Failure", "exit_text", "failure_of", "first_failure", "hint", "is_timeout", "worker_failed_error"]
+__all__ = [
+    "Failure",
+    "described",
+    "exit_text",
+    "failure_of",
+    "first_failure",
+    "hint",
+    "is_timeout",
+    "worker_failed_error",
+]
 
 # What a rank sees when a neighbour left: Gloo (TCP), NCCL, the store that ranks meet at.
 _LOST_NEIGHBOUR = re.compile(
@@ -112,20 +121,28 @@ def failure_of(error: BaseException, rank: int) -> Failure:
     exitcode = 1
     if isinstance(error, SystemExit):
         exitcode = error.code if isinstance(error.code, int) else int(error.code is not None)
-    try:
-        message = str(error)
-    except Exception:  # a user's __str__
-        message = "<its text can't be made>"
     return Failure(
         rank=rank,
         time_ns=time.monotonic_ns(),
         type=type(error).__qualname__,
-        message=_shortened(message, _MOST_OF_MESSAGE),
+        message=_shortened(_text_of(error), _MOST_OF_MESSAGE),
         traceback=_shortened_traceback("".join(traceback_module.format_exception(error))),
         exitcode=exitcode,
         consequence=not timeout and _is_consequence(error),
         timeout=timeout,
     )
+
+
+def described(error: BaseException) -> str:
+    """Type and first line of an exception's text, for a sentence: not its megabytes, and no other exception."""
+    return f"{type(error).__qualname__}: {_first_line(_text_of(error))}"
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # a user's __str__
+        return "<its text can't be made>"
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure:

@@ -15,6 +15,7 @@ often as it likes, :mod:`~trainloop.train_loop.alternating` for a ``get_loss`` t
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -188,7 +189,14 @@ class Training(Run):
                 try:
                     hook(exception)
                 except Exception as error:  # must not hide what went wrong first
-                    warnings.warn(f"{hook!r} failed while handling {exception!r}: {error!r}", stacklevel=2)
+                    from trainloop.launch.failures import described  # `import trainloop` is to be cheap
+
+                    name = getattr(hook, "__qualname__", "on_exception")
+                    text = f"{name} failed while handling {described(exception)}: {described(error)}"
+                    try:
+                        warnings.warn(text, stacklevel=2)
+                    except Warning:  # warnings are errors here
+                        print(text, file=sys.stderr, flush=True)
 
     def _close(self) -> None:
         """End workers that loaders would keep."""
