@@ -3,13 +3,14 @@
 What ``predict_on_test_set()`` returns goes into :func:`evaluate_result_package` with anything that scores it: a package
 of this module, a plain function, a torchmetrics metric or collection, or a list or dict of these. Numbers come out.
 
-The metrics here are numpy, computed at once over all rows, with no approximation; tests hold them to scikit-learn.
+The metrics of the packages here are scikit-learn's (extra ``metrics``), computed at once over all rows.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ __all__ = [
     "recall",
     "rmse",
     "roc_auc",
+    "scikit_learn",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -268,7 +270,16 @@ class TorchMetricsPackage(GeneralResultPackage):
         super().__init__(torch_metrics, **{"np_array": False, **kwargs})
 
 
-class ClassificationResultPackage(AbstractResultPackage):
+class _ScikitLearnPackage(AbstractResultPackage):
+    """Refused when it is made, and not at the end of the first epoch, where scikit-learn is missing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if find_spec("sklearn") is None:  # which is quick: importing it takes a second
+            raise _no_scikit_learn()
+
+
+class ClassificationResultPackage(_ScikitLearnPackage):
     """Classes: ``accuracy``, and ``precision``, ``recall`` and ``f1`` averaged over classes.
 
     Predictions are classes, or rows of scores of which the highest is the class; targets are classes or one-hot rows.
@@ -279,7 +290,7 @@ class ClassificationResultPackage(AbstractResultPackage):
         return {"accuracy": accuracy(*rows), "precision": precision(*rows), "recall": recall(*rows), "f1": f1(*rows)}
 
 
-class BinaryClassificationResultPackage(AbstractResultPackage):
+class BinaryClassificationResultPackage(_ScikitLearnPackage):
     """Two classes by score: ``accuracy``, ``precision``, ``recall``, ``f1``, ``roc_auc`` and ``pr_auc``.
 
     Parameters
@@ -301,19 +312,18 @@ class BinaryClassificationResultPackage(AbstractResultPackage):
     def prepare_results_dict(self) -> Mapping[str, Any]:
         scores, targets = _scores(self.y_predicted), _scores(self.y_true)
         chosen = (scores >= self.positive_class_thresh).astype(int)
-        hits = float(np.sum((chosen == 1) & (targets == 1)))
-        found, there = float(np.sum(chosen == 1)), float(np.sum(targets == 1))
+        metrics, rows = scikit_learn(), ((targets == 1).astype(int), chosen)
         return {
             "accuracy": accuracy(chosen, targets),
-            "precision": hits / found if found else 0.0,
-            "recall": hits / there if there else 0.0,
-            "f1": 2 * hits / (found + there) if found + there else 0.0,
+            "precision": float(metrics.precision_score(*rows, zero_division=0)),
+            "recall": float(metrics.recall_score(*rows, zero_division=0)),
+            "f1": float(metrics.f1_score(*rows, zero_division=0)),
             "roc_auc": roc_auc(scores, targets),
             "pr_auc": pr_auc(scores, targets),
         }
 
 
-class RegressionResultPackage(AbstractResultPackage):
+class RegressionResultPackage(_ScikitLearnPackage):
     """Numbers: ``mse``, ``rmse``, ``mae`` and ``r2``, over all elements."""
 
     def prepare_results_dict(self) -> Mapping[str, Any]:
@@ -337,51 +347,40 @@ class PreCalculatedResultPackage(AbstractResultPackage):
 
 
 def accuracy(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
-    """Share of rows whose class is right."""
-    predicted, targets = _classes(y_pred, y_true)
-    return float(np.mean(predicted == targets)) if len(targets) else float("nan")
+    """Share of rows whose class is right; NaN without rows."""
+    return _of_classes("accuracy_score", y_pred, y_true)
 
 
 def precision(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
     """Of the rows given to a class, the share that belongs there; mean over classes, 0 for one that got none."""
-    hits, given, _ = _counts(y_pred, y_true)
-    return _mean_ratio(hits, given)
+    return _of_classes("precision_score", y_pred, y_true, average="macro", zero_division=0)
 
 
 def recall(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
     """Of a class's rows, the share that was given to it; mean over classes, 0 for one that has none."""
-    hits, _, there = _counts(y_pred, y_true)
-    return _mean_ratio(hits, there)
+    return _of_classes("recall_score", y_pred, y_true, average="macro", zero_division=0)
 
 
 def f1(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
     """Harmonic mean of a class's precision and recall; mean over classes."""
-    hits, given, there = _counts(y_pred, y_true)
-    return _mean_ratio(2 * hits, given + there)
+    return _of_classes("f1_score", y_pred, y_true, average="macro", zero_division=0)
 
 
 def roc_auc(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
     """Chance that a positive row's score is above a negative one's, ties counted half; NaN with one class only."""
     scores, positive = _scores(y_pred), _scores(y_true) == 1
-    positives, negatives = int(positive.sum()), int((~positive).sum())
-    if not positives or not negatives:
+    if positive.all() or not positive.any() or not _are_finite(scores):
         return float("nan")
-    _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    ranks = np.cumsum(counts) - (counts - 1) / 2  # of equal scores: their mean
-    return float((ranks[inverse][positive].sum() - positives * (positives + 1) / 2) / (positives * negatives))
+    return float(scikit_learn().roc_auc_score(positive, scores))
 
 
 def pr_auc(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
     """Area under precision over recall, by trapezoids; NaN where there is no positive row."""
     scores, positive = _scores(y_pred), _scores(y_true) == 1
-    if not positive.any():
+    if not positive.any() or not _are_finite(scores):
         return float("nan")
-    order = np.argsort(-scores, kind="stable")
-    last_of_score = np.append(np.flatnonzero(np.diff(scores[order])), len(scores) - 1)
-    hits = np.cumsum(positive[order])[last_of_score]
-    precisions = np.append(1.0, hits / (last_of_score + 1))
-    recalls = np.append(0.0, hits / positive.sum())
-    return float(np.sum(np.diff(recalls) * (precisions[1:] + precisions[:-1]) / 2))
+    precisions, recalls, _ = scikit_learn().precision_recall_curve(positive, scores)
+    return float(scikit_learn().auc(recalls, precisions))
 
 
 def mse(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
@@ -401,9 +400,48 @@ def mae(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
 
 def r2(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
     """Share of the targets' variance that is explained; NaN where they have none."""
-    errors, targets = _errors(y_pred, y_true), _array(y_true).astype(np.float64)
-    spread = float(np.sum((targets - targets.mean()) ** 2))
-    return 1.0 - float(np.sum(errors**2)) / spread if spread else float("nan")
+    targets = _array(y_true).astype(np.float64).ravel()
+    errors = _errors(y_pred, y_true).ravel()
+    if not np.ptp(targets) or not _are_finite(errors):
+        return float("nan")
+    return float(scikit_learn().r2_score(targets, targets + errors))
+
+
+def scikit_learn() -> Any:
+    """``sklearn.metrics``.
+
+    Raises
+    ------
+    ConfigurationError
+        If it is not installed.
+    """
+    try:
+        from sklearn import metrics
+    except ImportError as error:
+        raise _no_scikit_learn() from error
+    return metrics
+
+
+def _no_scikit_learn() -> ConfigurationError:
+    return ConfigurationError(
+        "Metrics of classes and scores, and r2, are scikit-learn's, which is not installed: pip install "
+        "'trainloop[metrics]', or score by a function of (y_pred, y_true, metadata)."
+    )
+
+
+def _are_finite(numbers: Array) -> bool:
+    """A model that diverges gives NaN, which is its score: no reason to end the training by scikit-learn's error."""
+    return bool(np.isfinite(numbers).all())
+
+
+def _of_classes(function: str, y_pred: Any, y_true: Any, **options: Any) -> float:
+    predicted, targets = _classes(y_pred, y_true)
+    if not len(targets):
+        return float("nan")
+    # By number, as scikit-learn refuses some that are none of its labels: 0.5, say, or classes of several types.
+    _, joint = np.unique(np.concatenate([predicted, targets]), return_inverse=True)
+    given, there = joint[: len(predicted)], joint[len(predicted) :]
+    return float(getattr(scikit_learn(), function)(there, given, **options))
 
 
 def _array(rows: Any) -> Any:
@@ -459,18 +497,3 @@ def _check_lengths(predicted: Array, targets: Array) -> None:
         raise ConfigurationError(
             f"predictions have shape {predicted.shape} and targets {targets.shape}: give one for each."
         )
-
-
-def _counts(y_pred: Any, y_true: Any) -> tuple[Array, Array, Array]:
-    """For each class that occurs: rows rightly given to it, rows given to it, rows that belong to it."""
-    predicted, targets = _classes(y_pred, y_true)
-    classes, joint = np.unique(np.concatenate([predicted, targets]), return_inverse=True)
-    predicted, targets = joint[: len(predicted)], joint[len(predicted) :]
-    size = len(classes)
-    hits = np.bincount(targets[predicted == targets], minlength=size)
-    return hits, np.bincount(predicted, minlength=size), np.bincount(targets, minlength=size)
-
-
-def _mean_ratio(numerator: Array, denominator: Array) -> float:
-    ratios = np.divide(numerator, denominator, out=np.zeros(len(numerator)), where=denominator > 0)
-    return float(ratios.mean()) if len(ratios) else float("nan")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from typing import Any
 
 import numpy as np
@@ -201,3 +202,29 @@ def test_torchmetrics() -> None:
     assert set(found) == {"acc", "f1"}
     again = evaluate_result_package({"a": single, "b": both}, scores, y_true)
     assert set(again) == {"a", "b_acc", "b_f1"}
+
+
+def test_without_scikit_learn_packages_are_refused_before_any_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = r"scikit-learn's, which is not installed: pip install 'trainloop\[metrics\]', or score by a function"
+    monkeypatch.setattr(rp, "find_spec", lambda name: None)
+    for package in (
+        rp.ClassificationResultPackage,
+        rp.BinaryClassificationResultPackage,
+        rp.RegressionResultPackage,
+    ):
+        with pytest.raises(ConfigurationError, match=hidden):
+            package()
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    for metric in (rp.accuracy, rp.f1, rp.roc_auc, rp.r2):
+        with pytest.raises(ConfigurationError, match=hidden):
+            metric([0, 1], [1, 0])
+    assert rp.mse([0, 1], [1, 0]) == rp.mae([0, 1], [1, 0]) == 1
+
+
+def test_a_model_that_diverges_scores_nan_and_trains_on() -> None:
+    scores = [0.1, float("nan"), 0.3]
+    assert np.isnan(rp.roc_auc(scores, [0, 1, 0]))
+    assert np.isnan(rp.pr_auc(scores, [0, 1, 0]))
+    found = evaluate_result_package(rp.RegressionResultPackage(), scores, [0.0, 1.0, 2.0])
+    assert all(np.isnan(value) for value in found.values())
+    assert np.isnan(rp.accuracy([], []))

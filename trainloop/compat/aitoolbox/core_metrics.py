@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from trainloop.errors import ConfigurationError
+from trainloop.result_package import scikit_learn
 
 __all__ = [
     "AbstractBaseMetric",
@@ -28,14 +29,6 @@ __all__ = [
 def as_array(rows: Any) -> Any:
     """Targets or predictions as a numpy array of their own."""
     return np.array(rows.detach().cpu().numpy() if isinstance(rows, Tensor) else rows)
-
-
-def _sklearn() -> Any:
-    try:
-        import sklearn.metrics
-    except ImportError as error:
-        raise ConfigurationError("AIToolbox's metrics need scikit-learn: pip install scikit-learn.") from error
-    return sklearn.metrics
 
 
 class AbstractBaseMetric(ABC):
@@ -129,7 +122,7 @@ class AccuracyMetric(AbstractBaseMetric):
                 print("Accuracy: predictions are not between 0 and 1. The threshold has not been applied.")
         if self.y_true.ndim > 1 and self.y_true.shape[1] > 1:
             self.y_true = np.argmax(self.y_true, axis=1)
-        return float(_sklearn().accuracy_score(self.y_true, self.y_predicted))
+        return float(scikit_learn().accuracy_score(self.y_true, self.y_predicted))
 
 
 class ROCAUCMetric(AbstractBaseMetric):
@@ -139,7 +132,7 @@ class ROCAUCMetric(AbstractBaseMetric):
         super().__init__(y_true, y_predicted, "ROC_AUC")
 
     def calculate_metric(self) -> float:
-        return float(_sklearn().roc_auc_score(self.y_true, self.y_predicted))
+        return float(scikit_learn().roc_auc_score(self.y_true, self.y_predicted))
 
 
 class PrecisionRecallCurveAUCMetric(AbstractBaseMetric):
@@ -149,8 +142,8 @@ class PrecisionRecallCurveAUCMetric(AbstractBaseMetric):
         super().__init__(y_true, y_predicted, "PrecisionRecall_AUC")
 
     def calculate_metric(self) -> float:
-        precision, recall, _ = _sklearn().precision_recall_curve(self.y_true, self.y_predicted)
-        return float(_sklearn().auc(recall, precision))
+        precision, recall, _ = scikit_learn().precision_recall_curve(self.y_true, self.y_predicted)
+        return float(scikit_learn().auc(recall, precision))
 
 
 class _Thresholded(AbstractBaseMetric):
@@ -162,7 +155,7 @@ class _Thresholded(AbstractBaseMetric):
 
     def calculate_metric(self) -> float:
         labels = np.where(self.y_predicted > self.positive_class_thresh, 1, 0)
-        return float(getattr(_sklearn(), self.function)(self.y_true, labels))
+        return float(getattr(scikit_learn(), self.function)(self.y_true, labels))
 
 
 class F1ScoreMetric(_Thresholded):
@@ -190,7 +183,7 @@ class MeanSquaredErrorMetric(AbstractBaseMetric):
         super().__init__(y_true, y_predicted, "Mean_squared_error")
 
     def calculate_metric(self) -> float:
-        return float(_sklearn().mean_squared_error(self.y_true, self.y_predicted))
+        return float(scikit_learn().mean_squared_error(self.y_true, self.y_predicted))
 
 
 class MeanAbsoluteErrorMetric(AbstractBaseMetric):
@@ -200,4 +193,4 @@ class MeanAbsoluteErrorMetric(AbstractBaseMetric):
         super().__init__(y_true, y_predicted, "Mean_absolute_error")
 
     def calculate_metric(self) -> float:
-        return float(_sklearn().mean_absolute_error(self.y_true, self.y_predicted))
+        return float(scikit_learn().mean_absolute_error(self.y_true, self.y_predicted))
