@@ -16,14 +16,20 @@ from torch import Tensor, nn
 
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.compat.aitoolbox import cloud
-from trainloop.compat.aitoolbox.callbacks import FunctionOnTrainLoop, GradientStatsPrint, GradNormClip
+from trainloop.compat.aitoolbox.callbacks import (
+    AbstractExperimentCallback,
+    FunctionOnTrainLoop,
+    GradientStatsPrint,
+    GradNormClip,
+)
 from trainloop.compat.aitoolbox.checkpoints import ModelCheckpoint, ModelLoadContinueTraining, ModelTrainEndSave
-from trainloop.compat.aitoolbox.cloud import FullPyTorchExperimentS3Saver, PyTorchS3ModelSaver
+from trainloop.compat.aitoolbox.cloud import FullPyTorchExperimentS3Saver, LogUpload, PyTorchS3ModelSaver
 from trainloop.compat.aitoolbox.history import TrainingHistory
 from trainloop.compat.aitoolbox.inputs import OwnOptimizer
 from trainloop.compat.aitoolbox.loop import TrainLoop
 from trainloop.compat.aitoolbox.models import TTDataParallel, TTParallelBase
 from trainloop.compat.aitoolbox.performance import ModelPerformanceEvaluation
+from trainloop.compat.aitoolbox.reports import GradDistributionPlot, ModelTrainHistoryPlot
 from trainloop.compat.aitoolbox.results import ClassificationResultPackage, TorchMetricsPackage
 from trainloop.compat.aitoolbox.saving import (
     FullPyTorchExperimentLocalSaver,
@@ -33,6 +39,7 @@ from trainloop.compat.aitoolbox.saving import (
 )
 from trainloop.compat.aitoolbox.schedulers import ReduceLROnPlateauMetricScheduler, StepLRScheduler
 from trainloop.compat.aitoolbox.store import ModelPredictionStore
+from trainloop.compat.aitoolbox.trackers import TensorboardFullTracking
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel
 
@@ -362,3 +369,45 @@ def test_parts_are_what_they_are_in_aitoolbox(tmp_path: Path) -> None:
     content = pickle.loads(Path(path).read_bytes())
     place = ["experiment_name", "experiment_results_local_path"]
     assert list(content) == ["y_true", "y_predicted", *place, "results", "hyperparameters", "training_history"]
+
+
+EXPERIMENT = {
+    "project_name": "p",
+    "experiment_name": "e",
+    "local_model_result_folder_path": "f",
+    "cloud_save_mode": "s3",
+    "bucket_name": "b",
+    "cloud_dir_prefix": "d",
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [
+        (AbstractExperimentCallback, ("name",)),
+        (LogUpload, ("log.txt", False)),
+        (ModelTrainHistoryPlot, (True, True, "pdf")),
+        (GradDistributionPlot, (None, "gradients", "png")),
+        (TensorboardFullTracking, (["loss"], 10, "logs", False)),
+        (ModelLoadContinueTraining, ("T", "model", 3, True, True, True, None)),
+    ],
+)
+def test_an_experiment_is_given_by_place_or_by_name(kind: type[Any], own: tuple[Any, ...]) -> None:
+    for callback in (kind(*own, *EXPERIMENT.values()), kind(*own, **EXPERIMENT)):
+        assert {name: getattr(callback, name) for name in EXPERIMENT} == EXPERIMENT
+    assert all(getattr(kind(*own), name) is None for name in EXPERIMENT)
+
+
+def test_other_arguments_go_where_they_belong() -> None:
+    tensorboard = TensorboardFullTracking(max_queue=3, bucket_name="b")
+    assert tensorboard.tb_writer_kwargs == {"max_queue": 3}
+    assert (tensorboard.bucket_name, tensorboard.is_project) == ("b", True)
+    load = ModelLoadContinueTraining("T", map_location="cpu", project_name="p")
+    assert load.local_loader_kwargs == {"map_location": "cpu"}
+    assert (load.project_name, load.saved_model_dir) == ("p", "checkpoint_model")
+    with pytest.raises(TypeError, match="projekt_name"):
+        ModelTrainHistoryPlot(projekt_name="p")
+    with pytest.raises(TypeError, match="project_name given twice"):
+        TensorboardFullTracking(None, 1, None, True, "p", project_name="p")
+    with pytest.raises(TypeError, match="7 comes after cloud_dir_prefix"):
+        LogUpload("log.txt", False, *EXPERIMENT.values(), 7)

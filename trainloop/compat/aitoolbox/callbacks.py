@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,10 +36,28 @@ __all__ = [
 ]
 
 
+_EXPERIMENT = ("project_name", "experiment_name", "local_model_result_folder_path")
+_CLOUD = ("cloud_save_mode", "bucket_name", "cloud_dir_prefix")
+
+
+def experiment_in(given: Sequence[Any], arguments: dict[str, Any]) -> tuple[Any, Any, Any, Any, Any, Any]:
+    """Where an experiment is: what was given for it in order, and what is taken out of arguments by name."""
+    names = (*_EXPERIMENT, *_CLOUD)
+    if len(given) > len(names):
+        raise TypeError(f"{given[len(names)]!r} comes after {names[-1]}, the last argument in order: give it by name.")
+    twice = [name for name in names[: len(given)] if name in arguments]
+    if twice:
+        raise TypeError(f"{', '.join(twice)} given twice: in order, and by name.")
+    later = [arguments.pop(name, None) for name in names[len(given) :]]
+    project, experiment, folder, mode, bucket, prefix = [*given, *later]
+    return project, experiment, folder, mode, bucket, prefix
+
+
 class AbstractExperimentCallback(AbstractCallback):
     """A callback that writes into an experiment's folder, and maybe into a cloud.
 
-    What is left out is taken from a tracking loop, by :meth:`try_infer_experiment_details`.
+    What is left out is taken from a tracking loop, by :meth:`try_infer_experiment_details`. Callbacks made of it take
+    these arguments, from ``project_name`` on, behind their own: ``*experiment`` in their order, or by name.
     """
 
     def __init__(
@@ -71,11 +89,9 @@ class AbstractExperimentCallback(AbstractCallback):
         AttributeError
             If the loop, being no tracking loop, has no such thing.
         """
-        names = ["project_name", "experiment_name", "local_model_result_folder_path"]
-        missing = [name for name in names if getattr(self, name) is None]
-        cloud = ["cloud_save_mode", "bucket_name", "cloud_dir_prefix"]
-        if infer_cloud_details and all(getattr(self, name) is None for name in cloud):
-            missing += cloud
+        missing = [name for name in _EXPERIMENT if getattr(self, name) is None]
+        if infer_cloud_details and all(getattr(self, name) is None for name in _CLOUD):
+            missing += _CLOUD
         for name in missing:
             if not hasattr(self.train_loop_obj, name):
                 raise AttributeError(

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from trainloop.callbacks.base import AbstractCallback
-from trainloop.compat.aitoolbox.callbacks import AbstractExperimentCallback
+from trainloop.compat.aitoolbox.callbacks import AbstractExperimentCallback, experiment_in
 from trainloop.compat.aitoolbox.cloud import (
     PyTorchGoogleStorageModelLoader,
     PyTorchGoogleStorageModelSaver,
@@ -273,22 +273,12 @@ class ModelLoadContinueTraining(AbstractExperimentCallback):
         ignore_missing_saved_schedulers: bool = False,
         used_data_parallel: bool = False,
         custom_local_loader_class: Any = None,
-        project_name: str | None = None,
-        experiment_name: str | None = None,
-        local_model_result_folder_path: str | None = None,
-        cloud_save_mode: str | None = None,
-        bucket_name: str | None = None,
-        cloud_dir_prefix: str | None = None,
+        *experiment: Any,
         **kwargs: Any,
     ) -> None:
         super().__init__(
             "Model loading and initialization from checkpoint before training",
-            project_name,
-            experiment_name,
-            local_model_result_folder_path,
-            cloud_save_mode,
-            bucket_name,
-            cloud_dir_prefix,
+            *experiment_in(experiment, kwargs),
             execution_order=-10,
         )
         self.saved_experiment_timestamp = saved_experiment_timestamp

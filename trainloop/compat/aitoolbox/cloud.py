@@ -9,7 +9,7 @@ from typing import Any
 
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.checkpoint.storage import split_file
-from trainloop.compat.aitoolbox.callbacks import AbstractExperimentCallback
+from trainloop.compat.aitoolbox.callbacks import AbstractExperimentCallback, experiment_in
 from trainloop.compat.aitoolbox.saving import (
     DEFAULT_FOLDER,
     ExperimentFolder,
@@ -339,23 +339,15 @@ class LogUpload(AbstractExperimentCallback):
         self,
         log_file_path: str = "~/project/training.log",
         fail_if_cloud_missing: bool = True,
-        project_name: str | None = None,
-        experiment_name: str | None = None,
-        local_model_result_folder_path: str | None = None,
-        cloud_save_mode: str | None = None,
-        bucket_name: str | None = None,
-        cloud_dir_prefix: str | None = None,
+        *experiment: Any,
+        **named: Any,
     ) -> None:
         super().__init__(
             "Upload Tmux logging file to cloud",
-            project_name,
-            experiment_name,
-            local_model_result_folder_path,
-            cloud_save_mode,
-            bucket_name,
-            cloud_dir_prefix,
+            *experiment_in(experiment, named),
             execution_order=1500,
             device_idx_execution=0,
+            **named,
         )
         self.log_file_path = os.path.expanduser(log_file_path)
         self.fail_if_cloud_missing = fail_if_cloud_missing

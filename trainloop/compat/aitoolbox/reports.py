@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from trainloop.compat.aitoolbox.callbacks import AbstractExperimentCallback
+from trainloop.compat.aitoolbox.callbacks import AbstractExperimentCallback, experiment_in
 from trainloop.compat.aitoolbox.cloud import Bucket, bucket_of
 from trainloop.compat.aitoolbox.messages import MessageHandling
 from trainloop.compat.aitoolbox.plots import GradientPlotter, TrainingHistoryPlotter, TrainingHistoryWriter
@@ -70,23 +70,15 @@ class ModelTrainHistoryBaseCB(_Reports):
         epoch_end: bool = True,
         train_end: bool = False,
         file_format: str = "",
-        project_name: str | None = None,
-        experiment_name: str | None = None,
-        local_model_result_folder_path: str | None = None,
-        cloud_save_mode: str | None = None,
-        bucket_name: str | None = None,
-        cloud_dir_prefix: str | None = None,
+        *experiment: Any,
+        **named: Any,
     ) -> None:
         super().__init__(
             callback_name,
-            project_name,
-            experiment_name,
-            local_model_result_folder_path,
-            cloud_save_mode,
-            bucket_name,
-            cloud_dir_prefix,
+            *experiment_in(experiment, named),
             execution_order=execution_order,
             device_idx_execution=0,
+            **named,
         )
         if epoch_end is False and train_end is False:
             raise ConfigurationError("epoch_end and train_end are both False: at least one must be True.")
@@ -173,22 +165,14 @@ class GradDistributionPlot(_Reports):
         model_layers_extract_def: Callable[[Any], Iterable[Any]],
         grad_plots_dir_name: str = "grad_distribution",
         file_format: str = "png",
-        project_name: str | None = None,
-        experiment_name: str | None = None,
-        local_model_result_folder_path: str | None = None,
-        cloud_save_mode: str | None = None,
-        bucket_name: str | None = None,
-        cloud_dir_prefix: str | None = None,
+        *experiment: Any,
+        **named: Any,
     ) -> None:
         super().__init__(
             "Gradient distribution plotter",
-            project_name,
-            experiment_name,
-            local_model_result_folder_path,
-            cloud_save_mode,
-            bucket_name,
-            cloud_dir_prefix,
+            *experiment_in(experiment, named),
             device_idx_execution=0,
+            **named,
         )
         self.model_layers_extract_def = model_layers_extract_def
         self.grad_plots_dir_name = grad_plots_dir_name

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainloop.compat.aitoolbox.callbacks import AbstractExperimentCallback
+from trainloop.compat.aitoolbox.callbacks import AbstractExperimentCallback, experiment_in
 from trainloop.compat.aitoolbox.cloud import bucket_of
 from trainloop.compat.aitoolbox.saving import ExperimentFolder
 from trainloop.errors import ConfigurationError
@@ -55,22 +55,12 @@ class TensorboardReporterBaseCB(AbstractExperimentCallback):
         callback_name: str,
         log_dir: str | None = None,
         is_project: bool = True,
-        project_name: str | None = None,
-        experiment_name: str | None = None,
-        local_model_result_folder_path: str | None = None,
-        cloud_save_mode: str | None = None,
-        bucket_name: str | None = None,
-        cloud_dir_prefix: str | None = None,
+        *experiment: Any,
         **kwargs: Any,
     ) -> None:
         super().__init__(
             callback_name,
-            project_name,
-            experiment_name,
-            local_model_result_folder_path,
-            cloud_save_mode,
-            bucket_name,
-            cloud_dir_prefix,
+            *experiment_in(experiment, kwargs),
             execution_order=97,
             device_idx_execution=0,
         )
