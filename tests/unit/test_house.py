@@ -179,6 +179,7 @@ LATE = {
     "trainloop.train_loop.execute trainloop.launch": RANKS,
     "trainloop.train_loop.execute trainloop.launch.rank_process": RANKS,
     "trainloop.train_loop.execute trainloop.train_loop.handover": RANKS,
+    "trainloop.train_loop.loop trainloop.tools": UP,
     "trainloop.train_loop.loop trainloop.train_loop.preflight": UP,
     "trainloop.train_loop.placement trainloop.sync_batchnorm": CHEAP,
     "trainloop.train_loop.site trainloop.launch": RANKS,

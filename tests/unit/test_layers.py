@@ -31,6 +31,7 @@ LAYERS = [
     ["callbacks", "schedulers"],
     ["checkpoint", "result_package"],
     ["train_loop"],
+    ["tools"],
     ["tuning"],
     ["compat"],
     ["doctor"],
@@ -43,6 +44,7 @@ ALLOWED_UP: dict[tuple[str, str], str] = {
         "checkpoint",
     ): "ModelCheckpoint writes with it; checkpoint takes and gives dicts, and imports no callback",
     ("callbacks", "result_package"): "predictions are scored with it",
+    ("train_loop", "tools"): "the loop's methods are front doors to them",
 }
 
 PUBLIC = """TrainLoop TrainLoopCheckpoint TrainLoopEndSave TrainLoopCheckpointEndSave TTModel TTBasicModel ModelWrap

@@ -66,6 +66,7 @@ from trainloop.train_loop.training import Training
 
 if TYPE_CHECKING:
     from trainloop.resources import ResourceQuota
+    from trainloop.tools import BatchSizes, LearningRates, Summary
     from trainloop.train_loop.preflight import PreflightReport
 
 __all__ = ["TrainLoop"]
@@ -571,6 +572,26 @@ class TrainLoop(Generic[ModelT]):
         if not isinstance(self.running, Training):
             raise ConfigurationError(f"{method}() is about a running fit: call it from a callback.")
         return self.running
+
+    # -- tools -------------------------------------------------------------------------------------------------------
+
+    def find_lr(self, **kwargs: Any) -> LearningRates:
+        """Losses over a growing learning rate, and a suggestion; see :func:`trainloop.tools.find_lr`."""
+        from trainloop.tools import find_lr
+
+        return find_lr(self, **kwargs)
+
+    def find_batch_size(self, **kwargs: Any) -> BatchSizes:
+        """The largest batch there is memory for; see :func:`trainloop.tools.find_batch_size`."""
+        from trainloop.tools import find_batch_size
+
+        return find_batch_size(self, **kwargs)
+
+    def summary(self, batch: Any = None, *, depth: int = 3) -> Summary:
+        """Layers, parameters, FLOPs and the memory of a training step; see :func:`trainloop.tools.summary`."""
+        from trainloop.tools import summary
+
+        return summary(self, batch, depth=depth)
 
     def preflight(self, **kwargs: Any) -> PreflightReport:
         """Look for what would go wrong later, in seconds; see :func:`trainloop.train_loop.preflight.preflight`."""

@@ -70,6 +70,8 @@ ATTRIBUTES = {
     "global_rank": "rank",
     "num_devices": "site.devices",
     "logger add_callback": "fit(callbacks=[...])",
+    "lr_find lr_finder": "find_lr()",
+    "scale_batch_size": "find_batch_size()",
     "state_dict": "checkpoint_state() in a callback; ModelCheckpoint keeps it",
 }
 

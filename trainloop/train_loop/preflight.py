@@ -6,7 +6,6 @@ draws from random generators of its own.
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -21,7 +20,7 @@ from trainloop import rng
 from trainloop.data import SplitBatches, train_feed
 from trainloop.distributed.key import KEY_VARIABLE, key_from_environment
 from trainloop.distributed.peers import owners_are_known
-from trainloop.errors import ConfigurationError, TrainLoopError, WorkerFailedError
+from trainloop.errors import TrainLoopError, WorkerFailedError
 from trainloop.nested import parts_of
 from trainloop.optim import MultiLoss, optimizers_of, parameters_of
 from trainloop.parallel.scatter import batch_length, chunk_sizes, scatter
@@ -30,12 +29,14 @@ from trainloop.train_loop.execute import sent_parts
 from trainloop.train_loop.kinds import GpuMode
 from trainloop.train_loop.loop import TrainLoop
 from trainloop.train_loop.losses import run_through, split_loss, split_yielded
+from trainloop.train_loop.trial import copies, first_batch, require_training_parts
 from trainloop.transfer import pack
 
 __all__ = ["Finding", "PreflightReport", "preflight"]
 
 # Sums in another order differ in the last bits; a few steps of Adam near zero gradients enlarge that.
 TOLERANCE = 1e-4
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -103,9 +104,7 @@ def preflight(loop: TrainLoop[Any], *, steps: int = 3, ranks: int = 2) -> Prefli
     ConfigurationError
         If the loop has no ``train_loader`` or no ``optimizer``.
     """
-    if loop.train_loader is None or loop.optimizer is None:
-        missing = "train_loader" if loop.train_loader is None else "optimizer"
-        raise ConfigurationError(f"preflight tries a few training steps, but {missing} is None. Pass one to the loop.")
+    require_training_parts(loop, "preflight")
     findings = []
     checks: dict[str, Callable[[], str]] = {
         "can be sent to ranks": lambda: _sendable(loop),
@@ -152,8 +151,8 @@ def _sendable(loop: TrainLoop[Any]) -> str:
 
 
 def _one_batch(loop: TrainLoop[Any]) -> str:
-    model, _, criterion = _copies(loop)
-    batch = _first_batch(loop)
+    model, _, criterion = copies(loop, CPU)
+    batch = first_batch(loop.train_loader)
     loss, weight = _loss_of(model, batch, criterion)
     value = _number(loss)
     if not math.isfinite(value):
@@ -222,8 +221,8 @@ def _gradients(loop: TrainLoop[Any]) -> str:
 
 def _after_backward(loop: TrainLoop[Any]) -> tuple[nn.Module, Any]:
     """Copies of model and optimizer, with the first batch's gradients."""
-    model, optimizer, criterion = _copies(loop)
-    output = model.get_loss(_first_batch(loop), criterion, torch.device("cpu"))
+    model, optimizer, criterion = copies(loop, CPU)
+    output = model.get_loss(first_batch(loop.train_loader), criterion, torch.device("cpu"))
     for item in output if isinstance(output, Generator) else [output]:
         loss = split_yielded(item).loss if isinstance(output, Generator) else split_loss(item)[0]
         (loss.total() if isinstance(loss, MultiLoss) else loss).backward()
@@ -287,7 +286,7 @@ def _trained(
     accumulation: int,
     ddp_model_args: dict[str, Any] | None = None,
 ) -> nn.Module:
-    model, optimizer, criterion = _copies(loop)
+    model, optimizer, criterion = copies(loop, CPU)
     for module in model.modules():  # what draws or counts per process differs between modes, and rightly so
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -313,24 +312,6 @@ def _trained(
 
 def _stay(module: nn.Module) -> Callable[..., nn.Module]:
     return lambda mode=True: module
-
-
-def _copies(loop: TrainLoop[Any]) -> Any:
-    """Model, optimizer and criterion of their own, on the CPU, still belonging together."""
-    model, optimizer, criterion = copy.deepcopy((loop.model, loop.optimizer, loop.criterion))
-    model.to("cpu").train()
-    if isinstance(criterion, nn.Module):
-        criterion.to("cpu")
-    for single in optimizers_of(optimizer):
-        for state in single.state.values():
-            state.update({k: v.to("cpu") for k, v in state.items() if isinstance(v, Tensor)})
-    return model, optimizer, criterion
-
-
-def _first_batch(loop: TrainLoop[Any]) -> Any:
-    for batch in loop.train_loader:
-        return batch
-    raise ConfigurationError("train_loader has no batches: its dataset is empty. Give it data.")
 
 
 def _form(batch: Any) -> str:

@@ -1,0 +1,45 @@
+"""Tools with ranks: over all of them, and with one that the kernel ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from small_loop import make_loop
+from trainloop import TTBasicModel
+
+
+class Killed(TTBasicModel):
+    """Ended by the kernel where a batch has more than 20 samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.fc(x)
+
+
+def test_tools_run_over_ranks_and_leave_no_trace() -> None:
+    arguments: dict[str, Any] = {"gpu_mode": "ddp", "devices": 2, "seed": 3}
+    loop = make_loop(Killed(), **arguments)
+    before, state = loop.model.fc.weight.detach().clone(), torch.get_rng_state()
+    assert loop.find_batch_size(smallest=20).suggestion == 20  # of a rank; 40 end one
+    rates = {"smallest": 1e-4, "largest": 0.1, "steps": 10}
+    found = loop.find_lr(**rates)
+    assert torch.equal(loop.model.fc.weight, before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert loop.global_step == 0
+    # One process that is fed the ranks' global batches sees the same losses.
+    alone = make_loop(Killed(), seed=3)
+    alone.train_loader = torch.utils.data.DataLoader(loop.train_loader.dataset, 32)
+    alone.model.forward = alone.model.fc.forward  # type: ignore[method-assign]  # 32 samples would end this process
+    assert found.losses == pytest.approx(alone.find_lr(**rates).losses, rel=1e-5)

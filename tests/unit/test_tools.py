@@ -1,0 +1,203 @@
+"""find_lr, find_batch_size and summary: against loops and counts by hand, and that they leave no trace."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.utils.data import DataLoader
+
+from conftest import make_data
+from small_loop import Net, make_loop
+from trainloop import AbstractCallback, MultiOptimizer, TrainLoop, TTBasicModel
+from trainloop.errors import ConfigurationError
+from trainloop.tools import LearningRates
+
+
+def state_of(loop: TrainLoop[Any]) -> Any:
+    return copy.deepcopy(
+        (
+            loop.model.state_dict(),
+            loop.optimizer.state_dict(),
+            loop.history.to_dict(),
+            (loop.epoch, loop.global_step, loop.total_iteration_idx, loop.callbacks, repr(loop.site)),
+            torch.get_rng_state(),
+            loop.train_loader.generator.get_state(),
+            [module.training for module in loop.model.modules()],
+        )
+    )
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def shuffled_loop(**arguments: Any) -> TrainLoop[Any]:
+    loop = make_loop(**arguments)
+    loop.train_loader = DataLoader(make_data(), 16, shuffle=True, generator=torch.Generator().manual_seed(4))
+    return loop
+
+
+@pytest.mark.parametrize("tool", ["find_lr", "find_batch_size", "summary"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_no_tool_leaves_a_trace(tool: str, trained: bool) -> None:
+    loop = shuffled_loop(gpu_mode="dp", devices=1)
+    if trained:
+        loop.fit(num_epochs=1)
+    loop.model.fc.eval()
+    before = state_of(loop)
+    getattr(loop, tool)()
+    assert same(state_of(loop), before)
+
+
+def test_find_lr_is_the_sweep_by_hand() -> None:
+    loop = make_loop()
+    found = loop.find_lr(smallest=1e-4, largest=0.5, steps=20)
+    assert not found.diverged
+    assert found.rates[0] == pytest.approx(1e-4)
+    assert found.rates[-1] == pytest.approx(0.5)
+    model, losses = copy.deepcopy(loop.model), []
+    optimizer = optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    batches = [batch for _ in range(3) for batch in loop.train_loader][:20]
+    for rate, (x, y) in zip(found.rates, batches):
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model.fc(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert list(found.losses) == pytest.approx(losses, rel=1e-6)
+    assert found.suggestion in found.rates
+    assert "suggestion" in str(found)
+
+
+def test_find_lr_ends_where_the_loss_runs_away_and_draws_it(tmp_path: Any, may_leave: Any) -> None:
+    may_leave("matplotlib")  # keeps its fonts open
+    found = make_loop(optimizer=None).find_lr(smallest=1e-3, largest=1e9, steps=60)
+    assert found.diverged
+    assert len(found.losses) < 60
+    found.plot(str(tmp_path / "lr.png"))
+    assert (tmp_path / "lr.png").stat().st_size > 1000
+    rising = LearningRates(tuple(range(1, 31)), tuple(map(float, range(30))), False)
+    assert rising.suggestion is None  # rather than the least bad
+
+
+def test_groups_keep_their_ratio() -> None:
+    model = Net()
+    groups = [{"params": [model.fc.weight], "lr": 0.1}, {"params": [model.fc.bias], "lr": 0.3}]
+    seen = []
+
+    class Groups(optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.append([group["lr"] for group in self.param_groups])
+            return super().step(closure)
+
+    make_loop(model, optimizer=Groups(groups)).find_lr(steps=10)
+    assert len(seen) == 10
+    assert all(second == pytest.approx(3 * first) for first, second in seen)
+
+
+class Hungry(TTBasicModel):
+    """Has memory for 40 samples."""
+
+    def __init__(self, error: type[Exception] = torch.OutOfMemoryError, most: int = 40) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 3)
+        self.error, self.most = error, most
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.most:
+            raise self.error(f"{len(x)} samples")
+        return self.fc(x)
+
+
+def test_find_batch_size_survives_memory_errors() -> None:
+    found = make_loop(Hungry(), gpu_mode="dp", devices=1).find_batch_size(smallest=5)
+    assert {size: speed is not None for size, speed in found.tried.items()} == {5: 1, 10: 1, 20: 1, 40: 1, 80: 0}
+    assert found.suggestion == 40
+    assert found.limit == "memory"
+    assert "batch_size 80: out of memory" in str(found)
+    down = make_loop(Hungry(most=3), gpu_mode="dp", devices=1).find_batch_size()
+    assert down.suggestion == 2  # 16 is too large, and so are 8 and 4
+    most = make_loop(gpu_mode="dp", devices=1).find_batch_size(largest=50)
+    assert (most.suggestion, most.limit) == (50, "largest")
+    assert make_loop(Hungry(most=0), gpu_mode="dp", devices=1).find_batch_size().suggestion is None
+    with pytest.raises(ZeroDivisionError):  # not about memory
+        make_loop(Hungry(ZeroDivisionError), gpu_mode="dp", devices=1).find_batch_size()
+
+
+class Deep(TTBasicModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16))
+        self.head = nn.Linear(16, 3)
+        self.head_again = self.head  # tied: counted once
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def test_summary_counts_what_there_is() -> None:
+    model = Deep()
+    found = make_loop(model, optimizer=optim.Adam(model.parameters())).summary()
+    weights = [8 * 16 + 16, 16 * 16 + 16, 16 * 3 + 3]
+    by_name = {layer.name: layer for layer in found.layers}
+    assert [by_name[name].parameters for name in ("body.0", "body.2", "head")] == weights
+    assert found.layers[0].parameters == sum(weights)
+    assert by_name["body"].output == "[16, 16]"
+    # Two for a multiplication with an addition, for each sample; the backward pass takes two such products but for the
+    # first layer, whose input needs no gradient.
+    products = [16 * 2 * n for n in (8 * 16, 16 * 16, 16 * 3)]
+    assert found.forward_flops == by_name[""].flops == sum(products)
+    assert [by_name[name].flops for name in ("body.0", "body", "head")] == [products[0], sum(products[:2]), products[2]]
+    assert found.step_flops == 3 * sum(products) - products[0]
+    assert found.weight_bytes == found.gradient_bytes == 4 * sum(weights)
+    assert found.optimizer_bytes == pytest.approx(2 * 4 * sum(weights), abs=64)  # Adam's two means, and its counters
+    # Kept for backward: two inputs, one output that relu and the next layer share, the last layer's input, the loss's.
+    assert found.batch_bytes == 16 * 8 * 4 + 16 * 8
+    assert found.activation_bytes >= 4 * 16 * (8 + 16 + 16 + 3)
+    assert found.activation_bytes <= 4 * 16 * (8 + 16 + 16 + 3) + 1024
+    assert "memory of a training step" in str(found)
+    assert make_loop(model).summary(torch.randn(4, 8)).samples == 4
+    assert len(make_loop(model).summary(depth=1).layers) == 3
+
+
+class Calls(AbstractCallback):
+    def on_epoch_begin(self) -> None:
+        self.train_loop_obj.find_lr()
+
+
+WRONG = {
+    "no data": (lambda: TrainLoop(Net(), None).find_lr(), "train_loader is None"),
+    "no batch": (lambda: TrainLoop(Net(), None).summary(), r"summary\(batch\)"),
+    "in a run": (lambda: make_loop().fit(num_epochs=1, callbacks=[Calls()]), "Call it before fit"),
+    "few steps": (lambda: make_loop().find_lr(steps=3), "steps=3"),
+    "rates": (lambda: make_loop().find_lr(smallest=1.0, largest=0.1), "smallest < largest"),
+    "size": (lambda: make_loop().find_batch_size(smallest=0), "smallest=0"),
+    "batches": (
+        lambda: TrainLoop(m := Net(), [(torch.ones(2, 8), torch.ones(2))], optimizer=optim.SGD(m.parameters()))
+        .find_batch_size(),
+        "no size to change",
+    ),
+    "several optimizers": (
+        lambda: make_loop(m := Net(), optimizer=MultiOptimizer([optim.SGD([m.fc.weight]), optim.SGD([m.fc.bias])]))
+        .find_lr(),
+        "several optimizers",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_no_tool_can_do_is_said(case: str) -> None:
+    call, words = WRONG[case]
+    with pytest.raises(ConfigurationError, match=words):
+        call()

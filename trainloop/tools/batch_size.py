@@ -1,0 +1,193 @@
+"""The largest batch that a training step has memory for."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader
+
+from trainloop.callbacks.base import AbstractCallback
+from trainloop.data.loaders import is_stream, plain_batches
+from trainloop.data.samplers import length_of
+from trainloop.data.twins import twin
+from trainloop.errors import ConfigurationError, WorkerFailedError
+from trainloop.optim import optimizers_of
+from trainloop.train_loop.loop import TrainLoop
+from trainloop.train_loop.trial import require_training_parts, trial_of, untouched
+
+__all__ = ["BatchSizes", "find_batch_size"]
+
+_WORDS = ("out of memory", "OutOfMemoryError", "can't allocate memory", "Cannot allocate memory", "MemoryError")
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """What :func:`find_batch_size` found; sizes are per process."""
+
+    tried: dict[int, float | None]
+    """Samples a second of one process at each size; ``None`` where memory was short."""
+    limit: str
+    """Why no larger one was tried."""
+
+    @property
+    def suggestion(self) -> int | None:
+        """The largest for which there was memory; ``None`` if there was for none."""
+        return max((size for size, speed in self.tried.items() if speed is not None), default=None)
+
+    def __str__(self) -> str:
+        lines = [
+            f"batch_size {size}: " + ("out of memory" if speed is None else f"{speed:,.0f} samples/s")
+            for size, speed in sorted(self.tried.items())
+        ]
+        return "\n".join([*lines, f"suggestion: {self.suggestion} ({self.limit})"])
+
+
+def find_batch_size(
+    loop: TrainLoop[Any], *, smallest: int | None = None, largest: int | None = None, steps: int = 3
+) -> BatchSizes:
+    """Try training steps with batches of twice the size again and again, until memory is short or data end.
+
+    It runs in the loop's own mode, on its devices, on copies of model and optimizer; the loop stays as it is. A GPU
+    that is out of memory is freed again. On the CPU every try is a process of its own, which the kernel ends in the
+    loop's stead, so that a script needs its ``if __name__ == '__main__':``.
+
+    Parameters
+    ----------
+    loop : TrainLoop
+        Its ``train_loader`` cuts batches by size: a ``DataLoader`` with a ``batch_size``.
+    smallest : int, optional
+        Where to begin; the loader's own batch size by default.
+    largest : int, optional
+        Where to end; each process's share of the dataset in any case.
+    steps : int
+        Optimizer steps at each size. The first one is not among those whose time is taken.
+
+    Returns
+    -------
+    BatchSizes
+        ``.suggestion``, and ``.tried`` with samples a second: the largest is not always the fastest.
+
+    Raises
+    ------
+    ConfigurationError
+        For arguments that can't work, loaders whose batches have no size to change, and a loop without ``train_loader``
+        or ``optimizer``. Errors of the model that are not about memory are raised as they are.
+
+    Examples
+    --------
+    >>> print(tl.find_batch_size())                                                           # doctest: +SKIP
+    """
+    require_training_parts(loop, "find_batch_size")
+    loader = loop.train_loader
+    if not isinstance(loader, DataLoader) or not (is_stream(loader) or plain_batches(loader)) or not loader.batch_size:
+        raise ConfigurationError(
+            f"find_batch_size: train_loader is a {type(loader).__name__} that doesn't cut its batches by a batch_size, "
+            "so there is no size to change. Pass DataLoader(dataset, batch_size=...)."
+        )
+    for name, value, least in (("smallest", smallest, 1), ("largest", largest, 1), ("steps", steps, 2)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise ConfigurationError(f"find_batch_size: {name}={value!r}: must be an int of {least} or more.")
+    processes = len(loop.site.devices) if loop.gpu_mode == "ddp" else 1
+    samples = None if is_stream(loader) else length_of(loader.sampler)
+    most = max(1, samples // processes) if samples is not None else None
+    if largest is not None:
+        most = min(largest, most or largest)
+    size = min(smallest or loader.batch_size, most or smallest or loader.batch_size)
+    tried: dict[int, float | None] = {}
+    limit = "memory"
+    with untouched(loop), _off_the_gpu(loop):
+        while size not in tried:
+            tried[size] = _samples_per_second(loop, size, steps)
+            if tried[size] is None:
+                break
+            if most is not None and size >= most:
+                limit = "largest" if most == largest else "each process's share of the dataset"
+            size = min(2 * size, most) if most is not None else 2 * size
+        if tried[min(tried)] is None:  # too large from the start: downwards, then
+            while size > 1 and tried[size] is None:
+                size //= 2
+                tried[size] = _samples_per_second(loop, size, steps)
+    return BatchSizes(tried, limit)
+
+
+def _samples_per_second(loop: TrainLoop[Any], size: int, steps: int) -> float | None:
+    """``None`` where memory is short."""
+    clock = _Clock()
+    trial = trial_of(loop, _with_batch_size(loop.train_loader, size))
+    if loop.site.devices[0].type == "cpu" and loop.gpu_mode == "single":
+        trial.options = _in_a_process(trial.options)
+    try:
+        # In cycles where the data are few: batches of the size are what counts.
+        trial.fit(num_iterations=steps, callbacks=[clock])
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError and WorkerFailedError are RuntimeErrors
+        if not _is_about_memory(error):
+            raise
+        return None
+    finally:
+        del trial
+        gc.collect()  # the traceback's frames hold what didn't fit
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+    return size / max(clock.seconds_per_step, 1e-9)
+
+
+def _in_a_process(options: Any) -> Any:
+    return replace(options, gpu_mode="ddp", accelerator="cpu", devices=1)
+
+
+def _is_about_memory(error: BaseException) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if isinstance(error, WorkerFailedError) and error.exitcode == -9:  # so the kernel ends whoever takes too much
+        return True
+    return any(word in str(error) for word in _WORDS)
+
+
+def _with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
+    own: Any = loader.batch_sampler
+    return twin(loader, batch_size=size, batch_sampler=BatchSampler(own.sampler, size, own.drop_last))
+
+
+class _Clock(AbstractCallback):
+    """Seconds of a step but the first; and whom the kernel is to end where memory is short."""
+
+    def __init__(self) -> None:
+        super().__init__("find_batch_size")
+        self.seconds_per_step = 0.0
+        self._began = 0.0
+
+    def on_train_begin(self) -> None:
+        if self.train_loop_obj.gpu_mode == "ddp":
+            with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+                file.write("1000")
+
+    def on_after_optimizer_step(self) -> None:
+        loop = self.train_loop_obj
+        if loop.device.type == "cuda":
+            torch.cuda.synchronize(loop.device)
+        if loop.global_step == 1:
+            self._began = time.perf_counter()
+        else:
+            self.seconds_per_step = (time.perf_counter() - self._began) / (loop.global_step - 1)
+
+
+@contextlib.contextmanager
+def _off_the_gpu(loop: TrainLoop[Any]) -> Iterator[None]:
+    """The loop's own model and optimizer in the host's memory meanwhile: the training will not have two of them."""
+    tensors = [*loop.model.parameters(), *loop.model.buffers()]
+    for optimizer in optimizers_of(loop.optimizer):
+        tensors += [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    moved = [(tensor, tensor.device) for tensor in {id(t): t for t in tensors}.values() if tensor.device.type == "cuda"]
+    for tensor, _ in moved:
+        tensor.data = tensor.data.cpu()
+    try:
+        yield
+    finally:
+        for tensor, device in moved:
+            tensor.data = tensor.data.to(device)

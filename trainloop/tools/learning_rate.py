@@ -1,0 +1,177 @@
+"""A learning rate to begin with: the loss over steps whose learning rate grows (Smith, arXiv:1506.01186)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainloop.callbacks.base import AbstractCallback
+from trainloop.errors import ConfigurationError
+from trainloop.optim import MultiOptimizer
+from trainloop.train_loop.loop import TrainLoop
+from trainloop.train_loop.trial import require_training_parts, trial_of, untouched
+
+__all__ = ["LearningRates", "find_lr"]
+
+SMOOTHING = 0.9
+"""Share of the old mean in the smoothed loss; with 100 steps it looks back over some ten."""
+SKIPPED = 5
+"""Of the first losses, over which the mean is of too few to tell a slope."""
+
+
+@dataclass(frozen=True)
+class LearningRates:
+    """What :func:`find_lr` found."""
+
+    rates: tuple[float, ...]
+    """Of each step."""
+    losses: tuple[float, ...]
+    """Of each step, over all ranks, before the step."""
+    diverged: bool
+    """Whether the loss ran away before the largest rate."""
+
+    @property
+    def smoothed(self) -> list[float]:
+        """The losses' exponential mean, corrected at its beginning."""
+        means, mean = [], 0.0
+        for i, loss in enumerate(self.losses, start=1):
+            mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
+            means.append(mean / (1 - SMOOTHING**i))
+        return means
+
+    @property
+    def suggestion(self) -> float | None:
+        """The rate at which the smoothed loss falls most steeply; ``None`` where it never falls."""
+        values = self.smoothed
+        slopes = {i: values[i + 1] - values[i - 1] for i in range(SKIPPED, len(values) - 1)}
+        slopes = {i: slope for i, slope in slopes.items() if math.isfinite(slope)}
+        best = min(slopes, key=slopes.__getitem__, default=None)
+        return None if best is None or slopes[best] >= 0 else self.rates[best]
+
+    def plot(self, path: str | None = None) -> Any:
+        """Draw the losses over the rates, the suggestion marked; returns matplotlib's figure."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ConfigurationError("LearningRates.plot needs matplotlib: pip install 'trainloop[plot]'.") from error
+        figure = Figure(figsize=(5, 3.5), layout="constrained")
+        axes = figure.add_subplot()
+        axes.plot(self.rates, self.losses, alpha=0.3, label="loss")
+        axes.plot(self.rates, self.smoothed, label="smoothed")
+        if self.suggestion is not None:
+            axes.axvline(self.suggestion, color="gray", linestyle="--", label=f"suggestion {self.suggestion:.2g}")
+        axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
+        axes.legend(frameon=False)
+        axes.grid(alpha=0.3)
+        if path is not None:
+            figure.savefig(path, dpi=150)
+        return figure
+
+    def __str__(self) -> str:
+        end = "the loss ran away there" if self.diverged else "the largest that was asked for"
+        found = "none, the loss never fell" if self.suggestion is None else f"{self.suggestion:.3g}"
+        return f"learning rates {self.rates[0]:.2g} to {self.rates[-1]:.2g} ({end}); suggestion: {found}"
+
+
+def find_lr(
+    loop: TrainLoop[Any],
+    *,
+    smallest: float = 1e-7,
+    largest: float = 1.0,
+    steps: int = 100,
+    diverges_at: float = 4.0,
+) -> LearningRates:
+    """Train copies with a learning rate that grows from step to step.
+
+    It runs in the loop's own mode, on its devices, with its batches, again from the first ones where they are few. The
+    loop stays as it is: set what was found yourself, ``optimizer.param_groups[0]["lr"] = found.suggestion``.
+
+    Parameters
+    ----------
+    loop : TrainLoop
+    smallest, largest : float
+        Between these, in equal ratios. Of several parameter groups this is the first one's rate; the others keep their
+        ratio to it.
+    steps : int
+        Optimizer steps.
+    diverges_at : float
+        End early where a loss is that many times the smallest so far, or is not finite.
+
+    Returns
+    -------
+    LearningRates
+        ``.suggestion``, ``.plot("lr.png")``, ``.rates``, ``.losses``.
+
+    Raises
+    ------
+    ConfigurationError
+        For arguments that can't work, several optimizers, and a loop without ``train_loader`` or ``optimizer``.
+
+    Notes
+    -----
+    Memory: a second model and optimizer. A stream is read from its beginning, and is left wherever it is then.
+
+    Examples
+    --------
+    >>> found = tl.find_lr()                                                                  # doctest: +SKIP
+    >>> found.plot("lr.png"), found.suggestion                                                # doctest: +SKIP
+    """
+    require_training_parts(loop, "find_lr")
+    if not 0 < smallest < largest < math.inf:
+        raise ConfigurationError(f"find_lr: smallest={smallest}, largest={largest}: must be 0 < smallest < largest.")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 10:
+        raise ConfigurationError(f"find_lr: steps={steps!r}: must be an int of 10 or more.")
+    if not diverges_at > 1:
+        raise ConfigurationError(f"find_lr: diverges_at={diverges_at!r}: must be above 1.")
+    if isinstance(loop.optimizer, MultiOptimizer):
+        raise ConfigurationError(
+            "find_lr: the loop has several optimizers, whose rates depend on each other. Try a loop with one of them."
+        )
+    rates = [smallest * (largest / smallest) ** (i / (steps - 1)) for i in range(steps)]
+    sweep = _Sweep(rates, diverges_at)
+    with untouched(loop):
+        trial = trial_of(loop)
+        trial.fit(num_iterations=steps, callbacks=[sweep])
+    losses = trial.history.steps("loss")
+    return LearningRates(tuple(rates[: len(losses)]), tuple(losses), trial.early_stop)
+
+
+class _Sweep(AbstractCallback):
+    """Sets each step's learning rate, and ends where the loss runs away."""
+
+    def __init__(self, rates: list[float], diverges_at: float) -> None:
+        super().__init__("find_lr")
+        self.rates = rates
+        self.diverges_at = diverges_at
+        self.best = math.inf
+        self.ratios: list[float] = []
+
+    def on_train_begin(self) -> None:
+        groups = self.train_loop_obj.optimizer.param_groups
+        first = float(groups[0]["lr"])
+        self.ratios = [float(group["lr"]) / first if first else 1.0 for group in groups]
+        self._set(self.rates[0])
+
+    def _set(self, rate: float) -> None:
+        for group, ratio in zip(self.train_loop_obj.optimizer.param_groups, self.ratios, strict=True):
+            if isinstance(group["lr"], torch.Tensor):  # of a capturable optimizer, which reads it on the device
+                group["lr"].fill_(rate * ratio)
+            else:
+                group["lr"] = rate * ratio
+
+    def on_after_optimizer_step(self) -> None:
+        loop = self.train_loop_obj
+        if loop.global_step < len(self.rates):
+            self._set(self.rates[loop.global_step])
+
+    def on_batch_end(self) -> None:
+        last = self.train_loop_obj.last_loss
+        if last is None:  # this rank had no batch in the step
+            return
+        loss = float(last)
+        self.best = min(self.best, loss) if math.isfinite(loss) else self.best
+        if not loss < self.diverges_at * self.best and self.best > 0:
+            self.end_training()

@@ -1,0 +1,271 @@
+"""What a model is made of, and what a training step of it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from trainloop.data import count_samples, move_to
+from trainloop.errors import ConfigurationError
+from trainloop.optim import MultiLoss, optimizers_of
+from trainloop.train_loop.loop import TrainLoop
+from trainloop.train_loop.losses import run_through, split_loss
+from trainloop.train_loop.trial import copies, first_batch, untouched
+
+__all__ = ["Layer", "Summary", "summary"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module of the model."""
+
+    name: str
+    """Its path, such as ``encoder.0``; empty for the model itself."""
+    kind: str
+    """Its class."""
+    output: str
+    """Shape of what it gave, ``?`` where it wasn't called."""
+    parameters: int
+    """Of it and all inside, those that are tied once."""
+    trainable: int
+    """Those of them that require gradients."""
+    bytes: int
+    """Of these parameters and of buffers."""
+    flops: int
+    """Of its forward pass: two for a multiplication with an addition."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What :func:`summary` found; prints as a table."""
+
+    layers: tuple[Layer, ...]
+    """The model, then its modules in order."""
+    samples: int
+    """In the batch that was tried."""
+    forward_flops: int
+    """Of the batch."""
+    step_flops: int | None
+    """Forward and backward of the batch; ``None`` where no loss was computed."""
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    """Its state after a step."""
+    activation_bytes: int
+    """What autograd keeps from forward to backward, each tensor once, weights not among them."""
+    batch_bytes: int
+
+    @property
+    def step_bytes(self) -> int:
+        """Memory of a training step of one process: the sum of all of these; workspaces of kernels come on top."""
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes + self.batch_bytes
+
+    def __str__(self) -> str:
+        rows = [("layer", "class", "output", "parameters", "FLOPs")]
+        for layer in self.layers:
+            depth = layer.name.count(".") + 1 if layer.name else 0
+            name = "  " * depth + (layer.name.rpartition(".")[2] or layer.kind)
+            rows.append((name, layer.kind, layer.output, f"{layer.parameters:,}", f"{layer.flops:,}"))
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        lines = [
+            "  ".join(cell.ljust(w) if i < 3 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
+            for row in rows
+        ]
+        model = self.layers[0]
+        flops = f"{self.forward_flops:,} forward" + (
+            "" if self.step_flops is None else f", {self.step_flops:,} with backward"
+        )
+        parts = {
+            "weights": self.weight_bytes,
+            "gradients": self.gradient_bytes,
+            "optimizer": self.optimizer_bytes,
+            "activations": self.activation_bytes,
+            "batch": self.batch_bytes,
+        }
+        lines += [
+            f"parameters: {model.parameters:,}, of which {model.trainable:,} are trained",
+            f"FLOPs of a batch of {self.samples} samples: {flops}",
+            f"memory of a training step: {_size(self.step_bytes)} ("
+            + ", ".join(f"{name} {_size(value)}" for name, value in parts.items())
+            + ")",
+        ]
+        return "\n".join(line.rstrip() for line in lines)
+
+    __repr__ = __str__
+
+
+def summary(loop: TrainLoop[Any], batch: Any = None, *, depth: int = 3) -> Summary:
+    """Run one batch through copies of the model and the optimizer, and count.
+
+    Parameters
+    ----------
+    loop : TrainLoop
+        It stays as it is, as do random generators.
+    batch : optional
+        A batch as the loader gives it, for which ``get_loss`` is called; or a single tensor, the model's input, for
+        which ``forward`` is. By default the first batch of ``train_loader``.
+    depth : int
+        How deep modules are listed; what is deeper is counted in the module that holds it.
+
+    Returns
+    -------
+    Summary
+        ``print`` it. Counts are of one process and one (micro-)batch, with the loop's own precision. Without a loss
+        (``batch`` is a tensor that gives none) gradients count as they would be, and ``step_flops`` is ``None``.
+
+    Raises
+    ------
+    ConfigurationError
+        If there is no batch, and no ``train_loader`` to take one of; or while the loop runs.
+
+    Notes
+    -----
+    FLOPs are those of ``torch.utils.flop_counter``: matrix products, convolutions and attention, all else is free.
+
+    Examples
+    --------
+    >>> print(tl.summary())                                                                   # doctest: +SKIP
+    """
+    if loop.running is not None:
+        raise ConfigurationError("summary was called by a callback of the running loop. Call it before or after fit.")
+    if batch is None and loop.train_loader is None:
+        raise ConfigurationError("summary needs a batch: the loop has no train_loader. Pass one, summary(batch).")
+    device = loop.site.devices[0]
+    with untouched(loop):
+        if batch is None:
+            batch = first_batch(loop.train_loader)
+        model, optimizer, criterion = copies(loop, device)
+        batch = move_to(batch, device)
+        return _counted(loop, model, optimizer, criterion, batch, device, depth)
+
+
+def _counted(
+    loop: TrainLoop[Any], model: Any, optimizer: Any, criterion: Any, batch: Any, device: torch.device, depth: int
+) -> Summary:
+    amp = loop.options.amp.on(device)
+    precision = nullcontext() if amp.dtype is None else torch.autocast(device.type, amp.dtype)
+    counter = FlopCounterMode(display=False)
+    is_input = isinstance(batch, Tensor)
+    with _shapes_of(model) as shapes, counter, _saved_bytes(model) as activations:
+        with precision:
+            output = model(batch) if is_input else run_through(model.get_loss(batch, criterion, device))
+        counts: Mapping[str, Any] = {key: sum(by.values()) for key, by in counter.get_flop_counts().items()}
+        forward, step = counter.get_total_flops(), None
+        if not is_input:
+            loss = split_loss(output)[0]
+            total = loss.total() if isinstance(loss, MultiLoss) else loss
+            if total.requires_grad:
+                total.backward()
+                step = counter.get_total_flops()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    return Summary(
+        layers=tuple(_layers(model, shapes, counts, forward, depth)),
+        samples=count_samples(batch) or 0,
+        forward_flops=forward,
+        step_flops=step,
+        weight_bytes=_bytes([*model.parameters(), *model.buffers()]),
+        gradient_bytes=_bytes(trained),
+        optimizer_bytes=_optimizer_bytes(optimizer),
+        activation_bytes=activations(),
+        batch_bytes=_bytes(_tensors(batch)),
+    )
+
+
+def _layers(
+    model: nn.Module, shapes: dict[str, str], flops: Mapping[str, int], forward: int, depth: int
+) -> Iterator[Layer]:
+    root = type(model).__name__
+    for name, module in model.named_modules():
+        if name.count(".") + bool(name) > depth:
+            continue
+        parameters = list(module.parameters())
+        yield Layer(
+            name,
+            type(module).__name__,
+            shapes.get(name, "?"),
+            sum(p.numel() for p in parameters),
+            sum(p.numel() for p in parameters if p.requires_grad),
+            _bytes([*parameters, *module.buffers()]),
+            # get_loss calls submodules, too, outside of the model's own forward: the whole is the whole.
+            flops.get(f"{root}.{name}", flops.get(name, 0)) if name else forward,
+        )
+
+
+@contextmanager
+def _shapes_of(model: nn.Module) -> Iterator[dict[str, str]]:
+    """The shape of each module's last output, by its path."""
+    shapes: dict[str, str] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            found = [str(list(t.shape)) for t in _tensors(output)]
+            shapes[name] = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "") or type(output).__name__
+
+        return hook
+
+    handles = [module.register_forward_hook(note(name)) for name, module in model.named_modules()]
+    try:
+        yield shapes
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
+    """How many bytes autograd keeps for the backward pass, of storages that are no weights."""
+    own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = max(kept.get(storage.data_ptr(), 0), storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield lambda: sum(kept.values())
+
+
+def _optimizer_bytes(optimizer: Any) -> int:
+    """Of its state after a step, taken with the copies' gradients."""
+    found = 0
+    for single in optimizers_of(optimizer) if optimizer is not None else ():
+        try:
+            single.step()
+        except TypeError:  # needs a closure: what it keeps depends on how often it calls it
+            pass
+        found += _bytes(_tensors(list(single.state.values())))
+    return found
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    elif hasattr(value, "__dataclass_fields__"):
+        value = list(vars(value).values())
+    return [t for item in value for t in _tensors(item)] if isinstance(value, (list, tuple)) else []
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    storages = {t.untyped_storage().data_ptr(): t.numel() * t.element_size() for t in tensors}
+    return sum(storages.values())
+
+
+def _size(number: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024 or unit == "GiB":
+            break
+        number /= 1024
+    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"

@@ -1,0 +1,99 @@
+"""A loop beside the loop: copies of what it trains, to try something out and leave no trace."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainloop import rng
+from trainloop.errors import ConfigurationError
+from trainloop.optim import optimizers_of
+from trainloop.train_loop.loop import TrainLoop
+
+__all__ = ["copies", "first_batch", "require_training_parts", "trial_of", "untouched"]
+
+
+def require_training_parts(loop: TrainLoop[Any], who: str) -> None:
+    """Raise where a loop that only predicts is to try training steps.
+
+    Raises
+    ------
+    ConfigurationError
+        If it has no ``train_loader`` or no ``optimizer``, or is running.
+    """
+    if loop.running is not None:
+        raise ConfigurationError(f"{who} was called by a callback of the running loop. Call it before fit.")
+    if loop.train_loader is None or loop.optimizer is None:
+        missing = "train_loader" if loop.train_loader is None else "optimizer"
+        raise ConfigurationError(f"{who} tries a few training steps, but {missing} is None. Pass one to the loop.")
+
+
+def copies(loop: TrainLoop[Any], device: torch.device | None = None) -> Any:
+    """Model, optimizer and criterion of their own, still belonging together; on ``device`` where one is given."""
+    model, optimizer, criterion = copy.deepcopy((loop.model, loop.optimizer, loop.criterion))
+    model.train()
+    if device is not None:
+        model.to(device)
+        if isinstance(criterion, nn.Module):
+            criterion.to(device)
+        for single in optimizers_of(optimizer):
+            for state in single.state.values():
+                state.update({k: v.to(device) for k, v in state.items() if isinstance(v, Tensor) and v.dim()})
+    return model, optimizer, criterion
+
+
+def first_batch(loader: Any) -> Any:
+    """The loader's first batch.
+
+    Raises
+    ------
+    ConfigurationError
+        If it has none.
+    """
+    for batch in loader:
+        return batch
+    raise ConfigurationError("train_loader has no batches: its dataset is empty. Give it data.")
+
+
+def trial_of(loop: TrainLoop[Any], train_loader: Any = None) -> TrainLoop[Any]:
+    """A loop with copies of what this one trains, that runs where it runs, shows nothing and evaluates nothing."""
+    model, optimizer, criterion = copies(loop)
+    trial = TrainLoop(
+        model,
+        loop.train_loader if train_loader is None else train_loader,
+        None,
+        None,
+        optimizer,
+        criterion,
+        end_auto_eval=False,
+        seed=loop.seed or 0,
+        timeout=loop.timeout,
+        progress_bar=False,
+        gradient_clip_norm=loop.gradient_clip_norm,
+        sync_batchnorm=loop.sync_batchnorm,
+        accelerator="cpu",  # until the next line
+    )
+    trial.options = replace(loop.options, auto_select_gpus=False)
+    trial.site = loop.site
+    return trial
+
+
+@contextmanager
+def untouched(loop: TrainLoop[Any]) -> Iterator[None]:
+    """What is drawn inside, from the global generators and the loader's own, is as if it hadn't been."""
+    loader = loop.train_loader
+    parts = (loader, getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    generators = {id(g): g for part in parts if isinstance(g := getattr(part, "generator", None), torch.Generator)}
+    before = [(generator, generator.get_state()) for generator in generators.values()]
+    try:
+        with rng.isolated():
+            yield
+    finally:
+        for generator, state in before:
+            generator.set_state(state)
