@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights."""
+"""Averages of the weights: what they have in common, and the exponential moving one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,93 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.errors import CheckpointError, ConfigurationError
 
-__all__ = ["ExponentialMovingAverage"]
+__all__ = ["ExponentialMovingAverage", "WeightAverage"]
 
 
-class ExponentialMovingAverage(AbstractCallback):
+class WeightAverage(AbstractCallback):
+    """An average of the weights that callbacks keep beside them: each says when it is updated, and how.
+
+    Every rank averages for itself, from equal weights. Integer parameters and buffers are not averaged.
+    """
+
+    def __init__(self, apply_on_train_end: bool) -> None:
+        # Before whatever looks at the weights or at metrics.
+        super().__init__(type(self).__name__, execution_order=-50)
+        self.apply_on_train_end = apply_on_train_end
+        self.average: dict[str, Tensor] = {}
+        self.updates = 0
+        self._trained: dict[str, Tensor] | None = None  # the weights that the average took the place of at the end
+        self._pairs: tuple[list[Tensor], list[Tensor]] = ([], [])
+
+    def on_train_begin(self) -> None:
+        weights = self._weights()
+        if self._trained is not None:
+            # A second fit. If the model still holds the average, training goes on where it was.
+            if all(torch.equal(weights[name].cpu(), value.cpu()) for name, value in self.average.items()):
+                _copy(weights, self._trained)
+            self._trained = None
+        if not self.average:
+            self.average = {name: weight.clone() for name, weight in weights.items()}
+        self._pair(weights)
+
+    def _weights(self) -> dict[str, Tensor]:
+        # Tied parameters come once; integer ones can't be averaged.
+        named = self.train_loop_obj.model.named_parameters()
+        return {name: parameter.detach() for name, parameter in named if parameter.is_floating_point()}
+
+    def _pair(self, weights: dict[str, Tensor]) -> None:
+        self.average = {name: self.average[name].to(weight.device) for name, weight in weights.items()}
+        self._pairs = (list(self.average.values()), list(weights.values()))
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The average in the model, for the length of a ``with`` block; in ``ddp`` on every rank."""
+        weights = self._weights()
+        trained = {name: weight.clone() for name, weight in weights.items()}
+        _copy(weights, self.average)
+        try:
+            yield
+        finally:
+            _copy(weights, trained)
+
+    @logs_nothing
+    def on_train_end(self) -> None:
+        if self.apply_on_train_end:
+            weights = self._weights()
+            self._trained = {name: weight.clone() for name, weight in weights.items()}
+            _copy(weights, self.average)
+        self._pairs = ([], [])
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._pairs = ([], [])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # By way of the CPU: the caller's process, where this may go, need not have the device.
+        trained = None if self._trained is None else _to_cpu(self._trained)
+        return {**self.__dict__, "average": _to_cpu(self.average), "_trained": trained, "_pairs": ([], [])}
+
+    def state_dict(self) -> dict[str, Any]:
+        # A checkpoint of the very end holds the average as the model's weights.
+        return {"average": dict(self.average), "updates": self.updates, "trained": dict(self._trained or {})}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        weights = self._weights()
+        if set(state["average"]) != set(weights):
+            missing = sorted(set(weights) ^ set(state["average"]))
+            raise CheckpointError(
+                f"the average in the checkpoint is of another model: it differs in {', '.join(missing[:5])}. "
+                "Resume with the model it was made with."
+            )
+        self.average = {name: value.clone() for name, value in state["average"].items()}
+        self.updates = state["updates"]
+        if state["trained"]:
+            _copy(weights, state["trained"])  # what training goes on from
+            if self.train_loop_obj.scaler is None:  # it doesn't: a run that had ended is taken up, with its average
+                self._trained = {name: value.clone() for name, value in state["trained"].items()}
+        self._pair(weights)
+
+
+class ExponentialMovingAverage(WeightAverage):
     """Average the weights over steps; the trained model ends with the average.
 
     After each optimizer step (none that AMP skipped) ``average = decay * average + (1 - decay) * weights``, by
@@ -61,8 +144,7 @@ class ExponentialMovingAverage(AbstractCallback):
         evaluate: bool = False,
         apply_on_train_end: bool = True,
     ) -> None:
-        # Before whatever looks at the weights or at metrics.
-        super().__init__("ExponentialMovingAverage", execution_order=-50)
+        super().__init__(apply_on_train_end)
         if not 0.0 <= decay <= 1.0:
             raise ConfigurationError(f"ExponentialMovingAverage: decay={decay}: must be between 0 and 1.")
         if every_n_steps < 1 or start_step < 0:
@@ -74,37 +156,12 @@ class ExponentialMovingAverage(AbstractCallback):
         self.every_n_steps = every_n_steps
         self.start_step = start_step
         self.evaluate = evaluate
-        self.apply_on_train_end = apply_on_train_end
-        self.average: dict[str, Tensor] = {}
-        self.updates = 0
-        self._trained: dict[str, Tensor] | None = None  # the weights that the average took the place of at the end
-        self._pairs: tuple[list[Tensor], list[Tensor]] = ([], [])
 
     def on_train_loop_registration(self) -> None:
         if self.evaluate and self.train_loop_obj.validation_loader is None:
             raise ConfigurationError(
                 "ExponentialMovingAverage(evaluate=True): the loop has no validation_loader. Pass one to TrainLoop."
             )
-
-    def on_train_begin(self) -> None:
-        weights = self._weights()
-        if self._trained is not None:
-            # A second fit. If the model still holds the average, training goes on where it was.
-            if all(torch.equal(weights[name].cpu(), value.cpu()) for name, value in self.average.items()):
-                _copy(weights, self._trained)
-            self._trained = None
-        if not self.average:
-            self.average = {name: weight.clone() for name, weight in weights.items()}
-        self._pair(weights)
-
-    def _weights(self) -> dict[str, Tensor]:
-        # Tied parameters come once; integer ones can't be averaged.
-        named = self.train_loop_obj.model.named_parameters()
-        return {name: parameter.detach() for name, parameter in named if parameter.is_floating_point()}
-
-    def _pair(self, weights: dict[str, Tensor]) -> None:
-        self.average = {name: self.average[name].to(weight.device) for name, weight in weights.items()}
-        self._pairs = (list(self.average.values()), list(weights.values()))
 
     def on_after_optimizer_step(self) -> None:
         loop = self.train_loop_obj
@@ -117,17 +174,6 @@ class ExponentialMovingAverage(AbstractCallback):
             get_ema_multi_avg_fn(decay)(averages, weights, self.updates)
         self.updates += 1
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """The average in the model, for the length of a ``with`` block; in ``ddp`` on every rank."""
-        weights = self._weights()
-        trained = {name: weight.clone() for name, weight in weights.items()}
-        _copy(weights, self.average)
-        try:
-            yield
-        finally:
-            _copy(weights, trained)
-
     def on_epoch_end(self) -> None:
         if self.evaluate:
             loop = self.train_loop_obj
@@ -135,42 +181,6 @@ class ExponentialMovingAverage(AbstractCallback):
                 loss = loop.evaluate_loss_on_validation_set()
             for name, value in loss.items() if isinstance(loss, dict) else [("", loss)]:
                 loop.insert_metric_result_into_history(f"ema_val_loss{name and '_' + name}", value)
-
-    @logs_nothing
-    def on_train_end(self) -> None:
-        if self.apply_on_train_end:
-            weights = self._weights()
-            self._trained = {name: weight.clone() for name, weight in weights.items()}
-            _copy(weights, self.average)
-        self._pairs = ([], [])
-
-    def on_exception(self, exception: BaseException) -> None:
-        self._pairs = ([], [])
-
-    def __getstate__(self) -> dict[str, Any]:
-        # By way of the CPU: the caller's process, where this may go, need not have the device.
-        trained = None if self._trained is None else _to_cpu(self._trained)
-        return {**self.__dict__, "average": _to_cpu(self.average), "_trained": trained, "_pairs": ([], [])}
-
-    def state_dict(self) -> dict[str, Any]:
-        # A checkpoint of the very end holds the average as the model's weights.
-        return {"average": dict(self.average), "updates": self.updates, "trained": dict(self._trained or {})}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        weights = self._weights()
-        if set(state["average"]) != set(weights):
-            missing = sorted(set(weights) ^ set(state["average"]))
-            raise CheckpointError(
-                f"the moving average in the checkpoint is of another model: it differs in {', '.join(missing[:5])}. "
-                "Resume with the model it was made with."
-            )
-        self.average = {name: value.clone() for name, value in state["average"].items()}
-        self.updates = state["updates"]
-        if state["trained"]:
-            _copy(weights, state["trained"])  # what training goes on from
-            if self.train_loop_obj.scaler is None:  # it doesn't: a run that had ended is taken up, with its average
-                self._trained = {name: value.clone() for name, value in state["trained"].items()}
-        self._pair(weights)
 
 
 def _to_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

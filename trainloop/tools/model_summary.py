@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainloop.data import count_samples, move_to
 from trainloop.errors import ConfigurationError
+from trainloop.nested import parts_of
 from trainloop.optim import MultiLoss, optimizers_of
 from trainloop.train_loop.loop import TrainLoop
 from trainloop.train_loop.losses import run_through, split_loss
@@ -126,7 +127,8 @@ def summary(loop: TrainLoop[Any], batch: Any = None, *, depth: int = 3) -> Summa
 
     Notes
     -----
-    FLOPs are those of ``torch.utils.flop_counter``: matrix products, convolutions and attention, all else is free.
+    Activations are counted as without ``checkpoint_modules``. FLOPs are those of ``torch.utils.flop_counter``: matrix
+    products, convolutions and attention, all else is free.
 
     Examples
     --------
@@ -251,11 +253,7 @@ def _optimizer_bytes(optimizer: Any) -> int:
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    elif hasattr(value, "__dataclass_fields__"):
-        value = list(vars(value).values())
-    return [t for item in value for t in _tensors(item)] if isinstance(value, (list, tuple)) else []
+    return [tensor for part in parts_of(value) or () for tensor in _tensors(part)]
 
 
 def _bytes(tensors: list[Tensor]) -> int:

@@ -71,6 +71,8 @@ class Options:
     """A ``ResourceQuota`` or ``None``."""
     start_method: str = "auto"
     """Of the ranks: ``'auto'``, ``'forkserver'`` or ``'spawn'``."""
+    checkpoint_modules: Any = None
+    """Which modules compute their activations anew in the backward pass; ``None``: none."""
 
 
 @dataclass(frozen=True)

@@ -141,6 +141,7 @@ def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None) -> It
         wrapper_args=wrapper_args,
         sync_batchnorm_over_ranks=over_ranks,
         compile_args=loop.options.compile_args,
+        checkpoint_modules=loop.options.checkpoint_modules if job is not None else None,
     )
     with nullcontext() if job is None else _own_randomness(loop), place_of_model as place:
         loop.running = run = Run(loop, place, stop) if job is None else _kind_of_training(loop)(loop, place, stop, job)

@@ -43,6 +43,7 @@ KEYWORDS = {
     "torch_compile": "compile=",
     "find_unused_parameters": "fit(ddp_model_args={'find_unused_parameters': True})",
     "max_time": "fit(callbacks=[TimeLimit(...)])",
+    "gradient_checkpointing activation_checkpointing": "checkpoint_modules=",
     "nnodes": "fit(num_nodes=)",
     "lr learning_rate": "the optimizer's: torch.optim.Adam(model.parameters(), lr=...)",
     "batch_size shuffle num_workers": "the loader's: DataLoader(data, batch_size=..., shuffle=...)",

@@ -13,6 +13,7 @@ from torch import nn
 
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel
 from trainloop.train_loop.arguments import AmpOptions
+from trainloop.train_loop.recompute import recomputing
 
 __all__ = ["Placement", "placed"]
 
@@ -97,6 +98,7 @@ def placed(
     wrapper_args: dict[str, Any] | None = None,
     sync_batchnorm_over_ranks: bool = False,
     compile_args: dict[str, Any] | None = None,
+    checkpoint_modules: Any = None,
 ) -> Iterator[Placement]:
     """The model on its device and in its wrapper; what was changed in it is undone at the end, its device excepted.
 
@@ -117,6 +119,8 @@ def placed(
     sync_batchnorm_over_ranks : bool
     compile_args : dict, optional
         ``None``: not compiled.
+    checkpoint_modules : optional
+        What :func:`~trainloop.train_loop.recompute.chosen_modules` takes.
     """
     device = devices[0]
     model.to(device)
@@ -131,6 +135,8 @@ def placed(
 
             sync_batchnorm.convert(model)
             undo.callback(sync_batchnorm.revert, model)
+        if checkpoint_modules is not None:
+            undo.enter_context(recomputing(model, checkpoint_modules))
         if compile_args is not None:
             model.compile(**compile_args)
             undo.callback(setattr, model, "_compiled_call_impl", None)

@@ -1,0 +1,120 @@
+"""Gradient checkpointing by a switch: chosen modules keep their inputs, and compute the rest anew going backward."""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from trainloop.errors import ConfigurationError
+from trainloop.model import TTModel
+
+__all__ = ["chosen_modules", "recomputing"]
+
+
+def chosen_modules(model: nn.Module, choice: Any) -> list[nn.Module]:
+    """The modules that ``checkpoint_modules`` means, none inside another one.
+
+    Parameters
+    ----------
+    model : nn.Module
+    choice : type, str, callable or sequence of them, or None
+        Classes; names, with ``*`` for any part of one (``'encoder.layers.*'``); functions ``(name, module) -> bool``.
+
+    Raises
+    ------
+    ConfigurationError
+        If it is something else, or if nothing in the model matches a part of it.
+    """
+    if choice is None:
+        return []
+    parts = list(choice) if isinstance(choice, (list, tuple, set, frozenset)) else [choice]
+    modules = {name: module for name, module in model.named_modules() if name}
+    found: dict[str, nn.Module] = {}
+    for part in parts:
+        matched = {name: module for name, module in modules.items() if _matcher(part)(name, module)}
+        if not matched:
+            shown = part.__name__ if isinstance(part, type) else repr(part)
+            raise ConfigurationError(
+                f"checkpoint_modules: no module of {type(model).__name__} matches {shown}. It has: "
+                f"{', '.join(list(modules)[:8]) or 'none'}{', ...' if len(modules) > 8 else ''}."
+            )
+        found.update(matched)
+    outer = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
+    return list({id(found[name]): found[name] for name in outer}.values())
+
+
+def _matcher(part: Any) -> Callable[[str, nn.Module], bool]:
+    if isinstance(part, type) and issubclass(part, nn.Module):
+        return lambda name, module: isinstance(module, part)
+    if isinstance(part, str):
+        # A star stands for one part of a name: 'layers.*' are the layers, and not what is in them.
+        return lambda name, module: name.count(".") == part.count(".") and fnmatchcase(name, part)
+    if callable(part) and not isinstance(part, (type, nn.Module)):
+        return lambda name, module: bool(part(name, module))
+    raise ConfigurationError(
+        f"checkpoint_modules={part!r}: must be a class of modules, a name such as 'encoder.layers.*', a function "
+        "(name, module) -> bool, or a list of these."
+    )
+
+
+@contextmanager
+def recomputing(model: nn.Module, choice: Any) -> Iterator[None]:
+    """Within the context the chosen modules keep their inputs only, wherever gradients are recorded."""
+    modules = chosen_modules(model, choice)
+    classes = [type(module) for module in modules]
+    logging = [part for part in model.modules() if isinstance(part, TTModel)]
+    for module in modules:
+        # By the class, as torch's fully_shard does: names, hooks, replicas of dp and state_dict stay as they are.
+        module.__class__ = _recomputed(type(module), logging)
+    try:
+        yield
+    finally:
+        for module, cls in zip(modules, classes):
+            module.__class__ = cls
+
+
+def _recomputed(cls: type[nn.Module], logging: list[TTModel]) -> type[nn.Module]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = partial(cls.forward, self)
+        if not torch.is_grad_enabled():
+            return own(*args, **kwargs)
+        contexts = partial(_contexts, self, logging)
+        return checkpoint(own, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        """Copies, and what is written to a file, are of the class that was written."""
+        state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+        # pickle refuses __newobj__ of another class than the object's. The stubs leave this one out.
+        return copyreg._reconstructor, (cls, object, None), state  # type: ignore[attr-defined]
+
+    own = {"forward": forward, "__reduce_ex__": reduce, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), own)
+
+
+def _contexts(module: nn.Module, logging: list[TTModel]) -> tuple[Any, Any]:
+    return nullcontext(), _second_time(module, logging)
+
+
+@contextmanager
+def _second_time(module: nn.Module, logging: list[TTModel]) -> Iterator[None]:
+    """Nothing of a computation that is repeated is to show: no log, no step of BatchNorm's running statistics."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    logging = [*logging, *(part for part in module.modules() if isinstance(part, TTModel))]  # a replica's own
+    sinks = [part.__dict__.pop("_log_sink", None) for part in logging]
+    try:
+        yield
+    finally:
+        for part, sink in zip(logging, sinks):
+            if sink is not None:
+                part.__dict__["_log_sink"] = sink
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
