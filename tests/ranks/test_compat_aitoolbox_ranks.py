@@ -47,6 +47,22 @@ class Optimizers(MultiOptimizer):
         if optimizer_idx == 0 or iteration % 2:
             super().zero_grad(optimizer_idx, iteration)
 
+class Rows:  # a batch of the user's own kind
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+    def __iter__(self):
+        return iter((self.x, self.y))
+
+class Decaying:  # no torch optimizer
+    def __init__(self, inner):
+        self.inner, self.steps = inner, 0
+    def step(self):
+        self.steps += 1
+        self.inner.param_groups[0]["lr"] = 0.5 / self.steps
+        self.inner.step()
+    def zero_grad(self):
+        self.inner.zero_grad()
+
 class Spy(AbstractCallback):
     def __init__(self):
         super().__init__("spy")
@@ -65,7 +81,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from aitoolbox.torchtrain.callbacks.performance_eval import ModelPerformanceEvaluation
 from aitoolbox.torchtrain.train_loop import *
 from aitoolbox.experiment.result_package.basic_packages import ClassificationResultPackage
-from nets import Net, Optimizers, Spy
+from nets import Decaying, Net, Optimizers, Rows, Spy
 
 def data(samples):
     generator = torch.Generator().manual_seed(samples)
@@ -99,6 +115,16 @@ if __name__ == "__main__":
             "seen": spy.seen,
             "after": [fitted is model, tl.epoch, tl.experiment_timestamp],
         }
+    model = Net(False)
+    optimizer = Decaying(torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9))
+    rows = [Rows(*batch) for batch in DataLoader(data(48), batch_size=8)]
+    tl = TrainLoop(model, rows, None, None, optimizer, nn.CrossEntropyLoss(), gpu_mode="ddp")
+    for epochs in (1, 2):  # the second fit begins with the last epoch's number
+        tl.fit(epochs, num_gpus=2, on_gpu=False, backend="gloo", ddp_model_args={"find_unused_parameters": True})
+    facts["own"] = {
+        "weights": {name: p.tolist() for name, p in model.named_parameters()},
+        "optimizer": [tl.optimizer.inner is optimizer, optimizer.steps, optimizer.inner.param_groups[0]["lr"]],
+    }
     print(json.dumps(facts))
 """
 
@@ -125,6 +151,23 @@ def by_hand(several: bool) -> dict[str, torch.Tensor]:
     return dict(parts.named_parameters())
 
 
+def own_by_hand(epochs: int) -> dict[str, torch.Tensor]:
+    """Steps of two batches' mean, at a rate that falls step by step."""
+    torch.manual_seed(0)
+    parts = nn.ModuleDict({"trunk": nn.Linear(4, 4), "a": nn.Linear(4, 3), "b": nn.Linear(4, 3)})
+    generator = torch.Generator().manual_seed(48)
+    rows = torch.randn(48, 4, generator=generator), torch.randint(3, (48,), generator=generator)
+    optimizer = torch.optim.SGD(parts.parameters(), lr=1.0, momentum=0.9)
+    rates = (0.5 / step for step in range(1, 100))
+    for _ in range(epochs):
+        for x, y in DataLoader(TensorDataset(*rows), batch_size=16):
+            optimizer.param_groups[0]["lr"] = next(rates)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(parts["a"](parts["trunk"](x)), y).backward()
+            optimizer.step()
+    return dict(parts.named_parameters())
+
+
 @pytest.mark.slow
 def test_a_script_for_aitoolbox_trains_in_ranks(tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(MODULE)
@@ -139,6 +182,10 @@ def test_a_script_for_aitoolbox_trains_in_ranks(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout.splitlines()[-1])
+    own = facts["own"]
+    assert own["optimizer"] == [True, 9, 0.5 / 9]
+    for name, expected in own_by_hand(3).items():
+        assert torch.allclose(torch.tensor(own["weights"][name]), expected, atol=1e-6), name
     for several in (False, True):
         found = facts[str(several)]
         for name, expected in by_hand(several).items():
