@@ -188,6 +188,8 @@ LATE = {
     "trainloop.train_loop.state trainloop.launch": RANKS,
     "trainloop.transfer.unpicklable trainloop.transfer.payload": UP,
     "trainloop.train_loop.training trainloop.launch.failures": CHEAP,
+    "trainloop.train_loop.execute trainloop.train_loop.restarts": CHEAP,
+    "trainloop.train_loop.execute trainloop.train_loop.snapshots": CHEAP,
     "trainloop.tuning.fitting trainloop.train_loop.loop": IN_TRIAL,
     "trainloop.tuning.search trainloop.devices": CHEAP,
     "trainloop.tuning.search trainloop.tuning.on_ray": CHEAP,

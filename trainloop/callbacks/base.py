@@ -64,6 +64,7 @@ class AbstractCallback:
         "on_train_loop_registration",
         "on_multiprocess_start",
         "on_train_begin",
+        "on_restart",
         "on_epoch_begin",
         "on_batch_begin",
         "on_after_gradient_update",
@@ -180,6 +181,18 @@ class AbstractCallback:
 
     def on_train_begin(self) -> None:
         """On each rank, with model and loaders in place."""
+
+    def on_restart(self, failure: Any) -> None:
+        """On each rank of a run that was started again after a failure, when all is as it was at the snapshot.
+
+        Ranks are new processes: ``on_multiprocess_start`` and ``on_train_begin`` have been called before. What a
+        callback can't have from its attributes or :meth:`load_state_dict`, it takes up here.
+
+        Parameters
+        ----------
+        failure : trainloop.train_loop.snapshots.Restart
+            ``rank``, ``cause``, ``step`` that training goes on from, ``steps_repeated``.
+        """
 
     def on_epoch_begin(self) -> None:
         """Before an epoch's first batch."""

@@ -117,6 +117,7 @@ class ModelCheckpoint(AbstractCallback):
         self._files: list[Checkpoint] | None = None  # this run's, oldest first; None: not looked up yet
         self._stamp = 0
         self._saved_step: int | None = None  # None: the state has changed since the last checkpoint
+        self._held_step: tuple[int | None, ...] = ()  # in a snapshot: that one
         self._saved_time = 0.0
         self._ask_step = 0  # the step at which rank 0's clock is next asked
         self._asked = (0.0, 0)
@@ -126,7 +127,8 @@ class ModelCheckpoint(AbstractCallback):
         self._writing: _Writing | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_host_copy": checkpoint.HostCopy(), "_writing": None}
+        held = {"_host_copy": checkpoint.HostCopy(), "_writing": None, "_held_step": (self._saved_step,)}
+        return {**self.__dict__, **held}
 
     # -- what users ask ------------------------------------------------------------------------------------------------
 
@@ -187,6 +189,11 @@ class ModelCheckpoint(AbstractCallback):
         found = checkpoint.load_newest(self._folder)
         return None if found is None else found[1]
 
+    def own_steps(self) -> list[int]:
+        """Steps of whole checkpoints that this run wrote, in the order of writing."""
+        files = [file.info for file in checkpoint.checkpoints(self._folder)]
+        return [info.step for info in files if info is not None and info.run == self._run]
+
     def save_now(self, reason: str) -> None:
         """Write a checkpoint now, unless the last one holds this very state, and wait until it is on the disk.
 
@@ -230,12 +237,23 @@ class ModelCheckpoint(AbstractCallback):
         self._folder.check_writable()
 
     def on_train_begin(self) -> None:
-        self._saved_step = None
+        self._saved_step, self._held_step = None, ()
         self._failed = False
         self._prepared = not self.async_save
         if self.train_loop_obj.is_global_zero:
             self._folder.remove_dead()
         self._restart_clock()
+
+    def on_restart(self, failure: Any) -> None:
+        """A snapshot is not a checkpoint of its step; and a thread may have been killed that was writing one."""
+        if not self._held_step:
+            return
+        self._saved_step = self._held_step[0]
+        loop = self.train_loop_obj
+        is_last = loop.is_global_zero and self._saved_step == loop.global_step
+        missing = is_last and self._saved_step not in self.own_steps()
+        if distributed.exchange_ints([int(missing)])[0][0]:
+            self._save("restart")
 
     def on_after_optimizer_step(self) -> None:
         step = self.train_loop_obj.global_step

@@ -40,6 +40,9 @@ class EventFile:
     log_dir : str
         Folder that TensorBoard is started with; made if it is missing. Whatever ``tensorboard`` itself can write to,
         such as ``s3://...``, goes through its own file system layer.
+    owner : str
+        Two numbers with a point between them that stand in the file's name, by which :meth:`remove_of` finds it.
+        Default: those of this process.
 
     Attributes
     ----------
@@ -56,20 +59,49 @@ class EventFile:
     >>> file.close()
     """
 
-    def __init__(self, log_dir: str) -> None:
+    def __init__(self, log_dir: str, owner: str = "") -> None:
         self._remote = "://" in log_dir
         earlier = [] if self._remote else sorted(Path(log_dir).glob(f"events.out.tfevents.*{SUFFIX}"))
         self.continues = bool(earlier)
         begun = int(time.time())
         if earlier:
             begun = max(begun, int(earlier[-1].name.split(".")[3]) + 1)
-        name = f"events.out.tfevents.{begun:010d}.{socket.gethostname()}.{os.getpid()}.0{SUFFIX}"
+        name = f"events.out.tfevents.{begun:010d}.{socket.gethostname()}.{owner or f'{os.getpid()}.0'}{SUFFIX}"
         self.path = os.path.join(log_dir, name)
         self._file = self._open(log_dir)
         self._last_wall_time = time.time()
         from tensorboard.compat.proto.event_pb2 import Event
 
         self.write_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    @classmethod
+    def reopened(cls, path: str, size: int) -> EventFile:
+        """A file that a process had written to which is no more, cut to what it held at some earlier time.
+
+        Parameters
+        ----------
+        path : str
+        size : int
+            Bytes to keep, as :attr:`size` told them then.
+        """
+        found = object.__new__(cls)
+        found._remote, found.continues, found.path = False, False, path
+        found._file = open(path, "r+b", buffering=0)  # noqa: SIM115  # open as long as the object
+        found._file.truncate(size)
+        found._file.seek(size)
+        found._last_wall_time = time.time()
+        return found
+
+    @staticmethod
+    def remove_of(log_dir: str, owner: str) -> None:
+        """Remove the files of an owner from a local folder."""
+        for path in Path(log_dir).glob(f"events.out.tfevents.*.{socket.gethostname()}.{owner}{SUFFIX}"):
+            path.unlink()
+
+    @property
+    def size(self) -> int | None:
+        """Bytes written so far; ``None`` where the file can't be cut to them later."""
+        return None if self._remote else self._file.tell()
 
     def _open(self, log_dir: str) -> Any:
         if self._remote:

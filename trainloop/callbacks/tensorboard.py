@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 import warnings
@@ -119,11 +120,15 @@ class TensorBoard(AbstractCallback):
         self._rates: dict[int, list[Any]] = {}
         self._rate_names: list[str] = []
         self._once_written = False
+        self._owner = ""  # in the names of this fit's files
+        self._first_of_fit = 0  # the step it began after
+        self._place: tuple[str, int] | None = None  # in a snapshot: the file, and how long it was
 
     # -- where to ----------------------------------------------------------------------------------------------------
 
     def on_train_loop_registration(self) -> None:
         loop = self.train_loop_obj
+        self._owner = f"{os.getpid()}.{next(_fits)}"
         if self._chosen and (self.log_dir is None or loop.global_step == 0):
             self.log_dir = _new_folder(type(loop.model).__name__)
             self._once_written = False
@@ -138,6 +143,7 @@ class TensorBoard(AbstractCallback):
         loop = self.train_loop_obj
         self._rate_names = learning_rate_names(loop.optimizer)
         self._rates, self._first_step, self._failed = {}, None, False
+        self._first_of_fit, self._place = loop.global_step, None
         if loop.global_step == 0:
             self._epoch_values.clear()
             self._last_step = None
@@ -161,7 +167,7 @@ class TensorBoard(AbstractCallback):
         """The file, begun when something is to be written: what was resumed is known by then."""
         if self._file is None:
             assert self.log_dir is not None, "on_train_loop_registration comes first"
-            self._file = EventFile(self.log_dir)
+            self._file = EventFile(self.log_dir, self._owner)
             first = self.train_loop_obj.global_step if self._first_step is None else self._first_step
             if self._file.continues and (self._last_step is None or first <= self._last_step):
                 self._file.purge_from(first)
@@ -304,8 +310,22 @@ class TensorBoard(AbstractCallback):
             self._file = None
         self._rates = {}
 
+    def on_restart(self, failure: Any) -> None:
+        """What a process that is no more has written since the snapshot is written again: it is cut off."""
+        assert self.log_dir is not None
+        place = self._place
+        if "://" in self.log_dir or (place is None and self.train_loop_obj.global_step != self._first_of_fit):
+            return  # what is written again supersedes it, as in a resumed run
+        with self._writing():
+            if place is not None and place[0]:
+                self._file = EventFile.reopened(*place)
+            else:
+                EventFile.remove_of(self.log_dir, self._owner)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_file": None, "_rates": {}}
+        size = self._file.size if self._file is not None else None
+        place = (self._file.path, size) if self._file is not None and size is not None else ("", 0)
+        return {**self.__dict__, "_file": None, "_rates": {}, "_place": place}
 
     def state_dict(self) -> dict[str, Any]:
         return {"log_dir": self.log_dir, "lengths": self._epoch_values.state_dict(), "once_written": self._once_written}
@@ -317,6 +337,9 @@ class TensorBoard(AbstractCallback):
         self._once_written = state["once_written"] and self.log_dir == state["log_dir"]
         self._last_step = None  # the run that wrote the checkpoint may have gone on after it
         self._close()
+
+
+_fits = itertools.count()  # of this process, so that no two have the same files
 
 
 def _check_writable(folder: str) -> None:

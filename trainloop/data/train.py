@@ -168,6 +168,8 @@ class TrainFeed:
             If the epoch turns out to be empty.
         """
         self._at_epoch_begin = self._states()
+        if skip_steps and self._global_rng:  # the epoch began where the checkpoint says, not here
+            self._at_epoch_begin["global"] = self._global_rng
         items = self._items(skip_steps * grad_accumulation)
         if self._world_size > 1 and self._exchange_ints is not None:
             items = self._checked(items, self._exchange_ints)

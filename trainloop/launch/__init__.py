@@ -13,13 +13,15 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
 
 from trainloop.devices import usable_cores
 from trainloop.distributed.key import key_from_environment, new_key
-from trainloop.errors import ConfigurationError
+from trainloop.errors import ConfigurationError, WorkerFailedError
+from trainloop.launch.failures import Failure
 from trainloop.launch.fork_server import ForkServerError, chosen_method, end_server, server
 from trainloop.launch.joining import join, joined
 from trainloop.launch.main_guard import check_main_guard, main_place
@@ -53,6 +55,7 @@ def launch(
     child_env: dict[str, str] | None = None,
     start_method: str = "auto",
     roots: dict[str, object] | None = None,
+    on_failure: Callable[[Failure, WorkerFailedError], None] | None = None,
 ) -> T:
     """Run ``function`` in ``ranks_per_node`` new processes of this node, joined in a process group.
 
@@ -82,6 +85,9 @@ def launch(
         a fresh interpreter. ``'auto'`` is what ``TRAINLOOP_START_METHOD`` says, else a fork server where one can be.
     roots : dict of str to object, optional
         Names that paths in an ``UnpicklableError`` start with.
+    on_failure : callable, optional
+        Called when a rank has failed and all have ended, with the first failure and the error that says so. Where it
+        returns, all ranks are started again, with the same payload; by default, and where it raises, the run ends.
 
     Returns
     -------
@@ -126,74 +132,83 @@ def launch(
         environment["OMP_NUM_THREADS"] = str(num_threads)
     elif environment.get("OMP_NUM_THREADS"):
         num_threads = None
-    token = f"{os.getpid()}-{time.monotonic_ns()}"
-    with contextlib.ExitStack() as undo:
-        payload = undo.enter_context(pack(function, roots=roots))
-
-        def file(name: str, size: int = 0) -> int:
-            fd = anonymous_file(name)
-            undo.callback(os.close, fd)
-            os.ftruncate(fd, size)
-            return fd
-
-        hosts = None
-        if num_nodes > 1 and not (init_method or "").startswith("file:"):
-            hosts = undo.enter_context(
-                Rendezvous(
-                    rendezvous_point(init_method),
+    attempts = 0
+    with pack(function, roots=roots) as payload:
+        while True:
+            attempts += 1
+            with contextlib.ExitStack() as undo:
+                token = f"{os.getpid()}-{time.monotonic_ns()}"
+                hosts = None
+                if num_nodes > 1 and not (init_method or "").startswith("file:"):
+                    hosts = undo.enter_context(
+                        Rendezvous(
+                            rendezvous_point(init_method),
+                            node_rank=node_rank,
+                            num_nodes=num_nodes,
+                            ranks_per_node=ranks_per_node,
+                            wait_s=min(timeout_s, RENDEZVOUS_WAIT_S),
+                        )
+                    )
+                listener = hosts.store_listener if hosts is not None else None
+                file = partial(_file, undo)
+                spec = RankSpec(
+                    rank=node_rank * ranks_per_node,
+                    world_size=num_nodes * ranks_per_node,
+                    local_world_size=ranks_per_node,
                     node_rank=node_rank,
                     num_nodes=num_nodes,
-                    ranks_per_node=ranks_per_node,
-                    wait_s=min(timeout_s, RENDEZVOUS_WAIT_S),
+                    devices=tuple(str(device) for device in chosen),
+                    backend=backend,
+                    timeout_s=timeout_s,
+                    num_threads=num_threads,
+                    parcel=payload.parcel,
+                    words_fd=file("words", 8 * (SharedStop.num_words(ranks_per_node) + ranks_per_node)),
+                    store_fd=file("store"),
+                    result_fd=file("result"),
+                    record_fds=tuple(file("record") for _ in range(ranks_per_node)),
+                    stack_fds=tuple(file("stacks") for _ in range(ranks_per_node)),
+                    store_address=hosts.store_address if hosts is not None else None,
+                    listen_fd=listener.fileno() if listener is not None else None,
+                    interface=hosts.interface if hosts is not None else "lo" if num_nodes == 1 else None,
+                    init_method=init_method if num_nodes > 1 and hosts is None else None,
+                    scratch=undo.enter_context(scratch_folder(token)),
+                    inherited=tuple(payload.inherited),
+                    key=new_key() if num_nodes == 1 else key_from_environment(),
+                    settings=dumped_settings(),
+                    main=main_place(),
                 )
-            )
-        listener = hosts.store_listener if hosts is not None else None
-        words = SharedStop.num_words(ranks_per_node) + ranks_per_node
-        spec = RankSpec(
-            rank=node_rank * ranks_per_node,
-            world_size=num_nodes * ranks_per_node,
-            local_world_size=ranks_per_node,
-            node_rank=node_rank,
-            num_nodes=num_nodes,
-            devices=tuple(str(device) for device in chosen),
-            backend=backend,
-            timeout_s=timeout_s,
-            num_threads=num_threads,
-            parcel=payload.parcel,
-            words_fd=file("words", 8 * words),
-            store_fd=file("store"),
-            result_fd=file("result"),
-            record_fds=tuple(file("record") for _ in range(ranks_per_node)),
-            stack_fds=tuple(file("stacks") for _ in range(ranks_per_node)),
-            store_address=hosts.store_address if hosts is not None else None,
-            listen_fd=listener.fileno() if listener is not None else None,
-            interface=hosts.interface if hosts is not None else "lo" if num_nodes == 1 else None,
-            init_method=init_method if num_nodes > 1 and hosts is None else None,
-            scratch=undo.enter_context(scratch_folder(token)),
-            inherited=tuple(payload.inherited),
-            key=new_key() if num_nodes == 1 else key_from_environment(),
-            settings=dumped_settings(),
-            main=main_place(),
-        )
-        ranks = Ranks(spec, token, hosts)
-        undo.callback(ranks.close)
-        with signals(ranks.stop) as heard:
-            heard.end()  # nothing has begun: no rank has to be started to end it
-            if served:
-                served = _server_is_ready(start_method)
-                heard.end()
-            try:
-                ranks.start(environment, served=served)
-                if listener is not None:
-                    listener.close()  # global rank 0 has it now
-                ranks.watch()
-            except BaseException:
-                with uninterrupted():
-                    ranks.end()
-                raise
-            heard.note(ranks.stop.requested)  # a rank's own, that came after its last step
-        result: T = ranks.result()
-        return result
+                ranks = Ranks(spec, token, hosts)
+                undo.callback(ranks.close)
+                with signals(ranks.stop) as heard:
+                    if attempts == 1:
+                        heard.end()  # nothing has begun: no rank has to be started to end it
+                    if served:
+                        served = _server_is_ready(start_method)
+                        if attempts == 1:
+                            heard.end()
+                    try:
+                        ranks.start(environment, served=served)
+                        if listener is not None:
+                            listener.close()  # global rank 0 has it now
+                        ranks.watch()
+                    except BaseException as error:
+                        with uninterrupted():
+                            ranks.end()
+                        if on_failure is None or ranks.cause is None or not isinstance(error, WorkerFailedError):
+                            raise
+                        on_failure(ranks.cause, error)
+                        continue
+                    heard.note(ranks.stop.requested)  # a rank's own, that came after its last step
+                result: T = ranks.result()
+                return result
+
+
+def _file(undo: contextlib.ExitStack, name: str, size: int = 0) -> int:
+    """Descriptor of a file without a name, closed with ``undo``."""
+    fd = anonymous_file(name)
+    undo.callback(os.close, fd)
+    os.ftruncate(fd, size)
+    return fd
 
 
 def _begin_server(start_method: str) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from trainloop.errors import WorkerFailedError
+from trainloop.errors import TrainLoopError, WorkerFailedError
 
 __all__ = [
     "Failure",
@@ -56,6 +56,8 @@ class Failure:
     """Looks like the loss of another rank, hence not the cause."""
     timeout: bool = False
     """A collective, or the wait at a step boundary, ran out of time: some rank hangs."""
+    final: bool = False
+    """Would come again in a new process: this package refused something, or somebody interrupted it on purpose."""
 
     def to_json(self) -> bytes:
         """For the way through a file or a socket."""
@@ -130,6 +132,7 @@ def failure_of(error: BaseException, rank: int) -> Failure:
         exitcode=exitcode,
         consequence=not timeout and _is_consequence(error),
         timeout=timeout,
+        final=isinstance(error, (TrainLoopError, KeyboardInterrupt)),
     )
 
 
@@ -273,13 +276,9 @@ def worker_failed_error(
     elif failure.type == "LostHost":
         what = failure.message
     elif failure.type == "SystemExit":
-        what = f"{who} ended itself with {exit_text(failure.exitcode)} (SystemExit; its traceback follows)"
-    elif failure.type is not None:
-        what = f"{who} raised {failure.type}: {_first_line(failure.message)} (its traceback follows)"
-    elif failure.exitcode is not None and failure.exitcode < 0:
-        what = f"{who} was killed by {exit_text(failure.exitcode)}"
+        what = f"{who} {described(failure)} (SystemExit; its traceback follows)"
     else:
-        what = f"{who} ended without an error, with {exit_text(failure.exitcode)}, before its work was done"
+        what = f"{who} {described(failure)}{'' if failure.type is None else ' (its traceback follows)'}"
     others = ""
     if ended and not failure.timeout:
         others = f"; {_names(ended)} {'was' if len(ended) == 1 else 'were'} ended because of it"
@@ -292,6 +291,19 @@ def worker_failed_error(
     if failure.timeout:  # the stacks have it all
         return WorkerFailedError(message, rank=hanging[0] if hanging else failure.rank)
     return WorkerFailedError(message, rank=failure.rank, exitcode=failure.exitcode, traceback=failure.traceback)
+
+
+def described(failure: Failure) -> str:
+    """What a rank did, or what was done to it, to go on after its name; one line."""
+    if failure.timeout:
+        return "waited for a rank that hangs"
+    if failure.type == "SystemExit":
+        return f"ended itself with {exit_text(failure.exitcode)}"
+    if failure.type is not None:
+        return f"raised {failure.type}: {_first_line(failure.message)}"
+    if failure.exitcode is not None and failure.exitcode < 0:
+        return f"was killed by {exit_text(failure.exitcode)}"
+    return f"ended without an error, with {exit_text(failure.exitcode)}, before its work was done"
 
 
 def _names(ranks: Sequence[int]) -> str:

@@ -61,6 +61,8 @@ class Ranks:
         self._failures: dict[int, Failure] = {}
         self._liveness = Liveness(spec.timeout_s)
         self._token = token
+        self.cause: Failure | None = None
+        """The first failure, once the run has failed."""
 
     def start(self, environment: dict[str, str], *, served: bool) -> None:
         """Start the processes, with ``environment`` added to this process's own.
@@ -112,6 +114,8 @@ class Ranks:
             if self._hosts is not None and self._hosts.failure() is not None:
                 self.fail()
             if not self._alive():
+                if self._notice():  # the last one was killed since
+                    self.fail()
                 return
             overdue = self._overdue()
             if overdue and self._state(overdue[0]) == State.DONE:
@@ -177,7 +181,7 @@ class Ranks:
             late = Failure(rank=hanging[0], time_ns=time.monotonic_ns(), type=None, timeout=True)
             self._failures.setdefault(overdue[0], late)
         ended = self.end()
-        cause = self._first_failure()
+        self.cause = cause = self._first_failure()
         if cause.type is None and not cause.timeout and cause.rank - self._spec.rank in self._locals():
             stacks = self._stacks(ask=False, ranks=[cause.rank - self._spec.rank])
         raise worker_failed_error(

@@ -19,7 +19,7 @@ from trainloop.model import TTModel, yields_losses
 from trainloop.optim import MultiOptimizer, needs_closure, optimizers_of, parameters_of
 from trainloop.resources.quota import ResourceQuota
 
-__all__ = ["AmpOptions", "FitJob", "Options"]
+__all__ = ["AmpOptions", "FitJob", "Options", "RestartOptions"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,16 @@ class Options:
 
 
 @dataclass(frozen=True)
+class RestartOptions:
+    """How ``fit`` is to survive failures."""
+
+    most: int
+    """Restarts; -1 for no limit."""
+    every: int | None = None
+    """Steps between two snapshots; ``None``: as the time they take asks for."""
+
+
+@dataclass(frozen=True)
 class FitJob:
     """What one call of ``fit`` is to do; sent to the ranks as it is."""
 
@@ -83,6 +93,8 @@ class FitJob:
     ddp_model_args: dict[str, Any] = field(default_factory=dict)
     resume: dict[str, Any] | None = None
     """State of the checkpoint to go on from."""
+    restarts: RestartOptions | None = None
+    """For a run that survives failures."""
 
 
 # -- the loop's arguments ----------------------------------------------------------------------------------------------
@@ -303,6 +315,24 @@ def check_count(value: Any, name: str, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(f"{name}={short(value)}: must be an int of {least} or more.")
     return value
+
+
+def check_restarts(max_restarts: Any, restart_every_steps: Any, num_nodes: int) -> RestartOptions | None:
+    """How often ranks may start again, and when to make snapshots; ``None`` for a run that the first failure ends."""
+    if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < -1:
+        raise ConfigurationError(
+            f"max_restarts={short(max_restarts)}: must be an int of 0 or more, or -1 for as many as it takes."
+        )
+    if restart_every_steps is not None:
+        check_count(restart_every_steps, "restart_every_steps", 1)
+    if not max_restarts:
+        return None
+    if num_nodes > 1:
+        raise ConfigurationError(
+            f"max_restarts={max_restarts} with num_nodes={num_nodes}: a run of several hosts is not started again from "
+            "here. Start it by torchrun --max-restarts, with a ModelCheckpoint in callbacks and resume_from='last'."
+        )
+    return RestartOptions(max_restarts, restart_every_steps)
 
 
 def check_length(num_epochs: Any, num_iterations: Any) -> None:

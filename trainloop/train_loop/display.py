@@ -28,7 +28,8 @@ class Progress:
         self.next_look = math.inf
         """When, by ``time.perf_counter()``, the loop is to call :meth:`look`."""
         self._bar: Any = None
-        self._columns: list[str] = []
+        self.columns: list[str] = []
+        """Of the table, as its head was printed last."""
         self._epoch_began = 0.0
 
     def say(self, text: str) -> None:
@@ -96,8 +97,8 @@ class Progress:
             return
         cells = {name: str(value) if isinstance(value, int) else f"{value:.5g}" for name, value in row.items()}
         cells["seconds"] = f"{time.perf_counter() - self._epoch_began:.1f}"
-        if list(cells) != self._columns:
-            self._columns = list(cells)
+        if list(cells) != self.columns:
+            self.columns = list(cells)
             print("  ".join(name.rjust(_width(name)) for name in cells), flush=True)
         print("  ".join(cell.rjust(_width(name)) for name, cell in cells.items()), flush=True)
 

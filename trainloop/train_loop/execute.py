@@ -11,11 +11,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from trainloop import distributed, rng
+from trainloop.data.orders import generators_of
 from trainloop.distributed import Rank
 from trainloop.model import yields_losses
 from trainloop.optim import needs_closure, optimizers_of
@@ -34,6 +35,8 @@ from trainloop.train_loop.training import Training
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
+    from trainloop.train_loop.restarts import Supervisor
+    from trainloop.transfer.slots import SnapshotMemory
 
 __all__ = ["execute", "sent_parts"]
 
@@ -52,7 +55,7 @@ def execute(loop: TrainLoop[Any], work: Callable[..., Any], *args: Any, job: Fit
     job : FitJob, optional
         What a training is to do; without one the run can only evaluate.
     """
-    if loop.gpu_mode != "ddp":
+    if loop.gpu_mode != "ddp" and (job is None or job.restarts is None):
         stop = LocalStop()
         applied_here = applied(
             loop.options.quota, device=loop.site.devices[0], loader_workers=_loader_workers(loop, ranks=1)
@@ -70,28 +73,78 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
     _initialize_lazy_parameters(loop)
     loop.drawn_seed = rng.peek_seed()
     departure = Departure(loop)
-    as_rank = partial(_as_rank, loop, work, args, job, departure.paths)
     site = loop.site
     options = {"timeout_s": loop.timeout, "backend": site.backend, "init_method": site.init_method}
-    here = launch.joined()
+    here = launch.joined() if loop.gpu_mode == "ddp" else None
     if here is not None:
         loop.site = site = as_launched(site, loop.options.devices, here)
-        return launch.join(partial(as_rank, joined=True), devices=site.devices, **options)
-    ranks, quota = len(site.devices), loop.options.quota
-    with applied(quota, local_rank=None, ranks=ranks):
+        as_rank = partial(_as_rank, loop, work, args, job, departure.paths, joined=True)
+        return launch.join(as_rank, devices=site.devices, **options)
+    ranks, quota = len(site.devices) if loop.gpu_mode == "ddp" else 1, loop.options.quota
+    with _supervisor(loop, job, ranks) as supervisor, applied(quota, local_rank=None, ranks=ranks):
         data = launch.launch(
-            as_rank,
+            partial(
+                _as_rank,
+                loop,
+                work,
+                args,
+                job,
+                departure.paths,
+                memory=None if supervisor is None else supervisor.memory,
+                caller=None if loop.gpu_mode == "ddp" else CallersRandomness.of(loop),
+            ),
             ranks_per_node=ranks,
             num_nodes=site.num_nodes,
             node_rank=site.node_rank,
-            devices=site.devices,
+            devices=site.devices[:ranks],
             child_env=child_environment(quota, ranks),
             start_method=loop.options.start_method,
             roots=sent_parts(loop),
+            on_failure=None if supervisor is None else supervisor.failed,
             **options,
         )
     with uninterrupted():  # half of the new state and half of the old would be of no use
-        return departure.receive(data)
+        result, randomness = departure.receive(data)
+        if randomness is not None:
+            randomness.put_into(loop)
+        return result
+
+
+@contextmanager
+def _supervisor(loop: TrainLoop[Any], job: FitJob | None, ranks: int) -> Iterator[Supervisor | None]:
+    if job is None or job.restarts is None:
+        yield None
+        return
+    from trainloop.train_loop.restarts import Supervisor
+
+    with Supervisor(loop, job.restarts, ranks) as supervisor:
+        yield supervisor
+
+
+class CallersRandomness(NamedTuple):
+    """Random numbers of the caller's process, which a run without a seed draws from in ``single`` and ``dp``."""
+
+    states: dict[str, Any]
+    generators: list[dict[str, torch.Tensor]]
+    """Of each loader."""
+
+    @classmethod
+    def of(cls, loop: TrainLoop[Any]) -> CallersRandomness:
+        """As they are in this process."""
+        found = [generators_of(loader) for loader in _loaders(loop)]
+        return cls(rng.capture(), [{name: own.get_state() for name, own in each.items()} for each in found])
+
+    def put_into(self, loop: TrainLoop[Any]) -> None:
+        """This process goes on where the other was."""
+        rng.restore(self.states)
+        for loader, saved in zip(_loaders(loop), self.generators, strict=True):
+            for name, generator in generators_of(loader).items():
+                if name in saved:
+                    generator.set_state(saved[name])
+
+
+def _loaders(loop: TrainLoop[Any]) -> tuple[Any, ...]:
+    return loop.train_loader, loop.validation_loader, loop.test_loader
 
 
 def _as_rank(
@@ -103,8 +156,25 @@ def _as_rank(
     stop: StopAgreement,
     *,
     joined: bool = False,
+    memory: SnapshotMemory | None = None,
+    caller: CallersRandomness | None = None,
 ) -> Any:
-    """In a rank of ``ddp``: do the work; what comes back is the loop's state and the work's result."""
+    """In a rank: do the work; what comes back is the loop's state, the work's result, and randomness where it counts.
+
+    Parameters
+    ----------
+    loop, work, args, job
+        As of :func:`execute`.
+    paths : tuple of str
+        Of the :class:`~trainloop.train_loop.handover.Departure`.
+    stop : StopAgreement
+    joined : bool
+        The rank was started by others, and there is nobody to send anything to.
+    memory : SnapshotMemory, optional
+        For a run that survives failures.
+    caller : CallersRandomness, optional
+        For the one process of ``single`` and ``dp``.
+    """
     from trainloop.train_loop.handover import Arrival
 
     loop.process = process = _process_here()
@@ -118,9 +188,21 @@ def _as_rank(
         device=loop.site.devices[process.local_rank],
         loader_workers=_loader_workers(loop, ranks),
     )
+    if caller is not None:
+        caller.put_into(loop)
     with applied_here, running(loop, stop, job) as run:
+        if memory is not None:
+            from trainloop.train_loop.snapshots import Snapshots
+
+            assert arrival is not None, "who is started by others keeps no snapshots"
+            assert isinstance(run, Training)
+            assert job is not None
+            assert job.restarts is not None
+            run.stop = run.snapshots = Snapshots(run, arrival, memory, job.restarts.every)
         result = work(run, *args)
-    return result if arrival is None else arrival.end_state(result)
+    if arrival is None:
+        return result
+    return arrival.end_state((result, None if caller is None else CallersRandomness.of(loop)))
 
 
 @contextmanager
@@ -195,14 +277,13 @@ def _loader_workers(loop: TrainLoop[Any], ranks: int) -> int:
     """Workers that load beside a rank, under the quota."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the loader's own turn to warn comes
-        loaders = (loop.train_loader, loop.validation_loader, loop.test_loader)
-        return max(cap_workers(getattr(loader, "num_workers", 0), loop.options.quota, ranks) for loader in loaders)
+        return max(cap_workers(getattr(one, "num_workers", 0), loop.options.quota, ranks) for one in _loaders(loop))
 
 
 def _initialize_lazy_parameters(loop: TrainLoop[Any]) -> None:
     """Lazy modules take their shapes from a batch; before the ranks start, so that all have the same weights."""
     lazy = [p for p in loop.model.parameters() if torch.nn.parameter.is_lazy(p)]
-    loader = next((x for x in (loop.train_loader, loop.validation_loader, loop.test_loader) if x is not None), None)
+    loader = next((loader for loader in _loaders(loop) if loader is not None), None)
     if not lazy or loader is None:
         return
     with rng.isolated(), evaluating(loop.model):

@@ -13,12 +13,22 @@ from trainloop.carried import names_of
 from trainloop.optim import optimizers_of
 from trainloop.transfer import dump_state, load_state
 from trainloop.transfer.kept import kept_attributes
-from trainloop.transfer.shared import changed_parts, dumped_parts, put_into, shared_parts
+from trainloop.transfer.shared import changed_parts, dumped_parts, parts_now, put_into, shared_parts
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
 
-__all__ = ["Arrival", "Departure"]
+__all__ = [
+    "Arrival",
+    "Departure",
+    "buffers_of",
+    "callback_state",
+    "plain_attributes",
+    "put_callback_state",
+    "put_plain_attributes",
+    "put_tensors",
+    "stateful_attributes",
+]
 
 COUNTERS = ("epoch", "global_step", "total_iteration_idx", "early_stop", "message_service")
 # What every nn.Module has in its __dict__ and torch itself keeps in order.
@@ -26,7 +36,7 @@ _MISSING = object()
 _TORCH_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"_log_sink", "_log_batch_size", "_compiled_call_impl"}
 
 
-def known_objects(loop: TrainLoop) -> list[object]:
+def known_objects(loop: TrainLoop[Any]) -> list[object]:
     """The objects both sides have: what a loop was made of, in an order that is the same on both sides.
 
     References to them travel as references, so that a callback that comes back still holds the caller's own model.
@@ -51,12 +61,12 @@ def known_objects(loop: TrainLoop) -> list[object]:
     return list(found.values())
 
 
-def _parts(loop: TrainLoop) -> dict[str, Any]:
+def _parts(loop: TrainLoop[Any]) -> dict[str, Any]:
     """What is reached from optimizers, criterion, callbacks and the attributes of modules, by its path."""
     roots: dict[str, object] = {"optimizer": loop.optimizer, "criterion": loop.criterion}
     for i, callback in enumerate(loop.callbacks):
         roots.update((f"callbacks.{i}.{name}", value) for name, value in kept_attributes(callback).items())
-    roots.update((f"modules.{root}.{i}.{name}", value) for (root, i, name), value in _plain_attributes(loop).items())
+    roots.update((f"modules.{root}.{i}.{name}", value) for (root, i, name), value in plain_attributes(loop).items())
     optimizers = [loop.optimizer, *optimizers_of(loop.optimizer)]
     own = [loop.criterion, *optimizers] if not isinstance(loop.criterion, nn.Module) else optimizers
     apart = {id(obj): obj for obj in known_objects(loop) if all(obj is not other for other in own)}
@@ -66,7 +76,7 @@ def _parts(loop: TrainLoop) -> dict[str, Any]:
 class Departure:
     """The caller's side of a run in ranks: which of the loop's parts are sent, for their contents to come back to."""
 
-    def __init__(self, loop: TrainLoop) -> None:
+    def __init__(self, loop: TrainLoop[Any]) -> None:
         self._loop = loop
         self._known = known_objects(loop)
         self._parts = _parts(loop)
@@ -84,25 +94,31 @@ class Departure:
 class Arrival:
     """What a loop was when it arrived in a rank, so that at the end only what changed goes back."""
 
-    def __init__(self, loop: TrainLoop, paths: Iterable[str] = ()) -> None:
+    def __init__(self, loop: TrainLoop[Any], paths: Iterable[str] = ()) -> None:
         self._loop = loop
         found = _parts(loop)
-        self._parts = {path: found[path] for path in paths if path in found}
+        self.parts = {path: found[path] for path in paths if path in found}
+        """What has an identity on both sides, by its path."""
         # A part that is not found here keeps its number.
-        self._known = [*known_objects(loop), *(found.get(path, object()) for path in paths)]
+        self.known = [*known_objects(loop), *(found.get(path, object()) for path in paths)]
+        """What both sides have, in the same order."""
         self._stateful = [
-            (i, name) for i, callback in enumerate(loop.callbacks) for name in _stateful_attributes(callback)
+            (i, name) for i, callback in enumerate(loop.callbacks) for name in stateful_attributes(callback)
         ]
         # A pickled optimizer loses the mark by which torch's schedulers recognise it, and they would warn about it.
         warnings.filterwarnings("ignore", message=r"Seems like `optimizer\.step\(\)` has been overridden")
-        self._attributes = {key: self._dumped(value) for key, value in _plain_attributes(loop).items()}
-        self._arrived = dumped_parts(self._parts, self._known)
+        self._attributes = {key: self._dumped(value) for key, value in plain_attributes(loop).items()}
+        self._arrived = dumped_parts(self.parts, self.known)
+
+    def parts_now(self) -> dict[str, Any]:
+        """What they hold now, by their path."""
+        return parts_now(self.parts)
 
     def end_state(self, result: Any) -> bytes:
         """The loop's state now, and ``result``, for :meth:`Departure.receive` on the caller's side."""
         loop = self._loop
         changed = {}
-        for key, value in _plain_attributes(loop).items():
+        for key, value in plain_attributes(loop).items():
             dumped = self._dumped(value)
             if dumped is None:
                 if self._attributes.get(key) is not None:
@@ -113,16 +129,16 @@ class Arrival:
         state = {
             "tensors": {key: (t.detach().cpu(), t.requires_grad) for key, t in _tensors(loop)},
             "attributes": changed,
-            "parts": changed_parts(self._parts, self._arrived, self._known),
+            "parts": changed_parts(self.parts, self._arrived, self.known),
             "history": loop.history.state_dict(),
             "scaler": loop.scaler_state,
             "counters": {name: getattr(loop, name) for name in COUNTERS if name != "message_service"},
             "messages": loop.message_service.__dict__,
-            "callbacks": [self._that_can_be_sent(_callback_state(callback), callback) for callback in loop.callbacks],
+            "callbacks": [self._that_can_be_sent(callback_state(callback), callback) for callback in loop.callbacks],
             "stateful": [getattr(loop.callbacks[i], name).state_dict() for i, name in self._stateful],
             "result": result,
         }
-        return dump_state(state, self._known)
+        return dump_state(state, self.known)
 
     def _that_can_be_sent(self, state: Any, callback: Any) -> Any:
         if not isinstance(state, dict) or self._dumped(state) is not None:
@@ -134,12 +150,12 @@ class Arrival:
 
     def _dumped(self, value: Any) -> bytes | None:
         try:
-            return dump_state(value, self._known)
+            return dump_state(value, self.known)
         except Exception:  # whatever a user's __reduce__ raises
             return None
 
 
-def _plain_attributes(loop: TrainLoop) -> dict[tuple[int, int, str], Any]:
+def plain_attributes(loop: TrainLoop[Any]) -> dict[tuple[int, int, str], Any]:
     """Attributes of the root modules and all in them, by root, place in it, and name."""
     return {
         (root, i, name): value
@@ -153,12 +169,26 @@ def _plain_attributes(loop: TrainLoop) -> dict[tuple[int, int, str], Any]:
     }
 
 
-def _receive(loop: TrainLoop, state: dict[str, Any]) -> None:
-    stateful = [(callback, name) for callback in loop.callbacks for name in _stateful_attributes(callback)]
+def _receive(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
+    stateful = [(callback, name) for callback in loop.callbacks for name in stateful_attributes(callback)]
+    put_tensors(loop, state["tensors"])
+    put_plain_attributes(loop, state["attributes"])
+    loop.history.load_state_dict(state["history"])
+    loop.scaler_state = state["scaler"]
+    for name, value in state["counters"].items():
+        setattr(loop, name, value)
+    loop.message_service.__dict__.update(state["messages"])
+    for (callback, name), saved in zip(stateful, state["stateful"], strict=True):
+        getattr(callback, name).load_state_dict(saved)
+    for callback, saved in zip(loop.callbacks, state["callbacks"], strict=True):
+        put_callback_state(callback, saved)
+
+
+def put_tensors(loop: TrainLoop[Any], values: Mapping[tuple[int, str], tuple[torch.Tensor, bool]]) -> None:
+    """Values, and whether they require a gradient, into a loop's own parameters and buffers."""
     tensors = dict(_tensors(loop))
-    modules = [list(top.modules()) for top in _root_modules(loop)]
     with torch.no_grad():
-        for key, (value, requires_grad) in state["tensors"].items():
+        for key, (value, requires_grad) in values.items():
             own = tensors.get(key)
             if own is not None and own.shape == value.shape and own.dtype == value.dtype:
                 own.copy_(value)
@@ -168,34 +198,42 @@ def _receive(loop: TrainLoop, state: dict[str, Any]) -> None:
                 root, path = key
                 owner, _, name = path.rpartition(".")
                 _root_modules(loop)[root].get_submodule(owner).register_buffer(name, value)
-    for (root, i, name), value in state["attributes"].items():
+
+
+def put_plain_attributes(loop: TrainLoop[Any], values: Mapping[tuple[int, int, str], Any]) -> None:
+    """What :func:`plain_attributes` gave on the other side, into the modules of this one."""
+    modules = [list(top.modules()) for top in _root_modules(loop)]
+    for (root, i, name), value in values.items():
         object.__setattr__(modules[root][i], name, value)
-    loop.history.load_state_dict(state["history"])
-    loop.scaler_state = state["scaler"]
-    for name, value in state["counters"].items():
-        setattr(loop, name, value)
-    loop.message_service.__dict__.update(state["messages"])
-    for (callback, name), saved in zip(stateful, state["stateful"], strict=True):
-        getattr(callback, name).load_state_dict(saved)
-    for callback, saved in zip(loop.callbacks, state["callbacks"], strict=True):
-        if hasattr(callback, "__setstate__"):
-            callback.__setstate__(saved)
-        else:
-            callback.__dict__.update(saved)
 
 
-def _root_modules(loop: TrainLoop) -> list[nn.Module]:
+def put_callback_state(callback: Any, saved: Any) -> None:
+    """What :func:`callback_state` gave on the other side."""
+    if hasattr(callback, "__setstate__"):
+        callback.__setstate__(saved)
+    else:
+        callback.__dict__.update(saved)
+
+
+def _root_modules(loop: TrainLoop[Any]) -> list[nn.Module]:
     return [loop.model, *([loop.criterion] if isinstance(loop.criterion, nn.Module) else [])]
 
 
-def _tensors(loop: TrainLoop) -> Iterable[tuple[tuple[int, str], torch.Tensor]]:
+def _tensors(loop: TrainLoop[Any]) -> Iterable[tuple[tuple[int, str], torch.Tensor]]:
     """Parameters and buffers (tied ones once, those that no state dict holds too), by root module and name."""
     for root, module in enumerate(_root_modules(loop)):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             yield (root, name), tensor
 
 
-def _stateful_attributes(callback: Any) -> dict[str, Any]:
+def buffers_of(loop: TrainLoop[Any]) -> Iterable[tuple[tuple[int, str], torch.Tensor]]:
+    """Buffers, which each rank has its own of where DDP doesn't copy those of rank 0."""
+    for root, module in enumerate(_root_modules(loop)):
+        for name, buffer in module.named_buffers():
+            yield (root, name), buffer
+
+
+def stateful_attributes(callback: Any) -> dict[str, Any]:
     """A callback's schedulers, metrics and the like, which take over state and stay the caller's own objects."""
     return {
         name: value
@@ -208,7 +246,8 @@ def _stateful_attributes(callback: Any) -> dict[str, Any]:
     }
 
 
-def _callback_state(callback: Any) -> Any:
+def callback_state(callback: Any) -> Any:
+    """What of a callback goes to another process, by its own word."""
     get_state = getattr(type(callback), "__getstate__", None)
     if get_state is not None and get_state is not getattr(object, "__getstate__", None):
         return callback.__getstate__()

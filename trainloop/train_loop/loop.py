@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from trainloop.resources import ResourceQuota
     from trainloop.tools import BatchSizes, LearningRates, Summary
     from trainloop.train_loop.preflight import PreflightReport
+    from trainloop.train_loop.snapshots import Restart
 
 __all__ = ["TrainLoop"]
 
@@ -228,6 +229,8 @@ class TrainLoop(Generic[ModelT]):
         self.found_inf: list[Tensor] = []
         """For each device of the last step, whether its scaled gradients overflowed."""
         self.scaler_state: dict[str, Any] = {}
+        self.restarts: list[Restart] = []
+        """Failures that the last ``fit(max_restarts=...)`` has survived."""
         self.running: Run | None = None
         """What exists only while this process trains or evaluates."""
 
@@ -348,6 +351,8 @@ class TrainLoop(Generic[ModelT]):
         init_method: str | None = None,
         on_gpu: bool | None = None,
         resume_from: str | os.PathLike[str] | None = None,
+        max_restarts: int = 0,
+        restart_every_steps: int | None = None,
         **unknown: NoReturn,
     ) -> ModelT:
         """Train; a second call goes on from the first.
@@ -378,6 +383,12 @@ class TrainLoop(Generic[ModelT]):
             A checkpoint to go on from; ``'last'`` is the newest whole one of the ``ModelCheckpoint`` in ``callbacks``,
             and a fresh start where there is none yet. A run that has ended, as planned or by a callback that would end
             it again, is taken up as it was left, and nothing is done.
+        max_restarts : int
+            Failures that the run survives: ranks that are killed, crash, exit, raise, hang or lose a loader's worker
+            are started again from a snapshot in memory, and the run ends with the very numbers of an undisturbed one.
+            -1 for any number. In ``single`` and ``dp`` the loop runs in a process of its own then.
+        restart_every_steps : int, optional
+            Steps between two snapshots. Default: as often as costs at most 1 % of the time.
 
         Returns
         -------
@@ -421,13 +432,16 @@ class TrainLoop(Generic[ModelT]):
             self.site = settled(self.options, num_gpus, on_gpu, num_nodes, select=True)
             check_rendezvous_point(num_nodes, node_rank, init_method)
             self.site = replace(self.site, node_rank=node_rank, backend=check_backend(backend), init_method=init_method)
+            restarts = check.check_restarts(max_restarts, restart_every_steps, num_nodes)
             check_carried(self.model, self.gpu_mode)
             check.check_step(self.model, self.optimizer, self.options.amp, self.site.devices[0])
             job = FitJob(
                 dp_model_args=check.check_wrapper_args(dp_model_args, "dp_model_args", TTDataParallel),
                 ddp_model_args=check.check_wrapper_args(ddp_model_args, "ddp_model_args", TTDistributedDataParallel),
                 resume=run_state.checkpoint_to_resume(self, resume_from),
+                restarts=restarts,
             )
+            self.restarts = []
             self.early_stop = False
             HookTable((), model=self.model)  # a hook of its own that can't be called is an error before ranks start
             for callback in self.callbacks:

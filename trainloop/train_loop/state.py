@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,16 @@ if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
     from trainloop.train_loop.training import Training
 
-__all__ = ["check_checkpoint", "checkpoint_state", "checkpoint_to_resume", "load_checkpoint_state", "took_up_finished"]
+__all__ = [
+    "callback_states",
+    "check_checkpoint",
+    "checkpoint_state",
+    "checkpoint_to_resume",
+    "common_state",
+    "load_checkpoint_state",
+    "rank_state",
+    "took_up_finished",
+]
 
 
 def checkpoint_state(run: Training) -> dict[str, Any] | None:
@@ -35,22 +45,34 @@ def checkpoint_state(run: Training) -> dict[str, Any] | None:
     run.publish(run.recorder.exchange_steps())
     run.gradients.check_alike()
     mine = {
-        "rng": rng.capture(),
-        "feed": run.feed.state_dict(plain),
-        "metrics": run.recorder.state_dict(),
-        "carried": carried_state_of(loop.model),
+        **rank_state(run, plain),
         "inserted": loop.history._take_own(),
         "ends": [tuple(end) for end in loop.ends],
     }
     ranks = [mine] if run.gather is None else run.gather(mine)
+    run.checkpointed = True
     loop.history._put_agreed([theirs.pop("inserted") for theirs in ranks])
     ends = list(dict.fromkeys(tuple(end) for theirs in ranks for end in theirs.pop("ends")))
     if loop.rank != 0:
         return None
+    state = common_state(run)
+    if run.epoch_finished or run.finished:
+        state["place"]["ends"] = [list(end) for end in ends]
+    return {
+        "versions": {"trainloop": 1, "torch": str(torch.__version__), "python": platform.python_version()},
+        **state,
+        "callbacks": callback_states(loop),
+        "history": loop.history.state_dict(),
+        "ranks": ranks,
+    }
+
+
+def common_state(run: Training) -> dict[str, Any]:
+    """The part of a training's state that is the same on all ranks. Tensors are the live ones."""
+    loop = run.loop
     # At the end of training the last epoch is counted already.
     finished, epoch = run.epoch_finished, loop.epoch + run.epoch_finished
     return {
-        "versions": {"trainloop": 1, "torch": str(torch.__version__), "python": platform.python_version()},
         "model": loop.model.state_dict(),
         "criterion": loop.criterion.state_dict() if isinstance(loop.criterion, nn.Module) else {},
         "optimizers": [
@@ -60,11 +82,6 @@ def checkpoint_state(run: Training) -> dict[str, Any] | None:
         "groups": group_names(loop),
         "flags": changed_flags(run.began_with, loop.model),
         "scaler": run.place.scaler.state_dict(),
-        "callbacks": [
-            {"name": callback.callback_name, "type": type(callback).__name__, "state": callback.state_dict()}
-            for callback in loop.callbacks
-        ],
-        "history": loop.history.state_dict(),
         "place": {
             "start_epoch": run.start_epoch,
             "start_iteration": run.start_iteration,
@@ -80,10 +97,27 @@ def checkpoint_state(run: Training) -> dict[str, Any] | None:
             "num_epochs": loop.num_epochs,
             "num_iterations": loop.num_iterations,
             "finished": run.finished,
-            "ends": [list(end) for end in ends] if finished or run.finished else [],
+            "ends": [],
         },
-        "ranks": ranks,
     }
+
+
+def rank_state(run: Training, kept: Callable[[Any, str], Any]) -> dict[str, Any]:
+    """The part that is each rank's own; ``kept`` is called with what the user's loader says of itself."""
+    return {
+        "rng": rng.capture(),
+        "feed": run.feed.state_dict(kept),
+        "metrics": run.recorder.state_dict(),
+        "carried": carried_state_of(run.loop.model),
+    }
+
+
+def callback_states(loop: TrainLoop[Any]) -> list[dict[str, Any]]:
+    """What each callback says to be its state, under the names by which another run finds it."""
+    return [
+        {"name": callback.callback_name, "type": type(callback).__name__, "state": callback.state_dict()}
+        for callback in loop.callbacks
+    ]
 
 
 def checkpoint_to_resume(loop: TrainLoop[Any], resume_from: Any) -> dict[str, Any] | None:

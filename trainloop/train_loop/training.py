@@ -41,6 +41,7 @@ from trainloop.train_loop.trained import about_eval_mode, begin_training, traini
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
+    from trainloop.train_loop.snapshots import Snapshots
 
 __all__ = ["Training"]
 
@@ -74,6 +75,10 @@ class Training(Run):
         """Of the next epoch, which a checkpoint has behind it."""
         self.began_with: dict[str, dict[str, bool]] = {}
         """Flags of parameters and modules."""
+        self.checkpointed = False
+        """A checkpoint was made since the last snapshot."""
+        self.snapshots: Snapshots | None = None
+        """Of a run that survives failures."""
         self._job = job
         self._same_callbacks = True
         self._kept_in_eval: list[torch.nn.Module] | None = None
@@ -86,7 +91,7 @@ class Training(Run):
                 self._prepare()
             with self.listening(self.recorder):  # anew: hooks may have changed the model
                 ended_by = 0
-                while not (ended_by or self.ended or self._is_done()):
+                while not (ended_by or self.ended or self.is_done()):
                     last_iteration = self._last_iteration
                     for batches in self._begin_epoch():
                         self.backward(batches)
@@ -117,7 +122,10 @@ class Training(Run):
     # -- before and after --------------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        loop, resume = self.loop, self._job.resume
+        loop, resume, snapshots = self.loop, self._job.resume, self.snapshots
+        if snapshots is not None:
+            resume = snapshots.resumed(resume)
+        restart = None if snapshots is None else snapshots.restart
         self.recorder.between_steps(loop.global_step + 1)
         for hook in self.hooks.on_multiprocess_start:
             hook()
@@ -131,12 +139,16 @@ class Training(Run):
         self.start_epoch, self.start_iteration = loop.epoch, loop.total_iteration_idx
         if self.place.scaler.is_enabled() and loop.scaler_state:
             self.place.scaler.load_state_dict(loop.scaler_state)
-        self.progress.say(repr(loop))
+        if restart is None:
+            self.progress.say(repr(loop))
         self._same_callbacks = self._have_same_callbacks()
         for hook in self.hooks.on_train_begin:
             hook()
-        if resume is not None:
+        if snapshots is not None:
+            snapshots.take_up(resume)
+        elif resume is not None:
             run_state.load_checkpoint_state(self, resume)
+        if resume is not None and restart is None:
             self.progress.say(f"resumed at epoch {loop.epoch + 1}, step {loop.global_step}")
 
     @property
@@ -144,7 +156,8 @@ class Training(Run):
         """After which the training ends, where iterations are counted."""
         return self.start_iteration + self.loop.num_iterations if self.loop.num_iterations else math.inf
 
-    def _is_done(self) -> bool:
+    def is_done(self) -> bool:
+        """Whether no step is left to do."""
         if self.loop.num_epochs:
             return self.loop.epoch >= self.start_epoch + self.loop.num_epochs
         return self.loop.total_iteration_idx >= self._last_iteration

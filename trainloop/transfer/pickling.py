@@ -15,7 +15,7 @@ import pickle
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from trainloop.transfer.torch_objects import compile_context_of, reduce_compiled_function, reducer_for
 
-__all__ = ["Pickler", "dump_state", "load_device", "load_state"]
+__all__ = ["Pickler", "StatePickler", "StateUnpickler", "dump_state", "load_device", "load_state"]
 
 _VIEWED = 4096  # bytes; smaller arrays are pickled as numpy does
 _STANDARD_STREAMS = ("stdin", "stdout", "stderr", "__stdin__", "__stdout__", "__stderr__")
@@ -60,6 +60,9 @@ class Pickler(cloudpickle.Pickler):
     buffer_callback : callable, optional
         As in :class:`pickle.Pickler`: takes each buffer, and returns whether it goes into the stream instead.
     """
+
+    keeps_shared = True
+    """Whether memory that the user shares between processes stays shared, and is not copied."""
 
     def __init__(self, file: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
@@ -126,7 +129,7 @@ class Pickler(cloudpickle.Pickler):
         if storage.device.type == "meta":
             return _meta_storage, (storage.nbytes(),)
         on_cpu = storage.device.type == "cpu"
-        if on_cpu and storage.is_shared() and getattr(storage, "filename", None) is None:
+        if self.keeps_shared and on_cpu and storage.is_shared() and getattr(storage, "filename", None) is None:
             # The user shares it between processes on purpose (an epoch counter for workers, say): it stays shared.
             return reduce_storage(storage)
         data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu().numpy()
@@ -333,9 +336,24 @@ def _memoryview(buffer: Any, format: str, shape: tuple[int, ...]) -> memoryview:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-class _StatePickler(Pickler):
-    def __init__(self, file: Any, known: Sequence[object]) -> None:
-        super().__init__(file)
+class StatePickler(Pickler):
+    """Pickles state: the objects in ``known`` travel as references to their index.
+
+    Parameters
+    ----------
+    file, buffer_callback
+        As of :class:`Pickler`.
+    known : sequence of objects
+        Compared by identity.
+    """
+
+    def __init__(
+        self,
+        file: Any,
+        known: Sequence[object],
+        buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None,
+    ) -> None:
+        super().__init__(file, buffer_callback)
         self._index = {id(obj): i for i, obj in enumerate(known)}
 
     def persistent_id(self, obj: Any) -> int | None:
@@ -345,14 +363,29 @@ class _StatePickler(Pickler):
         if isinstance(obj, type):
             # A class that came here by value must not go back as a second class of the same name.
             tracker_id = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.get(obj)
-            if tracker_id is not None:
+            if tracker_id is not None and self.travels_by_name(tracker_id):
                 return _tracked_class, (tracker_id,)
         return super().reducer_override(obj)
 
+    def travels_by_name(self, tracker_id: str) -> bool:
+        """Whether the other side has this class, which once came by value."""
+        return True
 
-class _StateUnpickler(pickle.Unpickler):
-    def __init__(self, file: Any, known: Sequence[object]) -> None:
-        super().__init__(file)
+
+class StateUnpickler(pickle.Unpickler):
+    """Reads what :class:`StatePickler` wrote.
+
+    Parameters
+    ----------
+    file : file object
+    known : sequence of objects
+        This side's own, in the other's order.
+    buffers : iterable of buffers, optional
+        Those that went beside the stream.
+    """
+
+    def __init__(self, file: Any, known: Sequence[object], buffers: Iterable[Any] | None = None) -> None:
+        super().__init__(file, buffers=buffers)
         self._known = known
 
     def persistent_load(self, pid: int) -> object:
@@ -380,11 +413,11 @@ def dump_state(state: object, known: Sequence[object] = ()) -> bytes:
         Compared by identity.
     """
     file = io.BytesIO()
-    _StatePickler(file, known).dump(state)
+    StatePickler(file, known).dump(state)
     return file.getvalue()
 
 
 def load_state(data: bytes, known: Sequence[object] = ()) -> Any:
     """What :func:`dump_state` was given, with this side's ``known`` in the other's places. Tensors are on the CPU."""
     with load_device(None):
-        return _StateUnpickler(io.BytesIO(data), known).load()
+        return StateUnpickler(io.BytesIO(data), known).load()

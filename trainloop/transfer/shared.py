@@ -11,7 +11,7 @@ import functools
 import types
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from trainloop.transfer.kept import kept_attributes
 from trainloop.transfer.pickling import dump_state
 from trainloop.transfer.torch_objects import optimizer_state
 
-__all__ = ["changed_parts", "dumped_parts", "put_into", "shared_parts"]
+__all__ = ["changed_parts", "dumped_parts", "parts_now", "put_into", "shared_parts"]
 
 _MOST_PARTS = 20_000
 _LONG = 1000  # items; a longer list is data, and travels as a whole
@@ -139,8 +139,27 @@ def changed_parts(parts: Mapping[str, Any], before: Mapping[str, bytes | None], 
     return changed
 
 
-def put_into(parts: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
-    """Write what :func:`changed_parts` gave into the parts of the same paths."""
+def parts_now(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """What each part holds now, for :func:`put_into`: the live objects, none of them copied."""
+    return {
+        path: (obj.detach(), obj.requires_grad) if isinstance(obj, torch.Tensor) else _contents(obj)
+        for path, obj in parts.items()
+    }
+
+
+def put_into(
+    parts: Mapping[str, Any], changed: Mapping[str, Any], kept: Mapping[str, Collection[Any]] | None = None
+) -> None:
+    """Write what :func:`changed_parts` or :func:`parts_now` gave into the parts of the same paths.
+
+    Parameters
+    ----------
+    parts, changed : mapping
+        By path.
+    kept : mapping from str to collection, optional
+        Names, by path, that stay as they are although they are not in the new contents.
+    """
+    kept = kept or {}
     for path, contents in changed.items():
         obj = parts[path]
         if isinstance(obj, torch.Tensor):
@@ -149,12 +168,14 @@ def put_into(parts: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
             obj.clear()
             obj.extend(contents)
         elif isinstance(obj, dict):
-            for key in [key for key in obj if key not in contents]:
+            for key in [key for key in obj if key not in contents and key not in kept.get(path, ())]:
                 del obj[key]
             obj.update(contents)
         else:
-            for name in [name for name in _contents(obj) or () if name not in contents]:
-                vars(obj).pop(name, None)  # deleted there
+            missing = [name for name in _contents(obj) or () if name not in contents]
+            for name in missing:
+                if name not in kept.get(path, ()):
+                    vars(obj).pop(name, None)  # deleted there
             vars(obj).update(contents)
     for obj in parts.values():
         if isinstance(obj, Optimizer):

@@ -1,0 +1,191 @@
+"""Runs that survive failures: whatever is done to a rank, the run ends with the bits of one that nobody disturbed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from survival import LOADERS, Plan, rows, train
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from checkpoints import same
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel
+from trainloop.errors import ConfigurationError, WorkerFailedError
+
+Undisturbed = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """The facts of a run of today's kind, without restarts, made once for each kind."""
+    made: dict[Any, Any] = {}
+
+    def get(mode: str, ranks: int, kind: str, seed: int | None) -> Any:
+        key = (mode, ranks, kind, seed)
+        if key not in made:
+            made[key] = train(tmp_path_factory.mktemp("undisturbed"), mode, ranks, kind, [], seed)[1]
+        return made[key]
+
+    return get
+
+
+def assert_survives(
+    undisturbed: Undisturbed,
+    folder: Path,
+    mode: str,
+    ranks: int,
+    kind: str,
+    plan: list[Plan],
+    seed: int | None = 3,
+    **fit: Any,
+) -> Any:
+    """Each planned strike was survived, and nothing of it can be seen afterwards."""
+    expected = undisturbed(mode, ranks, kind, seed)
+    tl, facts = train(folder, mode, ranks, kind, plan, seed, **{"max_restarts": -1, "restart_every_steps": 3, **fit})
+    assert [restart.rank for restart in tl.restarts] == [rank for rank, *_ in plan], tl.restarts
+    assert [name for name in facts if not same(facts[name], expected[name])] == []
+    return tl.restarts
+
+
+def test_two_ranks_survive(undisturbed: Undisturbed, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    plan = [
+        (0, "on_train_begin", 0, "exits"),
+        (1, "on_batch_end", 4, "SIGKILL"),
+        (0, "snapshot is half written", 6, "SIGKILL"),
+        (1, "on_train_end", 16, "raises"),
+    ]
+    restarts = assert_survives(undisturbed, tmp_path, "ddp", 2, "workers", plan)
+    assert [restart.step for restart in restarts] == sorted(restart.step for restart in restarts)
+    assert all(0 <= restart.steps_repeated <= 3 and restart.seconds > 0 for restart in restarts)
+    assert restarts[1].cause == "was killed by signal SIGKILL"
+    assert restarts[-1].cause == "raised SoftError: by plan"
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("trainloop: rank ")]
+    assert len(lines) == len(plan)
+    assert "training goes on from step 3 (" in lines[1]
+
+
+def test_one_process_survives_without_a_seed(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """Twice in one epoch, whose order was drawn from the caller's generator; which is at the same place afterwards."""
+    plan = [(0, "on_batch_end", 4, "SIGSEGV"), (0, "on_batch_end", 5, "SIGKILL"), (0, "at exit", 16, "SIGKILL")]
+    assert_survives(undisturbed, tmp_path, "single", 1, "rows", plan, seed=None)
+
+
+class Fails(AbstractCallback):
+    """In every start, at the same step; or once, in a way that no restart can heal."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__("Fails")
+        self.error = error
+
+    def on_batch_end(self) -> None:
+        if self.train_loop_obj.global_step == 5:
+            raise self.error
+
+
+def fails(error: Exception, **fit: Any) -> tuple[TrainLoop, WorkerFailedError]:
+    model = Linear()
+    tl = TrainLoop(
+        model,
+        DataLoader(TensorDataset(*rows()), 8),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        criterion=nn.CrossEntropyLoss(),
+        accelerator="cpu",
+        progress_bar=False,
+    )
+    with pytest.raises(WorkerFailedError) as raised:
+        tl.fit(num_epochs=1, callbacks=[Fails(error)], **fit)
+    return tl, raised.value
+
+
+class Linear(TTBasicModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def test_a_failure_that_comes_again_ends_the_run() -> None:
+    tl, error = fails(LookupError("always"), max_restarts=-1)
+    assert "rank 0 of 1 raised LookupError: always" in error.message
+    assert "It came again, after step 4" in error.message
+    assert "in on_batch_end" in error.traceback
+    assert len(tl.restarts) == 1
+
+    tl, error = fails(ConfigurationError("this package's own"), max_restarts=5)
+    assert "came again" not in error.message
+    assert tl.restarts == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"max_restarts": -2}, "max_restarts=-2: must be an int of 0 or more, or -1"),
+        ({"max_restarts": 1.0}, "max_restarts=1.0: must be"),
+        ({"max_restarts": True}, "max_restarts=True: must be"),
+        ({"max_restarts": 1, "restart_every_steps": 0}, "restart_every_steps=0: must be an int of 1 or more"),
+        ({"restart_every_steps": 2.5}, "restart_every_steps=2.5: must be an int"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments: dict[str, Any], said: str) -> None:
+    model = Linear()
+    tl = TrainLoop(model, DataLoader(TensorDataset(*rows()), 8), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ConfigurationError, match="^" + said.replace("(", r"\(")):
+        tl.fit(num_epochs=1, **arguments)
+
+
+# -- the whole table ---------------------------------------------------------------------------------------------------
+
+ACTS = [
+    "SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "exits", "sys.exit", "raises", "out of memory", "hangs",
+    "hangs in native code", "loses its connections",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_each_kind_of_loader(undisturbed: Undisturbed, tmp_path: Path, kind: str, ranks: int) -> None:
+    plan: list[Plan] = [(ranks - 1, "on_batch_end", 4, "SIGKILL"), (0, "on_batch_end", 5, "SIGKILL")]
+    if "worker" in kind:
+        plan += [(ranks - 1, "on_batch_begin", 6, "a worker dies")]
+    mode = "ddp" if ranks > 1 else "single"
+    assert_survives(undisturbed, tmp_path, mode, ranks, kind, plan, None if "sampler" in kind else 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("act", ACTS)
+def test_each_kind_of_failure(undisturbed: Undisturbed, tmp_path: Path, act: str, ranks: int) -> None:
+    plan: list[Plan] = [(ranks - 1, "on_after_gradient_update", 4, act), (0, "on_batch_end", 9, act)]
+    assert_survives(undisturbed, tmp_path, "ddp", ranks, "rows", plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_each_moment(undisturbed: Undisturbed, tmp_path: Path, ranks: int) -> None:
+    plan: list[Plan] = [
+        (ranks - 1, "on_multiprocess_start", 0, "raises"),
+        (0, "state_dict", 2, "SIGKILL"),
+        (ranks - 1, "on_restart", 0, "SIGKILL"),
+        (0, "on_restart", 3, "SIGSEGV"),
+        (ranks - 1, "snapshot", 4, "exits"),
+        (0, "checkpoint is half written", 5, "SIGKILL"),
+        (ranks - 1, "on_epoch_end", 8, "SIGKILL"),
+        (ranks - 1, "on_evaluation_begin", 8, "raises"),
+        (0, "on_epoch_begin", 8, "raises"),
+        (ranks - 1, "on_train_end", 16, "SIGKILL"),
+        (ranks - 1, "at exit", 16, "SIGKILL"),
+    ]
+    assert_survives(undisturbed, tmp_path, "ddp" if ranks > 1 else "single", ranks, "rows", plan)
+
+
+@pytest.mark.slow
+def test_replicas_survive(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    plan = [(0, "on_batch_end", 4, "SIGKILL"), (0, "on_epoch_end", 7, "exits")]
+    assert_survives(undisturbed, tmp_path, "dp", 2, "workers", plan, None)

@@ -1,0 +1,134 @@
+"""A run that survives failures, seen from the process that starts its ranks: whether they start again, and from where.
+
+::
+
+    a rank fails                  launch ends the others, and asks Supervisor.failed
+      it would only come again      the error, with a word about why the run ends
+      else                          a notice in memory: what failed, and which snapshot to go on from
+    ranks start again             Snapshots reads the notice and takes up what it says
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from trainloop.errors import WorkerFailedError
+from trainloop.launch.failures import Failure, described
+from trainloop.train_loop.arguments import RestartOptions
+from trainloop.train_loop.snapshots import (
+    Restart,
+    get_back,
+    get_status,
+    restart_line,
+    set_back,
+    set_status,
+    status_words,
+)
+from trainloop.transfer.slots import SnapshotMemory
+
+if TYPE_CHECKING:
+    from trainloop.train_loop.loop import TrainLoop
+
+__all__ = ["Supervisor"]
+
+
+class Supervisor:
+    """Decides about restarts, and keeps the memory that ranks leave their snapshots in; a context manager.
+
+    Parameters
+    ----------
+    loop : TrainLoop
+        Whose ``restarts`` are written.
+    options : RestartOptions
+    ranks : int
+        Of this host.
+    """
+
+    def __init__(self, loop: TrainLoop[Any], options: RestartOptions, ranks: int) -> None:
+        self._loop, self._most, self._ranks = loop, options.most, ranks
+        self.memory = SnapshotMemory(1 + ranks, status_words(ranks))
+        self._last: tuple[Any, ...] = ()
+        self._pending: tuple[Restart, int] | None = None
+        for rank in range(ranks):
+            set_status(self.memory, rank, loop.global_step, trains=False)
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._note_end_of_restart(None)
+        self.memory.close()
+
+    def failed(self, failure: Failure, error: WorkerFailedError) -> None:
+        """A rank has failed, and all have ended: see to it that they can start again, or raise the error.
+
+        Raises
+        ------
+        WorkerFailedError
+            Where it would only come again, or restarts are used up.
+        """
+        self._note_end_of_restart(failure.time_ns)
+        rank = error.rank
+        step, trains = get_status(self.memory, rank if rank < self._ranks else 0)
+        what = (rank, failure.type, failure.exitcode, failure.timeout, step, trains)
+        done = len(self._loop.restarts)
+        if failure.final:
+            raise error
+        if what == self._last:
+            when = f"after step {step}" if trains else f"before the training went on after step {step}"
+            raise _with_note(error, f"It came again, {when}, so that a further restart would not help.")
+        if done == self._most:
+            raise _with_note(error, f"max_restarts={self._most} {'is' if done == 1 else 'are'} used up.")
+        self._last = what
+        begins_at, number, checkpoint = self._where()
+        steps = max(get_status(self.memory, r)[0] for r in range(self._ranks)) - begins_at
+        hangs = failure.timeout and rank != failure.rank
+        restart = Restart(rank, "hangs" if hangs else described(failure), begins_at, max(steps, 0), 0.0)
+        self._pending = restart, failure.time_ns
+        set_back(self.memory, 0)
+        for r in range(self._ranks):
+            set_status(self.memory, r, begins_at, trains=False)
+        notice = {
+            "restart": restart._asdict(),
+            "failed_ns": failure.time_ns,
+            "limit": f"Restart {done + 1}{'' if self._most < 0 else f' of {self._most}'}.",
+            "number": number,
+            "checkpoint": checkpoint,
+        }
+        self.memory.give_notice(notice)
+
+    def _where(self) -> tuple[int, int, bool]:
+        """Step to go on from, the snapshot's number (0: none), and whether a checkpoint is to be taken instead."""
+        newest = self.memory.newest()
+        self.memory.forget_all_but(newest[0] if newest is not None else 0)
+        if newest is not None:
+            return newest[1], newest[0], False
+        # No memory for snapshots, or a failure before the first: with a checkpoint of this very run, not all is lost.
+        for callback in self._loop.callbacks:
+            steps = callback.own_steps() if hasattr(callback, "own_steps") else ()
+            if steps:
+                return steps[-1], 0, True
+        return self._loop.global_step, 0, False
+
+    def _note_end_of_restart(self, failed_ns: int | None) -> None:
+        """The last restart is over: training went on, or failed again before it did."""
+        if self._pending is None:
+            return
+        (restart, begun_ns), self._pending = self._pending, None
+        back_ns = get_back(self.memory)
+        end_ns = back_ns or failed_ns or time.monotonic_ns()
+        restart = restart._replace(seconds=(end_ns - begun_ns) / 1e9)
+        self._loop.restarts.append(restart)
+        if not back_ns and failed_ns:  # no rank came as far as to say it
+            number = len(self._loop.restarts)
+            limit = f"Restart {number}{'' if self._most < 0 else f' of {self._most}'} failed, too."
+            print(restart_line(restart, limit), file=sys.stderr, flush=True)
+
+
+def _with_note(error: WorkerFailedError, note: str) -> WorkerFailedError:
+    """The error with one more sentence in its first line."""
+    first, newline, rest = error.message.partition("\n")
+    message = f"{first} {note}{newline}{rest}"
+    return WorkerFailedError(message, rank=error.rank, exitcode=error.exitcode, traceback=error.traceback)

@@ -1,0 +1,329 @@
+"""A rank's snapshots: what they hold, when they are made, and how a rank that is started again goes on from one.
+
+A snapshot is a checkpoint's content and, since it need not outlive the script, what only a process started from the
+same payload can take back: attributes of callbacks and modules, and the objects in these. Weights and optimizers are
+written by rank 0 for all, the rest by each rank for itself.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+import types
+import warnings
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from trainloop import distributed
+from trainloop.optim import optimizers_of
+from trainloop.stopping import StopAgreement
+from trainloop.train_loop import handover
+from trainloop.train_loop import state as run_state
+from trainloop.transfer.shared import put_into
+from trainloop.transfer.slots import SnapshotMemory, Snapshotter, arrived_classes
+from trainloop.transfer.torch_objects import optimizer_state
+
+if TYPE_CHECKING:
+    from trainloop.train_loop.handover import Arrival
+    from trainloop.train_loop.loop import TrainLoop
+    from trainloop.train_loop.training import Training
+
+__all__ = ["Restart", "Snapshots", "status_words"]
+
+SHARE_OF_TIME = 0.01
+"""What snapshots may cost, where nobody says how often to make them."""
+
+_BACK, _FIRST = 0, 1  # words of the status: when training went on; then two a rank:
+_STEP, _TRAINS = 0, 1
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial, type)
+# Of a loop's attributes: what is made anew in each process, or has a place of its own in a snapshot.
+_STRUCTURE = frozenset(
+    "model train_loader validation_loader test_loader optimizer criterion callbacks message_service history options "
+    "site process running found_inf last_loss timeout drawn_seed restarts".split()
+)
+
+
+class Restart(NamedTuple):
+    """One restart of a run: what ``tl.restarts`` lists, and ``on_restart`` gets."""
+
+    rank: int
+    """Global rank that failed first."""
+    cause: str
+    """What it did, or what was done to it: ``was killed by signal SIGKILL``."""
+    step: int
+    """Optimizer step after which training went on."""
+    steps_repeated: int
+    """Steps after it that had been done already."""
+    seconds: float
+    """From the failure until a step more than :attr:`step` was done, or until the next failure."""
+
+
+def status_words(ranks: int) -> int:
+    """Words by which ranks tell how far they are."""
+    return _FIRST + 2 * ranks
+
+
+def set_status(memory: SnapshotMemory, rank: int, step: int, trains: bool) -> None:
+    """How far a rank is: steps done, and whether it has come as far as to train."""
+    memory.status[_FIRST + 2 * rank + _STEP] = step
+    memory.status[_FIRST + 2 * rank + _TRAINS] = trains
+
+
+def get_status(memory: SnapshotMemory, rank: int) -> tuple[int, bool]:
+    """What :func:`set_status` said."""
+    return memory.status[_FIRST + 2 * rank + _STEP], bool(memory.status[_FIRST + 2 * rank + _TRAINS])
+
+
+def set_back(memory: SnapshotMemory, time_ns: int) -> None:
+    """When (monotonic clock) the first step after a restart was done; 0: not yet."""
+    memory.status[_BACK] = time_ns
+
+
+def get_back(memory: SnapshotMemory) -> int:
+    """What :func:`set_back` said."""
+    return memory.status[_BACK]
+
+
+class Snapshots:
+    """A run's :class:`~trainloop.stopping.StopAgreement` that makes snapshots at boundaries, where one is due.
+
+    Parameters
+    ----------
+    run : Training
+        Whose ``stop`` it stands for.
+    arrival : Arrival
+        What the loop was when it came here.
+    memory : SnapshotMemory
+    every : int, optional
+        Steps between two; ``None``: as seldom as the time that they take asks for.
+    """
+
+    def __init__(self, run: Training, arrival: Arrival, memory: SnapshotMemory, every: int | None) -> None:
+        self._run, self._memory, self._every = run, memory, every
+        self._stop: StopAgreement = run.stop
+        self._arrival = arrival
+        self._snapshotter = Snapshotter(arrival.known, arrived_classes())
+        # Functions that came with the loop are the same in a process that is started again; copies would not be.
+        self._functions = {
+            (section, key, name): value
+            for section, entries in _attributes(run.loop, arrival).items()
+            for key, content in entries.items()
+            for name, value in (content.items() if isinstance(content, dict) else ())
+            if isinstance(value, _FUNCTIONS)
+        }
+        self._mine = _FIRST + 2 * run.loop.rank + _STEP
+        self._status = memory.status
+        self._number = 0
+        self._failed = False
+        self._pause = every or 1
+        self._last_step, self._next = run.loop.global_step, run.loop.global_step + self._pause
+        self._made_at = time.perf_counter()
+        notice = memory.notice()
+        self.restart: Restart | None = None
+        """Why this process was started in another's place."""
+        self._failed_ns = 0
+        self._limit = ""
+        if notice is not None:
+            self.restart, self._failed_ns = Restart(**notice["restart"]), notice["failed_ns"]
+            self._limit, self._number = notice["limit"], notice["number"]
+        self._tells = self.restart is not None and run.loop.is_global_zero
+
+    # -- at boundaries -----------------------------------------------------------------------------------------------
+
+    def request(self, reason: int) -> None:
+        """As of the agreement itself."""
+        self._stop.request(reason)
+
+    def reached(self) -> int:
+        """As of the agreement itself; makes a snapshot where the run goes on. Collective."""
+        reasons = self._stop.reached()
+        run = self._run
+        step = self._status[self._mine] = run.loop.global_step
+        if self._tells:
+            self._tell()
+        # At an epoch's end ranks have agreed on its being the last; in its midst they have not, and go on.
+        goes_on = not reasons and (run.epoch_steps or not run.loop.asked_to_end)
+        if goes_on and (step >= self._next or run.checkpointed):
+            self._make(step)
+        return reasons
+
+    def _tell(self) -> None:
+        """Once the first step is done: a line, and for the launching process the time."""
+        self._tells = False
+        assert self.restart is not None
+        now = time.monotonic_ns()
+        set_back(self._memory, now)
+        print(restart_line(self.restart._replace(seconds=(now - self._failed_ns) / 1e9), self._limit), file=sys.stderr)
+
+    def _make(self, step: int) -> None:
+        run = self._run
+        begun = time.perf_counter()
+        run.checkpointed = False
+        run.publish(run.recorder.exchange_steps())
+        error: Exception | None = None
+        try:
+            self._write(step)
+        except Exception as raised:  # of a user's __getstate__, or no memory: the run itself is well
+            error = raised
+        ended = time.perf_counter()
+        # All ranks have written when this is over; and all go by the same numbers.
+        mine = [int(1e9 * (ended - begun)), int(1e9 * (begun - self._made_at)), int(error is not None)]
+        costs, pauses, errors = zip(*distributed.exchange_ints(mine))
+        if any(errors):
+            if error is not None and not self._failed:
+                self._failed = True
+                warnings.warn(
+                    f"no snapshot can be made of this run ({type(error).__name__}: {error}): after a failure it goes "
+                    "on from a checkpoint, where there is one, or begins again.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        else:
+            self._number += 1
+        if self._every is None:
+            step_s = max(max(pauses), 1) / max(step - self._last_step, 1)
+            self._pause = max(1, math.ceil(max(costs) / SHARE_OF_TIME / step_s))
+        self._last_step, self._next = step, step + self._pause
+        self._made_at = time.perf_counter()
+
+    # -- what it holds -----------------------------------------------------------------------------------------------
+
+    def _write(self, step: int) -> None:
+        run, loop, number = self._run, self._run.loop, self._number + 1
+        attributes = _attributes(loop, self._arrival)
+        unchanged = {
+            place
+            for place, function in self._functions.items()
+            if isinstance(content := attributes[place[0]].get(place[1]), dict) and content.get(place[2]) is function
+        }
+        mine: dict[str, dict[Any, Any]] = {
+            "rank": {
+                **run_state.rank_state(run, lambda value, _: value),
+                "history": loop.history.state_dict(),
+                "own values": loop.history._own,
+                "callbacks": run_state.callback_states(loop),
+                "last_loss": None if loop.last_loss is None else loop.last_loss.detach(),
+                "columns": run.progress.columns,
+                "messages": loop.message_service.__dict__,
+                "pause": self._pause,
+            },
+            "buffers": {key: tensor.detach() for key, tensor in handover.buffers_of(loop)},
+            "stateful": {
+                (i, name): getattr(callback, name).state_dict()
+                for i, callback in enumerate(loop.callbacks)
+                for name in handover.stateful_attributes(callback)
+            },
+            **attributes,
+        }
+        packed = self._snapshotter.pack(mine, ("stateful", *attributes), unchanged)
+        self._memory.write(number, 1 + loop.rank, step, packed)
+        if loop.rank == 0:
+            own = {str(i): _own_attributes(optimizer) for i, optimizer in enumerate(optimizers_of(loop.optimizer))}
+            common: dict[str, dict[str, Any]] = {"state": run_state.common_state(run), "optimizers": own}
+            packed = self._snapshotter.pack(common, ("optimizers",))
+            self._memory.write(number, 0, step, packed)
+
+    # -- going on from it --------------------------------------------------------------------------------------------
+
+    def resumed(self, job_resume: dict[str, Any] | None) -> dict[str, Any] | None:
+        """What this run goes on from: after a failure the snapshot that was told of, as a checkpoint's state."""
+        notice = self._memory.notice()
+        loop = self._run.loop
+        self._mine_read: dict[str, Any] | None = None
+        if notice is None:
+            return job_resume
+        if notice["checkpoint"]:
+            return run_state.checkpoint_to_resume(loop, "last")
+        if not notice["number"]:
+            return job_resume
+        device = self._run.place.device
+        common = self._memory.read(notice["number"], 0, self._arrival.known, device)
+        mine = self._memory.read(notice["number"], 1 + loop.rank, self._arrival.known, device)
+        self._mine_read, self._optimizers_read = mine, common["optimizers"]
+        rank = mine["rank"]
+        return {
+            **common["state"],
+            "callbacks": rank["callbacks"],
+            "history": rank["history"],
+            # This rank reads its own only.
+            "ranks": [{name: rank[name] for name in ("rng", "feed", "metrics", "carried")}] * loop.world_size,
+        }
+
+    def take_up(self, resume: dict[str, Any] | None) -> None:
+        """Go on from what :meth:`resumed` gave, after ``on_train_begin``; then ``on_restart``. Collective."""
+        run, loop, mine = self._run, self._run.loop, self._mine_read
+        if mine is not None:
+            _put_attributes(loop, self._arrival, mine)
+            for i, optimizer in enumerate(optimizers_of(loop.optimizer)):
+                vars(optimizer).update(self._optimizers_read.get(str(i), {}))
+        if resume is not None:
+            run_state.load_checkpoint_state(run, resume)
+        if mine is not None:
+            handover.put_tensors(loop, {key: (value, False) for key, value in mine["buffers"].items()})
+            rank = mine["rank"]
+            loop.history._own = rank["own values"]
+            loop.last_loss = rank["last_loss"]
+            loop.message_service.__dict__.update(rank["messages"])
+            run.progress.columns = rank["columns"]
+            if self._every is None:
+                self._pause = rank["pause"]
+        self._mine_read = None
+        self._last_step, self._next = loop.global_step, loop.global_step + self._pause
+        self._made_at = time.perf_counter()
+        set_status(self._memory, loop.rank, loop.global_step, trains=True)
+        if self.restart is not None:
+            for hook in run.hooks.on_restart:
+                hook(self.restart)
+            if self._tells and (run.ended or run.is_done()):  # there is no further step
+                self._tell()
+
+
+def restart_line(restart: Restart, limit: str) -> str:
+    """What is printed about it."""
+    steps = f"{restart.steps_repeated} step{'' if restart.steps_repeated == 1 else 's'}"
+    return (
+        f"trainloop: rank {restart.rank} {restart.cause}; training goes on from step {restart.step} ({steps} again), "
+        f"after {restart.seconds:.1f} s. {limit}"
+    )
+
+
+def _attributes(loop: TrainLoop[Any], arrival: Arrival) -> dict[str, dict[Any, Any]]:
+    """What is Python's own state of a loop's parts, by section and part; contents are dictionaries of their own."""
+    modules: dict[Any, dict[str, Any]] = {}
+    for (root, i, name), value in handover.plain_attributes(loop).items():
+        modules.setdefault((root, i), {})[name] = value
+    return {
+        "modules": modules,
+        "loop": {"": {name: value for name, value in vars(loop).items() if name not in _STRUCTURE}},
+        "attributes of callbacks": {i: handover.callback_state(callback) for i, callback in enumerate(loop.callbacks)},
+        # Those of optimizers are in the part that rank 0 writes.
+        "parts": {
+            path: content for path, content in arrival.parts_now().items() if path.partition(".")[0] != "optimizer"
+        },
+    }
+
+
+def _put_attributes(loop: TrainLoop[Any], arrival: Arrival, mine: dict[str, Any]) -> None:
+    handover.put_plain_attributes(
+        loop, {(root, i, name): value for (root, i), own in mine["modules"].items() for name, value in own.items()}
+    )
+    vars(loop).update(mine["loop"].get("", {}))
+    for (i, name), saved in mine["stateful"].items():
+        getattr(loop.callbacks[i], name).load_state_dict(saved)
+    for i, saved in mine["attributes of callbacks"].items():
+        handover.put_callback_state(loop.callbacks[i], saved)
+    kept: dict[str, set[Any]] = {}
+    for section, path, name in mine["omitted"]:
+        if section == "parts":
+            kept.setdefault(path, set()).add(name)
+    put_into(arrival.parts, mine["parts"], kept)
+
+
+def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Of an optimizer, what its ``state_dict()`` does not have."""
+    state = optimizer_state(optimizer, hooks=False)
+    return {name: value for name, value in state.items() if name not in ("state", "param_groups", "defaults")}

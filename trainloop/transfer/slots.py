@@ -1,0 +1,338 @@
+"""Snapshots in memory that outlives the processes which write them: two slots in turn, each whole or not there.
+
+The launching process makes a :class:`SnapshotMemory` and sends it to its ranks, which inherit its files. A snapshot is
+as many parts as there are writers, all with the same number; each part is a pickle stream, the buffers beside it, and a
+head that is written last. What a killed process was writing has no head, and the slot before it is whole still::
+
+    words     a status of each rank; then, for each slot and part, its head
+    parts     stream | buffers | table of the buffers         one file for each slot and part, as large as it must be
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import mmap
+import os
+import pickle
+import zlib
+from collections.abc import Callable, Collection, Sequence
+from multiprocessing.context import get_spawning_popen
+from typing import Any, NamedTuple
+
+import cloudpickle
+import numpy as np
+import torch
+
+from trainloop.transfer.pages import anonymous_file, write_all
+from trainloop.transfer.pickling import StatePickler, StateUnpickler, load_device
+
+__all__ = ["Packed", "SnapshotMemory", "Snapshotter", "arrived_classes"]
+
+_SLOTS = 2
+_ALL = "*"  # of an entry, in the place of a name
+_IN_STREAM = 256  # bytes; below, a buffer's own bookkeeping costs more than copying it
+_ALIGNMENT = 64
+_CHUNK = 4 << 20  # bytes summed while they are still in the CPU's cache
+_NUMBER, _STEP, _SIZE, _STREAM, _COUNT, _CRC, _HEAD_CRC, _HEAD = range(8)  # words of a head; the number comes last
+
+
+class Packed(NamedTuple):
+    """One part, pickled: nothing is copied yet but what is small."""
+
+    stream: bytes
+    buffers: list[memoryview]
+    alive: list[Any]
+    """What the buffers' memory belongs to."""
+
+
+class SnapshotMemory:
+    """Two slots for the parts of a snapshot, and what a launching process and its ranks tell each other about them.
+
+    Parameters
+    ----------
+    parts : int
+        Writers of one snapshot.
+    statuses : int
+        Words that ranks write at will.
+    """
+
+    def __init__(self, parts: int, statuses: int) -> None:
+        self._parts, self._statuses = parts, statuses
+        self._words_fd = self._notice_fd = -1
+        self._fds: list[int] = []
+        try:
+            self._words_fd = anonymous_file("snapshots")
+            os.ftruncate(self._words_fd, 8 * (statuses + _SLOTS * parts * _HEAD))
+            self._notice_fd = anonymous_file("notice")
+            for _ in range(_SLOTS * parts):
+                self._fds.append(anonymous_file("snapshot"))
+        except BaseException:
+            self._close_files()
+            raise
+        self._map()
+
+    def _map(self) -> None:
+        self._mapped = mmap.mmap(self._words_fd, 0)
+        self._words = memoryview(self._mapped).cast("q")
+        self.status = self._words[: self._statuses]
+        """Words that ranks write and the launching process reads."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        popen = get_spawning_popen()
+        if popen is not None:
+            for fd in (self._words_fd, self._notice_fd, *self._fds):
+                popen.duplicate_for_child(fd)
+        return _inherited, (self._parts, self._statuses, self._words_fd, self._notice_fd, self._fds)
+
+    def close(self) -> None:
+        """Give all of it back. No rank is alive, or will be."""
+        self.status.release()
+        self._words.release()
+        self._mapped.close()
+        self._close_files()
+
+    def _close_files(self) -> None:
+        for fd in (self._words_fd, self._notice_fd, *self._fds):
+            if fd >= 0:
+                os.close(fd)
+
+    # -- what ranks are told -----------------------------------------------------------------------------------------
+
+    def give_notice(self, notice: dict[str, Any] | None) -> None:
+        """What ranks that are started from now on find by :meth:`notice`; plain types."""
+        data = b"" if notice is None else json.dumps(notice).encode()
+        os.ftruncate(self._notice_fd, 0)
+        write_all(self._notice_fd, memoryview(data), 0)
+
+    def notice(self) -> dict[str, Any] | None:
+        """What the launching process told last."""
+        data = os.pread(self._notice_fd, os.fstat(self._notice_fd).st_size, 0)
+        found: dict[str, Any] | None = json.loads(data) if data else None
+        return found
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _file(self, number: int, part: int) -> int:
+        return self._fds[number % _SLOTS * self._parts + part]
+
+    def _head(self, number: int, part: int) -> memoryview:
+        begin = self._statuses + (number % _SLOTS * self._parts + part) * _HEAD
+        return self._words[begin : begin + _HEAD]
+
+    def write(self, number: int, part: int, step: int, packed: Packed) -> int:
+        """Write a part of a snapshot, over that of the one before the last; its bytes.
+
+        Nobody may write snapshot ``number`` before all parts of ``number - 1`` are there.
+
+        Parameters
+        ----------
+        number : int
+            Of the snapshot, counted from 1 over all starts.
+        part, step : int
+            Whose part; the step that it was made at.
+        packed : Packed
+        """
+        head, fd = self._head(number, part), self._file(number, part)
+        head[_NUMBER] = 0
+        place, crc, table = 0, 0, []
+        for data in (memoryview(packed.stream), *packed.buffers):
+            table.append((place, data.nbytes))
+            for begin in range(0, data.nbytes, _CHUNK):
+                chunk = data[begin : begin + _CHUNK]
+                crc = zlib.crc32(chunk, crc)
+                write_all(fd, chunk, place + begin)
+            place += -(-data.nbytes // _ALIGNMENT) * _ALIGNMENT
+        entries = np.array(table[1:], np.int64).reshape(-1, 2).tobytes()
+        write_all(fd, memoryview(entries), place)
+        crc = zlib.crc32(entries, crc)
+        os.ftruncate(fd, place + len(entries))  # smaller than the one before, perhaps
+        head[_STEP], head[_SIZE], head[_STREAM] = step, place + len(entries), len(packed.stream)
+        head[_COUNT], head[_CRC] = len(packed.buffers), crc
+        head[_HEAD_CRC] = _head_crc(number, head)
+        head[_NUMBER] = number
+        return place + len(entries)
+
+    def newest(self) -> tuple[int, int] | None:
+        """Number and step of the newest snapshot whose parts are all there and whole; ``None`` where there is none."""
+        for number in sorted({self._head(slot, 0)[_NUMBER] for slot in range(_SLOTS)} - {0}, reverse=True):
+            heads = [self._head(number, part) for part in range(self._parts)]
+            same = all(
+                head[_NUMBER] == number
+                and head[_STEP] == heads[0][_STEP]
+                and head[_HEAD_CRC] == _head_crc(number, head)
+                for head in heads
+            )
+            if same and all(self._is_whole(number, part) for part in range(self._parts)):
+                return number, heads[0][_STEP]
+        return None
+
+    def forget_all_but(self, number: int) -> None:
+        """No part of any other snapshot is there any more: what is left of one that was not finished could be taken
+        for a part of a later one."""
+        for slot in range(_SLOTS):
+            for part in range(self._parts):
+                head = self._head(slot, part)
+                if head[_NUMBER] != number:
+                    head[_NUMBER] = 0
+
+    def _is_whole(self, number: int, part: int) -> bool:
+        head, fd = self._head(number, part), self._file(number, part)
+        if os.fstat(fd).st_size != head[_SIZE]:
+            return False
+        crc = 0
+        for place, nbytes in [(0, head[_STREAM]), *self._table(number, part)]:
+            for begin in range(0, nbytes, _CHUNK):
+                crc = zlib.crc32(os.pread(fd, min(_CHUNK, nbytes - begin), place + begin), crc)
+        return zlib.crc32(self._table(number, part).tobytes(), crc) == head[_CRC]
+
+    def _table(self, number: int, part: int) -> Any:
+        head = self._head(number, part)
+        nbytes = 16 * head[_COUNT]
+        data = os.pread(self._file(number, part), nbytes, head[_SIZE] - nbytes)
+        return np.frombuffer(data, np.int64).reshape(-1, 2)
+
+    def read(self, number: int, part: int, known: Sequence[object], device: torch.device | None = None) -> Any:
+        """A part of a whole snapshot, as this process's own objects; ``known`` as in :class:`Snapshotter`."""
+        head, fd = self._head(number, part), self._file(number, part)
+        stream = os.pread(fd, head[_STREAM], 0)
+        # Each in memory of its own: the slot is written over, and what is not kept goes.
+        buffers = (_copied(fd, place, nbytes) for place, nbytes in self._table(number, part).tolist())
+        with load_device(device):
+            return StateUnpickler(io.BytesIO(stream), known, buffers).load()
+
+
+def _inherited(parts: int, statuses: int, words_fd: int, notice_fd: int, fds: list[int]) -> SnapshotMemory:
+    memory = object.__new__(SnapshotMemory)
+    memory._parts, memory._statuses = parts, statuses
+    memory._words_fd, memory._notice_fd, memory._fds = words_fd, notice_fd, fds
+    memory._map()
+    return memory
+
+
+def _head_crc(number: int, head: memoryview) -> int:
+    return zlib.crc32(np.array([number, *head[_STEP:_HEAD_CRC]], np.int64).tobytes())
+
+
+def _copied(fd: int, place: int, nbytes: int) -> np.ndarray[Any, Any]:
+    memory = np.empty(nbytes, np.uint8)
+    view, done = memoryview(memory), 0  # type: ignore[arg-type]  # an array is a buffer
+    while done < nbytes:
+        done += os.preadv(fd, [view[done:]], place + done)
+    return memory
+
+
+# -- what is written ---------------------------------------------------------------------------------------------------
+
+
+def arrived_classes() -> frozenset[str]:
+    """Classes that came to this process by value, and so come to each process that gets the same payload."""
+    return frozenset(cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID)
+
+
+class _SnapshotPickler(StatePickler):
+    """Memory that processes share is copied, too: the snapshot is of now."""
+
+    def __init__(
+        self,
+        file: Any,
+        known: Sequence[object],
+        classes: frozenset[str],
+        callback: Callable[[pickle.PickleBuffer], Any],
+    ) -> None:
+        super().__init__(file, known, callback)
+        self._classes = classes
+
+    keeps_shared = False
+
+    def travels_by_name(self, tracker_id: str) -> bool:
+        return tracker_id in self._classes
+
+
+class Snapshotter:
+    """Pickles states for :class:`SnapshotMemory`; what can't be pickled is left out, and not tried again.
+
+    Parameters
+    ----------
+    known : sequence of object
+        Travel as references; on the other side they are that side's own, listed in the same order.
+    classes : frozenset of str
+        What :func:`arrived_classes` gave when this process's payload was there.
+    """
+
+    def __init__(self, known: Sequence[object], classes: frozenset[str]) -> None:
+        self._known, self._classes = known, classes
+        self._refused: set[tuple[Any, Any, Any]] = set()
+
+    def pack(
+        self,
+        state: dict[Any, dict[Any, Any]],
+        optional: Sequence[Any] = (),
+        omitted: Collection[tuple[Any, Any, Any]] = (),
+    ) -> Packed:
+        """Pickle ``state``, two levels of dictionaries, with the memory of tensors and arrays beside it.
+
+        Parameters
+        ----------
+        state : dict of dict
+            Comes back with a list of all that is missing, as (section, key, name), under ``'omitted'``.
+        optional : sequence
+            Sections from whose dictionaries, and dictionaries in these, what refuses to be pickled is left out.
+        omitted : collection of (section, key, name)
+            What is to be left out as well.
+        """
+        try:
+            return self._packed(_without(state, {*self._refused, *omitted}))
+        except Exception:  # whatever a user's __reduce__ raises
+            self._refused.update(self._refusing(_without(state, set(omitted)), optional))
+            return self._packed(_without(state, {*self._refused, *omitted}))
+
+    def _packed(self, state: Any) -> Packed:
+        file = io.BytesIO()
+        buffers: list[memoryview] = []
+        alive: list[Any] = []
+
+        def keep_out(buffer: pickle.PickleBuffer) -> bool:
+            raw = buffer.raw()
+            if raw.nbytes < _IN_STREAM:
+                return True
+            buffers.append(raw)
+            alive.append(buffer)
+            return False
+
+        pickler = _SnapshotPickler(file, self._known, self._classes, keep_out)
+        pickler.dump(state)
+        return Packed(file.getvalue(), buffers, [*alive, *pickler.copies])
+
+    def _refusing(self, state: dict[Any, dict[Any, Any]], optional: Sequence[Any]) -> set[tuple[Any, Any, Any]]:
+        found: set[tuple[Any, Any, Any]] = set()
+        for section in optional:
+            for key, value in state[section].items():
+                if self._can(value):
+                    continue
+                parts = value.items() if isinstance(value, dict) else ()
+                refusing = {(section, key, name) for name, part in parts if not self._can((name, part))}
+                found |= refusing or {(section, key, _ALL)}
+        return found
+
+    def _can(self, value: Any) -> bool:
+        try:
+            self._packed(value)
+        except Exception:
+            return False
+        return True
+
+
+def _without(state: dict[Any, dict[Any, Any]], omitted: set[tuple[Any, Any, Any]]) -> dict[Any, Any]:
+    left: dict[Any, Any] = {}
+    by_key: dict[tuple[Any, Any], set[Any]] = {}
+    for section, key, name in omitted:
+        by_key.setdefault((section, key), set()).add(name)
+    for section, entries in state.items():
+        left[section] = {}
+        for key, value in entries.items():
+            names = by_key.get((section, key), ())
+            if _ALL not in names:
+                plain = isinstance(value, dict) and names
+                left[section][key] = {n: part for n, part in value.items() if n not in names} if plain else value
+    return {**left, "omitted": list(omitted)}
