@@ -9,6 +9,7 @@
   ``losses.py``: what ``get_loss`` may give; ``trained.py``: which modules and parameters train
 * ``evaluating.py``: loss and predictions over a loader
 * ``state.py``: a training as data, for checkpoints
+* ``snapshots.py``: a rank's snapshots in memory; ``restarts.py``: whether ranks start again, and from where
 * ``display.py``: the bar and the table; ``preflight.py``: checks before a long job
 """
 

@@ -78,6 +78,12 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
     here = launch.joined() if loop.gpu_mode == "ddp" else None
     if here is not None:
         loop.site = site = as_launched(site, loop.options.devices, here)
+        if job is not None and job.restarts is not None and here.rank == 0:
+            warnings.warn(
+                f"max_restarts={job.restarts.most} has no effect here: these ranks are torchrun's or Slurm's to start "
+                "again. Use torchrun --max-restarts with a ModelCheckpoint in callbacks and resume_from='last'.",
+                stacklevel=4,
+            )
         as_rank = partial(_as_rank, loop, work, args, job, departure.paths, joined=True)
         return launch.join(as_rank, devices=site.devices, **options)
     ranks, quota = len(site.devices) if loop.gpu_mode == "ddp" else 1, loop.options.quota
