@@ -17,6 +17,7 @@ from trainloop.errors import TrainLoopError, WorkerFailedError
 
 __all__ = [
     "Failure",
+    "deed_of",
     "described",
     "exit_text",
     "failure_of",
@@ -276,9 +277,9 @@ def worker_failed_error(
     elif failure.type == "LostHost":
         what = failure.message
     elif failure.type == "SystemExit":
-        what = f"{who} {described(failure)} (SystemExit; its traceback follows)"
+        what = f"{who} {deed_of(failure)} (SystemExit; its traceback follows)"
     else:
-        what = f"{who} {described(failure)}{'' if failure.type is None else ' (its traceback follows)'}"
+        what = f"{who} {deed_of(failure)}{'' if failure.type is None else ' (its traceback follows)'}"
     others = ""
     if ended and not failure.timeout:
         others = f"; {_names(ended)} {'was' if len(ended) == 1 else 'were'} ended because of it"
@@ -293,7 +294,7 @@ def worker_failed_error(
     return WorkerFailedError(message, rank=failure.rank, exitcode=failure.exitcode, traceback=failure.traceback)
 
 
-def described(failure: Failure) -> str:
+def deed_of(failure: Failure) -> str:
     """What a rank did, or what was done to it, to go on after its name; one line."""
     if failure.timeout:
         return "waited for a rank that hangs"

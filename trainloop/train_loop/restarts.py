@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from trainloop.errors import WorkerFailedError
-from trainloop.launch.failures import Failure, described
+from trainloop.launch.failures import Failure, deed_of
 from trainloop.train_loop.arguments import RestartOptions
 from trainloop.train_loop.snapshots import (
     Restart,
@@ -85,7 +85,7 @@ class Supervisor:
         begins_at, number, checkpoint = self._where()
         steps = max(get_status(self.memory, r)[0] for r in range(self._ranks)) - begins_at
         hangs = failure.timeout and rank != failure.rank
-        restart = Restart(rank, "hangs" if hangs else described(failure), begins_at, max(steps, 0), 0.0)
+        restart = Restart(rank, "hangs" if hangs else deed_of(failure), begins_at, max(steps, 0), 0.0)
         self._pending = restart, failure.time_ns
         set_back(self.memory, 0)
         for r in range(self._ranks):
