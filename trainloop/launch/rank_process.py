@@ -32,7 +32,7 @@ from trainloop.launch.failures import failure_of, write_record
 from trainloop.launch.forked import LAUNCH_VARIABLE
 from trainloop.launch.main_guard import take_main_place
 from trainloop.launch.settings import apply_settings
-from trainloop.scratch import Scratch, semaphore_prefix
+from trainloop.scratch import Scratch, name_semaphores
 from trainloop.signals import rank_signals
 from trainloop.stopping import GroupStop, SharedStop
 from trainloop.transfer import Parcel
@@ -146,9 +146,8 @@ def run_rank(local_rank: int, spec: RankSpec) -> None:
         os.set_inheritable(fd, False)  # not for programs that user code starts
     # Named semaphores and temporary files, those of loaders' workers, tell which launch they are of: a killed rank
     # can't remove its own.
-    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    config["semprefix"] = semaphore_prefix(os.environ[LAUNCH_VARIABLE])
-    config["tempdir"] = spec.scratch.path
+    name_semaphores(os.environ[LAUNCH_VARIABLE])
+    multiprocessing.current_process()._config["tempdir"] = spec.scratch.path  # type: ignore[attr-defined]
     words = spec.map_words()
     stop = SharedStop(words, local_rank, spec.local_world_size, spec.timeout_s)
     state = SharedStop.num_words(spec.local_world_size) + local_rank

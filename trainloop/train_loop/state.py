@@ -14,6 +14,7 @@ from trainloop import rng
 from trainloop.carried import carried_state_of, load_carried_state
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import optimizers_of
+from trainloop.scratch import remove_dead
 from trainloop.train_loop.ending import end_that_holds, nothing_left
 from trainloop.train_loop.trained import add_missing_groups, changed_flags, group_names, set_flags
 
@@ -232,6 +233,7 @@ def took_up_finished(loop: TrainLoop[Any], state: dict[str, Any]) -> bool:
         here = joined()
         if here is None or here.rank == 0:
             print(f"Nothing left to do: {why}", flush=True)
+        remove_dead()  # a training that was killed at its very end: no rank is started now to do it
     return bool(why)
 
 
