@@ -28,6 +28,7 @@ from trainloop.compat.aitoolbox.history import TrainingHistory
 from trainloop.compat.aitoolbox.inputs import OwnOptimizer
 from trainloop.compat.aitoolbox.loop import TrainLoop
 from trainloop.compat.aitoolbox.models import TTDataParallel, TTParallelBase
+from trainloop.compat.aitoolbox.optim import MultiLoss, MultiOptimizer
 from trainloop.compat.aitoolbox.performance import ModelPerformanceEvaluation
 from trainloop.compat.aitoolbox.reports import GradDistributionPlot, ModelTrainHistoryPlot
 from trainloop.compat.aitoolbox.results import ClassificationResultPackage, TorchMetricsPackage
@@ -174,10 +175,61 @@ def test_an_optimizer_of_ones_own_is_saved_and_loaded(tmp_path: Path) -> None:
     scheduled.callbacks_handler.register_callbacks([scheduler])
     assert scheduler.scheduler.optimizer.param_groups is scheduled.optimizer.inner.inner.param_groups
 
+    other.optimizer.load_state_dict(other.optimizer.state_dict())
+    assert other.optimizer.state is other.optimizer.inner.inner.state  # anew, where loading has made another
+    assert other.optimizer.param_groups is other.optimizer.inner.inner.param_groups
+
     twin = copy.deepcopy(other.optimizer)
     assert isinstance(twin, OwnOptimizer)
     assert twin.inner is not other.optimizer.inner
     assert twin.param_groups is twin.inner.param_groups
+
+
+class Heads(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(4, 3)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        losses = {"fc": self(batch_data.x), "other": self.other(batch_data.x)}
+        return MultiLoss({name: criterion(scores, batch_data.y) for name, scores in losses.items()})
+
+
+def test_several_optimizers_of_ones_own() -> None:
+    model, alone = Heads(), Heads()
+    kinds = [Decaying, Kept]
+
+    def optimizers(net: Any) -> list[Any]:
+        parts = zip(kinds, (net.fc, net.other), strict=True)
+        return [kind(torch.optim.SGD(part.parameters(), lr=1.0, momentum=0.5)) for kind, part in parts]
+
+    both = MultiOptimizer(optimizers(model))
+    TrainLoop(model, batches(5), None, None, both, nn.CrossEntropyLoss(), progress_bar=False).fit(num_epochs=2)
+    steps = optimizers(alone)
+    for _ in range(2):
+        for batch in batches(5):
+            for optimizer, part in zip(steps, (alone.fc, alone.other), strict=True):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(part(batch.x), batch.y).backward()
+                optimizer.step()
+    same(model, alone)
+
+    class Counting:  # it says nothing of parameters
+        done = 0
+
+        def step(self) -> None:
+            self.done += 1
+
+        zero_grad = step
+
+    counting = MultiOptimizer([Counting(), Counting()])
+    counting.step(1, 0, torch.amp.GradScaler("cpu", enabled=False))
+    counting.zero_grad(1, 0)
+    assert [optimizer.done for optimizer in counting] == [0, 2]
+    with pytest.raises(
+        ConfigurationError, match=r"optimizer 0 of the MultiOptimizer, .*none of the model's parameters"
+    ):
+        TrainLoop(model, batches(5), None, None, counting, None)
 
 
 def test_an_optimizer_without_state_is_no_error_but_for_checkpoints() -> None:

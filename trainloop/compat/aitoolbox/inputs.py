@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainloop.optim import MultiOptimizer
 
@@ -37,24 +37,43 @@ class Batches:
 class OwnOptimizer(torch.optim.Optimizer):
     """An object with ``step()`` and ``zero_grad()`` as a torch optimizer, such as one that holds another and its rate.
 
-    It does nothing itself, and has every attribute of the object.
+    It does nothing itself, and has every attribute of the object. Its groups and its state are the object's own, or
+    those of the one torch optimizer that the object holds.
 
     Parameters
     ----------
     inner : object
     parameters : iterable of Tensor
-        What it steps, where it has no ``param_groups``.
+        What it steps, where neither says so.
     """
 
-    def __init__(self, inner: Any, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, inner: Any, parameters: Iterable[Tensor] = ()) -> None:
+        super().__init__([{"params": list(parameters)}], {})
         self.inner = inner
-        super().__init__(getattr(inner, "param_groups", None) or list(parameters), {})
-        self._share()
 
-    def _share(self) -> None:
-        """One list of groups, so that a learning rate set here is the object's."""
-        if getattr(self.inner, "param_groups", None):
-            self.param_groups = self.inner.param_groups
+    @property  # looked up each time: loading a state makes new ones
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameters, with their learning rates."""
+        return self._of_inner("param_groups")
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = groups
+
+    @property
+    def state(self) -> Any:
+        """What is kept for each parameter."""
+        return self._of_inner("state")
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.__dict__["state"] = state
+
+    def _of_inner(self, name: str) -> Any:
+        inner = self.__dict__.get("inner")
+        held = [part for part in getattr(inner, "__dict__", {}).values() if isinstance(part, torch.optim.Optimizer)]
+        found = getattr(held[0] if len(held) == 1 else inner, name, None)
+        return found if isinstance(found, (dict, list)) else self.__dict__.get(name)
 
     def step(self, closure: Any = None) -> Any:
         """The object's step."""
@@ -80,7 +99,6 @@ class OwnOptimizer(torch.optim.Optimizer):
         """Load what :meth:`state_dict` gave."""
         if hasattr(self.inner, "load_state_dict"):
             self.inner.load_state_dict(state_dict)
-            self._share()  # loading makes a new list
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "inner" not in self.__dict__:
@@ -88,7 +106,8 @@ class OwnOptimizer(torch.optim.Optimizer):
         return getattr(self.inner, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "inner": self.inner}
+        own = {name: self.__dict__[name] for name in ("defaults", "param_groups", "state")}
+        return {**own, "inner": self.inner}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r})"
@@ -99,10 +118,10 @@ def as_loader(loader: Any) -> Any:
     return Batches(loader) if isinstance(loader, (list, tuple)) else loader
 
 
-def as_optimizer(optimizer: Any, model: nn.Module) -> Any:
+def as_optimizer(optimizer: Any, parameters: Iterable[Tensor] = ()) -> Any:
     """An object that can step and drop gradients as a torch optimizer; anything else as it is, to be checked."""
     if isinstance(optimizer, (torch.optim.Optimizer, MultiOptimizer, type)):
         return optimizer
     if all(callable(getattr(optimizer, name, None)) for name in ("step", "zero_grad")):
-        return OwnOptimizer(optimizer, model.parameters())
+        return OwnOptimizer(optimizer, parameters)
     return optimizer

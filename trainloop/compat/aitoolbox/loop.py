@@ -82,7 +82,7 @@ class TrainLoop(core.TrainLoop):
             as_loader(train_loader),
             as_loader(validation_loader),
             as_loader(test_loader),
-            as_optimizer(optimizer, model),
+            as_optimizer(optimizer, model.parameters() if isinstance(model, nn.Module) else ()),
             criterion,
             end_auto_eval=False,  # done by _Bookkeeping, in AIToolbox's order and under its names
             gpu_mode=gpu_mode,

@@ -24,6 +24,7 @@ import torch
 from trainloop import distributed
 from trainloop import optim as core
 from trainloop.callbacks.train_schedule import AbstractScheduler
+from trainloop.compat.aitoolbox.inputs import as_optimizer
 from trainloop.data import StepBatches
 from trainloop.errors import ConfigurationError
 from trainloop.optim import parameters_of
@@ -211,7 +212,8 @@ class MultiOptimizer(core.MultiOptimizer):
     training_class: ClassVar[type[Training]] = MultiTraining
 
     def __init__(self, optimizer_list: Sequence[torch.optim.Optimizer]) -> None:
-        super().__init__(optimizer_list)
+        given = isinstance(optimizer_list, (list, tuple))
+        super().__init__([as_optimizer(optimizer) for optimizer in optimizer_list] if given else optimizer_list)
 
     def step(  # type: ignore[override]  # AIToolbox's signature, which scripts override
         self, optimizer_idx: int, iteration: int, amp_grad_scaler: torch.amp.GradScaler
