@@ -62,6 +62,8 @@ if TYPE_CHECKING:  # editors complete these, and type checkers refuse other name
         ModelTrainHistoryPlot,
         TrainHistoryPlot,
     )
+    from trainloop.callbacks.profiler import Profiler, ThroughputMonitor
+    from trainloop.callbacks.swa import StochasticWeightAveraging
     from trainloop.callbacks.tensorboard import (
         TensorBoard,
         TensorboardFullTracking,
@@ -113,6 +115,8 @@ _NAMES = {
         "ModelTrainHistoryPlot",
         "TrainHistoryPlot",
     ],
+    "profiler": ["Profiler", "ThroughputMonitor"],
+    "swa": ["StochasticWeightAveraging"],
     "tensorboard": [
         "TensorBoard",
         "TensorboardFullTracking",
@@ -168,6 +172,9 @@ __all__ = [
     "ModelTrainHistoryFileWriter",
     "ModelTrainHistoryPlot",
     "TrainHistoryPlot",
+    "Profiler",
+    "ThroughputMonitor",
+    "StochasticWeightAveraging",
     "TensorBoard",
     "TensorboardFullTracking",
     "TensorboardTrainBatchLoss",

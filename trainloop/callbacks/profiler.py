@@ -1,0 +1,278 @@
+"""Where a step's time goes: torch's profiler as a callback, and samples, tokens and FLOPs a second."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from trainloop.callbacks.base import AbstractCallback, logs_nothing
+from trainloop.errors import ConfigurationError
+
+__all__ = ["Profiler", "ThroughputMonitor"]
+
+
+class Profiler(AbstractCallback):
+    """Profile some steps of the training with ``torch.profiler``, and write a Chrome trace on every rank.
+
+    After ``skip`` steps, ``warmup`` steps are traced and thrown away, then ``active`` steps are written to
+    ``<dirpath>/rank<r>_step<last step>.pt.trace.json``: for ``chrome://tracing``, https://ui.perfetto.dev and
+    TensorBoard's profiler plugin. The steps before and after cost nothing.
+
+    Parameters
+    ----------
+    dirpath : str or path
+        Folder to write to.
+    skip, warmup, active : int
+        Optimizer steps.
+    record_shapes, profile_memory, with_stack, with_flops : bool
+        As of ``torch.profiler.profile``; each costs time.
+    device_idx_execution : int, optional
+        Profile this rank only.
+
+    Attributes
+    ----------
+    traces : list of str
+        Files that this rank has written (in the caller of ``ddp``: rank 0).
+    table : str
+        The most expensive operators, as ``key_averages().table()`` prints them.
+
+    Examples
+    --------
+    >>> profiler = Profiler("profile", active=3)
+    >>> tl.fit(num_epochs=1, callbacks=[profiler])
+    >>> print(profiler.table)
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] = "profile",
+        *,
+        skip: int = 10,
+        warmup: int = 2,
+        active: int = 5,
+        record_shapes: bool = False,
+        profile_memory: bool = False,
+        with_stack: bool = False,
+        with_flops: bool = False,
+        device_idx_execution: int | None = None,
+    ) -> None:
+        # Last: a step ends after everybody's hooks.
+        super().__init__("Profiler", execution_order=1000, device_idx_execution=device_idx_execution)
+        for name, value, least in (("skip", skip, 0), ("warmup", warmup, 1), ("active", active, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigurationError(f"Profiler: {name}={value!r}: must be an int of {least} or more.")
+        self.dirpath = os.path.expanduser(os.fspath(dirpath))
+        self.skip, self.warmup, self.active = skip, warmup, active
+        self.options = {
+            "record_shapes": record_shapes,
+            "profile_memory": profile_memory,
+            "with_stack": with_stack,
+            "with_flops": with_flops,
+        }
+        self.traces: list[str] = []
+        self.table = ""
+        self._running: Any = None
+        self._steps = 0
+
+    def on_train_loop_registration(self) -> None:
+        try:
+            os.makedirs(self.dirpath, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(f"Profiler(dirpath={self.dirpath!r}) can't be made: {error}.") from error
+
+    def on_train_begin(self) -> None:
+        self._steps = 0
+        self._begin_if_due()
+
+    def _begin_if_due(self) -> None:
+        if self._running is None and self._steps == self.skip:
+            profiler = torch.profiler
+            activities = [profiler.ProfilerActivity.CPU]
+            if self.train_loop_obj.device.type == "cuda":
+                activities.append(profiler.ProfilerActivity.CUDA)
+            schedule = profiler.schedule(wait=0, warmup=self.warmup, active=self.active, repeat=1)
+            self._running = profiler.profile(
+                activities=activities, schedule=schedule, on_trace_ready=self._write, acc_events=True, **self.options
+            )
+            self._running.start()
+
+    @logs_nothing
+    def on_after_optimizer_step(self) -> None:
+        self._steps += 1
+        if self._running is None:
+            self._begin_if_due()
+            return
+        self._running.step()
+        if self._steps == self.skip + self.warmup + self.active:
+            self._end()
+
+    def _write(self, running: Any) -> None:
+        loop = self.train_loop_obj
+        path = os.path.join(self.dirpath, f"rank{loop.rank}_step{loop.global_step}.pt.trace.json")
+        running.export_chrome_trace(path)
+        self.traces.append(path)
+        by = "self_cuda_time_total" if loop.device.type == "cuda" else "self_cpu_time_total"
+        self.table = running.key_averages().table(sort_by=by, row_limit=15)
+
+    def _end(self) -> None:
+        if self._running is not None:
+            running, self._running = self._running, None
+            running.stop()  # which writes, where active steps were traced
+
+    @logs_nothing
+    def on_train_end(self) -> None:
+        self._end()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._end()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_running": None}
+
+
+# Dense 16-bit FLOPs a second by NVIDIA's data sheets, without sparsity; a name holds one of these words.
+_PEAKS = {
+    "GB200": 2.5e15, "B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
+    "GH200": 989e12, "A100": 312e12, "A30": 165e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L40": 181e12,
+    "L4": 121e12, "V100": 125e12, "T4": 65e12,
+}  # fmt: skip
+
+
+class ThroughputMonitor(AbstractCallback):
+    """Log samples a second, over all ranks, and what a step waits for; tokens, FLOPs and MFU where they are known.
+
+    Logged each ``every_n_steps`` steps and for each epoch, without waiting for the device within an epoch:
+
+    * ``throughput/samples_per_s``, and ``throughput/units_per_s`` where ``units`` says what to count
+    * ``throughput/step_s``: seconds of a step; ``throughput/waiting``: share of it in which the loader was waited for
+    * ``throughput/flops_per_s`` and ``throughput/mfu``, FLOPs used of those that the devices could give
+
+    Parameters
+    ----------
+    every_n_steps : int
+        Steps over which a value is taken.
+    units : callable, optional
+        ``units(batch_size) -> number``: units in a batch of so many samples, such as tokens of equally long texts.
+    flops : bool
+        Count the first step's FLOPs, forward and backward, by ``torch.utils.flop_counter``, and take them for every
+        step. Not with ``compile``.
+    peak_flops : float, optional
+        FLOPs a second that one device could give. Default: NVIDIA's figure for 16-bit numbers, for GPUs that are known.
+
+    Examples
+    --------
+    >>> tl.fit(num_epochs=3, callbacks=[ThroughputMonitor(units=lambda samples: samples * 512)])
+    >>> tl.history["throughput/samples_per_s"]
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 50,
+        *,
+        units: Callable[[int], float] | None = None,
+        flops: bool = False,
+        peak_flops: float | None = None,
+    ) -> None:
+        super().__init__("ThroughputMonitor", execution_order=-90)
+        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
+            raise ConfigurationError(
+                f"ThroughputMonitor: every_n_steps={every_n_steps!r}: must be an int of 1 or more."
+            )
+        if units is not None and not callable(units):
+            raise ConfigurationError(f"ThroughputMonitor: units={units!r}: must be a function of a number of samples.")
+        if peak_flops is not None and not 0 < peak_flops < math.inf:
+            raise ConfigurationError(f"ThroughputMonitor: peak_flops={peak_flops!r}: must be a number above 0.")
+        self.every_n_steps = every_n_steps
+        self.units = units
+        self.flops = flops
+        self.peak_flops = peak_flops
+        self.flops_per_step: float | None = None
+        """Of this rank, as counted in the first step."""
+        self._counter: FlopCounterMode | None = None
+        self._windows, self._last_step = 0, 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._steps = self._samples = 0
+        self._units = self._waited = 0.0
+        self._since = self._ready = time.perf_counter()
+        self._in_step = False
+
+    def on_train_begin(self) -> None:
+        loop = self.train_loop_obj
+        if self.flops and loop.options.compile_args is not None:
+            raise ConfigurationError("ThroughputMonitor(flops=True) with compile: compiled code hides its operators.")
+        if self.peak_flops is None and loop.device.type == "cuda":
+            name = torch.cuda.get_device_name(loop.device)
+            self.peak_flops = next((peak for word, peak in _PEAKS.items() if word in name), None)
+
+    def on_epoch_begin(self) -> None:
+        self._windows = 0
+        self._last_step = self.train_loop_obj.global_step
+        self._reset()
+
+    def on_batch_begin(self) -> None:
+        if not self._in_step:  # a step's batches are read together, before its first hook
+            self._in_step = True
+            self._waited += time.perf_counter() - self._ready
+            if self.flops and self.flops_per_step is None:
+                self._counter = FlopCounterMode(display=False)
+                self._counter.__enter__()
+        samples = int(self.train_loop_obj.running.recorder.batch_size)  # type: ignore[union-attr]  # it is running
+        self._samples += samples
+        if self.units is not None:
+            self._units += self.units(samples)
+
+    def on_batch_end(self) -> None:
+        loop = self.train_loop_obj
+        if loop.global_step == self._last_step:  # a micro-batch, and more of the step are to come
+            return
+        self._last_step = loop.global_step
+        self._in_step = False
+        self._steps += 1
+        if self._counter is not None:
+            self.flops_per_step = float(self._counter.get_total_flops())
+            self._stop_counting()
+            self._reset()  # counting has taken its time
+        elif self._steps == self.every_n_steps:
+            self._log()
+            self._windows += 1
+            self._reset()
+        self._ready = time.perf_counter()
+
+    def on_epoch_end(self) -> None:
+        if not self._windows and self._steps:  # shorter than a window
+            self._log()
+
+    def _stop_counting(self) -> None:
+        if self._counter is not None:
+            self._counter.__exit__(None, None, None)
+            self._counter = None
+
+    def _log(self) -> None:
+        ranks, seconds = self.train_loop_obj.world_size, max(time.perf_counter() - self._since, 1e-9)
+        values = {"samples_per_s": ranks * self._samples / seconds}
+        if self.units is not None:
+            values["units_per_s"] = ranks * self._units / seconds
+        values["step_s"] = seconds / self._steps
+        values["waiting"] = min(1.0, self._waited / seconds)
+        if self.flops_per_step is not None:
+            speed = self.flops_per_step * self._steps / seconds
+            values["flops_per_s"] = ranks * speed
+            if self.peak_flops is not None:
+                values["mfu"] = speed / self.peak_flops
+        for name, value in values.items():
+            # A mean over the epoch's windows and over ranks: of equal weights, and times the ranks what is to be a sum.
+            self.log(f"throughput/{name}", value, batch_size=1)
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._stop_counting()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_counter": None}
