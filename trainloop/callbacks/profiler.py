@@ -69,7 +69,7 @@ class Profiler(AbstractCallback):
                 raise ConfigurationError(f"Profiler: {name}={value!r}: must be an int of {least} or more.")
         self.dirpath = os.path.expanduser(os.fspath(dirpath))
         self.skip, self.warmup, self.active = skip, warmup, active
-        self.options = {
+        self.options: dict[str, Any] = {
             "record_shapes": record_shapes,
             "profile_memory": profile_memory,
             "with_stack": with_stack,
