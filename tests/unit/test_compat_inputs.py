@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,18 @@ from torch import Tensor, nn
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.compat.aitoolbox import cloud
 from trainloop.compat.aitoolbox.callbacks import (
-    AbstractExperimentCallback,
     FunctionOnTrainLoop,
     GradientStatsPrint,
     GradNormClip,
 )
 from trainloop.compat.aitoolbox.checkpoints import ModelCheckpoint, ModelLoadContinueTraining, ModelTrainEndSave
-from trainloop.compat.aitoolbox.cloud import FullPyTorchExperimentS3Saver, LogUpload, PyTorchS3ModelSaver
+from trainloop.compat.aitoolbox.cloud import FullPyTorchExperimentS3Saver, PyTorchS3ModelSaver
 from trainloop.compat.aitoolbox.history import TrainingHistory
 from trainloop.compat.aitoolbox.inputs import OwnOptimizer
 from trainloop.compat.aitoolbox.loop import TrainLoop
 from trainloop.compat.aitoolbox.models import TTDataParallel, TTParallelBase
 from trainloop.compat.aitoolbox.optim import MultiLoss, MultiOptimizer
 from trainloop.compat.aitoolbox.performance import ModelPerformanceEvaluation
-from trainloop.compat.aitoolbox.reports import GradDistributionPlot, ModelTrainHistoryPlot
 from trainloop.compat.aitoolbox.results import ClassificationResultPackage, TorchMetricsPackage
 from trainloop.compat.aitoolbox.saving import (
     FullPyTorchExperimentLocalSaver,
@@ -40,7 +39,6 @@ from trainloop.compat.aitoolbox.saving import (
 )
 from trainloop.compat.aitoolbox.schedulers import ReduceLROnPlateauMetricScheduler, StepLRScheduler
 from trainloop.compat.aitoolbox.store import ModelPredictionStore
-from trainloop.compat.aitoolbox.trackers import TensorboardFullTracking
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel
 
@@ -423,43 +421,50 @@ def test_parts_are_what_they_are_in_aitoolbox(tmp_path: Path) -> None:
     assert list(content) == ["y_true", "y_predicted", *place, "results", "hyperparameters", "training_history"]
 
 
-EXPERIMENT = {
-    "project_name": "p",
-    "experiment_name": "e",
-    "local_model_result_folder_path": "f",
-    "cloud_save_mode": "s3",
-    "bucket_name": "b",
-    "cloud_dir_prefix": "d",
-}
+def test_a_script_may_write_its_own_loader_and_savers(tmp_path: Path) -> None:
+    """By the base classes of AIToolbox's modules, from which those here come too."""
+    local_load = import_module("aitoolbox.experiment.local_load.local_model_load")
+    first = loop()
+    first.fit(num_epochs=1, callbacks=[ModelCheckpoint("p", "e", str(tmp_path), {}, cloud_save_mode=None)])
 
+    class Halved(local_load.PyTorchLocalModelLoader):  # type: ignore[misc, name-defined]  # as a script sees it
+        def init_model(self, model: Any, used_data_parallel: bool = False) -> Any:
+            super().init_model(model, used_data_parallel)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+            return model
 
-@pytest.mark.parametrize(
-    ("kind", "own"),
-    [
-        (AbstractExperimentCallback, ("name",)),
-        (LogUpload, ("log.txt", False)),
-        (ModelTrainHistoryPlot, (True, True, "pdf")),
-        (GradDistributionPlot, (None, "gradients", "png")),
-        (TensorboardFullTracking, (["loss"], 10, "logs", False)),
-        (ModelLoadContinueTraining, ("T", "model", 3, True, True, True, None)),
-    ],
-)
-def test_an_experiment_is_given_by_place_or_by_name(kind: type[Any], own: tuple[Any, ...]) -> None:
-    for callback in (kind(*own, *EXPERIMENT.values()), kind(*own, **EXPERIMENT)):
-        assert {name: getattr(callback, name) for name in EXPERIMENT} == EXPERIMENT
-    assert all(getattr(kind(*own), name) is None for name in EXPERIMENT)
+    assert issubclass(Halved, local_load.AbstractLocalModelLoader)
+    second = loop()
+    where = {"project_name": "p", "experiment_name": "e", "local_model_result_folder_path": str(tmp_path)}
+    load = ModelLoadContinueTraining(
+        first.experiment_timestamp,
+        "checkpoint_model",
+        0,
+        custom_local_loader_class=Halved,
+        cloud_save_mode=None,
+        **where,
+    )
+    load.cloud_save_mode = "local"
+    second.callbacks_handler.register_callbacks([load])
+    torch.testing.assert_close(second.model.fc.weight, first.model.fc.weight / 2)
 
-
-def test_other_arguments_go_where_they_belong() -> None:
-    tensorboard = TensorboardFullTracking(max_queue=3, bucket_name="b")
-    assert tensorboard.tb_writer_kwargs == {"max_queue": 3}
-    assert (tensorboard.bucket_name, tensorboard.is_project) == ("b", True)
-    load = ModelLoadContinueTraining("T", map_location="cpu", project_name="p")
-    assert load.local_loader_kwargs == {"map_location": "cpu"}
-    assert (load.project_name, load.saved_model_dir) == ("p", "checkpoint_model")
-    with pytest.raises(TypeError, match="projekt_name"):
-        ModelTrainHistoryPlot(projekt_name="p")
-    with pytest.raises(TypeError, match="project_name given twice"):
-        TensorboardFullTracking(None, 1, None, True, "p", project_name="p")
-    with pytest.raises(TypeError, match="7 comes after cloud_dir_prefix"):
-        LogUpload("log.txt", False, *EXPERIMENT.values(), 7)
+    for module, name, other in (
+        ("local_save.local_model_save", "AbstractLocalModelSaver", PyTorchLocalModelSaver),
+        ("local_save.local_results_save", "AbstractLocalResultsSaver", LocalResultsSaver),
+        ("experiment_saver", "AbstractExperimentSaver", FullPyTorchExperimentS3Saver),
+    ):
+        base = getattr(import_module(f"aitoolbox.experiment.{module}"), name)
+        assert issubclass(other, base)
+        with pytest.raises(TypeError, match="abstract"):
+            base()
+    reporting = import_module("aitoolbox.experiment.result_reporting.report_generator")
+    history = TrainingHistory().wrap_pre_prepared_history({"loss": [2.0, 1.0]})
+    writer = reporting.TrainingHistoryWriter(str(tmp_path))
+    _, path = writer.generate_report(history, epoch=1, file_name="results.txt", results_folder_name="reports")
+    assert "loss:\t1.0" in Path(path).read_text()
+    saver = LocalResultsSaver(str(tmp_path))
+    saver.file_format = "yaml"
+    with pytest.raises(ConfigurationError, match="file_format='yaml': must be one of pickle, json"):
+        saver.save_file({}, "x", str(tmp_path / "x"))

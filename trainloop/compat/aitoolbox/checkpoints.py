@@ -19,11 +19,11 @@ from trainloop.compat.aitoolbox.cloud import (
 from trainloop.compat.aitoolbox.inputs import OwnOptimizer
 from trainloop.compat.aitoolbox.results import AbstractResultPackage
 from trainloop.compat.aitoolbox.saving import (
-    HyperParamSourceReporter,
     LocalSubOptimalModelRemover,
     PyTorchLocalModelLoader,
     PyTorchLocalModelSaver,
 )
+from trainloop.compat.aitoolbox.sources import HyperParamSourceReporter
 from trainloop.errors import ConfigurationError
 from trainloop.model import ModelWrap
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.checkpoint.storage import split_file
+from trainloop.compat.aitoolbox.bases import AbstractExperimentSaver, AbstractModelSaver, AbstractResultsSaver
 from trainloop.compat.aitoolbox.callbacks import AbstractExperimentCallback, experiment_in
 from trainloop.compat.aitoolbox.saving import (
     DEFAULT_FOLDER,
@@ -137,7 +138,7 @@ class BaseResultsGoogleStorageSaver(BaseResultsSaver):
     mode = "gcs"
 
 
-class S3ResultsSaver(BaseResultsSaver):
+class S3ResultsSaver(AbstractResultsSaver, BaseResultsSaver):
     """Writes results on the local disk, and uploads them."""
 
     def __init__(
@@ -194,7 +195,7 @@ class BaseModelSaver(_Saver):
         return self.experiment_path(project_name, experiment_name, experiment_timestamp, name)
 
 
-class PyTorchS3ModelSaver(BaseModelSaver):
+class PyTorchS3ModelSaver(AbstractModelSaver, BaseModelSaver):
     """Writes a model on the local disk, and uploads it."""
 
     def __init__(
@@ -271,7 +272,7 @@ class PyTorchGoogleStorageModelLoader(PyTorchS3ModelLoader):
     mode = "gcs"
 
 
-class FullPyTorchExperimentS3Saver:
+class FullPyTorchExperimentS3Saver(AbstractExperimentSaver):
     """Writes a model and its results on the local disk, and uploads them."""
 
     mode = "s3"

@@ -133,20 +133,39 @@ MODULES: dict[str, dict[str, str]] = {
     "aitoolbox.experiment.local_save": {},
     "aitoolbox.experiment.local_save.folder_create": {"saving": "ExperimentFolder"},
     "aitoolbox.experiment.local_save.local_model_save": {
-        "saving": "PyTorchLocalModelSaver LocalSubOptimalModelRemover"
+        "bases": "AbstractLocalModelSaver",
+        "saving": "PyTorchLocalModelSaver LocalSubOptimalModelRemover",
     },
-    "aitoolbox.experiment.local_save.local_results_save": {"saving": "BaseLocalResultsSaver LocalResultsSaver"},
+    "aitoolbox.experiment.local_save.local_results_save": {
+        "bases": "AbstractLocalResultsSaver",
+        "saving": "BaseLocalResultsSaver LocalResultsSaver",
+    },
     "aitoolbox.experiment.local_load": {},
-    "aitoolbox.experiment.local_load.local_model_load": {"saving": "PyTorchLocalModelLoader"},
+    "aitoolbox.experiment.local_load.local_model_load": {
+        "bases": "AbstractLocalModelLoader",
+        "saving": "PyTorchLocalModelLoader",
+    },
     "aitoolbox.experiment.local_experiment_saver": {"saving": "FullPyTorchExperimentLocalSaver"},
     "aitoolbox.experiment.experiment_saver": {
-        "cloud": "FullPyTorchExperimentS3Saver FullPyTorchExperimentGoogleStorageSaver"
+        "bases": "AbstractExperimentSaver",
+        "cloud": "FullPyTorchExperimentS3Saver FullPyTorchExperimentGoogleStorageSaver",
+    },
+    "aitoolbox.experiment.result_reporting": {},
+    "aitoolbox.experiment.result_reporting.hyperparam_reporter": {"sources": "HyperParamSourceReporter"},
+    "aitoolbox.experiment.result_reporting.report_generator": {
+        "plots": "TrainingHistoryPlotter TrainingHistoryWriter GradientPlotter"
     },
     "aitoolbox.cloud": _CLOUDS,
     "aitoolbox.cloud.AWS": {},
-    "aitoolbox.cloud.AWS.model_save": {"cloud": "BaseModelSaver PyTorchS3ModelSaver"},
+    "aitoolbox.cloud.AWS.model_save": {
+        "bases": "AbstractModelSaver",
+        "cloud": "BaseModelSaver PyTorchS3ModelSaver",
+    },
     "aitoolbox.cloud.AWS.model_load": {"cloud": "PyTorchS3ModelLoader"},
-    "aitoolbox.cloud.AWS.results_save": {"cloud": "BaseResultsSaver S3ResultsSaver"},
+    "aitoolbox.cloud.AWS.results_save": {
+        "bases": "AbstractResultsSaver",
+        "cloud": "BaseResultsSaver S3ResultsSaver",
+    },
     "aitoolbox.cloud.GoogleCloud": {},
     "aitoolbox.cloud.GoogleCloud.model_save": {"cloud": "PyTorchGoogleStorageModelSaver"},
     "aitoolbox.cloud.GoogleCloud.model_load": {"cloud": "PyTorchGoogleStorageModelLoader"},

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
@@ -15,6 +14,12 @@ import torch
 
 from trainloop.callbacks.train_schedule import AbstractScheduler
 from trainloop.checkpoint.storage import split_file
+from trainloop.compat.aitoolbox.bases import (
+    AbstractExperimentSaver,
+    AbstractLocalModelLoader,
+    AbstractLocalModelSaver,
+    AbstractLocalResultsSaver,
+)
 from trainloop.compat.aitoolbox.plots import TrainingHistoryPlotter
 from trainloop.errors import CheckpointError, ConfigurationError
 
@@ -22,7 +27,6 @@ __all__ = [
     "BaseLocalResultsSaver",
     "ExperimentFolder",
     "FullPyTorchExperimentLocalSaver",
-    "HyperParamSourceReporter",
     "LocalResultsSaver",
     "LocalSubOptimalModelRemover",
     "PyTorchLocalModelLoader",
@@ -77,7 +81,7 @@ def model_file_name(
     return f"model_{experiment_name}_{timestamp}{suffix}.pth"
 
 
-class PyTorchLocalModelSaver:
+class PyTorchLocalModelSaver(AbstractLocalModelSaver):
     """Writes a model's state into ``model/``, or ``checkpoint_model/``."""
 
     def __init__(self, local_model_result_folder_path: str = DEFAULT_FOLDER, checkpoint_model: bool = False) -> None:
@@ -164,7 +168,7 @@ class LocalSubOptimalModelRemover:
             os.remove(path)
 
 
-class PyTorchLocalModelLoader:
+class PyTorchLocalModelLoader(AbstractLocalModelLoader):
     """Reads what :class:`PyTorchLocalModelSaver` has written, here or in AIToolbox, and puts it into objects.
 
     Files are read with ``weights_only=True``: tensors and plain types, no code.
@@ -256,12 +260,15 @@ class PyTorchLocalModelLoader:
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
+_ENDINGS = {"pickle": ".p", "json": ".json"}
+
+
 class BaseLocalResultsSaver:
     """Writes dicts into ``results/``, as pickle or JSON."""
 
     def __init__(self, local_model_result_folder_path: str = DEFAULT_FOLDER, file_format: str = "pickle") -> None:
         self.local_model_result_folder_path = os.path.expanduser(local_model_result_folder_path)
-        if file_format not in ("pickle", "json"):
+        if file_format not in _ENDINGS:
             print("Warning: file format should be: pickle or json. Setting it to default pickle")
             file_format = "pickle"
         self.file_format = file_format
@@ -298,8 +305,9 @@ class BaseLocalResultsSaver:
 
     def save_file(self, result_dict: Any, file_name_w_type: str, file_local_path_w_type: str) -> tuple[str, str]:
         """Write; ``(file name, path)``, with the format's ending."""
-        ending = ".p" if self.file_format == "pickle" else ".json"
-        as_json = self.file_format == "json"
+        if self.file_format not in _ENDINGS:  # set since
+            raise ConfigurationError(f"file_format={self.file_format!r}: must be one of {', '.join(_ENDINGS)}.")
+        ending, as_json = _ENDINGS[self.file_format], self.file_format == "json"
         content = json.dumps(result_dict, sort_keys=True, indent=4).encode() if as_json else pickle.dumps(result_dict)
         write_atomically(file_local_path_w_type + ending, lambda file: file.write(content))
         return file_name_w_type + ending, file_local_path_w_type + ending
@@ -310,7 +318,7 @@ _LABELS = ("y_true", "y_predicted")
 _PLACE = ("experiment_name", "experiment_results_local_path")
 
 
-class LocalResultsSaver(BaseLocalResultsSaver):
+class LocalResultsSaver(AbstractLocalResultsSaver, BaseLocalResultsSaver):
     """Writes a result package, hyperparameters and the history, with plots of it."""
 
     def save_experiment_results(
@@ -382,7 +390,7 @@ class LocalResultsSaver(BaseLocalResultsSaver):
         return saved + list(further) + plots
 
 
-class FullPyTorchExperimentLocalSaver:
+class FullPyTorchExperimentLocalSaver(AbstractExperimentSaver):
     """Writes a model and its results."""
 
     def __init__(
@@ -410,47 +418,3 @@ class FullPyTorchExperimentLocalSaver:
         save = saver.save_experiment_results_separate_files if separate_files else saver.save_experiment_results
         saved = save(result_package, training_history, *where, save_true_pred_labels=save_true_pred_labels)
         return [model_path, *(path for _, path in saved)]
-
-
-class HyperParamSourceReporter:
-    """Writes ``hyperparams_list.txt``, the script, and the source folders as a zip into the experiment's folder."""
-
-    def __init__(
-        self,
-        project_name: str,
-        experiment_name: str,
-        experiment_timestamp: str,
-        local_model_result_folder_path: str,
-    ) -> None:
-        self.experiment_dir_path = ExperimentFolder.create_base_folder(
-            project_name, experiment_name, experiment_timestamp, local_model_result_folder_path
-        )
-        self.file_name = "hyperparams_list.txt"
-        self.local_hyperparams_file_path = os.path.join(self.experiment_dir_path, self.file_name)
-
-    def save_hyperparams_to_text_file(self, hyperparams: Mapping[str, Any], sort_names: bool = False) -> str:
-        """One line a hyperparameter."""
-        names = sorted(hyperparams) if sort_names else hyperparams
-        text = "".join(f"{name}:\t{hyperparams[name]}\n" for name in names)
-        write_atomically(self.local_hyperparams_file_path, lambda file: file.write(text.encode()))
-        return self.local_hyperparams_file_path
-
-    def save_experiment_python_file(self, hyperparams: Mapping[str, Any]) -> str | None:
-        """A copy of the file ``hyperparams['experiment_file_path']``, where there is such a file."""
-        path = hyperparams.get("experiment_file_path")
-        if not path or not os.path.isfile(path):  # a notebook
-            print(f"experiment_file_path={path!r} in hyperparams is no file, and is not copied to the experiment.")
-            return None
-        return shutil.copyfile(path, os.path.join(self.experiment_dir_path, os.path.basename(path)))
-
-    def save_experiment_source_files(self, hyperparams: Mapping[str, Any]) -> str | None:
-        """A zip of the folders ``hyperparams['source_dirs_paths']``."""
-        folders = hyperparams.get("source_dirs_paths")
-        if not isinstance(folders, (list, tuple)) or not folders:
-            return None
-        copied = os.path.join(self.experiment_dir_path, "source_code")
-        for folder in map(os.path.expanduser, folders):
-            shutil.copytree(folder, os.path.join(copied, os.path.basename(os.path.normpath(folder))))
-        path = shutil.make_archive(copied, "zip", copied)
-        shutil.rmtree(copied)
-        return path

@@ -1,0 +1,67 @@
+"""AIToolbox's base classes of what writes and reads experiments, for a script's own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+__all__ = [
+    "AbstractExperimentSaver",
+    "AbstractLocalModelLoader",
+    "AbstractLocalModelSaver",
+    "AbstractLocalResultsSaver",
+    "AbstractModelSaver",
+    "AbstractResultsSaver",
+]
+
+
+class AbstractLocalModelLoader(ABC):
+    """Reads models from the local disk, as ``custom_local_loader_class`` of a callback, for instance."""
+
+    @abstractmethod
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Read an experiment's model."""
+
+
+class AbstractLocalModelSaver(ABC):
+    """Writes models to the local disk."""
+
+    @abstractmethod
+    def save_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Write it; ``(file name, path)``."""
+
+
+class AbstractModelSaver(ABC):
+    """Writes models to a cloud."""
+
+    @abstractmethod
+    def save_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Write it; ``(path with the bucket, time stamp, local path)``."""
+
+
+class AbstractLocalResultsSaver(ABC):
+    """Writes results to the local disk."""
+
+    @abstractmethod
+    def save_experiment_results(self, *args: Any, **kwargs: Any) -> Any:
+        """All in one file; ``[path among the results, local path]`` of each."""
+
+    @abstractmethod
+    def save_experiment_results_separate_files(self, *args: Any, **kwargs: Any) -> Any:
+        """Each in its own file."""
+
+
+class AbstractResultsSaver(ABC):
+    """Writes results to a cloud."""
+
+    @abstractmethod
+    def save_experiment_results(self, *args: Any, **kwargs: Any) -> Any:
+        """Write them; ``(path of the main file, with the bucket, time stamp)``."""
+
+
+class AbstractExperimentSaver(ABC):
+    """Writes a model and its results."""
+
+    @abstractmethod
+    def save_experiment(self, *args: Any, **kwargs: Any) -> Any:
+        """Write both; the paths."""
