@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainloop.launch import launch
+from trainloop.launch import keeping, launch
 from trainloop.stopping import StopAgreement
 
 pytestmark = pytest.mark.gpu
@@ -71,3 +72,20 @@ def test_pinned_memory_stays_where_it_is() -> None:
 
 def _sum(t: torch.Tensor, stop: StopAgreement) -> float:
     return t.sum().item()
+
+
+def fill(stop: StopAgreement) -> tuple[int, int]:
+    reserved = torch.cuda.memory_reserved()
+    torch.ones(64 << 20, dtype=torch.uint8, device="cuda").sum().item()
+    return os.getpid(), reserved
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_kept_ranks_keep_the_memory_of_their_gpu(method: str) -> None:
+    with keeping():
+        facts = [
+            launch(fill, ranks_per_node=1, devices=[torch.device("cuda", 0)], start_method=method) for _ in range(2)
+        ]
+    assert facts[0][0] == facts[1][0]
+    assert facts[0][1] == 0
+    assert facts[1][1] >= 64 << 20

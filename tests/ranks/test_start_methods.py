@@ -185,7 +185,7 @@ def parent(stop: Any) -> int:
 
 
 def test_where_there_can_be_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server, "_cannot", "its threads are many")
+    monkeypatch.setattr(fork_server, "_objection", lambda: "its threads are many")
     with pytest.raises(ConfigurationError, match="no fork server here: its threads are many"):
         launch(killed, ranks_per_node=1, start_method="forkserver")
     monkeypatch.setenv(fork_server.METHOD_VARIABLE, "auto")

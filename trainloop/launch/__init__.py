@@ -22,9 +22,11 @@ from trainloop.devices import usable_cores
 from trainloop.distributed.key import key_from_environment, new_key
 from trainloop.errors import ConfigurationError, WorkerFailedError
 from trainloop.launch.failures import Failure
-from trainloop.launch.fork_server import ForkServerError, chosen_method, end_server, server
+from trainloop.launch.fork_server import ForkServerError, chosen_method, circumstances, end_server, server
 from trainloop.launch.joining import join, joined
+from trainloop.launch.kept import keeping, kept_here
 from trainloop.launch.main_guard import check_main_guard, main_place
+from trainloop.launch.messages import connection_pair
 from trainloop.launch.rank_process import RankSpec, started_by_launch
 from trainloop.launch.rendezvous import RENDEZVOUS_WAIT_S, Rendezvous, rendezvous_point
 from trainloop.launch.settings import dumped_settings
@@ -35,7 +37,7 @@ from trainloop.stopping import SharedStop, StopAgreement
 from trainloop.transfer import pack
 from trainloop.transfer.pages import anonymous_file
 
-__all__ = ["join", "joined", "launch"]
+__all__ = ["join", "joined", "keeping", "launch"]
 
 logger = logging.getLogger("trainloop")
 
@@ -132,64 +134,82 @@ def launch(
         environment["OMP_NUM_THREADS"] = str(num_threads)
     elif environment.get("OMP_NUM_THREADS"):
         num_threads = None
+
+    def new_ranks(undo: contextlib.ExitStack) -> Ranks:
+        token = f"{os.getpid()}-{time.monotonic_ns()}"
+        hosts = None
+        if num_nodes > 1 and not (init_method or "").startswith("file:"):
+            hosts = undo.enter_context(
+                Rendezvous(
+                    rendezvous_point(init_method),
+                    node_rank=node_rank,
+                    num_nodes=num_nodes,
+                    ranks_per_node=ranks_per_node,
+                    wait_s=min(timeout_s, RENDEZVOUS_WAIT_S),
+                )
+            )
+        listener = hosts.store_listener if hosts is not None else None
+        lines = [connection_pair() for _ in range(ranks_per_node if kept is not None else 0)]
+        for end in (end for line in lines for end in line):
+            undo.callback(end.close)
+        file = partial(_file, undo)
+        spec = RankSpec(
+            rank=node_rank * ranks_per_node,
+            world_size=num_nodes * ranks_per_node,
+            local_world_size=ranks_per_node,
+            node_rank=node_rank,
+            num_nodes=num_nodes,
+            devices=tuple(str(device) for device in chosen),
+            backend=backend,
+            timeout_s=timeout_s,
+            num_threads=num_threads,
+            parcel=payload.parcel,
+            words_fd=file("words", 8 * (SharedStop.num_words(ranks_per_node) + ranks_per_node)),
+            store_fd=file("store"),
+            result_fd=file("result"),
+            record_fds=tuple(file("record") for _ in range(ranks_per_node)),
+            stack_fds=tuple(file("stacks") for _ in range(ranks_per_node)),
+            store_address=hosts.store_address if hosts is not None else None,
+            listen_fd=listener.fileno() if listener is not None else None,
+            interface=hosts.interface if hosts is not None else "lo" if num_nodes == 1 else None,
+            init_method=init_method if num_nodes > 1 and hosts is None else None,
+            scratch=undo.enter_context(scratch_folder(token)),
+            inherited=tuple(payload.inherited),
+            line_fds=tuple(theirs.fileno() for _, theirs in lines),
+            key=new_key() if num_nodes == 1 else key_from_environment(),
+            settings=dumped_settings(),
+            main=main_place(),
+        )
+        # A rank's end would not be seen where another process holds its end of a connection.
+        handed_over = [*([] if listener is None else [listener]), *(theirs for _, theirs in lines)]
+        ranks = Ranks(spec, token, hosts, lines=[ours for ours, _ in lines], handed_over=handed_over)
+        undo.callback(ranks.close)
+        return ranks
+
+    kept = kept_here() if num_nodes == 1 and on_failure is None else None
+    terms = [chosen, backend, timeout_s, environment, num_threads, start_method, circumstances()] if kept else None
     attempts = 0
     with pack(function, roots=roots) as payload:
         while True:
             attempts += 1
             with contextlib.ExitStack() as undo:
-                token = f"{os.getpid()}-{time.monotonic_ns()}"
-                hosts = None
-                if num_nodes > 1 and not (init_method or "").startswith("file:"):
-                    hosts = undo.enter_context(
-                        Rendezvous(
-                            rendezvous_point(init_method),
-                            node_rank=node_rank,
-                            num_nodes=num_nodes,
-                            ranks_per_node=ranks_per_node,
-                            wait_s=min(timeout_s, RENDEZVOUS_WAIT_S),
-                        )
-                    )
-                listener = hosts.store_listener if hosts is not None else None
-                file = partial(_file, undo)
-                spec = RankSpec(
-                    rank=node_rank * ranks_per_node,
-                    world_size=num_nodes * ranks_per_node,
-                    local_world_size=ranks_per_node,
-                    node_rank=node_rank,
-                    num_nodes=num_nodes,
-                    devices=tuple(str(device) for device in chosen),
-                    backend=backend,
-                    timeout_s=timeout_s,
-                    num_threads=num_threads,
-                    parcel=payload.parcel,
-                    words_fd=file("words", 8 * (SharedStop.num_words(ranks_per_node) + ranks_per_node)),
-                    store_fd=file("store"),
-                    result_fd=file("result"),
-                    record_fds=tuple(file("record") for _ in range(ranks_per_node)),
-                    stack_fds=tuple(file("stacks") for _ in range(ranks_per_node)),
-                    store_address=hosts.store_address if hosts is not None else None,
-                    listen_fd=listener.fileno() if listener is not None else None,
-                    interface=hosts.interface if hosts is not None else "lo" if num_nodes == 1 else None,
-                    init_method=init_method if num_nodes > 1 and hosts is None else None,
-                    scratch=undo.enter_context(scratch_folder(token)),
-                    inherited=tuple(payload.inherited),
-                    key=new_key() if num_nodes == 1 else key_from_environment(),
-                    settings=dumped_settings(),
-                    main=main_place(),
-                )
-                ranks = Ranks(spec, token, hosts)
-                undo.callback(ranks.close)
+                up = kept.fitting(terms) if kept is not None else None
+                if kept is not None and up is not None:
+                    undo.callback(kept.close)  # unless all goes well
+                    up.begin_again()
+                ranks = up or new_ranks(undo)
                 with signals(ranks.stop) as heard:
                     if attempts == 1:
                         heard.end()  # nothing has begun: no rank has to be started to end it
-                    if served:
+                    if served and up is None:
                         served = _server_is_ready(start_method)
                         if attempts == 1:
                             heard.end()
                     try:
-                        ranks.start(environment, served=served)
-                        if listener is not None:
-                            listener.close()  # global rank 0 has it now
+                        if up is None:
+                            ranks.start(environment, served=served)
+                        else:
+                            ranks.give(payload.parcel, payload.inherited, dumped_settings(), environment)
                         ranks.watch()
                     except BaseException as error:
                         with uninterrupted():
@@ -200,6 +220,10 @@ def launch(
                         continue
                     heard.note(ranks.stop.requested)  # a rank's own, that came after its last step
                 result: T = ranks.result()
+                if kept is not None:
+                    ending = undo.pop_all()
+                    if up is None:
+                        kept.keep(ranks, terms, ending)
                 return result
 
 

@@ -17,7 +17,6 @@ however that ends.
 
 from __future__ import annotations
 
-import array
 import atexit
 import contextlib
 import ctypes
@@ -26,7 +25,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -35,10 +33,10 @@ from multiprocessing import context, popen_spawn_posix, reduction, resource_trac
 from typing import Any
 
 from trainloop.errors import ConfigurationError
-from trainloop.launch.forked import LAUNCH_VARIABLE, MOST_DESCRIPTORS, PLACEHOLDER
-from trainloop.transfer.pages import anonymous_file, write_all
+from trainloop.launch.forked import LAUNCH_VARIABLE, PLACEHOLDER
+from trainloop.launch.messages import connection_pair, send
 
-__all__ = ["ForkServer", "ForkServerError", "ServedProcess", "chosen_method", "server"]
+__all__ = ["ForkServer", "ForkServerError", "ServedProcess", "chosen_method", "circumstances", "server"]
 
 METHOD_VARIABLE = "TRAINLOOP_START_METHOD"
 """Stands for ``start_method='auto'`` where it is set."""
@@ -82,26 +80,26 @@ class ForkServer:
     """A server of this process, seen from here. It loads its modules meanwhile; :meth:`wait` until it has."""
 
     def __init__(self) -> None:
-        self.circumstances = _circumstances()
+        self.circumstances = circumstances()
         self._ready = False
         folder = "/"
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = connection_pair()
         with contextlib.suppress(OSError):  # removed: then nothing can be found relative to it
             folder = os.getcwd()
-        paths = _file([os.path.join(folder, path) for path in sys.path])
         program = (
-            f"import json, os, sys; sys.path[:] = json.load(os.fdopen({paths})); "
-            f"from trainloop.launch.forked import serve; serve({theirs.fileno()}, {os.getpid()})"
+            "import json, os, sys; told, fd, caller = json.loads(sys.argv[1]); sys.path[:] = told; "
+            "from trainloop.launch.forked import serve; serve(fd, caller)"
         )
+        told = json.dumps([[os.path.join(folder, path) for path in sys.path], theirs.fileno(), os.getpid()])
         environment = {**os.environ, LAUNCH_VARIABLE: PLACEHOLDER, "OPENBLAS_NUM_THREADS": "1"}
         environment.setdefault("OMP_NUM_THREADS", "1")
         # The last argument is for those who look at command lines: that is what it will be.
-        command = [spawn.get_executable(), *_flags(), "-c", program, "--multiprocessing-fork"]
+        command = [spawn.get_executable(), *_flags(), "-c", program, told, "--multiprocessing-fork"]
         self._connection = ours
         try:
-            with theirs, _closing([paths]):
+            with theirs:
                 self._process = subprocess.Popen(
-                    command, pass_fds=[theirs.fileno(), paths], env=environment, stdin=subprocess.DEVNULL, cwd="/"
+                    command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, cwd="/"
                 )
         except BaseException:
             ours.close()
@@ -157,9 +155,9 @@ class ForkServer:
             folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise ForkServerError(f"the current folder can't be opened: {error}") from error
-        with _closing([folder]), _closing([_file(asked)]) as (request,), _subreaper():
+        with _closing([folder]), _subreaper():
             try:
-                _send(self._connection, [request, folder, *fds])
+                send(self._connection, json.dumps(asked).encode(), [folder, *fds])
             except OSError as error:
                 raise ForkServerError(f"it is gone: {error}") from error
             pid, _, parent = self._answer().partition(" ")
@@ -194,7 +192,8 @@ class ForkServer:
 
 
 _current: ForkServer | None = None
-_cannot: str | None = None
+_cannot: tuple[str, list[Any]] | None = None
+"""Why there can be none, and under which circumstances that was so."""
 _lock = threading.RLock()
 
 
@@ -208,10 +207,12 @@ def server() -> ForkServer:
     """
     global _current, _cannot
     with _lock:
-        objection = _cannot or _objection()
-        if objection:
+        objection = _objection()
+        if objection is None and _cannot is not None and _cannot[1] == circumstances():
+            objection = _cannot[0]
+        if objection is not None:
             raise ForkServerError(objection)
-        if _current is not None and (_current.ended() or _current.circumstances != _circumstances()):
+        if _current is not None and (_current.ended() or _current.circumstances != circumstances()):
             end_server()
         if _current is None:
             try:
@@ -223,11 +224,11 @@ def server() -> ForkServer:
 
 
 def end_server(objection: str | None = None) -> None:
-    """End this process's server; ``objection``: why there shall be no other."""
+    """End this process's server; ``objection``: why there shall be no other, unless circumstances change."""
     global _current, _cannot
     with _lock:
         atexit.unregister(end_server)
-        _cannot = objection
+        _cannot = None if objection is None else (objection, circumstances())
         ended, _current = _current, None
         if ended is not None:
             ended.close()
@@ -333,8 +334,8 @@ def _pipe(undo: contextlib.ExitStack) -> tuple[int, int]:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _circumstances() -> list[Any]:
-    """All that the server has taken over for good, to be compared with what this process has later."""
+def circumstances() -> list[Any]:
+    """All that a process takes over for good when it is started, to be compared with what this one has later."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -387,30 +388,10 @@ def _is_open(fd: int) -> bool:
     return True
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Messages: a file with JSON in it, and descriptors
-# --------------------------------------------------------------------------------------------------------------------
-
-
-def _file(content: Any) -> int:
-    """As long as it may be: an environment is longer than a socket's message."""
-    fd = anonymous_file("request")
-    write_all(fd, memoryview(json.dumps(content).encode()), 0)
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
-
-
-def _send(connection: socket.socket, fds: list[int]) -> None:
-    for i in range(0, len(fds), MOST_DESCRIPTORS):
-        part = array.array("i", fds[i : i + MOST_DESCRIPTORS])
-        last = b"1" if i + MOST_DESCRIPTORS >= len(fds) else b"0"
-        connection.sendmsg([last], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, part)])
-
-
 @contextlib.contextmanager
-def _closing(fds: Sequence[int]) -> Iterator[Sequence[int]]:
+def _closing(fds: Sequence[int]) -> Iterator[None]:
     try:
-        yield fds
+        yield
     finally:
         _close(*fds)
 

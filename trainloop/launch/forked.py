@@ -5,7 +5,6 @@ See :mod:`trainloop.launch.fork_server` for the side that asks.
 
 from __future__ import annotations
 
-import array
 import ctypes
 import fcntl
 import gc
@@ -21,16 +20,15 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-__all__ = ["LAUNCH_VARIABLE", "MOST_DESCRIPTORS", "PLACEHOLDER", "serve"]
+from trainloop.launch.messages import receive
+
+__all__ = ["LAUNCH_VARIABLE", "PLACEHOLDER", "serve"]
 
 LAUNCH_VARIABLE = "TRAINLOOP_LAUNCH"
 """In the environment of ranks and of all that they start: the token of their launch."""
 
 PLACEHOLDER = "-" * 64
 """Where a token goes in what ``/proc`` shows as a forked process's environment."""
-
-MOST_DESCRIPTORS = 250
-"""In one message; the kernel takes 253."""
 
 # What a rank of a TrainLoop imports before the user's own modules; the first two are nearly all of the time.
 _PRELOADED = (
@@ -110,9 +108,10 @@ def _next_request(connection: socket.socket, caller: int) -> tuple[dict[str, Any
             os._exit(0)
         if not readable:
             continue
-        fds = _receive(connection)
-        if not fds:
+        request = receive(connection)
+        if request is None:
             os._exit(0)
+        content, fds = request
         gate, opens = os.pipe()
         told, tells = os.pipe()
         between = os.fork()
@@ -124,27 +123,13 @@ def _next_request(connection: socket.socket, caller: int) -> tuple[dict[str, Any
             os.write(tells, f"{os.getpid()} {os.getppid()}".encode())
             if os.getppid() != caller:
                 os._exit(1)
-            with open(fds[0], closefd=False) as file:
-                return json.load(file), fds[1:]
+            return json.loads(content), fds
         for each in (gate, tells, *fds):
             os.close(each)
         os.waitpid(between, 0)
         os.close(opens)
         connection.send(os.read(told, 64) or b"0 0")
         os.close(told)
-
-
-def _receive(connection: socket.socket) -> list[int]:
-    """All descriptors of a request; empty when the caller has ended."""
-    fds: list[int] = []
-    while True:
-        part = array.array("i")
-        last, rights, _, _ = connection.recvmsg(1, socket.CMSG_LEN(MOST_DESCRIPTORS * part.itemsize))
-        for _, _, data in rights:
-            part.frombytes(data[: len(data) - len(data) % part.itemsize])
-        fds += part
-        if last != b"0":
-            return fds if last else []
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -7,20 +7,19 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
-import io
-import logging
 import mmap
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.context import get_spawning_popen
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,9 @@ from trainloop.distributed.key import set_run_key
 from trainloop.distributed.peers import no_strangers
 from trainloop.launch.failures import failure_of, write_record
 from trainloop.launch.forked import LAUNCH_VARIABLE
+from trainloop.launch.kept import next_work
 from trainloop.launch.main_guard import take_main_place
+from trainloop.launch.output import quieten_log_streams, rank_streams
 from trainloop.launch.settings import apply_settings
 from trainloop.scratch import Scratch, name_semaphores
 from trainloop.signals import rank_signals
@@ -90,6 +91,8 @@ class RankSpec:
     """By which ranks know each other's messages; see :mod:`trainloop.distributed.key`."""
     settings: bytes = b""
     """What :func:`~trainloop.launch.settings.dumped_settings` gave in the caller."""
+    line_fds: tuple[int, ...] = ()
+    """For each local rank, a connection by which it is given further work; empty: it ends after the first."""
     main: tuple[str | None, str | None] = (None, None)
     """The script that runs, see :func:`~trainloop.launch.main_guard.main_place`."""
 
@@ -98,7 +101,7 @@ class RankSpec:
         popen = get_spawning_popen()
         if popen is not None:
             own = [self.words_fd, self.store_fd, self.result_fd, *self.record_fds, *self.stack_fds, *self.inherited]
-            own.append(self.scratch.lock_fd)
+            own += [self.scratch.lock_fd, *self.line_fds]
             for fd in {*own, *([] if self.listen_fd is None else [self.listen_fd])}:
                 popen.duplicate_for_child(fd)
         return _make_spec, (self.__dict__,)
@@ -140,39 +143,62 @@ def run_rank(local_rank: int, spec: RankSpec) -> None:
     global _started
     _started = True
     me = spec.rank_of(local_rank)
-    record_fd, stack_fd = spec.record_fds[local_rank], spec.stack_fds[local_rank]
+    stack_fd = spec.stack_fds[local_rank]
     own = (spec.words_fd, spec.store_fd, spec.result_fd, spec.scratch.lock_fd)
-    for fd in {*own, *spec.record_fds, *spec.stack_fds, *spec.inherited}:
+    for fd in {*own, *spec.record_fds, *spec.stack_fds, *spec.inherited, *spec.line_fds}:
         os.set_inheritable(fd, False)  # not for programs that user code starts
+    lines = [socket.socket(fileno=fd) for fd in spec.line_fds]
+    line = lines.pop(local_rank) if lines else None
+    for other in lines:
+        other.close()
     # Named semaphores and temporary files, those of loaders' workers, tell which launch they are of: a killed rank
     # can't remove its own.
     name_semaphores(os.environ[LAUNCH_VARIABLE])
     multiprocessing.current_process()._config["tempdir"] = spec.scratch.path  # type: ignore[attr-defined]
     words = spec.map_words()
-    stop = SharedStop(words, local_rank, spec.local_world_size, spec.timeout_s)
-    state = SharedStop.num_words(spec.local_world_size) + local_rank
     faulthandler.enable(file=stack_fd, all_threads=True)  # a crash in native code leaves its Python stack
     if STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True)
     end_with_parent()
-    exitcode = 0
+    received: dict[int, int] = {}
+    while (exitcode := _work(spec, me, words, received)) == 0 and line is not None:
+        os.close(received.get(spec.parcel.fd, spec.parcel.fd))
+        gc.collect()  # what the caller shared is its own again
+        with contextlib.suppress(OSError):  # it has gone, as the next line finds out
+            line.send(b"1")
+        given = next_work(line)
+        if given is None:
+            break
+        work, received = given
+        work.take_place()
+        spec = replace(spec, parcel=work.parcel, settings=work.settings, main=work.main)
+    _leave_group()
+    _leave(exitcode)
+
+
+def _work(spec: RankSpec, me: Rank, words: memoryview, received: Mapping[int, int]) -> int:
+    """One piece of work, from its being opened to its result; the exit code, 0 where it went well."""
+    stop = SharedStop(words, me.local_rank, spec.local_world_size, spec.timeout_s)
+    state = SharedStop.num_words(spec.local_world_size) + me.local_rank
     with (
         rank_signals(stop, ended=lambda: stop.aborted or parent_is_gone(), end=RankTerminated),
         contextlib.ExitStack() as undo,
     ):
         try:
-            undo.enter_context(_streams(me))
+            undo.enter_context(rank_streams(me))
             words[state] = State.RUNNING
-            result = _work(spec, me, stop, undo)
-            if local_rank == 0:
+            result = _result_of(spec, me, stop, undo, received)
+            if me.local_rank == 0:
                 _write_result(spec.result_fd, result)
             words[state] = State.DONE
         except BaseException as error:
-            exitcode = _fail(error, spec, me, stop, words, state, record_fd)
-    _leave(exitcode)
+            return _fail(error, spec, me, stop, words, state)
+    return 0
 
 
-def _work(spec: RankSpec, me: Rank, stop: SharedStop, undo: contextlib.ExitStack) -> Any:
+def _result_of(
+    spec: RankSpec, me: Rank, stop: SharedStop, undo: contextlib.ExitStack, received: Mapping[int, int]
+) -> Any:
     os.environ.update(
         RANK=str(me.rank),
         WORLD_SIZE=str(me.world_size),
@@ -190,11 +216,13 @@ def _work(spec: RankSpec, me: Rank, stop: SharedStop, undo: contextlib.ExitStack
     if spec.settings:
         # Before the payload is opened: it imports the user's modules, whose warnings are to be filtered, too.
         apply_settings(spec.settings)
-        _quieten_log_streams(me)
-    function = spec.parcel.open(device)
-    with no_strangers():
-        _make_group(spec, me, device)
-    undo.callback(_leave_group)
+        quieten_log_streams(me)
+    function = spec.parcel.open(device, received)
+    if not spec.line_fds:
+        undo.callback(_leave_group)
+    if not dist.is_initialized():
+        with no_strangers():
+            _make_group(spec, me, device)
     if me.num_nodes == 1:
         return function(stop)
     with no_strangers():
@@ -240,9 +268,7 @@ def _leave_group() -> None:
         dist.destroy_process_group()
 
 
-def _fail(
-    error: BaseException, spec: RankSpec, me: Rank, stop: SharedStop, words: memoryview, state: int, record_fd: int
-) -> int:
+def _fail(error: BaseException, spec: RankSpec, me: Rank, stop: SharedStop, words: memoryview, state: int) -> int:
     """Record the error while the group is still up, so that no other rank's error can be earlier."""
     if isinstance(error, RankTerminated):
         return 128 + signal.SIGTERM
@@ -250,7 +276,7 @@ def _fail(
     for _ in range(8):
         with contextlib.suppress(RuntimeError):
             failure = failure_of(error, me.rank)
-            write_record(record_fd, failure)
+            write_record(spec.record_fds[me.local_rank], failure)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             break
     if failure.timeout:
@@ -341,85 +367,3 @@ def _outlive_parent_briefly() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_ORPHAN_GRACE_S)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Output
-# --------------------------------------------------------------------------------------------------------------------
-
-
-class _Prefixed(io.TextIOBase):
-    """Writes whole lines to another stream, each with a prefix."""
-
-    def __init__(self, stream: TextIO, prefix: str) -> None:
-        self._stream = stream
-        self._prefix = prefix
-        self._line = ""
-        self._lock = threading.Lock()
-
-    def write(self, text: str) -> int:
-        with self._lock:
-            *lines, self._line = (self._line + text).split("\n")
-            if lines:
-                # One write for all lines, so that ranks don't mix within a line.
-                self._stream.write("".join(f"{self._prefix}{line}\n" for line in lines))
-                self._stream.flush()
-        return len(text)
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def finish(self) -> None:
-        """Write the last line, if it has no end."""
-        if self._line:
-            self.write("\n")
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    def isatty(self) -> bool:
-        return False
-
-    def writable(self) -> bool:
-        return True
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._stream.encoding
-
-
-def _quieten_log_streams(me: Rank) -> None:
-    """Of the logs that the caller sends to its standard streams, ranks other than global rank 0 show warnings only."""
-    if me.rank == 0 or _all_output_shown():
-        return
-    for log in (logging.root, *logging.root.manager.loggerDict.values()):
-        for handler in getattr(log, "handlers", ()):
-            if type(handler) is logging.StreamHandler:
-                handler.setLevel(max(handler.level, logging.WARNING))
-
-
-def _all_output_shown() -> bool:
-    return os.environ.get("TRAINLOOP_ALL_RANKS_OUTPUT", "0") not in ("", "0")
-
-
-@contextlib.contextmanager
-def _streams(me: Rank) -> Iterator[None]:
-    """Global rank 0 writes as it is; others' errors are prefixed, and their output is shown on request only."""
-    if me.rank == 0:
-        yield
-        return
-    stdout, stderr = sys.stdout, sys.stderr
-    prefix = f"[rank {me.rank}] "
-    errors = _Prefixed(stderr, prefix)
-    sys.stderr = errors
-    with open(os.devnull, "w") as nowhere:
-        shown = _all_output_shown()
-        output: Any = _Prefixed(stdout, prefix) if shown else nowhere
-        sys.stdout = output
-        try:
-            yield
-        finally:
-            sys.stdout, sys.stderr = stdout, stderr
-            errors.finish()
-            if shown:
-                output.finish()

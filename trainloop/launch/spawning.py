@@ -7,6 +7,7 @@ import mmap
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 import warnings
@@ -19,12 +20,13 @@ import torch
 from trainloop.launch.failures import Failure, exit_text, first_failure, read_record, worker_failed_error
 from trainloop.launch.fork_server import ServedProcess
 from trainloop.launch.forked import LAUNCH_VARIABLE
+from trainloop.launch.kept import Work
 from trainloop.launch.liveness import Liveness, Sign, hanging_ranks
-from trainloop.launch.main_guard import main_not_imported_again
+from trainloop.launch.main_guard import main_not_imported_again, main_place
 from trainloop.launch.rank_process import STACK_SIGNAL, RankSpec, State, run_rank
 from trainloop.launch.rendezvous import Rendezvous
 from trainloop.stopping import SharedStop
-from trainloop.transfer import load_state
+from trainloop.transfer import Parcel, load_state
 
 __all__ = ["Ranks"]
 
@@ -49,9 +51,20 @@ class Ranks:
         Marks this launch's processes, in their environment, and what they make.
     hosts : Rendezvous, optional
         The other hosts of the run.
+    lines : sequence of socket, optional
+        To each rank, by which it is given more work after the first.
+    handed_over : sequence of socket, optional
+        What the ranks inherit, and this process is to have no longer then.
     """
 
-    def __init__(self, spec: RankSpec, token: str, hosts: Rendezvous | None = None) -> None:
+    def __init__(
+        self,
+        spec: RankSpec,
+        token: str,
+        hosts: Rendezvous | None = None,
+        lines: Sequence[socket.socket] = (),
+        handed_over: Sequence[socket.socket] = (),
+    ) -> None:
         self._spec = spec
         self._hosts = hosts
         self._map = mmap.mmap(spec.words_fd, 0)
@@ -63,6 +76,8 @@ class Ranks:
         self._token = token
         self.cause: Failure | None = None
         """The first failure, once the run has failed."""
+        self._lines = lines
+        self._handed_over = handed_over
 
     def start(self, environment: dict[str, str], *, served: bool) -> None:
         """Start the processes, with ``environment`` added to this process's own.
@@ -94,21 +109,26 @@ class Ranks:
                     child.join()
                 self._processes = []
                 raise
+        for end in self._handed_over:
+            end.close()
 
     # -- watching --------------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Wait until all ranks are done.
+        """Wait until all ranks are done: ended, or ready for more work where there are lines to them.
 
         Raises
         ------
         WorkerFailedError
             When one fails; the others have been ended then.
         """
+        busy = set(self._locals()) if self._lines else set()
         while True:
             alive = self._alive()
             if alive:
-                connection.wait([self._processes[r].sentinel for r in alive], timeout=_POLL_S)
+                sentinels = [self._processes[r].sentinel for r in alive]
+                ready = connection.wait([*sentinels, *(self._lines[r] for r in busy)], timeout=_POLL_S)
+                busy -= {r for r in busy if self._lines[r] in ready and _has_answered(self._lines[r])}
             if self._notice() or any(self._state(r) == State.TIMED_OUT for r in self._locals()):
                 self.fail()
             if self._hosts is not None and self._hosts.failure() is not None:
@@ -117,12 +137,45 @@ class Ranks:
                 if self._notice():  # the last one was killed since
                     self.fail()
                 return
+            if self._lines and not busy and all(self._state(r) == State.DONE for r in self._locals()):
+                return
             overdue = self._overdue()
             if overdue and self._state(overdue[0]) == State.DONE:
                 self._end_lingering(overdue)
                 return
             if overdue:
                 self.fail(overdue)
+
+    def are_up(self) -> bool:
+        """Whether all wait for more work."""
+        return bool(self._lines) and len(self._alive()) == self._spec.local_world_size
+
+    def begin_again(self) -> None:
+        """Forget the last work: nothing is requested, recorded or done. The ranks are up."""
+        for i in range(len(self._words)):
+            self._words[i] = 0
+        for fd in (*self._spec.record_fds, *self._spec.stack_fds):
+            os.ftruncate(fd, 0)
+            os.lseek(fd, 0, os.SEEK_SET)  # the rank's place, too
+        self._failures, self._liveness, self.cause = {}, Liveness(self._spec.timeout_s), None
+
+    def give(self, parcel: Parcel, inherited: Sequence[int], settings: bytes, environment: dict[str, str]) -> None:
+        """Give the ranks more work; see :class:`~trainloop.launch.kept.Work`."""
+        folder = None
+        with contextlib.suppress(OSError):
+            folder = os.getcwd()
+        work = Work(
+            parcel,
+            tuple(inherited),
+            settings,
+            main_place(),
+            {**os.environ, **environment, LAUNCH_VARIABLE: self._token},
+            folder,
+            sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
+        )
+        for line in self._lines:
+            with contextlib.suppress(OSError):  # a rank that has died is found by watch()
+                work.send_over(line)
 
     def _locals(self) -> range:
         return range(len(self._processes))
@@ -286,15 +339,30 @@ class Ranks:
         """What local rank 0's function returned."""
         fd = self._spec.result_fd
         with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as data:
-            return load_state(data[:])
+            result = load_state(data[:])
+        os.ftruncate(fd, 0)
+        return result
 
     def close(self) -> None:
-        """Give back what belongs to the processes; none may be alive."""
+        """Give back what belongs to the processes; those that wait for more work end, no others may be alive."""
+        for line in self._lines:
+            line.close()
+        if self._lines and self._alive():
+            self._join(_TERMINATE_S)
+            if self._alive():
+                self.end()
         for process in self._processes:
             process.join()
             process.close()
         self.stop.release()
         self._map.close()
+
+
+def _has_answered(line: socket.socket) -> bool:
+    """Takes the word of a rank that is ready for more; or it has gone, which its process tells."""
+    with contextlib.suppress(OSError):
+        line.recv(1)
+    return True
 
 
 def _process_state(process: Any) -> str:

@@ -26,7 +26,8 @@ recorders) is a :class:`~trainloop.train_loop.run.Run`, or, where it trains, a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, cast
 
@@ -640,6 +641,33 @@ class TrainLoop(Generic[ModelT]):
                 return object.__getattribute__(self, name)
             kind = type(self).__name__
             raise AttributeError(f"{kind!r} object has no attribute {name!r}{attribute_hint(name)}")
+
+    @contextmanager
+    def ranks(self) -> Iterator[None]:
+        """Keep the ranks of ``ddp`` up between the calls in a ``with`` block.
+
+        The first ``fit``, ``predict_*`` or ``evaluate_*`` in it starts them, further ones run in the same processes,
+        and the block's end ends them: no start, no import, no new process group, and GPUs keep their memory. What
+        changed in between in the loop, its model, loaders and callbacks, in the environment or a notebook's cells is
+        sent with each call. A call that fails ends the ranks, and the next one starts others; so does one that needs
+        another number of them, or other devices. Other loops' calls in the block use the ranks, too. In other modes,
+        with several nodes, with ``max_restarts`` and under a launcher, it does nothing.
+
+        Examples
+        --------
+        >>> with tl.ranks():                                                                  # doctest: +SKIP
+        ...     for fold in folds:
+        ...         tl.train_loader, tl.validation_loader = fold
+        ...         tl.fit(num_epochs=1)
+        ...         print(tl.evaluate_loss_on_validation_set())
+        """
+        if self.gpu_mode != "ddp":
+            yield
+            return
+        from trainloop.launch import keeping
+
+        with keeping():
+            yield
 
     def __getstate__(self) -> dict[str, Any]:
         # Process groups, open files, running iterators: of this process only.

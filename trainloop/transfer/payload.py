@@ -7,7 +7,7 @@ import mmap
 import os
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen, set_spawning_popen
 from typing import Any
@@ -41,7 +41,7 @@ class Parcel:
     table: tuple[int, int]
     """Place and number of the entries (place, bytes, read-only) of the buffers."""
 
-    def open(self, device: torch.device | None = None) -> Any:
+    def open(self, device: torch.device | None = None, received: Mapping[int, int] | None = None) -> Any:
         """The object. Its arrays lie in the mapped file: shared as long as nobody writes, then this rank's own.
 
         Classes and functions that the sender's ``__main__`` had by name are put into this process's ``__main__``, so
@@ -51,9 +51,12 @@ class Parcel:
         ----------
         device : torch.device, optional
             Where tensors go that were on a CUDA device.
+        received : mapping of int to int, optional
+            Own numbers of descriptors by those of the sender, where they were sent rather than inherited.
         """
         # MAP_PRIVATE: a rank's writes (into parameters, say) stay its own.
-        mapped = mmap.mmap(self.fd, self.size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        fd = (received or {}).get(self.fd, self.fd)
+        mapped = mmap.mmap(fd, self.size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         view = memoryview(mapped)
         place, count = self.table
         entries = np.frombuffer(mapped, dtype=np.int64, count=3 * count, offset=place).reshape(count, 3).tolist()
@@ -61,14 +64,19 @@ class Parcel:
             view[place : place + nbytes].toreadonly() if readonly else view[place : place + nbytes]
             for place, nbytes, readonly in entries
         )
-        with load_device(device):
+        with load_device(device), _numbered(received or {}):
             unpickler = pickle.Unpickler(_Reader(view[: self.stream_size]), buffers=buffers)
             obj = unpickler.load()
             names = unpickler.load()
         main = sys.modules["__main__"].__dict__
         for name, definition in names.items():
-            main.setdefault(name, definition)
+            if name not in main or name in _sent_to_main:  # a script's or a cell's newest
+                main[name] = definition
+                _sent_to_main.add(name)
         return obj
+
+
+_sent_to_main: set[str] = set()
 
 
 class _Reader:
@@ -280,9 +288,22 @@ class _CollectedDescriptors:
         return fd
 
 
+_own_numbers: Mapping[int, int] = {}
+
+
+@contextlib.contextmanager
+def _numbered(received: Mapping[int, int]) -> Iterator[None]:
+    global _own_numbers
+    before, _own_numbers = _own_numbers, received
+    try:
+        yield
+    finally:
+        _own_numbers = before
+
+
 @dataclass(frozen=True)
 class _Descriptor:
     fd: int
 
     def detach(self) -> int:
-        return self.fd
+        return _own_numbers.get(self.fd, self.fd)

@@ -1,0 +1,192 @@
+"""``with tl.ranks():`` the same processes do one call after the other, and nobody could tell but by the clock."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from conftest import make_data
+from trainloop import AbstractCallback, TrainLoop, TTModel
+from trainloop.errors import UnpicklableError, WorkerFailedError
+from trainloop.launch import keeping, launch
+
+ROWS = make_data(64)
+
+
+class Net(TTModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 3)
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        if self.training:
+            pids = self.all_gather(os.getpid()).tolist()
+            self.seen.append((pids, os.environ.get("WANDB_CHANGED"), os.getcwd()))
+        x, y = batch_data
+        return criterion(self(x.to(device)), y.to(device))
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        x, y = batch_data
+        return self(x.to(device)).argmax(1), y, {}
+
+
+def loop_of(model: Net, data: TensorDataset, **options: Any) -> TrainLoop[Net]:
+    return TrainLoop(
+        model,
+        DataLoader(data, batch_size=8),
+        DataLoader(data, batch_size=8),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        criterion=nn.CrossEntropyLoss(),
+        gpu_mode="ddp",
+        accelerator="cpu",
+        devices=2,
+        progress_bar=False,
+        **options,
+    )
+
+
+def train_by_hand(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, smoothing: float = 0
+) -> None:
+    criterion = nn.CrossEntropyLoss(label_smoothing=smoothing)
+    for i in range(0, len(x), 16):
+        optimizer.zero_grad()
+        criterion(model(x[i : i + 16]), y[i : i + 16]).backward()
+        optimizer.step()
+
+
+class Fails(AbstractCallback):
+    def __init__(self) -> None:
+        super().__init__("fails")
+
+    def on_epoch_end(self) -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("on purpose")
+
+
+def test_calls_in_kept_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    model, data = Net(), TensorDataset(*(t.clone() for t in ROWS.tensors))
+    by_hand = copy.deepcopy(model.fc)
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1, momentum=0.9)
+    x, y = (t.clone() for t in ROWS.tensors)
+    tl = loop_of(model, data)
+    with tl.ranks():
+        tl.fit(num_epochs=1)
+        train_by_hand(by_hand, optimizer, x, y)
+        # What changed in between: data and learning rate in place, other objects, the process's own state.
+        data.tensors[0].mul_(2)
+        tl.optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] = 0.01
+        with monkeypatch.context() as patch, tl.ranks():  # inside another: nothing new, and nothing ends with it
+            patch.setenv("WANDB_CHANGED", "yes")
+            patch.chdir(tmp_path)
+            tl.criterion = nn.CrossEntropyLoss(label_smoothing=0.5)
+            tl.fit(num_epochs=1)
+            train_by_hand(by_hand, optimizer, 2 * x, y, 0.5)
+            tl.criterion = nn.CrossEntropyLoss()
+        tl.train_loader = DataLoader(TensorDataset(-x, y), batch_size=8)
+        predicted, _, _ = tl.predict_on_train_set()
+        tl.fit(num_epochs=1)
+        torch.testing.assert_close(predicted, by_hand(-x).argmax(1))
+        train_by_hand(by_hand, optimizer, -x, y)
+        torch.testing.assert_close(model.fc.weight.data, by_hand.weight.data, atol=1e-6, rtol=1e-5)
+
+        pids = {tuple(seen[0]) for seen in model.seen}
+        assert len(pids) == 1  # the same two processes in all calls
+        here, there = (None, os.getcwd()), ("yes", str(tmp_path))
+        assert [seen[1:] for seen in model.seen[::4]] == [here, there, here]
+        first = next(iter(pids))
+
+        # What can't be sent is told before anything happens, and the ranks stay.
+        model.file = open(os.devnull)  # type: ignore[assignment]  # noqa: SIM115
+        with pytest.raises(UnpicklableError, match=r"model\.file"):
+            tl.fit(num_epochs=1)
+        model.file.close()
+        del model.file
+        model.seen.clear()
+        tl.fit(num_epochs=1)
+        assert model.seen[0][0] == list(first)
+
+        # A failure ends them, and the next call has others.
+        with pytest.raises(WorkerFailedError, match="rank 1 of 2 raised ValueError: on purpose"):
+            tl.fit(num_epochs=1, callbacks=[Fails()])
+        assert not any(map(psutil.pid_exists, first))
+        tl.callbacks.clear()
+        model.seen.clear()
+        tl.fit(num_epochs=1)
+        second = tuple(model.seen[0][0])
+        assert not set(first) & set(second)
+
+        # So does the death of a rank that waits.
+        os.kill(second[1], signal.SIGKILL)
+        dead = psutil.Process(second[1])
+        while dead.status() != psutil.STATUS_ZOMBIE or len(os.listdir(f"/proc/{dead.pid}/task")) > 1:
+            time.sleep(0.01)
+        model.seen.clear()
+        assert tl.evaluate_loss_on_validation_set() > 0
+        tl.fit(num_epochs=1)
+        third = tuple(model.seen[0][0])
+        assert not set(second) & set(third)
+        assert not any(map(psutil.pid_exists, second))
+    assert not any(map(psutil.pid_exists, third))
+    model.seen.clear()
+    tl.fit(num_epochs=1)
+    assert not set(model.seen[0][0]) & {*first, *second, *third}
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def memory_of_ranks(stop: Any, block: Any) -> list[tuple[int, int, int]]:
+    mine = (os.getpid(), len(os.listdir("/proc/self/fd")), int(block.sum()))
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    return everybody
+
+
+def test_kept_ranks_hold_nothing_of_a_call() -> None:
+    import functools
+
+    block = torch.ones(64 << 20, dtype=torch.uint8)
+    with keeping():
+        launch(functools.partial(memory_of_ranks, block=block), ranks_per_node=2)
+        facts = [launch(functools.partial(memory_of_ranks, block=block), ranks_per_node=2) for _ in range(3)]
+        assert len({tuple(pid for pid, _, _ in calls) for calls in facts}) == 1
+        assert len({tuple(fds for _, fds, _ in calls) for calls in facts}) == 1  # none is left open
+        held = [psutil.Process(pid).memory_full_info().pss for pid, _, _ in facts[0]]
+        maps = [Path(f"/proc/{pid}/maps").read_text() for pid, _, _ in facts[0]]
+    assert not any("trainloop-payload" in text for text in maps)
+    assert all(pss > 0 for pss in held)
+
+
+def test_ctrl_c_stops_the_work_and_leaves_the_ranks(each_start_method: str) -> None:
+    def steps(stop: Any) -> tuple[list[int], int]:
+        pids: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(pids, os.getpid())
+        while True:
+            if dist.get_rank() == 0:
+                os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(0.05)
+            if reasons := stop.reached():
+                return pids, reasons
+
+    with keeping():
+        first, reasons = launch(steps, ranks_per_node=2)
+        second, again = launch(steps, ranks_per_node=2)
+    assert (first, reasons) == (second, again)
+    assert reasons
