@@ -95,8 +95,8 @@ if __name__ == "__main__":
 def test_a_rank_is_what_a_spawned_one_is(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(FACTS)
-    command = [sys.executable, "-X", "dev", "-W", "ignore::ImportWarning", str(script), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    command = [sys.executable, "-X", "utf8", "-W", "ignore::ImportWarning", str(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     served, spawned = found["forkserver"], found["spawn"]
