@@ -2,7 +2,8 @@
 
 *Who is who*: :class:`Rank`, :func:`get_rank`, :func:`get_world_size`, :func:`is_global_zero`, :func:`rank_zero_only`.
 *Exchanges*: :func:`all_gather`, :func:`all_reduce`, :func:`broadcast_object`, :func:`gather_object`,
-:func:`exchange_ints`, :func:`barrier`. These are collective: every rank calls them, in the same order.
+:func:`exchange_ints`, :func:`reduce_ints`, :func:`barrier`. These are collective: every rank calls them, in the same
+order.
 
 Objects and CPU tensors go through Gloo, so that no exchange of a few bytes waits for a GPU. Where the default
 process group can't take CPU tensors (``init_process_group('nccl')``), one Gloo group is made beside it, at the
@@ -16,7 +17,7 @@ own backend for that device where it has one, by way of the CPU where it hasn't.
 * ``tensors.py``: nested tensors and numbers
 """
 
-from trainloop.distributed.objects import barrier, broadcast_object, exchange_ints, gather_object
+from trainloop.distributed.objects import barrier, broadcast_object, exchange_ints, gather_object, reduce_ints
 from trainloop.distributed.ranks import Rank, get_rank, get_world_size, is_global_zero, rank_zero_only
 from trainloop.distributed.tensors import all_gather, all_reduce
 
@@ -32,4 +33,5 @@ __all__ = [
     "get_world_size",
     "is_global_zero",
     "rank_zero_only",
+    "reduce_ints",
 ]

@@ -191,6 +191,35 @@ def exchange_ints(values: Sequence[int]) -> list[list[int]]:
     return [np.frombuffer(body, np.int64).tolist() if message.size else [] for message, body in gathered]
 
 
+def reduce_ints(values: np.ndarray[Any, np.dtype[np.int64]], reduce: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Integers of all ranks, added up or the greatest of each, on every rank: as many bytes for any number of ranks.
+
+    Collective: every rank calls it.
+
+    Parameters
+    ----------
+    values : array of int64, shape (n,)
+        As many on every rank. A sum that is too large wraps around.
+    reduce : 'sum' or 'max'
+
+    Raises
+    ------
+    ValueError
+        On every rank, where ranks are at different places of the order of exchanges.
+    """
+    if not has_group():
+        return values.copy()
+    session, biggest = _session(), reduce == "max"
+    place = session.place("reduce_ints")
+    words = torch.from_numpy(np.concatenate([np.array([place, -place]), values]))
+    dist.all_reduce(words, dist.ReduceOp.MAX if biggest else dist.ReduceOp.SUM, group=cpu_group())
+    found: np.ndarray[Any, np.dtype[np.int64]] = words.numpy()
+    everywhere = place if biggest else place * dist.get_world_size()
+    session.check_place("reduce_ints", found[:2].tolist() == [everywhere, -everywhere])
+    session.next()
+    return found[2:]
+
+
 def barrier() -> None:
     """Wait until every rank has called this.
 

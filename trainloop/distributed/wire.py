@@ -44,7 +44,7 @@ nested values. A latency matter only, so any figure is right."""
 BLOCK = _HEAD + SHORT
 """Bytes of the first exchange."""
 
-CALLS = ("the start", "gather_object", "broadcast_object", "exchange_ints", "barrier")
+CALLS = ("the start", "gather_object", "broadcast_object", "exchange_ints", "barrier", "reduce_ints")
 """Functions that exchange messages."""
 
 
@@ -201,6 +201,18 @@ class Session:
         """See that a body that came in a second exchange is the one that was announced."""
         if not self._same(message.tag, self._body_tag(block[: _FIELDS.size], body)):
             raise self.stranger(message.rank, "a body that was not made with this run's key")
+
+    def place(self, call: str) -> int:
+        """The next exchange as a number, for those in which no message tells what it is."""
+        return self._number * len(CALLS) + CALLS.index(call)
+
+    def check_place(self, call: str, same: bool) -> None:
+        """Raise where :meth:`place` was not the same on all ranks."""
+        if not same:
+            raise ValueError(
+                f"ranks are in different exchanges (rank {self._rank}: {call}, its {self._number + 1}th; others are "
+                "elsewhere). Every rank must make the same calls in order."
+            )
 
     def next(self) -> None:
         """All ranks' messages of one exchange have come."""

@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from trainloop.errors import ConfigurationError
+from trainloop.metrics.exchange import Exchange, Gathered
 from trainloop.metrics.reducing import (
     REDUCTIONS,
     Options,
     StepValues,
-    by_name,
     epoch_value,
     exact_sum,
     reduced,
-    step_values,
 )
 from trainloop.metrics.slots import Slots
 
@@ -49,7 +48,7 @@ class EpochEnd(NamedTuple):
     metrics: dict[str, float]
     """What was logged."""
     attachments: list[Any]
-    """What each rank sent along."""
+    """What each rank sent along; one entry where many ranks sent the same."""
 
 
 class _Series:
@@ -118,6 +117,8 @@ class Recorder:
     rank : int
     gather : callable, optional
         ``gather(object) -> list`` of every rank's object, on every rank; ``None`` in one process.
+    exchange : Exchange, optional
+        How ranks exchange what they logged. Default: by ``gather``.
     on_step : bool
         Whether step values are kept (training does, evaluation doesn't).
     prefix : str
@@ -140,6 +141,7 @@ class Recorder:
         *,
         rank: int = 0,
         gather: Callable[[Any], list[Any]] | None = None,
+        exchange: Exchange | None = None,
         on_step: bool = True,
         prefix: str = "",
         reserved: tuple[str, ...] = (),
@@ -148,7 +150,7 @@ class Recorder:
         self.batch_size = 1
         self.rank_zero_only_names: set[str] = set()
         self._rank = rank
-        self._gather = gather
+        self._exchange = Gathered(gather) if exchange is None else exchange
         self._exchanged_step = 0
         self._on_step = on_step
         self._prefix = prefix
@@ -325,8 +327,7 @@ class Recorder:
         if self.step == self._exchanged_step:
             return {}
         self._exchanged_step = self.step
-        (steps,), _ = self._exchanged(self._new_steps())
-        return step_values(steps)
+        return self._exchange(self._new_steps()).steps
 
     def finish_epoch(self, attachment: Any = None, *, late: bool = False) -> EpochEnd:
         """The remaining step values and the epoch's, in one exchange; the recorder is empty afterwards.
@@ -341,8 +342,7 @@ class Recorder:
             What was logged since the last call belongs to the same epoch: the metrics that were, of the whole epoch.
         """
         self.compact()
-        totals = {s.name: (s.options, s.total, s.weight) for s in self._series.values() if s.count}
-        (steps, epoch), attachments = self._exchanged(self._new_steps(), totals, attachment=attachment)
+        steps, epoch, attachments = self._exchange(self._new_steps(), self._totals(), attachment)
         if late:
             epoch = {name: _joined(name, self._finished.get(name, []), entries) for name, entries in epoch.items()}
             self._finished.update(epoch)
@@ -358,31 +358,24 @@ class Recorder:
         for series in self._series.values():
             series.clear()
         self._exchanged_step = self.step
-        return EpochEnd(step_values(steps), losses, metrics, attachments)
+        return EpochEnd(steps, losses, metrics, attachments)
 
     def _new_steps(self) -> dict[str, Any]:
         return {series.name: series.new_steps() for series in self._series.values() if series.steps}
 
-    def _exchanged(
-        self, *tables: dict[str, Any], attachment: Any = None
-    ) -> tuple[list[dict[str, list[Any]]], list[Any]]:
-        """Each table's entries of all ranks by name, and every rank's attachment; what is not shared stays here."""
-        mine = [{name: entry for name, entry in table.items() if entry[0].shared} for table in tables]
-        everyone = [(mine, attachment)] if self._gather is None else self._gather((mine, attachment))
-        merged = []
-        for i, table in enumerate(tables):
-            found = by_name([theirs[i] for theirs, _ in everyone])
-            found.update((name, [entry]) for name, entry in table.items() if not entry[0].shared)
-            merged.append(found)
-        return merged, [theirs for _, theirs in everyone]
+    def _totals(self) -> dict[str, Any]:
+        return {s.name: (s.options, s.total, s.weight) for s in self._series.values() if s.count}
 
     def state_dict(self) -> dict[str, Any]:
-        """The half-done epoch on this rank, as plain types. Call after :meth:`exchange_steps`."""
+        """This rank's part of the half-done epoch, as plain types. Collective; call after :meth:`exchange_steps`."""
         return {
-            s.name: {"options": list(s.options), "count": s.count, "total": s.total, "weight": s.weight}
-            for s in self._series.values()
-            if s.count
+            # A rank that keeps it for all may have logged nothing itself.
+            name: {"options": list(options), "count": max(1, self._count(name)), "total": total, "weight": weight}
+            for name, (options, total, weight) in self._exchange.parts(self._totals()).items()
         }
+
+    def _count(self, name: str) -> int:
+        return self._series[name].count if name in self._series else 0
 
     def load_state_dict(self, own: dict[str, Any], others: Iterable[dict[str, Any]] = ()) -> None:
         """Go on with a half-done epoch.

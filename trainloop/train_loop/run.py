@@ -22,7 +22,7 @@ from trainloop.callbacks.base import HookTable, overrides
 from trainloop.data import eval_feed
 from trainloop.data.loaders import workers_outlive_signals
 from trainloop.data.twins import with_workers
-from trainloop.metrics import Recorder, StepValues, named_losses, rows_of
+from trainloop.metrics import Recorder, StepValues, exchange_of, named_losses, rows_of
 from trainloop.model import TTModel
 from trainloop.reduction import sum_rule
 from trainloop.resources.enforce import cap_workers
@@ -68,6 +68,8 @@ class Run:
         # Ranks must agree on an order even where the user gave no seed; the caller's RNG stays as it is.
         self.seed = loop.seed if loop.seed is not None or not parallel else loop.drawn_seed
         self.gather: Callable[[Any], list[Any]] | None = distributed.gather_object if parallel else None
+        self.exchange = exchange_of(distributed, loop.world_size if parallel else 1)
+        """Of logs, for all recorders: it keeps what ranks know of each other's metrics."""
         self.progress = Progress(loop.progress_bar and loop.is_global_zero)
         self.recorder = Recorder()
         self.sink: Callable[..., None] | None = None
@@ -170,7 +172,7 @@ class Run:
         Evaluating changes nothing about the training around it: modes and random numbers go on as if it hadn't been.
         """
         model = self.loop.model
-        recorder = Recorder(rank=self.loop.rank, gather=self.gather, on_step=False, prefix=prefix)
+        recorder = Recorder(rank=self.loop.rank, exchange=self.exchange, on_step=False, prefix=prefix)
         buffers = nullcontext() if self.gather is None else _buffers_of_rank_0(model)
         with buffers, self.listening(recorder), evaluating(model), rng.isolated():
             yield recorder

@@ -1,0 +1,87 @@
+"""A process group simulated in one process: ranks are threads, and the bytes that each would send are counted."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+class SimulatedGroup:
+    """Collectives of ``world_size`` threads.
+
+    A reduction counts as many bytes as it is long, on each rank; an exchange of objects those of all ranks' objects.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.bytes_of_reductions = [0] * world_size
+        self.bytes_of_objects = [0] * world_size
+        self.exchanges = 0
+        self._barrier = threading.Barrier(world_size, timeout=120)
+        self._board: list[Any] = [None] * world_size
+        self._result: Any = None
+
+    def of_rank(self, rank: int) -> RankOfGroup:
+        """What :mod:`trainloop.distributed` is to that rank."""
+        return RankOfGroup(self, rank)
+
+    def run(self, work: Callable[[RankOfGroup], Any]) -> list[Any]:
+        """What ``work`` returns on each rank; the first error that one raised."""
+        results: list[Any] = [None] * self.world_size
+        errors: list[BaseException] = []
+
+        def call(rank: int) -> None:
+            try:
+                results[rank] = work(self.of_rank(rank))
+            except BaseException as error:
+                errors.append(error)
+                self._barrier.abort()
+
+        before = threading.stack_size(1 << 20)  # a thousand of them
+        try:
+            threads = [threading.Thread(target=call, args=(rank,)) for rank in range(self.world_size)]
+            for thread in threads:
+                thread.start()
+        finally:
+            threading.stack_size(before)
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
+        return results
+
+    def exchange(self, rank: int, mine: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        """``combine`` of what all ranks gave; computed once."""
+        self._board[rank] = mine
+        if self._barrier.wait() == 0:
+            self._result = combine(self._board)
+            self.exchanges += 1
+        self._barrier.wait()
+        result = self._result
+        self._barrier.wait()
+        return result
+
+
+class RankOfGroup:
+    def __init__(self, group: SimulatedGroup, rank: int) -> None:
+        self._group = group
+        self._rank = rank
+
+    def get_rank(self) -> int:
+        return self._rank
+
+    def reduce_ints(self, values: Any, reduce: str) -> Any:
+        self._group.bytes_of_reductions[self._rank] += values.nbytes
+        function = np.sum if reduce == "sum" else np.max
+        return self._group.exchange(
+            self._rank, values, lambda all_values: function(np.stack(all_values), axis=0)
+        ).copy()
+
+    def gather_object(self, obj: Any) -> list[Any]:
+        everyone = self._group.exchange(self._rank, pickle.dumps(obj), list)
+        self._group.bytes_of_objects[self._rank] += sum(map(len, everyone))
+        return [obj if rank == self._rank else pickle.loads(data) for rank, data in enumerate(everyone)]
