@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["capture", "derive_seed", "isolated", "peek_seed", "restore", "seed_all"]
+from trainloop.distributed.encoding import decode, encode
+
+__all__ = ["capture", "derive_seed", "isolated", "packed", "peek_seed", "restore", "seed_all"]
+
+# What the generators were seeded with last. Only a guess at where they may still be: it makes `packed` short.
+_last_seed: int | None = None
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -28,6 +34,8 @@ def derive_seed(*parts: int | str) -> int:
 
 def seed_all(seed: int) -> None:
     """Seed Python, numpy and torch (all devices). CUDA is not initialised by it."""
+    global _last_seed
+    _last_seed = seed
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -45,26 +53,66 @@ def capture(*, devices: bool = True) -> dict[str, Any]:
 
     CUDA generators are included where CUDA is in use already, unless ``devices=False``.
     """
-    version, internal, gauss = random.getstate()
     # The legacy global generator is what np.random.rand() and most augmentation code draws from.
-    numpy_state: Any = np.random.get_state(legacy=False)
-    state: dict[str, Any] = {
-        "python": [version, torch.tensor(internal, dtype=torch.int64), gauss],
-        "numpy": {
-            "key": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
-            "pos": int(numpy_state["state"]["pos"]),
-            "has_gauss": int(numpy_state["has_gauss"]),
-            "gauss": float(numpy_state["gauss"]),
-        },
-        "torch": torch.get_rng_state(),
-    }
+    state = _plain(random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state())
     if devices and torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
 
+def _plain(python: tuple[Any, ...], of_numpy: Any, of_torch: torch.Tensor) -> dict[str, Any]:
+    version, internal, gauss = python
+    return {
+        "python": [version, torch.tensor(internal, dtype=torch.int64), gauss],
+        "numpy": {
+            "key": torch.from_numpy(of_numpy["state"]["key"].astype(np.int64)),
+            "pos": int(of_numpy["state"]["pos"]),
+            "has_gauss": int(of_numpy["has_gauss"]),
+            "gauss": float(of_numpy["gauss"]),
+        },
+        "torch": of_torch,
+    }
+
+
+def _as_seeded(seed: int) -> dict[str, Any]:
+    """What :func:`capture` returns right after :func:`seed_all`, but for GPUs'."""
+    numpy_state = np.random.RandomState(seed % 2**32).get_state(legacy=False)
+    return _plain(random.Random(seed).getstate(), numpy_state, torch.Generator().manual_seed(seed).get_state())
+
+
+def packed() -> dict[str, Any]:
+    """What :func:`capture` returns, for :func:`restore`, in as few bytes as hold it.
+
+    A generator that nobody has drawn from since :func:`seed_all` is known by the seed: 40 bytes for all three. Each
+    other one takes about 2.6 KB, half of what it takes as it is.
+    """
+    state, seed = capture(), _last_seed
+    seeded = {} if seed is None else _as_seeded(seed)
+    differing = {name: value for name, value in state.items() if name not in seeded or not _same(value, seeded[name])}
+    if not differing:
+        return {"seed": seed}
+    # Of random words nothing is to be saved, but half of each state is zeros.
+    data = zlib.compress(bytes(encode(differing)), level=1)
+    return {"seed": seed, "packed": torch.frombuffer(bytearray(data), dtype=torch.uint8)}
+
+
+def _unpacked(state: dict[str, Any]) -> dict[str, Any]:
+    found = {} if state["seed"] is None else _as_seeded(state["seed"])
+    if "packed" in state:
+        found.update(decode(memoryview(zlib.decompress(state["packed"].numpy().tobytes()))))
+    return found
+
+
+def _same(one: Any, other: Any) -> bool:
+    return bytes(encode(one)) == bytes(encode(other))
+
+
 def restore(state: dict[str, Any]) -> None:
-    """Put back what :func:`capture` returned. States of GPUs that are not there are ignored."""
+    """Put back what :func:`capture` or :func:`packed` returned. States of GPUs that are not there are ignored."""
+    global _last_seed
+    if "seed" in state:
+        _last_seed = state["seed"]
+        state = _unpacked(state)
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal.tolist()), gauss))
     saved = state["numpy"]
@@ -80,10 +128,12 @@ def restore(state: dict[str, Any]) -> None:
 @contextmanager
 def isolated(seed: int | None = None) -> Iterator[None]:
     """Whatever is drawn inside leaves no trace outside; with ``seed``, it is also the same each time."""
-    before = capture()
+    global _last_seed
+    before, seed_before = capture(), _last_seed
     try:
         if seed is not None:
             seed_all(seed)
         yield
     finally:
         restore(before)
+        _last_seed = seed_before

@@ -221,7 +221,7 @@ def test_a_checkpoint_holds_the_whole_once() -> None:
         if rank == 2:
             log(recorder, "of_2", 3.0)
         recorder.exchange_steps()
-        return recorder.state_dict(), recorder.finish_epoch()
+        return recorder.state_dict(once=True), recorder.finish_epoch()
 
     _, reduced = both_ways(3, work)
     states = [state for state, _ in reduced]

@@ -1,7 +1,7 @@
 """Ranks and what they exchange; every function is right in one process too, with no process group.
 
 *Who is who*: :class:`Rank`, :func:`get_rank`, :func:`get_world_size`, :func:`is_global_zero`, :func:`rank_zero_only`.
-*Exchanges*: :func:`all_gather`, :func:`all_reduce`, :func:`broadcast_object`, :func:`gather_object`,
+*Exchanges*: :func:`all_gather`, :func:`all_reduce`, :func:`broadcast_object`, :func:`gather_object`, :func:`gather_to`,
 :func:`exchange_ints`, :func:`reduce_ints`, :func:`barrier`. These are collective: every rank calls them, in the same
 order.
 
@@ -17,7 +17,14 @@ own backend for that device where it has one, by way of the CPU where it hasn't.
 * ``tensors.py``: nested tensors and numbers
 """
 
-from trainloop.distributed.objects import barrier, broadcast_object, exchange_ints, gather_object, reduce_ints
+from trainloop.distributed.objects import (
+    barrier,
+    broadcast_object,
+    exchange_ints,
+    gather_object,
+    gather_to,
+    reduce_ints,
+)
 from trainloop.distributed.ranks import Rank, get_rank, get_world_size, is_global_zero, rank_zero_only
 from trainloop.distributed.tensors import all_gather, all_reduce
 
@@ -29,6 +36,7 @@ __all__ = [
     "broadcast_object",
     "exchange_ints",
     "gather_object",
+    "gather_to",
     "get_rank",
     "get_world_size",
     "is_global_zero",

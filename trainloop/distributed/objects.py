@@ -165,6 +165,66 @@ def broadcast_object(obj: T, src: int = 0) -> T:
     return obj if sends and form != Form.REFUSED else decoded(message, body, session)
 
 
+def gather_to(obj: T, dst: int = 0) -> list[T] | None:
+    """Every rank's object, on one rank: what is large, and needed there only.
+
+    Collective: every rank calls it.
+
+    Parameters
+    ----------
+    obj : object
+        As for :func:`gather_object`.
+    dst : int
+        The rank that gets them.
+
+    Returns
+    -------
+    list or None
+        Entry r is rank r's object; ``None`` on the other ranks, which send their own and hold nobody else's.
+
+    Raises
+    ------
+    ConfigurationError, UnpicklableError, ConnectionError
+        As :func:`broadcast_object`.
+    """
+    world_size = get_world_size()
+    if not 0 <= dst < world_size:
+        raise ConfigurationError(f"gather_to: dst={dst!r}: must be a rank, 0 to {world_size - 1}.")
+    if not has_group():
+        return [obj]
+    session, group, receives = _session(), cpu_group(), dist.get_rank() == dst
+    form, body = encoded(obj, session)
+    longest, refused = reduce_ints(np.array([len(body), form == Form.REFUSED], np.int64), "max").tolist()
+    if refused:  # of any rank: told to all of them
+        mine = form == Form.REFUSED
+        for message, came in _gather_bytes("gather_to", form if mine else Form.RAW, body if mine else b""):
+            if message.form == Form.REFUSED:
+                decoded(message, came, session)
+    own = torch.zeros(BLOCK + (longest if longest > SHORT else 0), dtype=torch.uint8)
+    data = own.numpy()
+    data[:BLOCK] = np.frombuffer(session.pack("gather_to", form, body), np.uint8)
+    if len(body) > SHORT:
+        data[BLOCK : BLOCK + len(body)] = np.frombuffer(body, np.uint8)
+    rows = list(torch.empty(world_size, len(own), dtype=torch.uint8)) if receives else None
+    dist.gather(own, rows, dst=dst, group=group)
+    found = None if rows is None else [_came(session, rank, row.numpy().data) for rank, row in enumerate(rows)]
+    session.next()
+    if found is not None:
+        found[dst] = obj
+    return found
+
+
+def _came(session: Session, rank: int, data: memoryview) -> Any:
+    """A rank's object, from its first block and the rest of its body."""
+    block = data[:BLOCK]
+    message = session.unpack(rank, block, "gather_to")
+    body = message.body
+    if body is None:
+        body = data[BLOCK : BLOCK + message.size]
+        session.check_body(message, block, body)
+    return decoded(message, body, session)
+
+
 def exchange_ints(values: Sequence[int]) -> list[list[int]]:
     """Every rank's integers, on every rank: the cheapest exchange there is.
 

@@ -44,7 +44,7 @@ nested values. A latency matter only, so any figure is right."""
 BLOCK = _HEAD + SHORT
 """Bytes of the first exchange."""
 
-CALLS = ("the start", "gather_object", "broadcast_object", "exchange_ints", "barrier", "reduce_ints")
+CALLS = ("the start", "gather_object", "broadcast_object", "exchange_ints", "barrier", "reduce_ints", "gather_to")
 """Functions that exchange messages."""
 
 

@@ -366,12 +366,20 @@ class Recorder:
     def _totals(self) -> dict[str, Any]:
         return {s.name: (s.options, s.total, s.weight) for s in self._series.values() if s.count}
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the half-done epoch, as plain types. Collective; call after :meth:`exchange_steps`."""
+    def state_dict(self, *, once: bool = False) -> dict[str, Any]:
+        """This rank's part of the half-done epoch, as plain types. Call after :meth:`exchange_steps`.
+
+        Parameters
+        ----------
+        once : bool
+            Where logs go as sums, rank 0 has what all ranks logged together, and the others what is not shared only.
+            Collective then.
+        """
+        totals = self._exchange.parts(self._totals()) if once else self._totals()
         return {
             # A rank that keeps it for all may have logged nothing itself.
             name: {"options": list(options), "count": max(1, self._count(name)), "total": total, "weight": weight}
-            for name, (options, total, weight) in self._exchange.parts(self._totals()).items()
+            for name, (options, total, weight) in totals.items()
         }
 
     def _count(self, name: str) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trainloop import rng
+from trainloop import distributed, rng
 from trainloop.carried import carried_state_of, load_carried_state
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import optimizers_of
@@ -47,15 +47,17 @@ def checkpoint_state(run: Training) -> dict[str, Any] | None:
     run.gradients.check_alike()
     mine = {
         **rank_state(run, plain),
-        "inserted": loop.history._take_own(),
+        # For thousands of ranks: what is small, and what all have in common once.
+        "rng": rng.packed(),
+        "metrics": run.recorder.state_dict(once=True),
         "ends": [tuple(end) for end in loop.ends],
     }
-    ranks = [mine] if run.gather is None else run.gather(mine)
+    loop.history._put_agreed(run.exchange({}, attachment=loop.history._take_own()).attachments)
+    ranks = [mine] if run.gather is None else distributed.gather_to(mine)
     run.checkpointed = True
-    loop.history._put_agreed([theirs.pop("inserted") for theirs in ranks])
-    ends = list(dict.fromkeys(tuple(end) for theirs in ranks for end in theirs.pop("ends")))
-    if loop.rank != 0:
+    if ranks is None:
         return None
+    ends = list(dict.fromkeys(tuple(end) for theirs in ranks for end in theirs.pop("ends")))
     state = common_state(run)
     if run.epoch_finished or run.finished:
         state["place"]["ends"] = [list(end) for end in ends]
