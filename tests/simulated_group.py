@@ -21,9 +21,11 @@ class SimulatedGroup:
         self.bytes_of_reductions = [0] * world_size
         self.bytes_of_objects = [0] * world_size
         self.exchanges = 0
-        self._barrier = threading.Barrier(world_size, timeout=120)
-        self._board: list[Any] = [None] * world_size
+        self._board: list[Any] = []
         self._result: Any = None
+        self._failed = False
+        # One rank runs at a time, from exchange to exchange: a thousand at once would take minutes to make way.
+        self._turns = [threading.Semaphore(0) for _ in range(world_size)]
 
     def of_rank(self, rank: int) -> RankOfGroup:
         """What :mod:`trainloop.distributed` is to that rank."""
@@ -35,11 +37,13 @@ class SimulatedGroup:
         errors: list[BaseException] = []
 
         def call(rank: int) -> None:
+            self._turns[rank].acquire()
             try:
                 results[rank] = work(self.of_rank(rank))
             except BaseException as error:
                 errors.append(error)
-                self._barrier.abort()
+                self._failed = True
+            self._next(rank)
 
         before = threading.stack_size(1 << 20)  # a thousand of them
         try:
@@ -48,22 +52,30 @@ class SimulatedGroup:
                 thread.start()
         finally:
             threading.stack_size(before)
+        self._turns[0].release()
         for thread in threads:
             thread.join()
         if errors:
-            raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
+            raise next((error for error in errors if not isinstance(error, Abandoned)), errors[0])
         return results
 
     def exchange(self, rank: int, mine: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        """``combine`` of what all ranks gave; computed once."""
-        self._board[rank] = mine
-        if self._barrier.wait() == 0:
-            self._result = combine(self._board)
+        """``combine`` of what all ranks gave, by the last that comes."""
+        self._board.append(mine)
+        if rank == self.world_size - 1:
+            self._result, self._board = combine(self._board), []
             self.exchanges += 1
-        self._barrier.wait()
-        result = self._result
-        self._barrier.wait()
-        return result
+        self._next(rank)
+        if not self._turns[rank].acquire(timeout=100) or self._failed:
+            raise Abandoned
+        return self._result
+
+    def _next(self, rank: int) -> None:
+        self._turns[(rank + 1) % self.world_size].release()
+
+
+class Abandoned(Exception):
+    """Another rank failed."""
 
 
 class RankOfGroup:

@@ -100,3 +100,35 @@ def test_generators_of_gpus_go_along() -> None:
     expected = torch.rand(3, device="cuda").tolist()
     rng.restore(state)
     assert torch.rand(3, device="cuda").tolist() == expected
+
+
+@pytest.mark.parametrize("drawn_by", [(), ("python",), ("numpy",), ("torch",), ("python", "numpy", "torch")], ids=str)
+def test_a_packed_state_goes_on_exactly(drawn_by: tuple[str, ...], tmp_path: Any) -> None:
+    """In a file too, after an odd number of gaussians; what nobody has drawn from takes no room."""
+    draws = {"python": lambda: random.gauss(0, 1), "numpy": np.random.randn, "torch": lambda: torch.randn(17)}
+    rng.seed_all(2**62 + 5)
+    for name in drawn_by:
+        draws[name]()
+    torch.save(rng.packed(), tmp_path / "state.pt")
+    expected = draw()
+    rng.seed_all(1)
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    rng.restore(state)
+    assert repr(rng.packed()) == repr(state)  # a resumed run's checkpoints are as small
+    assert draw() == expected
+    whole = rng.capture()
+    size = state["packed"].numel() if drawn_by else 0
+    assert size <= 0.6 * len(drawn_by) / 3 * sum(
+        t.nbytes for t in (whole["python"][1], whole["numpy"]["key"], whole["torch"])
+    )
+
+
+def test_a_state_of_no_known_seed_is_packed_whole() -> None:
+    rng.seed_all(1)
+    random.seed(7)
+    np.random.seed(8)
+    torch.manual_seed(9)
+    state, expected = rng.packed(), draw()
+    rng.seed_all(2)
+    rng.restore(state)
+    assert draw() == expected

@@ -7,7 +7,8 @@
   ``alternating.py``: two further kinds of steps
 * ``placement.py``: the model on its device and in its wrapper; ``gradients.py``: from losses to the optimizers' steps;
   ``losses.py``: what ``get_loss`` may give; ``trained.py``: which modules and parameters train
-* ``evaluating.py``: loss and predictions over a loader
+* ``evaluating.py``: loss and predictions over a loader; ``rows.py``: those that outgrow memory; ``predicting.py``:
+  where rows go
 * ``state.py``: a training as data, for checkpoints
 * ``snapshots.py``: a rank's snapshots in memory; ``restarts.py``: whether ranks start again, and from where
 * ``display.py``: the bar and the table; ``preflight.py``: checks before a long job
@@ -19,11 +20,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from trainloop.train_loop.loop import TrainLoop
+from trainloop.train_loop.rows import PredictionStream
 
 if TYPE_CHECKING:
     from trainloop.train_loop.tracking import TrainLoopCheckpoint, TrainLoopCheckpointEndSave, TrainLoopEndSave
 
-__all__ = ["TrainLoop", "TrainLoopCheckpoint", "TrainLoopCheckpointEndSave", "TrainLoopEndSave"]
+__all__ = ["PredictionStream", "TrainLoop", "TrainLoopCheckpoint", "TrainLoopCheckpointEndSave", "TrainLoopEndSave"]
 
 
 if not TYPE_CHECKING:  # with it, every name would be right

@@ -27,11 +27,13 @@ __all__ = [
     "join_rows",
     "keep_all_batches",
     "mean_loss",
+    "on_cpu",
     "predictions",
+    "rows_at",
 ]
 
 Predictions = tuple[Any, Any, Any]
-Gather = Callable[[Any], list[Any]]
+Gather = Callable[[Any], list[Any] | None]
 
 # What a batch logs is a few numbers, which would add up over a long loader; reading them waits for the device.
 BATCHES_BETWEEN_READINGS = 128
@@ -160,7 +162,7 @@ def predictions(
     collate: Callable[[Any, list[Any]], list[Any]] = keep_all_batches,
     transform: Callable[[list[Any]], Any] = join_rows,
 ) -> Predictions:
-    """``(y_pred, y_true, metadata)`` of a whole loader, rows in dataset order, on every rank.
+    """``(y_pred, y_true, metadata)`` of a whole loader, rows in dataset order, on the ranks that get them.
 
     Collective where ``gather`` is: one exchange, at the end.
 
@@ -171,7 +173,7 @@ def predictions(
     get_predictions : callable
         ``get_predictions(batch, size)`` -> the batch's (y_pred, y_true, metadata).
     gather : callable
-        Every rank's object as a list, on every rank; called once.
+        Every rank's object as a list, or ``None`` on a rank that gets no rows; called once.
     row_order : callable
         From the sizes of all batches in order to the permutation that puts rows into dataset order, or ``None``.
     collate : callable
@@ -180,7 +182,10 @@ def predictions(
         From what was collected to what is returned.
     """
     mine = [(index, size, *on_cpu(get_predictions(batch, size))) for index, batch, size in batches]
-    rows = sorted((row for part in gather(mine) for row in part), key=lambda row: row[0])
+    parts = gather(mine)
+    if parts is None:
+        return None, None, None
+    rows = sorted((row for part in parts for row in part), key=lambda row: row[0])
     results: list[Any] = []
     for column in (2, 3):
         collected: list[Any] = []
@@ -189,7 +194,7 @@ def predictions(
         results.append(transform(collected))
     results.append(join_rows([row[4] for row in rows], empty={}))
     order = row_order([row[1] for row in rows])
-    y_pred, y_true, metadata = results if order is None else [_reordered(result, order) for result in results]
+    y_pred, y_true, metadata = results if order is None else [rows_at(result, order, len(order)) for result in results]
     return y_pred, y_true, metadata
 
 
@@ -221,13 +226,13 @@ def on_cpu(value: Any) -> Any:
     return map_parts(on_cpu, value)
 
 
-def _reordered(value: Any, order: Sequence[int]) -> Any:
-    """Rows in another order, where the value has as many rows; else as it is."""
-    if isinstance(value, Tensor) and value.ndim and len(value) == len(order):
-        return value[torch.as_tensor(order)]
-    if isinstance(value, np.ndarray) and value.ndim and len(value) == len(order):
-        return value[np.asarray(order)]
-    if isinstance(value, list) and len(value) == len(order):
-        return [value[i] for i in order]
+def rows_at(value: Any, places: Sequence[int], length: int) -> Any:
+    """The rows at some places, of a value that has ``length`` rows; one that has not is left as it is."""
+    if isinstance(value, Tensor) and value.ndim and len(value) == length:
+        return value[torch.as_tensor(places)]
+    if isinstance(value, np.ndarray) and value.ndim and len(value) == length:
+        return value[np.asarray(places)]
+    if isinstance(value, list) and len(value) == length:
+        return [value[i] for i in places]
     # Of other lists nothing says what their entries are.
-    return value if isinstance(value, list) else map_parts(lambda part: _reordered(part, order), value)
+    return value if isinstance(value, list) else map_parts(lambda part: rows_at(part, places, length), value)

@@ -63,6 +63,7 @@ from trainloop.train_loop.kinds import (
     Transform,
 )
 from trainloop.train_loop.names import attribute_hint, hides_unknown, refuse_unknown
+from trainloop.train_loop.predicting import predict
 from trainloop.train_loop.recompute import chosen_modules
 from trainloop.train_loop.run import Run
 from trainloop.train_loop.site import check_backend, check_rendezvous_point, settled
@@ -489,22 +490,28 @@ class TrainLoop(Generic[ModelT]):
 
     def predict_on_train_set(self) -> Predictions:
         """Predictions on the training set; see :meth:`predict_with_model`."""
-        return self._predict(self.train_loader, "train_loader", {"type": "train"})
+        return cast("Predictions", self._predict(self.train_loader, "train_loader", {"type": "train"}))
 
     def predict_on_validation_set(self) -> Predictions:
         """Predictions on the validation set; see :meth:`predict_with_model`."""
-        return self._predict(self.validation_loader, "validation_loader", {"type": "validation"})
+        return cast("Predictions", self._predict(self.validation_loader, "validation_loader", {"type": "validation"}))
 
     def predict_on_test_set(self) -> Predictions:
         """Predictions on the test set; see :meth:`predict_with_model`."""
-        return self._predict(self.test_loader, "test_loader", {"type": "test"})
+        return cast("Predictions", self._predict(self.test_loader, "test_loader", {"type": "test"}))
 
     def predict_with_model(
-        self, data_loader: Any, execute_callbacks: bool = True, dataset_info: dict[str, Any] | None = None
-    ) -> Predictions:
+        self,
+        data_loader: Any,
+        execute_callbacks: bool = True,
+        dataset_info: dict[str, Any] | None = None,
+        *,
+        stream: bool = False,
+        rows_to: str | None = None,
+    ) -> Any:
         """``(y_pred, y_true, metadata)`` of ``get_predictions`` over a loader, one row a sample, in dataset order.
 
-        Outside ``fit`` it runs in the loop's own mode. Inside, all ranks call it together, and all get all rows.
+        Outside ``fit`` it runs in the loop's own mode. Inside, all ranks call it together.
 
         Parameters
         ----------
@@ -515,18 +522,24 @@ class TrainLoop(Generic[ModelT]):
         dataset_info : dict, optional
             Handed to those hooks, with ``'pass': 'predictions'`` added. Default: ``{'type': 'other'}``. Inside ``fit``
             what is logged in the pass is recorded under its type, ``type_name``, but for ``'other'``.
+        stream : bool
+            Return an iterator that gives ``(y_pred, y_true, metadata)`` batch by batch, for rows that outgrow memory:
+            see :class:`~trainloop.train_loop.PredictionStream`. The whole pass is done first, with its rows on the disk
+            (where ``TMPDIR`` says); ``collate_batch_pred_fn`` and ``pred_transform_fn`` are not called. One node only.
+        rows_to : {'main', 'all'}, optional
+            Ranks that get the rows: rank 0, or all; the others get ``(None, None, None)``, or an empty iterator.
+            Default: who called it. That is all ranks inside ``fit`` and under torchrun; else the calling process, and
+            of its ranks the first alone.
         """
-        return self._predict(data_loader, "data_loader", dataset_info or {"type": "other"}, execute_callbacks)
+        info = dataset_info or {"type": "other"}
+        return self._predict(data_loader, "data_loader", info, execute_callbacks, stream=stream, rows_to=rows_to)
 
     def _evaluate(self, loader: Any, name: str, kind: str) -> float | dict[str, float]:
         check.check_loader(loader, name, optional=False)
         return cast("float | dict[str, float]", self._run_now(Run.evaluate, loader, name, kind))
 
-    def _predict(
-        self, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool = True
-    ) -> Predictions:
-        check.check_loader(loader, name, optional=False)
-        return cast("Predictions", self._run_now(Run.predict, loader, name, dataset_info, execute_callbacks))
+    def _predict(self, loader: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        return predict(self, self._run_now, loader, name, *args, **kwargs)
 
     def _run_now(self, work: Callable[..., Any], *args: Any) -> Any:
         """In the run that is there; else in the loop's own mode, after which a signal that came ends the program."""

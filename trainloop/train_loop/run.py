@@ -10,10 +10,12 @@ of them has logged is exchanged before the next is called, so that it finds it i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -31,6 +33,7 @@ from trainloop.train_loop.display import Progress
 from trainloop.train_loop.evaluating import Predictions, check_rows, evaluating, mean_loss, predictions
 from trainloop.train_loop.losses import run_through
 from trainloop.train_loop.placement import Placement
+from trainloop.train_loop.rows import PredictionStream, RowFiles, rows_folder, write_rows
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
@@ -58,6 +61,8 @@ class Run:
     stop : StopAgreement
         Where all ranks agree to stop.
     """
+
+    trains = False
 
     def __init__(self, loop: TrainLoop, place: Placement, stop: StopAgreement) -> None:
         parallel = loop.gpu_mode == "ddp" and loop.world_size > 1
@@ -131,10 +136,54 @@ class Run:
         parts = {part: value for part, value in end.losses.items() if part}
         return parts or end.losses[""]
 
-    def predict(self, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool) -> Predictions:
+    def predict(
+        self, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool, rows_to: str | None = None
+    ) -> Predictions:
         """Predictions over a loader; see :meth:`trainloop.TrainLoop.predict_with_model`."""
-        loop, model, device = self.loop, self.place.evaluated, self.place.device
-        hooks = self.hooks if execute_callbacks else HookTable((), model=loop.model)
+        loop = self.loop
+        with self._predicting(loader, name, dataset_info, execute_callbacks) as (feed, batches, get_predictions, end):
+
+            def gather(mine: Any) -> list[Any] | None:
+                end()
+                return self._gathered_at(mine, self._receivers(rows_to))
+
+            return predictions(
+                batches, get_predictions, gather, feed.row_order, loop.collate_batch_pred_fn, loop.pred_transform_fn
+            )
+
+    def predict_into(
+        self, folder: Path, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool
+    ) -> Any:
+        """Predictions over a loader into files, for :class:`RowFiles`; returns their order by rows, on every rank."""
+        with self._predicting(loader, name, dataset_info, execute_callbacks) as (feed, batches, get_predictions, end):
+            write_rows(folder, self.loop.rank, batches, get_predictions)
+            end()
+            distributed.barrier()  # all files are there
+            files = RowFiles(folder)
+            order = feed.row_order(files.sizes)
+            files.close()
+            return None if order is None else np.asarray(order, np.int64)
+
+    def predict_stream(
+        self, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool, rows_to: str | None
+    ) -> PredictionStream:
+        """Predictions over a loader as an iterator, on the ranks that get them; empty on others."""
+        first = distributed.is_global_zero()
+        with rows_folder() if first else nullcontext() as own:
+            folder = Path(distributed.broadcast_object(str(own)))
+            order = self.predict_into(folder, loader, name, dataset_info, execute_callbacks)
+            receives = self.loop.rank in self._receivers(rows_to)
+            files = RowFiles(folder) if receives else None
+            distributed.barrier()  # until then the files have names
+        return PredictionStream(files, order if receives else None)
+
+    @contextmanager
+    def _predicting(
+        self, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool
+    ) -> Iterator[tuple[Any, Iterator[Any], Callable[[Any, int], Any], Callable[[], None]]]:
+        """This rank's feed, its batches, what predicts one of them, and what is to be called after the last."""
+        model, device = self.place.evaluated, self.place.device
+        hooks = self.hooks if execute_callbacks else HookTable((), model=self.loop.model)
         dataset_info = {**dataset_info, "pass": "predictions"}
 
         def get_predictions(batch: Any, size: int) -> Any:
@@ -148,22 +197,29 @@ class Run:
 
         kind = str(dataset_info.get("type", "other"))
         prefix = _PREFIXES.get(kind, f"{kind}_")
-
-        def gather(mine: Any) -> list[Any]:  # what was logged goes along
-            end = recorder.finish_epoch(mine)
-            self._into_history(prefix, end.metrics)
-            return end.attachments
-
         with self._recording(prefix) as recorder:
             feed = self._eval_feed(loader, name)
-            return predictions(
-                _between_hooks(feed.batches(), hooks, recorder, dataset_info),
-                get_predictions,
-                gather,
-                feed.row_order,
-                loop.collate_batch_pred_fn,
-                loop.pred_transform_fn,
-            )
+            batches = _between_hooks(feed.batches(), hooks, recorder, dataset_info)
+            yield feed, batches, get_predictions, lambda: self._into_history(prefix, recorder.finish_epoch().metrics)
+
+    def _receivers(self, rows_to: str | None) -> Sequence[int]:
+        """Ranks that get all rows of predictions."""
+        from trainloop.launch.rank_process import started_by_launch  # `import trainloop` is to be cheap
+
+        ranks = range(self.loop.world_size)
+        if rows_to == "main":
+            return ranks[:1]
+        if rows_to == "all" or self.trains or not started_by_launch():
+            return ranks
+        return ranks[:: self.loop.process.local_world_size]  # each answers the process that started it
+
+    def _gathered_at(self, mine: Any, receivers: Sequence[int]) -> list[Any] | None:
+        if self.gather is None:
+            return [mine]
+        if len(receivers) == self.loop.world_size:
+            return self.gather(mine)
+        parts = [distributed.gather_to(mine, rank) for rank in receivers]
+        return next((part for part in parts if part is not None), None)
 
     @contextmanager
     def _recording(self, prefix: str) -> Iterator[Recorder]:

@@ -57,6 +57,7 @@ class Training(Run):
         What this ``fit`` is to do.
     """
 
+    trains = True
     feed: Any
     gradients: Gradients
 

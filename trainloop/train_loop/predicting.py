@@ -1,0 +1,49 @@
+"""Predictions of a loop from wherever it is asked: in a running one, or in its own mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from trainloop.errors import ConfigurationError
+from trainloop.train_loop.arguments import check_bool, check_loader, short
+from trainloop.train_loop.rows import PredictionStream, RowFiles, rows_folder
+from trainloop.train_loop.run import Run
+
+if TYPE_CHECKING:
+    from trainloop.train_loop.loop import TrainLoop
+
+__all__ = ["predict"]
+
+
+def predict(
+    loop: TrainLoop,
+    run_now: Callable[..., Any],
+    loader: Any,
+    name: str,
+    dataset_info: dict[str, Any],
+    execute_callbacks: bool = True,
+    *,
+    stream: bool = False,
+    rows_to: str | None = None,
+) -> Any:
+    """What :meth:`trainloop.TrainLoop.predict_with_model` returns; ``run_now(work, *args)`` does the work in a run."""
+    check_loader(loader, name, optional=False)
+    if rows_to not in (None, "main", "all"):
+        raise ConfigurationError(f"rows_to={short(rows_to)}: must be 'main' (rank 0), 'all' (ranks) or None.")
+    work = loader, name, dataset_info, execute_callbacks
+    if not check_bool(stream, "stream"):
+        return run_now(Run.predict, *work, rows_to)
+    nodes = max(loop.num_nodes, loop.process.num_nodes)
+    if nodes > 1:
+        raise ConfigurationError(
+            f"stream=True on {nodes} nodes: the rows are kept in files of the host that predicted them, where other "
+            "hosts can't read them. Predict on one node, or save what is needed in on_after_batch_prediction."
+        )
+    from trainloop.launch import joined  # `import trainloop` is to be cheap
+
+    if loop.running is not None or (loop.gpu_mode == "ddp" and joined() is not None):
+        return run_now(Run.predict_stream, *work, rows_to)
+    with rows_folder() as folder:
+        order = run_now(Run.predict_into, folder, *work)
+        return PredictionStream(RowFiles(folder), order)

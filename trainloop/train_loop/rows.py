@@ -1,0 +1,182 @@
+"""Predictions that outgrow memory: each rank's batches in a file of its own, read back one by one in order."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trainloop.distributed.encoding import NotPlain, decode, encode
+from trainloop.train_loop.evaluating import Predictions, join_rows, on_cpu, rows_at
+
+__all__ = ["PredictionStream", "RowFiles", "rows_folder", "write_rows"]
+
+_PLAIN, _PICKLE = b"\0", b"\1"
+_BATCHES_KEPT = 64
+"""Batches that are held in memory where rows come in another order than batches."""
+
+
+@contextmanager
+def rows_folder() -> Iterator[Path]:
+    """A folder for files of rows, where ``TMPDIR`` says; gone at the end, files that are open then stay readable."""
+    path = Path(tempfile.mkdtemp(prefix="trainloop-rows-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def write_rows(
+    folder: Path,
+    rank: int,
+    batches: Iterator[tuple[int, Any, int]],
+    get_predictions: Callable[[Any, int], Predictions],
+) -> None:
+    """Predict batch after batch into this rank's file.
+
+    Parameters
+    ----------
+    folder : Path
+        Of :func:`rows_folder`, the same on all ranks.
+    rank : int
+    batches, get_predictions
+        As for :func:`~trainloop.train_loop.evaluating.predictions`.
+    """
+    places: list[tuple[int, int, int, int]] = []
+    with open(folder / f"{rank}.rows", "xb") as file:
+        for index, batch, size in batches:
+            rows = on_cpu(get_predictions(batch, size))
+            try:
+                data = _PLAIN + encode(rows)
+            except NotPlain:
+                data = _PICKLE + pickle.dumps(rows, protocol=pickle.HIGHEST_PROTOCOL)
+            places.append((index, size, file.tell(), len(data)))
+            file.write(data)
+    np.save(folder / f"{rank}.npy", np.array(places, np.int64).reshape(-1, 4))
+
+
+class _Place(NamedTuple):
+    file: int
+    offset: int
+    length: int
+    size: int
+
+
+class RowFiles:
+    """What :func:`write_rows` left on all ranks, opened.
+
+    Parameters
+    ----------
+    folder : Path
+        May be removed afterwards.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._files: list[int] = []
+        found: list[tuple[int, _Place]] = []
+        for path in sorted(folder.glob("*.npy")):
+            number = len(self._files)
+            self._files.append(os.open(path.with_suffix(".rows"), os.O_RDONLY | os.O_CLOEXEC))
+            for index, size, offset, length in np.load(path).tolist():
+                found.append((index, _Place(number, offset, length, size)))
+        self._places = [place for _, place in sorted(found)]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Samples of each batch, in order."""
+        return [place.size for place in self._places]
+
+    def read(self, batch_index: int) -> Predictions:
+        """The batch's ``(y_pred, y_true, metadata)``."""
+        place = self._places[batch_index]
+        data = bytearray(place.length)
+        done = 0
+        while done < place.length:
+            done += os.preadv(self._files[place.file], [memoryview(data)[done:]], place.offset + done)
+        body = memoryview(data)[1:]
+        # A pickle of this run's own, in a folder that only this user may write to.
+        rows: Predictions = pickle.loads(body) if data[:1] == _PICKLE else decode(body, trusted=True)
+        return rows
+
+    def close(self) -> None:
+        files, self._files = self._files, []
+        for file in files:
+            with suppress(OSError):
+                os.close(file)
+
+
+class PredictionStream(Iterator[Predictions]):
+    """Predictions batch by batch, in the order of ``predict_with_model(loader)``; what it returns for ``stream=True``.
+
+    Each item is ``(y_pred, y_true, metadata)`` of some rows. Where the loader's order is that of the dataset, they are
+    the very batches of ``get_predictions``; where it is shuffled, as many rows as its first batch has, in dataset
+    order. A batch is read from the disk when it is asked for. The files have no names any more and need no removal:
+    closing the stream, losing it (by ``break``) or the end of the process frees their space.
+
+    Parameters
+    ----------
+    files : RowFiles or None
+        ``None``: of a rank that gets no rows.
+    order : sequence of int, optional
+        The place among all rows, in the order of batches, of each row to come.
+    """
+
+    def __init__(self, files: RowFiles | None, order: Sequence[int] | None = None) -> None:
+        self._files = files
+        self._order = None if order is None else np.asarray(order, np.int64)
+        self._items = self._batches() if order is None else self._rows_in_order()
+
+    def __next__(self) -> Predictions:
+        return next(self._items)
+
+    def __enter__(self) -> PredictionStream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give up what is left of it, and its space on the disk."""
+        if self._files is not None:
+            self._files.close()
+        self._files, self._items = None, iter(())
+
+    def _batches(self) -> Iterator[Predictions]:
+        files = self._files
+        for i in range(len(files.sizes) if files is not None else 0):
+            assert files is not None
+            yield files.read(i)
+        self.close()
+
+    def _rows_in_order(self) -> Iterator[Predictions]:
+        files, order = self._files, self._order
+        assert files is not None
+        assert order is not None
+        sizes = files.sizes
+        ends: npt.NDArray[np.int64] = np.cumsum(sizes)
+        kept: OrderedDict[int, Predictions] = OrderedDict()
+        for start in range(0, len(order), max(1, sizes[0])):
+            parts = []
+            for row in order[start : start + sizes[0]].tolist():
+                i = int(np.searchsorted(ends, row, side="right"))
+                if i not in kept:
+                    kept[i] = files.read(i)
+                    if len(kept) > _BATCHES_KEPT:
+                        kept.popitem(last=False)
+                kept.move_to_end(i)
+                parts.append([rows_at(column, [row - (ends[i] - sizes[i])], sizes[i]) for column in kept[i]])
+            y_pred, y_true, metadata = (join_rows(list(column)) for column in zip(*parts))
+            yield y_pred, y_true, metadata
+        self.close()
