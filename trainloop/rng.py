@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,16 +90,39 @@ def packed() -> dict[str, Any]:
     differing = {name: value for name, value in state.items() if name not in seeded or not _same(value, seeded[name])}
     if not differing:
         return {"seed": seed}
-    # Of random words nothing is to be saved, but half of each state is zeros.
-    data = zlib.compress(bytes(encode(differing)), level=1)
-    return {"seed": seed, "packed": torch.frombuffer(bytearray(data), dtype=torch.uint8)}
+    data = encode(_map(_without_zeros, torch.Tensor, differing))
+    return {"seed": seed, "packed": torch.frombuffer(data, dtype=torch.uint8)}
 
 
 def _unpacked(state: dict[str, Any]) -> dict[str, Any]:
     found = {} if state["seed"] is None else _as_seeded(state["seed"])
     if "packed" in state:
-        found.update(decode(memoryview(zlib.decompress(state["packed"].numpy().tobytes()))))
+        found.update(_map(_with_zeros, tuple, decode(memoryview(state["packed"].numpy().tobytes()))))
     return found
+
+
+def _map(function: Callable[[Any], Any], kind: type, value: Any) -> Any:
+    """The value with ``function(item)`` in place of each item of this kind in it."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: _map(function, kind, item) for key, item in value.items()}
+    return [_map(function, kind, item) for item in value] if isinstance(value, list) else value
+
+
+def _without_zeros(tensor: torch.Tensor) -> tuple[bool, int, bytes, bytes]:
+    """A state's words of 32 bits that are not 0, after bits that tell which: they are 64 bits wide, and hold 32."""
+    words = tensor.numpy().view(np.uint8)
+    words = np.pad(words, (0, -len(words) % 4)).view(np.uint32)
+    return tensor.dtype == torch.int64, tensor.nbytes, np.packbits(words != 0).tobytes(), words[words != 0].tobytes()
+
+
+def _with_zeros(packed: tuple[bool, int, bytes, bytes]) -> torch.Tensor:
+    is_wide, size, which, data = packed
+    words = np.zeros(-(-size // 4), np.uint32)
+    words[np.unpackbits(np.frombuffer(which, np.uint8), count=len(words)).astype(bool)] = np.frombuffer(data, np.uint32)
+    flat = torch.from_numpy(words.view(np.uint8)[:size].copy())
+    return flat.view(torch.int64) if is_wide else flat
 
 
 def _same(one: Any, other: Any) -> bool:
