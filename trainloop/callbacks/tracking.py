@@ -267,16 +267,16 @@ class ExperimentEndSave(AbstractCallback):
     def on_train_end(self) -> None:
         loop = self.train_loop_obj
         self.results, problems = {}, []
-        for part, package, predict, loss in (
-            ("validation", self.val_result_package, "validation_set", loop.evaluate_loss_on_validation_set),
-            ("test", self.test_result_package, "test_set", loop.evaluate_loss_on_test_set),
+        for part, package, loader, loss in (
+            ("validation", self.val_result_package, loop.validation_loader, loop.evaluate_loss_on_validation_set),
+            ("test", self.test_result_package, loop.test_loader, loop.evaluate_loss_on_test_set),
         ):
             if package is None:
                 continue
-            # All ranks predict together; one scores.
-            y_pred, y_true, metadata = getattr(loop, f"predict_on_{predict}")()
+            # All ranks predict together; one gets the rows, and scores.
+            y_pred, y_true, metadata = loop.predict_with_model(loader, dataset_info={"type": part}, rows_to="main")
             if getattr(package, "requires_loss", False):
-                metadata = {**metadata, "loss": loss()}
+                metadata = {**(metadata or {}), "loss": loss()}
             if loop.is_global_zero:
                 score = partial(self._score, part, package, y_pred, y_true, metadata)
                 problems += self._try(f"the {part} result package", score)

@@ -8,8 +8,9 @@ from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from trainloop.data.randomness import Aside
 from trainloop.rng import derive_seed
@@ -88,3 +89,31 @@ def generators_of(loader: Any) -> dict[str, torch.Generator]:
         if isinstance(generator, torch.Generator) and all(generator is not other for other in found.values()):
             found[name] = generator
     return found
+
+
+# Sequences, and samplers of torch that draw all of their order before they give its first index.
+_AT_ONCE = (WeightedRandomSampler, SubsetRandomSampler, list, tuple, range, np.ndarray)
+
+
+def is_there_at_once(sampler: Any) -> bool:
+    """Whether :func:`all_at_once` knows the sampler."""
+    return type(sampler) in _AT_ONCE
+
+
+def all_at_once(sampler: Any) -> tuple[Any, Any]:
+    """The order of a sampler, drawn as its own ``__iter__`` draws it, and what it is the order of.
+
+    A sampler's own iterator makes a Python list of the whole: 36 bytes an index, and on every rank.
+    """
+    if type(sampler) is WeightedRandomSampler:
+        weights, generator = sampler.weights, sampler.generator
+        return torch.multinomial(weights, sampler.num_samples, sampler.replacement, generator=generator), None
+    if type(sampler) is SubsetRandomSampler:
+        return torch.randperm(len(sampler.indices), generator=sampler.generator), sampler.indices
+    return sampler, None
+
+
+def listed(order: Any, elements: Any) -> list[Any]:
+    """A part of such an order as a list: of ``elements``, where the order is of their places."""
+    indices = order.tolist() if isinstance(order, torch.Tensor) else list(order)
+    return indices if elements is None else [elements[i] for i in indices]

@@ -15,19 +15,23 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-import numpy as np
 from torch.utils.data import (
     BatchSampler,
     RandomSampler,
     Sampler,
     SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from trainloop.data.orders import digest_of, length_of, order_by_position, read_aside
-from trainloop.data.randomness import SeedOnArrival
+from trainloop.data.orders import (
+    all_at_once,
+    digest_of,
+    length_of,
+    listed,
+    order_by_position,
+    read_aside,
+)
+from trainloop.data.randomness import Aside, SeedOnArrival
 from trainloop.rng import derive_seed
 from trainloop.sharding import BatchPlan, Order, index_blocks, shard_size
 
@@ -36,17 +40,7 @@ RankSizes = tuple[int, ...]
 
 # Of these the order is settled when the epoch begins: reading ahead can't change it. A user's own sampler may look at
 # what the training has done so far, and is asked for one global batch at a time.
-_SETTLED = (
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    DistributedSampler,
-    list,
-    tuple,
-    range,
-    np.ndarray,
-)
+_SETTLED = (RandomSampler, SequentialSampler, DistributedSampler)
 _READ_AHEAD = 4096
 
 
@@ -146,11 +140,14 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
 
     def batches(self, first_batch: int = 0) -> Iterator[tuple[list[Any], RankSizes]]:
         """This rank's indices of each global batch from ``first_batch`` on (maybe none), and each rank's samples."""
-        order = self.order
-        if order is None or self.plan is None:
-            yield from self._iterated_batches(first_batch)
+        order, plan = self.order, self.plan
+        if order is None or plan is None:
+            if plan is not None and is_there_at_once(self.base):
+                yield from self._sliced_batches(plan, first_batch)
+            else:
+                yield from self._iterated_batches(first_batch)
             return
-        plan, size = self.plan, self.batch_size
+        size = self.batch_size
         full = (size,) * self.num_replicas
         batch_index = first_batch
         for block in index_blocks(order, plan, self.rank, first_batch, _READ_AHEAD):
@@ -160,6 +157,23 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
                 batch_index += 1
         if batch_index < plan.num_batches:
             yield [], plan.shares(batch_index)
+
+    def _sliced_batches(self, plan: BatchPlan, first_batch: int) -> Iterator[tuple[list[Any], RankSizes]]:
+        """Of an order that is there at once, or is drawn at once: its own part is all that a rank makes a list of."""
+        with Aside(derive_seed(self.seed, "sampler", self.epoch)):
+            order, elements = all_at_once(self.base)
+        # Ranks may hold other weights, or other numbers.
+        self.digest = digest_of(listed(order[: plan.global_batch_size], elements))
+        start, stop, step = plan.positions(self.rank, first_batch, plan.num_batches - first_batch)
+        own = order[start:stop:step]
+        if hasattr(own, "clone"):
+            own = own.clone()  # not a view, which would keep the whole
+        del order
+        size, full = self.batch_size, (self.batch_size,) * self.num_replicas
+        for batch_index in range(first_batch, plan.num_batches):
+            place = (batch_index - first_batch) * size
+            shares = full if batch_index < plan.num_full else plan.shares(batch_index)
+            yield listed(own[place : place + size], elements), shares
 
     def _iterated_batches(self, first_batch: int) -> Iterator[tuple[list[Any], RankSizes]]:
         size, world_size = self.batch_size * self.num_replicas, self.num_replicas

@@ -44,6 +44,9 @@ class Exchanged(NamedTuple):
 class Exchange(Protocol):
     """Collective: every rank makes the same calls in the same order."""
 
+    carries_objects: bool
+    """Whether an attachment may be large: it goes along with the logs; else small ones that are mostly the same."""
+
     def __call__(
         self, steps: Mapping[str, OwnSteps], totals: Mapping[str, OwnTotal] | None = None, attachment: Any = None
     ) -> Exchanged:
@@ -61,6 +64,8 @@ class Gathered:
     gather : callable, optional
         ``gather(object) -> list`` of every rank's object, on every rank; ``None`` in one process.
     """
+
+    carries_objects = True
 
     def __init__(self, gather: Callable[[Any], list[Any]] | None = None) -> None:
         self._gather = gather
@@ -107,6 +112,8 @@ class Reduced:
     ----------
     collectives : Collectives
     """
+
+    carries_objects = False
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives

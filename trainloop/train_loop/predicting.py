@@ -17,7 +17,7 @@ __all__ = ["predict"]
 
 
 def predict(
-    loop: TrainLoop,
+    loop: TrainLoop[Any],
     run_now: Callable[..., Any],
     loader: Any,
     name: str,

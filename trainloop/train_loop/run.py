@@ -144,8 +144,11 @@ class Run:
         with self._predicting(loader, name, dataset_info, execute_callbacks) as (feed, batches, get_predictions, end):
 
             def gather(mine: Any) -> list[Any] | None:
+                receivers = self._receivers(rows_to)
+                if len(receivers) == loop.world_size and self.exchange.carries_objects:
+                    return end(mine)  # what was logged goes along
                 end()
-                return self._gathered_at(mine, self._receivers(rows_to))
+                return self._gathered_at(mine, receivers)
 
             return predictions(
                 batches, get_predictions, gather, feed.row_order, loop.collate_batch_pred_fn, loop.pred_transform_fn
@@ -180,8 +183,8 @@ class Run:
     @contextmanager
     def _predicting(
         self, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool
-    ) -> Iterator[tuple[Any, Iterator[Any], Callable[[Any, int], Any], Callable[[], None]]]:
-        """This rank's feed, its batches, what predicts one of them, and what is to be called after the last."""
+    ) -> Iterator[tuple[Any, Iterator[Any], Callable[[Any, int], Any], Callable[..., list[Any]]]]:
+        """This rank's feed, its batches, what predicts one of them, and what exchanges logs after the last."""
         model, device = self.place.evaluated, self.place.device
         hooks = self.hooks if execute_callbacks else HookTable((), model=self.loop.model)
         dataset_info = {**dataset_info, "pass": "predictions"}
@@ -195,12 +198,17 @@ class Run:
                 hook(*output, dataset_info)
             return output
 
+        def end(mine: Any = None) -> list[Any]:
+            found = recorder.finish_epoch(mine)
+            self._into_history(prefix, found.metrics)
+            return found.attachments
+
         kind = str(dataset_info.get("type", "other"))
         prefix = _PREFIXES.get(kind, f"{kind}_")
         with self._recording(prefix) as recorder:
             feed = self._eval_feed(loader, name)
             batches = _between_hooks(feed.batches(), hooks, recorder, dataset_info)
-            yield feed, batches, get_predictions, lambda: self._into_history(prefix, recorder.finish_epoch().metrics)
+            yield feed, batches, get_predictions, end
 
     def _receivers(self, rows_to: str | None) -> Sequence[int]:
         """Ranks that get all rows of predictions."""

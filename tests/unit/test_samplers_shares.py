@@ -1,0 +1,94 @@
+"""A rank's share of an order that is drawn at once: torch's own numbers, and no list of the whole."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import SubsetRandomSampler, WeightedRandomSampler
+
+from trainloop.data.randomness import Aside
+from trainloop.data.samplers import ShardSampler
+from trainloop.rng import derive_seed
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "weighted": lambda: WeightedRandomSampler(torch.arange(1.0, 60.0), 53),
+    "weighted without replacement": lambda: WeightedRandomSampler(torch.arange(1.0, 60.0), 53, replacement=False),
+    "weighted with a generator": lambda: WeightedRandomSampler(
+        torch.arange(1.0, 60.0), 53, generator=torch.Generator().manual_seed(5)
+    ),
+    "subset": lambda: SubsetRandomSampler(range(100, 153)),
+    "subset of text": lambda: SubsetRandomSampler([f"key {i}" for i in range(53)]),  # type: ignore[misc]
+    "list": lambda: list(range(53, 0, -1)),
+    "range": lambda: range(5, 58),
+    "array": lambda: np.arange(53)[::-1],
+}
+
+
+def shares(make: Callable[[], Any], world_size: int, epoch: int, first_batch: int = 0, **arguments: Any) -> list[Any]:
+    found = []
+    for rank in range(world_size):
+        shard = ShardSampler(
+            make(), None, batch_size=4, rank=rank, world_size=world_size, seed=3, **{"drop_last": False, **arguments}
+        )
+        shard.set_epoch(epoch)
+        found.append((list(shard.batches(first_batch)), shard.digest))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_shares_are_cut_from_torchs_own_order(kind: str, world_size: int) -> None:
+    make = KINDS[kind]
+    for epoch in range(2):
+        with Aside(derive_seed(3, "sampler", epoch)):
+            order = list(make())
+        whole = shares(make, world_size, epoch)
+        together = [[batches[i][0] for batches, _ in whole] for i in range(max(len(batches) for batches, _ in whole))]
+        found = []
+        for step in together:
+            for place in range(4):
+                found += [indices[place] for indices in step if place < len(indices)]
+        assert found == order
+        assert [sum(sizes) for _, sizes in whole[0][0]] == [sum(map(len, step)) for step in together]
+        assert len({digest for _, digest in whole}) == 1
+        assert None not in [digest for _, digest in whole]
+        later = shares(make, world_size, epoch, first_batch=2)
+        assert [batches for batches, _ in later] == [batches[2:] for batches, _ in whole]
+        dropped = shares(make, world_size, epoch, drop_last=True)
+        assert [batches for batches, _ in dropped] == [
+            [batch for batch in batches if sum(batch[1]) == 4 * world_size] for batches, _ in whole
+        ]
+
+
+def test_ranks_with_other_weights_are_told_apart() -> None:
+    digests = [
+        shares(lambda weights=weights: WeightedRandomSampler(weights, 53), 2, 0)[0][1]
+        for weights in (torch.ones(59), torch.arange(1.0, 60.0))
+    ]
+    assert digests[0] != digests[1]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: WeightedRandomSampler(torch.ones(1_000_000), 1_000_000),
+        lambda: SubsetRandomSampler(range(1_000_000)),
+        lambda: np.arange(1_000_000),
+    ],
+    ids=["weighted", "subset", "array"],
+)
+def test_no_rank_makes_a_list_of_the_whole(make: Callable[[], Any]) -> None:
+    shard = ShardSampler(make(), None, batch_size=64, rank=1, world_size=8, drop_last=False, seed=0)
+    tracemalloc.start()
+    try:
+        count = sum(len(indices) for indices, _ in shard.batches())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert count == 125_000
+    assert peak < 1_000_000  # a byte an index; a list takes 36
