@@ -26,6 +26,7 @@ from torch.utils.data.distributed import DistributedSampler
 from trainloop.data.orders import (
     all_at_once,
     digest_of,
+    is_there_at_once,
     length_of,
     listed,
     order_by_position,
