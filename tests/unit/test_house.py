@@ -182,6 +182,8 @@ LATE = {
     "trainloop.train_loop.loop trainloop.tools": UP,
     "trainloop.train_loop.loop trainloop.train_loop.preflight": UP,
     "trainloop.train_loop.placement trainloop.sync_batchnorm": CHEAP,
+    "trainloop.train_loop.predicting trainloop.launch": RANKS,
+    "trainloop.train_loop.run trainloop.launch.rank_process": RANKS,
     "trainloop.train_loop.site trainloop.launch": RANKS,
     "trainloop.train_loop.state trainloop.checkpoint": CHEAP,
     "trainloop.train_loop.state trainloop.checkpoint.plain": CHEAP,

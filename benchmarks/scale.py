@@ -1,0 +1,191 @@
+"""What exchanges cost by the number of ranks, in bytes and in time: python -m benchmarks.scale [--ranks 2 4 8 16 32]
+
+Ranks are processes of this machine that talk over Gloo, forked from one that has everything imported, so that 32 of
+them fit into it. They share its cores: times tell how a cost grows, and which of two ways is the quicker one, not what
+it is on a cluster. Bytes are those that one rank, the busiest, sends and receives, by the algorithms that Gloo uses;
+they are the same on a cluster. Writes ``docs/design/scale_measured.rst``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.timing import machine
+from trainloop import distributed, rng
+from trainloop.metrics import Asked, Recorder
+from trainloop.metrics.exchange import Gathered, Reduced
+from trainloop.stopping import GroupStop
+
+OUT = Path(__file__).parent.parent / "docs" / "design" / "scale_measured.rst"
+METRICS, STEPS = 10, 128
+TIMES = 7
+
+
+class Traffic:
+    """Bytes that the busiest rank sends and receives, of calls of ``torch.distributed``."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.bytes = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        others = self.world_size - 1
+        sizes: dict[str, Callable[..., int]] = {
+            "all_reduce": lambda tensor, *_, **__: 4 * tensor.nbytes * others // self.world_size,  # a ring, twice
+            "all_gather": lambda _, tensor, *__, **___: 2 * tensor.nbytes * others,
+            "gather": lambda tensor, *_, **__: tensor.nbytes * others,  # what its receiver gets
+            "broadcast": lambda tensor, *_, **__: 2 * tensor.nbytes,
+        }
+        originals = {name: getattr(dist, name) for name in sizes}
+
+        def counting(name: str) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self.bytes += sizes[name](*args, **kwargs)
+                return originals[name](*args, **kwargs)
+
+            return call
+
+        for name in sizes:
+            setattr(dist, name, counting(name))
+        try:
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(dist, name, original)
+
+
+Operation = tuple[Callable[[], Any], Callable[[], Any]]
+"""What makes ready, and what is measured."""
+
+
+def flush_with(exchange: Any, rank: int) -> Operation:
+    recorder = Recorder(rank=rank, exchange=exchange)
+
+    def log() -> None:
+        for step in range(recorder.step + 1, recorder.step + 1 + STEPS):
+            recorder.step, recorder.batch_size = step, 32
+            for i in range(METRICS):
+                recorder.log(f"metric {i}", torch.tensor(0.1 * rank + step), Asked())
+        recorder.compact()
+
+    return log, recorder.exchange_steps
+
+
+def epoch_with(exchange: Any, rank: int) -> Operation:
+    recorder = Recorder(rank=rank, exchange=exchange)
+
+    def log() -> None:
+        recorder.step += 1
+        for i in range(METRICS):
+            recorder.log(f"metric {i}", 0.1 * rank, Asked(on_step=False))
+
+    return log, recorder.finish_epoch
+
+
+def operations(rank: int) -> dict[str, Operation]:
+    stop = GroupStop(dist.new_group(backend="gloo"), dist.get_world_size())
+    rng.seed_all(rank)
+    torch.randn(3)
+    state, gathered, reduced = rng.packed(), Gathered(distributed.gather_object), Reduced(distributed)
+    flush = f"flush of {METRICS} metrics x {STEPS} steps"
+
+    def nothing() -> None: ...
+
+    return {
+        f"{flush}, gathered": flush_with(gathered, rank),
+        f"{flush}, reduced": flush_with(reduced, rank),
+        f"epoch of {METRICS} metrics, gathered": epoch_with(gathered, rank),
+        f"epoch of {METRICS} metrics, reduced": epoch_with(reduced, rank),
+        "random states to rank 0": (nothing, lambda: distributed.gather_to(state)),
+        "random states as they are, to all": (nothing, lambda: distributed.gather_object(rng.capture())),
+        "exchange_ints": (nothing, lambda: distributed.exchange_ints([1, 2])),
+        "stop agreement over hosts, a step": (nothing, stop.reached),
+        "barrier": (nothing, distributed.barrier),
+    }
+
+
+def of_rank(rank: int, world_size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    begin = time.perf_counter()
+    traffic = Traffic(world_size)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", world_size), rank=rank, world_size=world_size
+    )
+    found: dict[str, Any] = {"process group": {"seconds": time.perf_counter() - begin, "bytes": 0}}
+    begin = time.perf_counter()
+    with traffic.counted():
+        distributed.barrier()
+    found["first exchange (key, nonces)"] = {"seconds": time.perf_counter() - begin, "bytes": traffic.bytes}
+    for name, (prepare, work) in operations(rank).items():
+        prepare()
+        work()  # names registered, memory there
+        seconds = []
+        for _ in range(TIMES):
+            prepare()
+            distributed.barrier()
+            traffic.bytes = 0
+            begin = time.perf_counter()
+            with traffic.counted():
+                work()
+            seconds.append(time.perf_counter() - begin)
+        found[name] = {"seconds": statistics.median(seconds), "bytes": traffic.bytes}
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(found))
+    distributed.barrier()
+    dist.destroy_process_group()
+
+
+def measured(world_size: int) -> dict[str, Any]:
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [context.Process(target=of_rank, args=(rank, world_size, folder)) for rank in range(world_size)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        found: dict[str, Any] = json.loads(Path(folder, "found.json").read_text())
+        return found
+
+
+def human(size: float) -> str:
+    for unit in ("B", "KB", "MB"):
+        if size < 1000 or unit == "MB":
+            return f"{size:.3g} {unit}" if size < 1000 else f"{size:,.0f} {unit}"
+        size /= 1000
+    raise AssertionError
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 32])
+    numbers = parser.parse_args().ranks
+    found = {number: measured(number) for number in numbers}
+    columns = ",".join(f"{number} ranks" for number in numbers)
+    lines = [".. Written by python -m benchmarks.scale", "", machine(), ""]
+    for title, key in (("Milliseconds, all ranks on these cores", "seconds"), ("Bytes of the busiest rank", "bytes")):
+        lines += [f".. csv-table:: {title}", f"   :header: operation,{columns}", ""]
+        for name in found[numbers[0]]:
+            values = [found[number][name][key] for number in numbers]
+            if any(values):
+                shown = [f"{value * 1e3:.3g}" if key == "seconds" else human(value) for value in values]
+                lines.append(f'   "{name}",' + ",".join(f'"{value}"' for value in shown))
+        lines.append("")
+    OUT.write_text("\n".join(lines))
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
