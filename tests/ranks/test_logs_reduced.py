@@ -55,7 +55,8 @@ def trained(folder: Path, most_that_gather: int) -> tuple[Any, Any]:
     # And once more from the middle of an epoch: half of its sums are in the checkpoint.
     resumed = make_loop(gpu_mode="ddp", devices=2, seed=1)
     first = sorted(folder.glob("checkpoint-*.pt"))[0]
-    resumed.fit(num_epochs=2, callbacks=[Logs(most_that_gather)], resume_from=first)
+    saves = ModelCheckpoint(folder / "again", every_n_epochs=None, every_n_steps=3)
+    resumed.fit(num_epochs=2, callbacks=[Logs(most_that_gather), saves], resume_from=first)
     return tl.history, resumed.history
 
 
