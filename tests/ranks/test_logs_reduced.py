@@ -27,7 +27,7 @@ class Logs(AbstractCallback):
         sums = isinstance(self.train_loop_obj.running.exchange, exchange.Reduced)  # type: ignore[union-attr]
         assert sums == (self.most_that_gather < 2)
 
-    def on_batch_end(self) -> None:
+    def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
         step, rank = self.train_loop_obj.global_step, distributed.get_rank()
         for reduce in ("mean", "sum", "min", "max"):
             self.log(reduce, 0.1 * step + rank / 3, reduce=reduce, batch_size=rank + 1)
