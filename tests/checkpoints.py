@@ -103,7 +103,7 @@ class StandIn:
         for _ in range(steps):
             self.step()
         for name, value in values.items():
-            self.history._append(name, value, self.epoch)
+            self.history.record(name, value, self.epoch)
         for callback in self.callbacks:
             callback.on_epoch_end()
         self.epoch += 1

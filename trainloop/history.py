@@ -24,7 +24,7 @@ class History(Mapping[str, list[float]]):
     Examples
     --------
     >>> history = History()
-    >>> history._append("loss", 0.5, epoch=0)
+    >>> history.record("loss", 0.5, epoch=0)
     >>> history["loss"], history.steps("loss")
     ([0.5], [])
     """
@@ -148,7 +148,7 @@ class History(Mapping[str, list[float]]):
 
     # -- written by the loop only ------------------------------------------------------------------------------------
 
-    def _append(self, name: str, value: float, epoch: int, *, replace: bool = False) -> None:
+    def record(self, name: str, value: float, epoch: int, *, replace: bool = False) -> None:
         """Add an epoch's value; with ``replace`` a second value in one epoch takes the place of the first."""
         values, epochs = self._values.setdefault(name, []), self._epochs.setdefault(name, [])
         if replace and epochs and epochs[-1] == epoch:
@@ -157,16 +157,17 @@ class History(Mapping[str, list[float]]):
             values.append(value)
             epochs.append(epoch)
 
-    def _insert(self, name: str, value: float, epoch: int) -> None:
+    def record_own(self, name: str, value: float, epoch: int) -> None:
         """Add this rank's own value of an epoch, until ranks agree on one."""
         self._own.setdefault(name, []).append(len(self._values.get(name, ())))
-        self._append(name, value, epoch)
+        self.record(name, value, epoch)
 
     @property
-    def _has_own(self) -> bool:
+    def has_own(self) -> bool:
+        """Whether there are values that ranks have to agree on."""
         return bool(self._own)
 
-    def _take_own(self) -> dict[str, list[tuple[int, float]]]:
+    def take_own(self) -> dict[str, list[tuple[int, float]]]:
         """Take out the values, with their epochs, that ranks have to agree on."""
         taken = {}
         for name, places in self._own.items():
@@ -177,14 +178,14 @@ class History(Mapping[str, list[float]]):
         self._own = {}
         return taken
 
-    def _put_agreed(self, everyone: Sequence[Mapping[str, Sequence[tuple[int, float]]]]) -> None:
-        """Add what :meth:`_take_own` gave on all ranks: the mean of first values, of second ones, ... of a name."""
+    def put_agreed(self, everyone: Sequence[Mapping[str, Sequence[tuple[int, float]]]]) -> None:
+        """Add what :meth:`take_own` gave on all ranks: the mean of first values, of second ones, ... of a name."""
         for name in dict.fromkeys(name for theirs in everyone for name in theirs):
             for same in zip_longest(*(theirs[name] for theirs in everyone if name in theirs)):
                 entries = [entry for entry in same if entry is not None]
-                self._append(name, _mean([value for _, value in entries]), entries[0][0])
+                self.record(name, _mean([value for _, value in entries]), entries[0][0])
 
-    def _extend_steps(self, steps: StepValues) -> None:
+    def record_steps(self, steps: StepValues) -> None:
         """Add step values."""
         for name, (indices, values) in steps.items():
             if name not in self._step_values:

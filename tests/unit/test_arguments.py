@@ -145,6 +145,14 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["MASTER_ADDR", "init_method"],
     ),
     "num_gpus negative": (lambda: fit({"gpu_mode": "ddp"}, num_gpus=-3), ["num_gpus", "-3"]),
+    "num_gpus on the CPU": (
+        lambda: fit({"gpu_mode": "ddp"}, num_gpus=2, on_gpu=False),
+        ["num_gpus=2", "on_gpu=False", "accelerator='cpu', devices=2"],
+    ),
+    "on_gpu on the CPU": (
+        lambda: fit({"accelerator": "cpu"}, on_gpu=True),
+        ["on_gpu=True", "accelerator='cpu'", "leave on_gpu out"],
+    ),
     "num_gpus is text": (lambda: fit({"gpu_mode": "ddp"}, num_gpus="two"), ["num_gpus", "two"]),
     "ddp_model_args no mapping": (
         lambda: fit({"gpu_mode": "ddp", "devices": 2}, ddp_model_args=["find_unused_parameters"]),

@@ -28,12 +28,12 @@ def history() -> History:
     """Three epochs; val_loss is missing in the second, f1 was found in the last."""
     history = History()
     for epoch, loss in enumerate([0.5, 0.25, 0.125]):
-        history._append("loss", loss, epoch)
+        history.record("loss", loss, epoch)
         if epoch != 1:
-            history._append("val_loss", 2 * loss, epoch)
-    history._append("f1", 0.75, 2)
-    history._extend_steps(steps(loss={1: 0.6, 2: 0.4}))
-    history._extend_steps(steps(loss={3: 0.3}, lr={3: 0.01}))
+            history.record("val_loss", 2 * loss, epoch)
+    history.record("f1", 0.75, 2)
+    history.record_steps(steps(loss={1: 0.6, 2: 0.4}))
+    history.record_steps(steps(loss={3: 0.3}, lr={3: 0.01}))
     return history
 
 
@@ -78,17 +78,17 @@ def test_rows_know_their_epoch(history: History) -> None:
 
 
 def test_a_second_value_in_an_epoch(history: History) -> None:
-    history._append("f1", 0.8, 2)
+    history.record("f1", 0.8, 2)
     assert history["f1"] == [0.75, 0.8]
     assert history.row(2)["f1"] == history.rows()[2]["f1"] == 0.8
-    history._append("f1", 0.9, 2, replace=True)
+    history.record("f1", 0.9, 2, replace=True)
     assert history["f1"] == [0.75, 0.9]
-    history._append("f1", 1.0, 3, replace=True)
+    history.record("f1", 1.0, 3, replace=True)
     assert history["f1"] == [0.75, 0.9, 1.0]
 
 
 def test_a_metric_called_epoch_leaves_rows_right(history: History) -> None:
-    history._append("epoch", 17.0, 0)
+    history.record("epoch", 17.0, 0)
     assert history.rows()[0]["epoch"] == history.row(0)["epoch"] == 1
     assert history["epoch"] == [17.0]
     assert history._repr_html_().count("<th>epoch</th>") == 1
@@ -104,7 +104,7 @@ def test_repr_is_a_table(history: History) -> None:
 
 
 def test_html_is_a_table_with_names_escaped(history: History) -> None:
-    history._append("a<b&c", 1.0, 0)
+    history.record("a<b&c", 1.0, 0)
     html = history._repr_html_()
     assert "<th>a&lt;b&amp;c</th>" in html
     assert html.count("<tr>") == 4
@@ -122,8 +122,8 @@ def test_state_survives_a_checkpoint_and_a_pickle(history: History) -> None:
         assert copy.rows() == history.rows()
         assert copy.steps("loss") == history.steps("loss")
         assert copy.step_indices("loss") == history.step_indices("loss")
-        copy._append("loss", 0.0, 3)
-        copy._extend_steps(steps(loss={4: 0.2}))
+        copy.record("loss", 0.0, 3)
+        copy.record_steps(steps(loss={4: 0.2}))
         assert copy.steps("loss") == [0.6, 0.4, 0.3, 0.2]
     assert history["loss"] == [0.5, 0.25, 0.125]
     empty = History()
@@ -153,8 +153,8 @@ def test_plot_puts_many_metrics_into_a_grid(may_leave: Any) -> None:
     pytest.importorskip("matplotlib")
     history = History()
     for i in range(7):
-        history._append(f"metric_{i}", 1.0, 0)
-        history._append(f"test_metric_{i}", 1.0, 0)
+        history.record(f"metric_{i}", 1.0, 0)
+        history.record(f"test_metric_{i}", 1.0, 0)
     figure = history.plot()
     assert len(figure.axes) == 7
     assert figure.get_size_inches().tolist() == [15.0, 10.5]
@@ -190,7 +190,7 @@ def test_a_notebook_shows_the_picture(tmp_path: Path, monkeypatch: pytest.Monkey
     kernel.write_text(json.dumps({"argv": argv, "display_name": "tests", "language": "python"}))
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
     cells = [
-        "from trainloop.history import History\nh = History()\nh._append('loss', 0.5, 0)\nh",
+        "from trainloop.history import History\nh = History()\nh.record('loss', 0.5, 0)\nh",
         "h.plot()",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])

@@ -1,6 +1,7 @@
 """The loops: :class:`TrainLoop`, and those that keep an experiment's folder.
 
-* ``loop.py``: :class:`TrainLoop`, what users and callbacks see; ``tracking.py``: the three loops with an experiment
+* ``loop.py``: :class:`TrainLoop`, its constructor and front doors; ``view.py``: what callbacks read of it;
+  ``tracking.py``: the three loops with an experiment
 * ``arguments.py``, ``site.py``: what was given, checked; where it runs; ``kinds.py``, ``names.py``: arguments by name
 * ``execute.py``: a piece of work, here or in ranks; ``handover.py``: the loop's way to the ranks, its state's way back
 * ``run.py``: one rank's running loop; ``training.py``: epochs and steps, top to bottom; ``closure.py`` and

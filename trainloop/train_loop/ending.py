@@ -10,6 +10,7 @@ from trainloop.callbacks.base import AbstractCallback, overrides
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
+    from trainloop.train_loop.view import LoopView
 
 __all__ = ["End", "described", "end_that_holds", "has_work_at_end", "nothing_left", "who_asks"]
 
@@ -24,7 +25,7 @@ class End(NamedTuple):
     """In words, if it gave one."""
 
 
-def who_asks(loop: TrainLoop[Any]) -> End | None:
+def who_asks(loop: LoopView) -> End | None:
     """The callback in whose code ``early_stop`` is being set; ``None`` where it is no callback's.
 
     Callbacks set it as a plain attribute: whose hook is running shows on the stack only.

@@ -245,7 +245,7 @@ class Run:
         """Values of an evaluation inside a training."""
         if self.records_evaluations and prefix:
             for name, value in values.items():
-                self.loop.history._append(name, value, self.history_epoch, replace=True)
+                self.loop.history.record(name, value, self.history_epoch, replace=True)
 
     # -- logs --------------------------------------------------------------------------------------------------------
 
@@ -278,7 +278,7 @@ class Run:
 
     def publish(self, steps: StepValues) -> None:
         """Step values into the history and, on rank 0, to ``on_log``."""
-        self.loop.history._extend_steps(steps)
+        self.loop.history.record_steps(steps)
         if steps and self.loop.is_global_zero and self.hooks.on_log:
             rows = rows_of(steps)
             for hook in self.hooks.on_log:

@@ -102,6 +102,16 @@ def devices_for(
     if on_gpu is not None:
         check_bool(on_gpu, "on_gpu")
     on_cpu = isinstance(accelerator, str) and accelerator.strip().lower() == "cpu"
+    if on_gpu is False and num_gpus:
+        raise ConfigurationError(
+            f"num_gpus={num_gpus} with on_gpu=False: these exclude each other. Leave on_gpu out for GPUs, or num_gpus "
+            f"for the CPU: there accelerator='cpu', devices={num_gpus} makes as many processes (ddp) or replicas (dp)."
+        )
+    if on_gpu and on_cpu:
+        raise ConfigurationError(
+            "on_gpu=True with accelerator='cpu': these exclude each other. Use accelerator='auto' for GPUs where there "
+            "are any, or leave on_gpu out."
+        )
     if on_gpu is False:
         accelerator, on_cpu = "cpu", True
     elif num_gpus == 0 and not on_cpu:

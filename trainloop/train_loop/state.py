@@ -52,7 +52,7 @@ def checkpoint_state(run: Training) -> dict[str, Any] | None:
         "metrics": run.recorder.state_dict(once=True),
         "ends": [tuple(end) for end in loop.ends],
     }
-    loop.history._put_agreed(run.exchange({}, attachment=loop.history._take_own()).attachments)
+    loop.history.put_agreed(run.exchange({}, attachment=loop.history.take_own()).attachments)
     ranks = [mine] if run.gather is None else distributed.gather_to(mine)
     run.checkpointed = True
     if ranks is None:

@@ -360,11 +360,11 @@ class Training(Run):
     def _record_epoch(self, *, late: bool = False) -> None:
         """What was logged since the epoch began (``late``: since this was called) into the history. Collective."""
         history = self.loop.history
-        end = self.recorder.finish_epoch(history._take_own(), late=late)
+        end = self.recorder.finish_epoch(history.take_own(), late=late)
         self.publish(end.steps)
         for name, value in {**named_losses(end.losses), **end.metrics}.items():
-            history._append(name, value, self.history_epoch, replace=True)
-        history._put_agreed(end.attachments)
+            history.record(name, value, self.history_epoch, replace=True)
+        history.put_agreed(end.attachments)
 
     def _call_in_turn(self, name: str) -> None:
         """Call a hook that comes after its epoch was recorded; each callback finds what those before it logged."""
@@ -377,7 +377,7 @@ class Training(Run):
             self._record_late()
 
     def _record_late(self) -> None:
-        logged = self.recorder.has_logs or self.loop.history._has_own
+        logged = self.recorder.has_logs or self.loop.history.has_own
         if self.gather is not None:
             logged = any(theirs for (theirs,) in distributed.exchange_ints([int(logged)]))
         if logged:
@@ -397,4 +397,4 @@ class Training(Run):
         with self.listening(recorder):
             yield
         for name, value in recorder.finish_epoch().metrics.items():
-            self.loop.history._append(name, value, self.history_epoch, replace=True)
+            self.loop.history.record(name, value, self.history_epoch, replace=True)

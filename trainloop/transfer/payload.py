@@ -161,7 +161,7 @@ def pack(obj: object, *, roots: dict[str, object] | None = None) -> Payload:
     """
     fd = anonymous_file("payload")
     try:
-        with _pickled_for_spawning() as inherited, open(fd, "wb", closefd=False, buffering=1 << 20) as file:
+        with pickled_for_spawning() as inherited, open(fd, "wb", closefd=False, buffering=1 << 20) as file:
             buffers: list[pickle.PickleBuffer] = []
 
             def keep_out(buffer: pickle.PickleBuffer) -> bool:
@@ -263,7 +263,7 @@ def _pinned(address: int, nbytes: int) -> bool:
 
 
 @contextlib.contextmanager
-def _pickled_for_spawning() -> Iterator[list[int]]:
+def pickled_for_spawning() -> Iterator[list[int]]:
     """multiprocessing's own objects may be pickled in this context; gives the descriptors they need inherited."""
     before = get_spawning_popen()
     spawning = _CollectedDescriptors()

@@ -108,9 +108,9 @@ class _Nowhere:
 
 
 def _error_of(obj: object) -> Exception | None:
-    from trainloop.transfer.payload import _pickled_for_spawning
+    from trainloop.transfer.payload import pickled_for_spawning
 
-    with _pickled_for_spawning():
+    with pickled_for_spawning():
         try:
             _Probe().dump(obj)
         except Exception as error:  # whatever a user's __reduce__ raises

@@ -122,8 +122,10 @@ class TrainLoop(core.TrainLoop):
 
         Returns the model, of a ``ModelWrap`` the module in it, in every mode.
         """
-        if self.gpu_mode == "ddp" and kwargs.get("on_gpu") is False and kwargs.get("num_gpus"):
-            self.options = replace(self.options, devices=kwargs.pop("num_gpus"))  # so many ranks on the CPU
+        if kwargs.get("on_gpu") is False and kwargs.get("num_gpus"):
+            ranks = kwargs.pop("num_gpus")  # on the CPU; the other modes take no notice
+            if self.gpu_mode == "ddp":
+                self.options = replace(self.options, devices=ranks)
         if kwargs.get("init_method") == "env://":  # torch's word for MASTER_ADDR and MASTER_PORT, the default here
             kwargs["init_method"] = None
         if kwargs.get("on_gpu") is False and kwargs.get("backend") == "nccl":
