@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -53,6 +54,9 @@ def test_a_meeting_point_that_is_none(init_method: str | None, environ: dict[str
         rendezvous_point(init_method, environ)
 
 
+KEY = b"k" * 32
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -60,9 +64,11 @@ def free_port() -> int:
         return port
 
 
-def meet(port: int, node_rank: int, num_nodes: int = 2, ranks: int = 2, wait_s: float = 20.0) -> Rendezvous:
+def meet(
+    port: int, node_rank: int, num_nodes: int = 2, ranks: int = 2, wait_s: float = 20.0, key: bytes | None = None
+) -> Rendezvous:
     return Rendezvous(
-        ("127.0.0.1", port), node_rank=node_rank, num_nodes=num_nodes, ranks_per_node=ranks, wait_s=wait_s
+        ("127.0.0.1", port), node_rank=node_rank, num_nodes=num_nodes, ranks_per_node=ranks, wait_s=wait_s, key=key
     )
 
 
@@ -85,9 +91,10 @@ def in_threads(*calls: dict[str, Any]) -> list[Any]:
     return outcomes
 
 
-def test_hosts_meet_tell_each_other_and_part() -> None:
+@pytest.mark.parametrize("key", [None, KEY])
+def test_hosts_meet_tell_each_other_and_part(key: bytes | None) -> None:
     port = free_port()
-    hosts = in_threads(*({"port": port, "node_rank": node, "num_nodes": 3} for node in (2, 0, 1)))
+    hosts = in_threads(*({"port": port, "node_rank": node, "num_nodes": 3, "key": key} for node in (2, 0, 1)))
     two, zero, one = hosts
     assert zero.store_address == one.store_address == two.store_address
     assert zero.store_address[0] == "127.0.0.1"
@@ -101,28 +108,41 @@ def test_hosts_meet_tell_each_other_and_part() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "trainloop-hosts"]
 
 
-def test_strangers_who_say_anything_keep_nobody_from_meeting() -> None:
+def connected_to(port: int) -> socket.socket:
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=10)
+        except ConnectionRefusedError:  # node 0 does not listen yet
+            time.sleep(0.05)
+
+
+# fmt: off
+ANYTHING = (b"[]\n", b'{"node_rank": []}\n', b'{"node_rank": null}\n', b"GET / HTTP/1.0\n", b"3\n", b"\xff\n",
+            b"[" * 4000 + b"\n", b"x" * 10_000, b'{"node_rank": 1, "num_nodes": 2, "ranks": 2, "nonce": 5}\n{}\n')
+# fmt: on
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_strangers_who_say_anything_or_nothing_keep_nobody_from_meeting(key: bytes | None) -> None:
     port = free_port()
     strangers: list[socket.socket] = []
     outcomes: list[Any] = []
-    waiting = threading.Thread(target=lambda: outcomes.append(meet(port, 0)))
+    waiting = threading.Thread(target=lambda: outcomes.append(meet(port, 0, key=key)))
     waiting.start()
-    for said in (b"[]\n", b'{"node_rank": []}\n', b'{"node_rank": null}\n', b"GET / HTTP/1.0\n", b"3\n", b"\xff\n"):
-        while True:
-            try:
-                strangers.append(socket.create_connection(("127.0.0.1", port), timeout=10))
-                break
-            except ConnectionRefusedError:  # node 0 does not listen yet
-                time.sleep(0.05)
+    for said in (*ANYTHING, *[b""] * 12):
+        strangers.append(connected_to(port))
         strangers[-1].sendall(said)
-    one = meet(port, 1)
+    begin = time.monotonic()
+    one = meet(port, 1, key=key)
     waiting.join(30)
+    assert time.monotonic() - begin < 10  # and not 5 s for each who says nothing
     (zero,) = outcomes
     assert zero.store_address == one.store_address
     for host in (zero, one):
         host.__exit__()
     for stranger in strangers:
         stranger.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("trainloop-host")]
 
 
 def test_a_host_that_ends_in_order_is_not_lost() -> None:
@@ -253,8 +273,6 @@ def start(
 
 
 def weights(process: subprocess.Popen[str], timeout_s: float = 100) -> list[float]:
-    import json
-
     out, err = process.communicate(timeout=timeout_s)
     assert process.returncode == 0, err
     line = next(line for line in out.splitlines() if line.startswith("WEIGHTS"))
@@ -264,7 +282,7 @@ def weights(process: subprocess.Popen[str], timeout_s: float = 100) -> list[floa
 
 @pytest.mark.slow
 def test_two_nodes_on_one_machine_agree_with_one_node(tmp_path: Path) -> None:
-    meeting_at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    meeting_at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TRAINLOOP_KEY": "0123456789" * 4}
     nodes = [start(tmp_path, (2, node, 1), **meeting_at) for node in range(2)]
     first, second = (weights(process) for process in nodes)
     alone = weights(start(tmp_path, (1, 0, 2)))
@@ -323,7 +341,9 @@ def on_hosts(folder: Path, hosts: list[str], ranks: int, **environment: str) -> 
 
 @pytest.mark.hosts
 def test_two_hosts_train_one_model(two_hosts: list[str], tmp_path: Path) -> None:
-    first, second = (weights(process) for process in on_hosts(tmp_path, two_hosts, ranks=2))
+    first, second = (
+        weights(process) for process in on_hosts(tmp_path, two_hosts, ranks=2, TRAINLOOP_KEY="0123456789" * 4)
+    )
     alone = weights(start(tmp_path, (1, 0, 1)))
     assert first == second
     assert first == pytest.approx(alone, abs=1e-6)

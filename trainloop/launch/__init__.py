@@ -146,6 +146,7 @@ def launch(
                     num_nodes=num_nodes,
                     ranks_per_node=ranks_per_node,
                     wait_s=min(timeout_s, RENDEZVOUS_WAIT_S),
+                    key=key_from_environment(),
                 )
             )
         listener = hosts.store_listener if hosts is not None else None

@@ -1,7 +1,8 @@
 """Hosts of one run: they meet at an address, and tell each other when one of them fails.
 
 The launching process of node 0 listens at the rendezvous point, on that interface only; those of the other nodes
-connect to it and stay connected for as long as the run lasts. Ranks don't use these connections: they get the address
+connect to it and stay connected for as long as the run lasts. Where they share a key, each proves that it has it, and
+what they say bears it (:mod:`trainloop.launch.lines`). Ranks don't use these connections: they get the address
 of a store, on the same interface, and what they exchange goes over Gloo or NCCL.
 """
 
@@ -14,14 +15,17 @@ import json
 import os
 import select
 import socket
+import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from trainloop.distributed.key import KEY_VARIABLE
 from trainloop.errors import ConfigurationError
 from trainloop.launch.failures import Failure
+from trainloop.launch.lines import Line, NoProof
 
 __all__ = ["Rendezvous", "rendezvous_point"]
 
@@ -29,7 +33,9 @@ RENDEZVOUS_WAIT_S = 600.0
 """How long hosts wait for each other at the start, at most; less where the run's time-out is less."""
 
 _BEAT_S = 1.0
-_LONGEST_LINE = 1 << 24
+_ANSWER_S = 5.0  # for one who has connected to say what is due
+_MOST_STRANGERS = 64  # at a time
+_MOST_TOLD = 20
 SILENCE_S = 15.0
 """A host that is not heard of for so long is lost: its link was cut, or it is down."""
 
@@ -77,6 +83,9 @@ class Rendezvous:
         This node's place; the last two must be the same everywhere.
     wait_s : float
         How long to wait for all to come.
+    key : bytes, optional
+        What all hosts share, and nobody else: each proves that it has it. Without one, whoever says to be a node is
+        believed.
 
     Raises
     ------
@@ -85,13 +94,23 @@ class Rendezvous:
     """
 
     def __init__(
-        self, point: tuple[str, int], *, node_rank: int, num_nodes: int, ranks_per_node: int, wait_s: float
+        self,
+        point: tuple[str, int],
+        *,
+        node_rank: int,
+        num_nodes: int,
+        ranks_per_node: int,
+        wait_s: float,
+        key: bytes | None = None,
     ) -> None:
+        self._key = key
         self._me, self._num_nodes, self._ranks_per_node = node_rank, num_nodes, ranks_per_node
         self._point, self._wait_s = f"{point[0]}:{point[1]}", wait_s
-        self._peers: dict[int, _Line] = {}
+        self._peers: dict[int, Line] = {}
         self._lock = threading.Lock()
         self._failures: list[Failure] = []
+        self._all_came = False
+        self._strangers = 0
         self._over = threading.Event()
         self.done_since: float | None = None
         """When another host told first that its ranks were done (monotonic clock)."""
@@ -111,43 +130,100 @@ class Rendezvous:
 
     def _gather(self, point: tuple[str, int]) -> tuple[str, int]:
         deadline = time.monotonic() + self._wait_s
-        with _listener(*point) as listener:
+        with _listener(*point) as listener, self._reception() as receive:
+            listener.settimeout(0.1)
             while missing := sorted(set(range(1, self._num_nodes)) - set(self._peers)):
-                listener.settimeout(max(0.0, deadline - time.monotonic()) or 1e-3)
-                try:
-                    connection, _ = listener.accept()
-                except TimeoutError:
+                if time.monotonic() > deadline:
                     came = f", came: {', '.join(map(str, sorted(self._peers)))}" if self._peers else ""
                     raise ConfigurationError(
                         f"node 0 of {self._num_nodes} waited {self._wait_s:g} s at {self._point}; missing: node_rank "
                         f"{', '.join(map(str, missing))}{came}. Start the script there with the same rendezvous point, "
                         "and see that no firewall is between."
-                    ) from None
-                self._admit(_Line(connection))
+                    )
+                with contextlib.suppress(TimeoutError, ConnectionAbortedError):
+                    receive(listener.accept()[0])
         here = next(iter(self._peers.values())).here
         self.store_listener = _listener(here, 0)
         address: tuple[str, int] = self.store_listener.getsockname()[:2]
         for peer in self._peers.values():
-            peer.send({"store": address})
+            with contextlib.suppress(OSError):  # one that has gone is lost, as in the run
+                peer.send({"store": address})
         return address
 
-    def _admit(self, line: _Line) -> None:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # whoever it is may say anything
-            hello = line.receive(timeout_s=5.0)
-            node = int(hello["node_rank"])
-            refusal = ""
-            if (hello.get("num_nodes"), hello.get("ranks")) != (self._num_nodes, self._ranks_per_node):
-                refusal = (
-                    f"node {node} has num_nodes={hello.get('num_nodes')} and {hello.get('ranks')} ranks, node 0 has "
-                    f"num_nodes={self._num_nodes} and {self._ranks_per_node} ranks: they must be the same on all nodes."
-                )
-            elif node in self._peers or node not in range(1, self._num_nodes):
-                refusal = f"node_rank={node} was taken by another host: give each host its own, 0 to num_nodes - 1."
-            if not refusal:
-                self._peers[node] = line
+    @contextlib.contextmanager
+    def _reception(self) -> Iterator[Callable[[socket.socket], None]]:
+        """What to do with a new connection: each has a thread, so that one who says nothing keeps nobody waiting."""
+        threads: list[tuple[threading.Thread, Line]] = []
+
+        def receive(connection: socket.socket) -> None:
+            threads[:] = [(thread, line) for thread, line in threads if thread.is_alive()]
+            if len(threads) >= _MOST_STRANGERS:
+                connection.close()
                 return
+            line = Line(connection)
+            thread = threading.Thread(target=self._admit, args=(line,), name="trainloop-host", daemon=True)
+            threads.append((thread, line))
+            thread.start()
+
+        try:
+            yield receive
+        finally:
+            with self._lock:
+                self._all_came = True
+                strangers = [(thread, line) for thread, line in threads if line not in self._peers.values()]
+            for thread, line in strangers:
+                line.hang_up()
+                thread.join()
+
+    def _admit(self, line: Line) -> None:
+        """Take the line of a host of this run; close that of anybody else."""
+        proved = False
+        try:
+            hello = line.receive(_ANSWER_S)
+            if ("nonce" in hello) != (self._key is not None):
+                has, has_not = (0, hello["node_rank"]) if self._key is not None else (hello["node_rank"], 0)
+                text = (
+                    f"node {has} has a key ({KEY_VARIABLE}), node {has_not} has none: set it to the same on all hosts."
+                )
+                line.send({"refused": text})
+                raise NoProof("it has no key")
+            line.challenge(hello, self._key, _ANSWER_S)
+            proved = True
+            with self._lock:
+                refusal = self._refusal(hello)
+                if not refusal and not self._all_came:
+                    self._peers[int(hello["node_rank"])] = line
+                    return
             line.send({"refused": refusal})
-        line.close()  # a stranger, a refused one, or one that went away
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:  # whoever it is may say anything
+            if not proved:
+                self._tell_of_stranger(line, error)
+        line.close()
+
+    def _tell_of_stranger(self, line: Line, error: Exception) -> None:
+        with self._lock:
+            if self._key is None or self._all_came or self._strangers > _MOST_TOLD:
+                return
+            self._strangers += 1
+            more = " No more will be told of." if self._strangers > _MOST_TOLD else ""
+        print(
+            f"node 0 of {self._num_nodes}: {line.there} connected to {self._point} without proof that it has this "
+            f"run's key, and was sent away ({str(error)[:200]}). Where it is a host of this run, set {KEY_VARIABLE} to "
+            f"the same there. Waiting goes on.{more}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _refusal(self, hello: dict[str, Any]) -> str:
+        node = int(hello["node_rank"])
+        if (hello.get("num_nodes"), hello.get("ranks")) != (self._num_nodes, self._ranks_per_node):
+            return (
+                f"node {node} has num_nodes={hello.get('num_nodes')} and {hello.get('ranks')} ranks, node 0 has "
+                f"num_nodes={self._num_nodes} and {self._ranks_per_node} ranks: they must be the same on all nodes."
+            )
+        if node in self._peers or node not in range(1, self._num_nodes):
+            return f"node_rank={node} was taken by another host: give each host its own, 0 to num_nodes - 1."
+        return ""
 
     def _come(self, point: tuple[str, int]) -> tuple[str, int]:
         deadline = time.monotonic() + self._wait_s
@@ -155,18 +231,26 @@ class Rendezvous:
         reason: object = "no answer"
         while (left := deadline - time.monotonic()) > 0:
             try:
-                line = _Line(socket.create_connection(point, timeout=min(left, 5.0)))
+                line = Line(socket.create_connection(point, timeout=min(left, 5.0)))
             except OSError as error:
                 reason = error
                 time.sleep(min(0.2, left))
                 continue
             self._peers[0] = line
             answer: dict[str, Any] = {}
-            with contextlib.suppress(OSError, ValueError):
-                line.send({"node_rank": self._me, "num_nodes": self._num_nodes, "ranks": self._ranks_per_node})
-                answer = line.receive(timeout_s=max(deadline - time.monotonic(), 0.1))
+            hello = {"node_rank": self._me, "num_nodes": self._num_nodes, "ranks": self._ranks_per_node}
+            try:
+                answer = line.introduce(hello, self._key, max(deadline - time.monotonic(), 0.1))
+            except NoProof:
+                raise ConfigurationError(
+                    f"{who}: what answers at {self._point} did not prove that it has this run's key. Set "
+                    f"{KEY_VARIABLE} to the same on all hosts. Where it is, another program listens there: choose "
+                    "another port."
+                ) from None
+            except (OSError, ValueError):
+                pass
             if "refused" in answer:
-                raise ConfigurationError(answer["refused"])
+                raise ConfigurationError(str(answer["refused"])[:1000])
             with contextlib.suppress(KeyError, TypeError, ValueError):
                 host, port = answer["store"]
                 return str(host), int(port)
@@ -218,7 +302,7 @@ class Rendezvous:
                 self._lost(node, f"nothing was heard of it for {SILENCE_S:g} s: the link was cut, or the host is down")
                 del open_lines[node]
 
-    def _hear(self, node: int, line: _Line) -> bool:
+    def _hear(self, node: int, line: Line) -> bool:
         """Take in what came; whether more may come."""
         try:
             messages = line.read()
@@ -267,49 +351,6 @@ class Rendezvous:
             peer.close()
         if self.store_listener is not None:
             self.store_listener.close()
-
-
-class _Line:
-    """JSON objects over a connection, one a line."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-        self._socket.settimeout(5.0)
-        self._rest = b""
-        self.here: str = connection.getsockname()[0]
-        """This host's address on the way to the other."""
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def send(self, message: dict[str, Any]) -> None:
-        self._socket.sendall(json.dumps(message).encode() + b"\n")
-
-    def read(self) -> list[dict[str, Any]]:
-        """What has come; raises where the connection has ended."""
-        data = self._socket.recv(1 << 16)
-        if not data:
-            raise ConnectionResetError(errno.ECONNRESET, "closed by the other side")
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > _LONGEST_LINE:
-            raise ValueError(f"a line of more than {_LONGEST_LINE} bytes: this is no trainloop host")
-        messages = [json.loads(line) for line in lines]
-        if not all(isinstance(message, dict) for message in messages):
-            raise ValueError("something that is no message: this is no trainloop host")
-        return messages
-
-    def receive(self, timeout_s: float) -> dict[str, Any]:
-        """The next one."""
-        self._socket.settimeout(timeout_s)
-        try:
-            while not (messages := self.read()):
-                pass
-        finally:
-            self._socket.settimeout(5.0)
-        return messages[0]
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 def _listener(host: str, port: int) -> socket.socket:
