@@ -193,3 +193,13 @@ def test_where_there_can_be_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(fork_server.METHOD_VARIABLE, "fork")
     with pytest.raises(ConfigurationError, match="TRAINLOOP_START_METHOD='fork': must be 'auto', 'forkserver' or"):
         launch(killed, ranks_per_node=1)
+
+
+def test_a_system_whose_forks_can_have_no_other_parent_spawns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "_PR_SET_CHILD_SUBREAPER", 0)  # no such option: the kernel refuses
+    monkeypatch.setenv(fork_server.METHOD_VARIABLE, "auto")
+    for _ in range(2):
+        assert launch(parent, ranks_per_node=1) == os.getpid()
+    with pytest.raises(fork_server.ForkServerError, match="can't make a forked process the child of another"):
+        fork_server.server()
+    fork_server.end_server()

@@ -57,6 +57,10 @@ class ForkServerError(Exception):
     """No process can be had from a server; the text says why."""
 
 
+class ServerGoneError(ForkServerError):
+    """It has been killed, most likely: another one may serve."""
+
+
 def chosen_method(asked: str = "auto") -> str:
     """How ranks are to be started: the argument, or the environment where that is ``'auto'``.
 
@@ -159,7 +163,7 @@ class ForkServer:
             try:
                 send(self._connection, json.dumps(asked).encode(), [folder, *fds])
             except OSError as error:
-                raise ForkServerError(f"it is gone: {error}") from error
+                raise ServerGoneError(f"it is gone: {error}") from error
             pid, _, parent = self._answer().partition(" ")
         if parent != str(os.getpid()):
             raise ForkServerError("this system can't make a forked process the child of another one")
@@ -169,11 +173,11 @@ class ForkServer:
         try:
             answer = self._connection.recv(1 << 16)
         except OSError as error:
-            raise ForkServerError(f"it is gone: {error}") from error
+            raise ServerGoneError(f"it is gone: {error}") from error
         if not answer:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_S)
-            raise ForkServerError(f"it ended, with exit code {self._process.returncode}; its error stands above")
+            raise ServerGoneError(f"it ended, with exit code {self._process.returncode}; its error stands above")
         return answer.decode().strip()
 
     def forget(self) -> None:
@@ -287,8 +291,11 @@ class _Popen(popen_spawn_posix.Popen):
                 fds = [*self._fds, tracker_fd, child_r, child_w]
                 try:
                     self.pid = start(command, fds)
-                except ForkServerError:
+                except ServerGoneError:
                     end_server()
+                    continue
+                except ForkServerError as error:  # for good, then
+                    end_server(str(error))
                     continue
                 failed.pop_all()
                 break
@@ -351,8 +358,11 @@ def circumstances() -> list[Any]:
         [_own(name) for name in ("cgroup", "oom_score_adj")],
         [_link(f"/proc/self/{name}") for name in ("root", *(f"ns/{name}" for name in names))],
         limits,
-        [os.getsid(0), os.getpgrp(), os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)],
+        [os.getsid(0), os.getpgrp(), os.getpriority(os.PRIO_PROCESS, 0), _scheduler(0)],
     ]
+
+
+_scheduler = getattr(os, "sched_getscheduler", int)  # not on macOS
 
 
 def _flags() -> list[str]:
