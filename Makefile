@@ -8,6 +8,7 @@
 # make check     what CI runs: tests, lint, types, documentation
 # make docs      build docs/_build/html
 # make soak      disturb hundreds of short trainings at random: make soak ARGS='--trials 300 --seed 1'
+# make soak-restarts  strike runs that have to survive: make soak-restarts ARGS='--failures 1000 --seed 1'
 # make bench     run the benchmarks, write benchmarks/RESULTS.rst
 # make clean     remove what these made
 #
@@ -29,7 +30,7 @@ $(VENV)/$(1).stamp: setup.cfg setup.py pyproject.toml constraints.txt | $(BIN)/p
 	@touch $$@
 endef
 
-.PHONY: help demo test test-unit test-docs test-hosts test-all test-ecosystem lint types docs check bench soak clean
+.PHONY: help demo test test-unit test-docs test-hosts test-all test-ecosystem lint types docs check bench soak soak-restarts clean
 help:
 	@sed -n '1,/^PYTHON/{/^# make/s/^# //p}' Makefile
 
@@ -84,6 +85,9 @@ check:
 
 soak: $(VENV)/test.stamp
 	$(BIN)/python tests/faults/soak.py $(ARGS)
+
+soak-restarts: $(VENV)/test.stamp
+	PYTHONPATH=tests $(BIN)/python tests/faults/soak_restarts.py $(ARGS)
 
 bench: $(VENV)/examples.stamp
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -51,7 +51,7 @@ def strike(what: str) -> None:
         raise MemoryError("by plan")
     if what == "exits":
         os._exit(3)
-    elif what == "sys.exit":
+    if what == "sys.exit":
         sys.exit(4)
     elif what == "hangs":
         time.sleep(1000)
@@ -81,7 +81,7 @@ class Strikes(AbstractCallback):
 
     def __init__(self, folder: str, plan: list[Plan]) -> None:
         super().__init__("Strikes")
-        self.folder, self.plan = folder, plan
+        self.folder, self.plan, self.caller = folder, plan, os.getpid()
         self.losses: list[tuple[int, float]] = []
         self.lock: Any = None  # of this process: it can't be in a snapshot
 
@@ -91,7 +91,10 @@ class Strikes(AbstractCallback):
             done = Path(self.folder, f"done-{number}")
             if (loop.rank, place) == (rank, planned) and loop.global_step >= step and not done.exists():
                 done.touch()
-                strike(what)
+                if what == "SIGTERM to the caller":
+                    os.kill(self.caller, signal.SIGTERM)
+                else:
+                    strike(what)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.train_loop_obj is not None and self.train_loop_obj.running is not None:
@@ -104,6 +107,7 @@ class Strikes(AbstractCallback):
 
     def on_multiprocess_start(self) -> None:
         self.lock = threading.Lock()
+        Path(self.folder, f"pid-{self.train_loop_obj.rank}").write_text(str(os.getpid()))
         self.at("on_multiprocess_start")
         places = {place for _, place, _, _ in self.plan}
         if "at exit" in places:
@@ -135,8 +139,11 @@ class Strikes(AbstractCallback):
         self.losses.append((loop.global_step, float(loop.last_loss)))
         self.at("on_batch_end")
 
-    def on_train_end(self) -> None:
+    def on_exception(self, exception: BaseException) -> None:
         self.lock = None  # or it could not come back
+
+    def on_train_end(self) -> None:
+        self.lock = None
         self.at("on_train_end")
 
 
@@ -174,6 +181,17 @@ class Rows(Dataset[Any]):
         return self.x[i] + 0.1 * torch.randn(6) + 0.01 * random.random() + 0.01 * float(np.random.rand()), self.y[i]
 
 
+class OwnGenerator(Rows):
+    """Draws from a generator of its own, in the process that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = np.random.default_rng(7)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return self.x[i] + 0.1 * float(self.generator.random()), self.y[i]
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         inner = Rows()
@@ -199,6 +217,7 @@ class PairedLengths(BatchSampler):
 LOADERS: dict[str, Callable[[int], Any]] = {
     "rows": lambda batch: DataLoader(Rows(), batch, shuffle=True),
     "workers": lambda batch: DataLoader(Rows(), batch, shuffle=True, num_workers=1, persistent_workers=True),
+    "own generator": lambda batch: DataLoader(OwnGenerator(), batch, shuffle=True),
     "in memory": lambda batch: DataLoader(TensorDataset(*rows()), batch, shuffle=True),
     "batch sampler": lambda batch: DataLoader(Rows(), batch_sampler=PairedLengths()),
     "wrapped sampler": lambda batch: DataLoader(

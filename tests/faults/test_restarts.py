@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from checkpoints import same
-from trainloop import AbstractCallback, TrainLoop, TTBasicModel
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel, checkpoint
 from trainloop.errors import ConfigurationError, WorkerFailedError
 
 Undisturbed = Callable[..., Any]
@@ -72,6 +72,23 @@ def test_one_process_survives_without_a_seed(undisturbed: Undisturbed, tmp_path:
     """Twice in one epoch, whose order was drawn from the caller's generator; which is at the same place afterwards."""
     plan = [(0, "on_batch_end", 4, "SIGSEGV"), (0, "on_batch_end", 5, "SIGKILL"), (0, "at exit", 16, "SIGKILL")]
     assert_survives(undisturbed, tmp_path, "single", 1, "rows", plan, seed=None)
+
+
+def test_sigterm_in_a_restart(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """The run ends by it after a step, with a checkpoint to go on from."""
+    plan = [(0, "on_batch_end", 4, "SIGKILL"), (0, "on_restart", 0, "SIGTERM to the caller")]
+    with pytest.raises(SystemExit) as ended:
+        train(tmp_path, "single", 1, "rows", plan, max_restarts=2, restart_every_steps=2)
+    assert ended.value.code == 143
+    newest = checkpoint.checkpoints(tmp_path / "checkpoints")[-1].info
+    assert newest is not None
+    assert newest.reason == "SIGTERM"
+    plan = [*plan, (0, "on_batch_end", newest.step + 3, "raises")]
+    tl, facts = train(tmp_path, "single", 1, "rows", plan, resume_from="last", max_restarts=1)
+    [restart] = tl.restarts
+    assert newest.step < restart.step <= newest.step + 3  # the first step has a snapshot
+    # The numbers: a checkpoint on the disk has no attributes of modules, which this model trains by.
+    assert facts["counters"] == undisturbed("single", 1, "rows", 3)["counters"]
 
 
 class Fails(AbstractCallback):
@@ -180,7 +197,7 @@ def test_each_moment(undisturbed: Undisturbed, tmp_path: Path, ranks: int) -> No
         (ranks - 1, "on_evaluation_begin", 8, "raises"),
         (0, "on_epoch_begin", 8, "raises"),
         (ranks - 1, "on_train_end", 16, "SIGKILL"),
-        (ranks - 1, "at exit", 16, "SIGKILL"),
+        (ranks - 1, "at exit", 16, "SIGSEGV"),
     ]
     assert_survives(undisturbed, tmp_path, "ddp" if ranks > 1 else "single", ranks, "rows", plan)
 

@@ -10,12 +10,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import sys
 import time
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from trainloop.errors import WorkerFailedError
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainloop.errors import ResourceError, WorkerFailedError
 from trainloop.launch.failures import Failure, deed_of
+from trainloop.optim import optimizers_of
+from trainloop.resources.quota import format_bytes
 from trainloop.train_loop.arguments import RestartOptions
 from trainloop.train_loop.snapshots import (
     Restart,
@@ -47,6 +56,7 @@ class Supervisor:
     """
 
     def __init__(self, loop: TrainLoop[Any], options: RestartOptions, ranks: int) -> None:
+        check_memory(loop)
         self._loop, self._most, self._ranks = loop, options.most, ranks
         self.memory = SnapshotMemory(1 + ranks, status_words(ranks))
         self._last: tuple[Any, ...] = ()
@@ -125,6 +135,53 @@ class Supervisor:
             number = len(self._loop.restarts)
             limit = f"Restart {number}{'' if self._most < 0 else f' of {self._most}'} failed, too."
             print(restart_line(restart, limit), file=sys.stderr, flush=True)
+
+
+def check_memory(loop: TrainLoop[Any]) -> None:
+    """Whether the run's quota has room for two snapshots.
+
+    Raises
+    ------
+    ResourceError
+        If they alone would take all of it.
+    """
+    quota = loop.options.quota
+    if quota is None or quota.memory == "auto":
+        return
+    needed = 2 * _snapshot_bytes(loop)
+    if needed >= int(quota.memory):
+        raise ResourceError(
+            f"max_restarts keeps two snapshots in memory, {format_bytes(needed)} of weights and optimizer state, but "
+            f"the quota has memory={format_bytes(int(quota.memory))} for the whole run. Raise it, or use a "
+            "ModelCheckpoint and resume_from='last' instead of max_restarts."
+        )
+
+
+def _snapshot_bytes(loop: TrainLoop[Any]) -> int:
+    """Bytes of weights, buffers and optimizer state, as far as they can be known before the first step."""
+    modules = [module for module in (loop.model, loop.criterion) if isinstance(module, nn.Module)]
+    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    return sum(tensor.nbytes for tensor in tensors) + sum(map(_state_bytes, optimizers_of(loop.optimizer)))
+
+
+def _state_bytes(optimizer: Optimizer) -> int:
+    """What an optimizer holds; before its first step, what a copy of it holds after one, of a small parameter."""
+    held = sum(t.nbytes for state in optimizer.state.values() for t in _tensors_in(state))
+    total = 0
+    for group in optimizer.param_groups if not held else ():
+        probe = nn.Parameter(torch.zeros(64))
+        probe.grad = torch.zeros(64)
+        twin = copy.copy(optimizer)
+        twin.state, twin.param_groups = defaultdict(dict), [{**group, "params": [probe]}]
+        with contextlib.suppress(Exception):  # of an optimizer that needs more than that
+            type(optimizer).step(twin)
+        own = sum(t.nbytes for t in _tensors_in(twin.state[probe]) if t.numel() == probe.numel())
+        total += own * sum(parameter.nbytes for parameter in group["params"]) // probe.nbytes
+    return held or total
+
+
+def _tensors_in(state: Any) -> list[torch.Tensor]:
+    return [value for value in state.values() if isinstance(value, torch.Tensor)] if isinstance(state, dict) else []
 
 
 def _with_note(error: WorkerFailedError, note: str) -> WorkerFailedError:

@@ -8,6 +8,7 @@ written by rank 0 for all, the rest by each rank for itself.
 from __future__ import annotations
 
 import math
+import random
 import sys
 import time
 import types
@@ -15,7 +16,9 @@ import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
+from torch.utils.data import Dataset, IterableDataset
 
 from trainloop import distributed
 from trainloop.optim import optimizers_of
@@ -40,6 +43,7 @@ _BACK, _FIRST = 0, 1  # words of the status: when training went on; then two a r
 _STEP, _TRAINS = 0, 1
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial, type)
+_PLAIN = (bool, int, float, str, type(None), random.Random, np.random.Generator, np.random.RandomState)
 # Of a loop's attributes: what is made anew in each process, or has a place of its own in a snapshot.
 _STRUCTURE = frozenset(
     "model train_loader validation_loader test_loader optimizer criterion callbacks message_service history options "
@@ -164,21 +168,21 @@ class Snapshots:
         begun = time.perf_counter()
         run.checkpointed = False
         run.publish(run.recorder.exchange_steps())
-        error: Exception | None = None
+        problem = ""
         try:
             self._write(step)
-        except Exception as raised:  # of a user's __getstate__, or no memory: the run itself is well
-            error = raised
+        except Exception as error:  # of a user's __getstate__, or no memory: the run itself is well
+            problem = f"{type(error).__name__}: {error}"
         ended = time.perf_counter()
         # All ranks have written when this is over; and all go by the same numbers.
-        mine = [int(1e9 * (ended - begun)), int(1e9 * (begun - self._made_at)), int(error is not None)]
+        mine = [int(1e9 * (ended - begun)), int(1e9 * (begun - self._made_at)), int(bool(problem))]
         costs, pauses, errors = zip(*distributed.exchange_ints(mine))
         if any(errors):
-            if error is not None and not self._failed:
+            if problem and not self._failed:
                 self._failed = True
                 warnings.warn(
-                    f"no snapshot can be made of this run ({type(error).__name__}: {error}): after a failure it goes "
-                    "on from a checkpoint, where there is one, or begins again.",
+                    f"no snapshot could be made after step {step} ({problem}): a failure before the next one "
+                    "costs more steps.",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -300,6 +304,7 @@ def _attributes(loop: TrainLoop[Any], arrival: Arrival) -> dict[str, dict[Any, A
         "modules": modules,
         "loop": {"": {name: value for name, value in vars(loop).items() if name not in _STRUCTURE}},
         "attributes of callbacks": {i: handover.callback_state(callback) for i, callback in enumerate(loop.callbacks)},
+        "datasets": {i: _plain_values(dataset) for i, dataset in enumerate(_datasets(loop))},
         # Those of optimizers are in the part that rank 0 writes.
         "parts": {
             path: content for path, content in arrival.parts_now().items() if path.partition(".")[0] != "optimizer"
@@ -307,11 +312,29 @@ def _attributes(loop: TrainLoop[Any], arrival: Arrival) -> dict[str, dict[Any, A
     }
 
 
+def _datasets(loop: TrainLoop[Any]) -> list[Any]:
+    """Indexed datasets, with those they wrap; a stream says itself where it stands, or is read again from its begin."""
+    found: list[Any] = []
+    for loader in (loop.train_loader, loop.validation_loader, loop.test_loader):
+        dataset = getattr(loader, "dataset", None)
+        while isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset) and dataset not in found:
+            found.append(dataset)
+            dataset = getattr(dataset, "dataset", None)
+    return found
+
+
+def _plain_values(dataset: Any) -> dict[str, Any]:
+    """What a callback may set in a dataset, such as a level of difficulty, and generators that it draws from here."""
+    return {name: value for name, value in vars(dataset).items() if isinstance(value, _PLAIN)}
+
+
 def _put_attributes(loop: TrainLoop[Any], arrival: Arrival, mine: dict[str, Any]) -> None:
     handover.put_plain_attributes(
         loop, {(root, i, name): value for (root, i), own in mine["modules"].items() for name, value in own.items()}
     )
     vars(loop).update(mine["loop"].get("", {}))
+    for i, dataset in enumerate(_datasets(loop)):
+        vars(dataset).update(mine["datasets"].get(i, {}))
     for (i, name), saved in mine["stateful"].items():
         getattr(loop.callbacks[i], name).load_state_dict(saved)
     for i, saved in mine["attributes of callbacks"].items():

@@ -1,0 +1,120 @@
+"""Snapshots in memory: whole or not there, of now, and without what can't be pickled; and the room that they need."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn, optim
+from torch.utils.data import DataLoader, TensorDataset
+
+from checkpoints import same
+from trainloop import TrainLoop, TTBasicModel
+from trainloop.errors import ResourceError
+from trainloop.resources import ResourceQuota
+from trainloop.transfer.slots import SnapshotMemory, Snapshotter, arrived_classes
+
+
+@pytest.fixture
+def memory() -> Iterator[SnapshotMemory]:
+    made = SnapshotMemory(parts=2, statuses=3)
+    yield made
+    made.close()
+
+
+def write(memory: SnapshotMemory, number: int, part: int, value: Any, known: Any = ()) -> None:
+    memory.write(number, part, 10 * number, Snapshotter(known, arrived_classes()).pack({"it": {"is": value}}))
+
+
+def read(memory: SnapshotMemory, number: int, part: int, known: Any = ()) -> Any:
+    return memory.read(number, part, known)["it"]["is"]
+
+
+def test_a_snapshot_is_there_when_all_of_its_parts_are(memory: SnapshotMemory) -> None:
+    assert memory.newest() is None
+    large, small = torch.arange(100_000.0), {"tensor": torch.ones(300), "array": np.arange(99), "text": "small"}
+    write(memory, 1, 0, large)
+    assert memory.newest() is None
+    write(memory, 1, 1, small)
+    assert memory.newest() == (1, 10)
+    write(memory, 2, 0, small)  # of another size, and the other part is missing
+    assert memory.newest() == (1, 10)
+    assert same(read(memory, 1, 0), large)
+    write(memory, 2, 1, small)
+    assert memory.newest() == (2, 20)
+    write(memory, 3, 0, small)
+    write(memory, 3, 1, large)
+    assert memory.newest() == (3, 30)
+    again = read(memory, 3, 0)
+    assert same({**again, "array": 0}, {**small, "array": 0})
+    assert np.array_equal(again["array"], small["array"])
+    again["tensor"].zero_()  # the reader's own
+    assert memory.newest() == (3, 30)
+    assert same(read(memory, 3, 1), large)
+
+
+def test_what_is_damaged_or_left_over_is_no_snapshot(memory: SnapshotMemory) -> None:
+    for number in (1, 2):
+        for part in (0, 1):
+            write(memory, number, part, torch.full((1000,), float(number)))
+    os.pwrite(memory._file(2, 1), b"!", 2000)
+    assert memory.newest() == (1, 10)
+    memory.forget_all_but(1)
+    write(memory, 2, 1, "of the next start")  # the other part is of the one before
+    assert memory.newest() == (1, 10)
+    os.ftruncate(memory._file(1, 0), 100)
+    assert memory.newest() is None
+
+
+def test_it_is_of_now_and_refers_to_what_both_sides_have(memory: SnapshotMemory) -> None:
+    shared, mine, theirs = torch.ones(1000).share_memory_(), object(), object()
+    write(memory, 1, 0, [shared, mine], [mine])
+    shared.zero_()
+    tensor, found = read(memory, 1, 0, [theirs])
+    assert tensor.sum() == 1000
+    assert found is theirs
+
+
+def test_what_refuses_is_left_out_and_named() -> None:
+    made = SnapshotMemory(parts=1, statuses=0)
+    snapshotter = Snapshotter((), arrived_classes())
+    state = {"must": {"a": 1}, "may": {"callback": {"lock": threading.Lock(), "count": 3}, "other": threading.Lock()}}
+    for number in (1, 2):
+        made.write(number, 0, 0, snapshotter.pack(state, ["may"], {("may", "callback", "function")}))
+        found = made.read(number, 0, ())
+        assert found["must"] == {"a": 1}
+        assert found["may"] == {"callback": {"count": 3}}
+        assert ("may", "callback", "lock") in found["omitted"]
+        assert ("may", "callback", "function") in found["omitted"]
+    with pytest.raises(TypeError, match="pickle"):
+        snapshotter.pack({"must": {"a": threading.Lock()}})
+    made.close()
+
+
+class Wide(TTBasicModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(500, 500)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "copies"), [(optim.SGD, 1), (optim.Adam, 3), (optim.Adagrad, 2), (optim.Adafactor, 1)]
+)
+def test_a_quota_without_room_for_two_is_refused(optimizer: Any, copies: int) -> None:
+    """Before any process starts: also where the optimizer's state is not there yet."""
+    model = Wide()
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    tl = TrainLoop(
+        model,
+        DataLoader(TensorDataset(torch.zeros(4, 500), torch.zeros(4)), 2),
+        optimizer=optimizer(model.parameters()),
+        accelerator="cpu",
+        resources=ResourceQuota(memory=2 * copies * nbytes),
+    )
+    with pytest.raises(ResourceError, match=r"max_restarts keeps two snapshots in memory, .* Raise it, or use"):
+        tl.fit(num_epochs=1, max_restarts=1)
