@@ -35,7 +35,8 @@ class History(Mapping[str, list[float]]):
         # Steps are kept as machine numbers: 16 bytes each, and no objects for the garbage collector to walk.
         self._step_indices: dict[str, array[int]] = {}
         self._step_values: dict[str, array[float]] = {}
-        self._own: dict[str, list[int]] = {}  # places of values that this rank has put in and the others don't know yet
+        self.unagreed: dict[str, list[int]] = {}
+        """Places of values that this rank has put in and the others don't know yet; written by the loop only."""
 
     def __getitem__(self, name: str) -> list[float]:
         try:
@@ -159,23 +160,23 @@ class History(Mapping[str, list[float]]):
 
     def record_own(self, name: str, value: float, epoch: int) -> None:
         """Add this rank's own value of an epoch, until ranks agree on one."""
-        self._own.setdefault(name, []).append(len(self._values.get(name, ())))
+        self.unagreed.setdefault(name, []).append(len(self._values.get(name, ())))
         self.record(name, value, epoch)
 
     @property
     def has_own(self) -> bool:
         """Whether there are values that ranks have to agree on."""
-        return bool(self._own)
+        return bool(self.unagreed)
 
     def take_own(self) -> dict[str, list[tuple[int, float]]]:
         """Take out the values, with their epochs, that ranks have to agree on."""
         taken = {}
-        for name, places in self._own.items():
+        for name, places in self.unagreed.items():
             values, epochs = self._values[name], self._epochs[name]
             taken[name] = [(epochs[i], values[i]) for i in places]
             for i in reversed(places):
                 del values[i], epochs[i]
-        self._own = {}
+        self.unagreed = {}
         return taken
 
     def put_agreed(self, everyone: Sequence[Mapping[str, Sequence[tuple[int, float]]]]) -> None:
@@ -204,7 +205,7 @@ class History(Mapping[str, list[float]]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Become what :meth:`state_dict` described."""
-        self._own = {}
+        self.unagreed = {}
         self._values = {name: list(values) for name, values in state["values"].items()}
         self._epochs = {name: list(epochs) for name, epochs in state["epochs"].items()}
         self._step_indices = {name: array("q", t.tolist()) for name, t in state["step_indices"].items()}

@@ -1,4 +1,4 @@
-"""What a reader of one step meets, counted; and that imports go in no circle, and stand at the head of their file."""
+"""What a reader of one step meets, counted; imports in no circle, at the head of their file; private names at home."""
 
 from __future__ import annotations
 
@@ -180,6 +180,7 @@ LATE = {
     "trainloop.train_loop.execute trainloop.launch.rank_process": RANKS,
     "trainloop.train_loop.execute trainloop.train_loop.handover": RANKS,
     "trainloop.train_loop.loop trainloop.tools": UP,
+    "trainloop.train_loop.loop trainloop.launch": RANKS,
     "trainloop.train_loop.loop trainloop.train_loop.preflight": UP,
     "trainloop.train_loop.placement trainloop.sync_batchnorm": CHEAP,
     "trainloop.train_loop.predicting trainloop.launch": RANKS,
@@ -213,3 +214,114 @@ def test_own_modules_are_imported_at_the_head_of_a_file() -> None:
             f"{module} {n}" for node in nodes_that_run(tree) if id(node) not in head for n in imported(module, node)
         }
     assert late == set(LATE), f"new: {sorted(late - set(LATE))}; gone: {sorted(set(LATE) - late)}"
+
+
+# -- private names -----------------------------------------------------------------------------------------------------
+
+# Their documentation names them.
+DOCUMENTED = set("_make _replace _asdict _fields _exit _getframe _parameters _buffers _modules".split())
+DOCUMENTED |= {"_values", "_indices", "_nnz"}  # of sparse tensors
+
+# Files that use private names of torch, the standard library and others. Each is to stand in one place, with the
+# reason and with what happens when it goes away; another name, or another file, needs its row here.
+FOREIGN: dict[str, str] = {
+    "callbacks/base.py": "_logs_nothing",
+    "callbacks/norms.py": "_foreach_norm",
+    "callbacks/performance_eval.py": "_version",
+    "callbacks/swa.py": "_BatchNorm _foreach_copy_",
+    "callbacks/train_schedule.py": "_opt_called _wrapped_by_lr_sched",
+    "data/libraries.py": "_num_samples",
+    "data/loaders.py": "_config",
+    "data/stops.py": "_IterableDatasetFetcher _MapDatasetFetcher",
+    "data/streams.py": "_worker_info",
+    "data/train.py": "_iterator",
+    "launch/fork_server.py": "_args_from_interpreter_flags _name",
+    "launch/rank_process.py": "_config _prctl_pr_set_pdeathsig _run_exitfuncs _shutdown",
+    "launch/settings.py": (
+        "_C _GLOBAL_DEVICE_CONTEXT _STYLES _fmt _get_nnpack_enabled _style _tensor_str _validate_args "
+        "_warnings_showwarning"
+    ),
+    "optim.py": (
+        "_global_optimizer_post_hooks _global_optimizer_pre_hooks _optimizer_step_post_hooks "
+        "_optimizer_step_pre_hooks _profiler_enabled"
+    ),
+    "parallel/ddp.py": (
+        "_check_reducer_finalized _delay_all_reduce_all_params _inside_ddp_forward _post_forward "
+        "_push_all_rebuilt_params _sync_buffers"
+    ),
+    "parallel/dp.py": "_former_parameters _replicate_for_data_parallel",
+    "scratch.py": "_config _rand",
+    "signals.py": "_config",
+    "sync_batchnorm.py": "_BatchNorm _LazyNormBase",
+    "train_loop/gradients.py": "_per_optimizer_states",
+    "train_loop/placement.py": "_remove_autograd_hooks",
+    "train_loop/preflight.py": "_DropoutNd _NormBase",
+    "train_loop/recompute.py": "_reconstructor",
+    "train_loop/run.py": "_compiled_call_impl",
+    "train_loop/trained.py": "_get_default_store",
+    "transfer/pickling.py": (
+        "_DYNAMIC_CLASS_TRACKER_BY_CLASS _DYNAMIC_CLASS_TRACKER_BY_ID _array _extra_reducers _mmap "
+        "_untyped_storage _utils _validate_loaded_sparse_tensors"
+    ),
+    "transfer/shared.py": "_orig_mod",
+    "transfer/slots.py": "_DYNAMIC_CLASS_TRACKER_BY_ID",
+    "transfer/torch_objects.py": (
+        "_TorchCompileWrapper _dynamo _inject_new_class _inject_property _ops _orig_mod _overloadname "
+        "_qualified_op_name _slotnames _torchdynamo_orig_callable"
+    ),
+    "transfer/unpicklable.py": "_extract_code_globals _should_pickle_by_reference",
+}
+
+
+def own_names(tree: ast.Module) -> set[str]:
+    """Private names that a module makes: functions, classes, variables, and attributes of its own objects."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+            names.add(node.attr)
+    return {name for name in names if is_private(name)}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def is_self(node: ast.AST) -> bool:
+    """``self``, ``cls`` or ``super()``: a class may use what its base has for it."""
+    return ast.unparse(node) in ("self", "cls", "super()")
+
+
+def test_private_names_stay_at_home() -> None:
+    trees = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    own = {file: own_names(tree) for file, tree in trees.items()}
+    ours = set.union(*own.values())
+    neighbours: list[str] = []
+    foreign: dict[str, set[str]] = {}
+    for file, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                private = {alias.name for alias in node.names if is_private(alias.name)}
+                if (node.module or "").startswith("trainloop"):
+                    neighbours += [f"{file}:{node.lineno} imports {name} from {node.module}" for name in private]
+                    continue
+            elif isinstance(node, ast.Attribute) and is_private(node.attr):
+                inherited = is_self(node.value) and node.attr in ours
+                private = set() if inherited else {node.attr} - own[file] - DOCUMENTED
+            else:
+                continue
+            if private:
+                foreign.setdefault(file, set()).update(private)
+    known = {file: set(names.split()) for file, names in FOREIGN.items()}
+    new = {file: names - known.get(file, set()) for file, names in foreign.items()}
+    gone = {file: names - foreign.get(file, set()) for file, names in known.items()}
+    for file, names in new.items():
+        for name in sorted(names & ours):
+            homes = ", ".join(sorted(home for home in own if name in own[home]))
+            neighbours.append(f"{file} uses {name}, which is private to {homes}")
+    assert not neighbours, "make public what a neighbour needs:\n" + "\n".join(neighbours)
+    assert not any(new.values()), {file: names for file, names in new.items() if names}
+    assert not any(gone.values()), {file: names for file, names in gone.items() if names}

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from trainloop.callbacks.abstract import AbstractExperimentCallback
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.callbacks.history_report import require_matplotlib
+from trainloop.callbacks.norms import norms_of
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiOptimizer, parameters_of
 
@@ -178,9 +179,9 @@ class GradientStats(GradientCallbackBase):
         if not gradients:
             return
         dense = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
-        norms = _stack(torch._foreach_norm(dense))
+        norms = _stack(norms_of(dense))
         self._log(f"grad_norm{suffix}", torch.linalg.vector_norm(norms))
-        self._log(f"grad_max{suffix}", _stack(torch._foreach_norm(dense, math.inf)).max())
+        self._log(f"grad_max{suffix}", _stack(norms_of(dense, math.inf)).max())
         if self.per_parameter:
             names = {id(p): name for name, p in loop.model.named_parameters()}
             owners = [p for p in self.parameters(optimizer_idx) if p.grad is not None and p.grad.numel()]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.monitor import Monitor
+from trainloop.callbacks.norms import norms_of
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiOptimizer, parameters_of
 
@@ -120,7 +121,7 @@ class TerminateOnNaN(AbstractCallback):
                 gradients.append(gradient._values() if gradient.is_sparse else gradient)
         if gradients:
             # The largest absolute value, unlike the sum of squares, overflows for no finite gradient.
-            self._values += torch._foreach_norm(gradients, math.inf)
+            self._values += norms_of(gradients, math.inf)
             self._sources += [(loop.global_step + 1, name) for name in names]
 
     def on_after_optimizer_step(self) -> None:

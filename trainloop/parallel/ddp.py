@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from trainloop.model import yields_losses
 from trainloop.optim import MultiLoss
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy
 
-__all__ = ["TTDistributedDataParallel", "reduce_gradients"]
+__all__ = ["TTDistributedDataParallel", "comm_hooks_of", "reduce_gradients"]
 
 
 class TTDistributedDataParallel(Transparent, DistributedDataParallel):
@@ -244,6 +244,15 @@ for _owner, _names in _TORCHS_OWN:
                 f"torch {torch.__version__}: {_owner.__name__} has no {_name} any more, which trainloop builds on. "
                 "Install a torch from 2.6 to 2.13, or a newer trainloop."
             )
+
+
+def comm_hooks_of(wrapper: DistributedDataParallel) -> Sequence[tuple[Any, Any]]:
+    """The communication hooks, with their states, that were registered with a wrapper.
+
+    torch has no public way to read them; none where it keeps them elsewhere, which only ``register_comm_hook`` would
+    show (read in torch 2.6 to 2.13).
+    """
+    return getattr(wrapper, "_comm_hooks", ())
 
 
 def _with_plain_dicts(output: Any) -> Any:

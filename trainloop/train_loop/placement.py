@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel
+from trainloop.parallel.ddp import comm_hooks_of
 from trainloop.train_loop.arguments import AmpOptions
 from trainloop.train_loop.recompute import recomputing
 
@@ -44,7 +45,7 @@ class Placement:
         hooks: Sequence[tuple[Any, Any]] = ()
         if isinstance(before, TTDistributedDataParallel):
             before._remove_autograd_hooks()
-            hooks = before._comm_hooks
+            hooks = comm_hooks_of(before)
         # The weights are alike, which the ranks have been told of at the start.
         self.wrapper = self.wrap(init_sync=False)
         for hook, state in hooks:

@@ -208,7 +208,7 @@ class Snapshots:
             "rank": {
                 **run_state.rank_state(run, lambda value, _: value),
                 "history": loop.history.state_dict(),
-                "own values": loop.history._own,
+                "own values": loop.history.unagreed,
                 "callbacks": run_state.callback_states(loop),
                 "last_loss": None if loop.last_loss is None else loop.last_loss.detach(),
                 "columns": run.progress.columns,
@@ -269,7 +269,7 @@ class Snapshots:
         if mine is not None:
             handover.put_tensors(loop, {key: (value, False) for key, value in mine["buffers"].items()})
             rank = mine["rank"]
-            loop.history._own = rank["own values"]
+            loop.history.unagreed = rank["own values"]
             loop.last_loss = rank["last_loss"]
             loop.message_service.__dict__.update(rank["messages"])
             run.progress.columns = rank["columns"]

@@ -16,6 +16,7 @@ from trainloop import distributed
 from trainloop.errors import ConfigurationError
 from trainloop.optim import optimizers_of
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
+from trainloop.parallel.ddp import comm_hooks_of
 
 __all__ = [
     "TrainedParameters",
@@ -133,7 +134,7 @@ class TrainedParameters:
         ConfigurationError
             Naming the first parameter that differs.
         """
-        if not isinstance(wrapper, TTDistributedDataParallel) or wrapper._comm_hooks:
+        if not isinstance(wrapper, TTDistributedDataParallel) or comm_hooks_of(wrapper):
             return
         named = {
             name: p
