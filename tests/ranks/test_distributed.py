@@ -248,6 +248,9 @@ def exchanges() -> dict[str, Any]:
     sent = {"from": rank, "blob": bytes(3000)}
     facts["broadcast 0"] = td.broadcast_object(sent)["from"]
     facts["broadcast 1"] = td.broadcast_object(sent, src=1)["from"]
+    facts["to rank 1"] = [td.gather_to("x" * (5000 * rank), 1), td.gather_to([rank] * 3, 1), td.gather_to(None)]
+    words = np.array([rank, -(2**62), 2**62 * rank, 7], np.int64)
+    facts["sums and greatest"] = [td.reduce_ints(words, reduce).tolist() for reduce in ("sum", "max")]
     facts["ints"] = td.exchange_ints([rank, -(2**62)] + [5] * rank)
     facts["many ints"] = td.exchange_ints(list(range(300 * rank)))
     td.barrier()
@@ -262,6 +265,8 @@ def exchanges() -> dict[str, Any]:
         "other reduction": error_of(lambda: td.all_reduce(1, "max" if rank else "sum")),
         "complex": error_of(lambda: td.all_reduce(1j, "max")),
         "gather": error_of(lambda: td.gather_object(Unpicklable() if rank else 1)),
+        "gather to": error_of(lambda: td.gather_to(Unpicklable() if rank else 1)),
+        "gather to nobody": error_of(lambda: td.gather_to(1, dst=2)),
         "broadcast": error_of(lambda: td.broadcast_object(Unpicklable(), src=1)),
         "src": error_of(lambda: td.broadcast_object(1, src=2)),
         "int": error_of(lambda: td.all_reduce(1, "avg")),  # type: ignore[arg-type]
@@ -308,6 +313,10 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert mine["objects"] == [{"rank": 0, "long": ""}, {"rank": 1, "long": "x" * 5000}]
         assert mine["long objects"] == [b"y" * 1020, b"y" * 1021]
         assert (mine["broadcast 0"], mine["broadcast 1"]) == (0, 1)
+        assert mine["to rank 1"] == (
+            [["", "x" * 5000], [[0] * 3, [1] * 3], None] if rank else [None, None, [None, None]]
+        )
+        assert mine["sums and greatest"] == [[1, -(2**63), 2**62, 14], [1, -(2**62), 2**62, 7]]
         assert mine["ints"] == [[0, -(2**62)], [1, -(2**62), 5]]
         assert mine["many ints"] == [[], list(range(300))]
         assert mine["after all errors"].tolist() == [0, 1]
@@ -330,6 +339,8 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert errors["gather"].startswith(
         "UnpicklableError: gather_object: the object of rank 1 can't be pickled (Unpicklable: RuntimeError: holds a "
     )
+    assert errors["gather to"].startswith("UnpicklableError: gather_to: the object of rank 1 can't be pickled")
+    assert errors["gather to nobody"] == "ConfigurationError: gather_to: dst=2: must be a rank, 0 to 1."
     assert errors["broadcast"].startswith("UnpicklableError: broadcast_object: the object of rank 1 can't be pickled")
     assert errors["src"] == "ConfigurationError: broadcast_object: src=2: must be a rank, 0 to 1."
     assert errors["int"].startswith("ConfigurationError: reduce='avg'")
