@@ -17,20 +17,41 @@ except PackageNotFoundError:
     release = "unknown"
 version = release
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+# Links to torch's and Python's own pages need inventories, which are fetched. Without network they stay plain names.
+if os.environ.get("DOCS_ONLINE") == "1":
+    extensions.append("sphinx.ext.intersphinx")
+    intersphinx_mapping = {
+        "python": ("https://docs.python.org/3", None),
+        "torch": ("https://docs.pytorch.org/docs/stable", None),
+    }
 exclude_patterns = ["_build"]
-templates_path: list[str] = []
+templates_path = ["_templates"]
+autosummary_generate = True
 nitpicky = False
 default_role = "py:obj"
 
 html_theme = "furo"
 html_title = f"trainloop {release}"
 html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 html_show_sphinx = False
 pygments_style = "friendly"
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+# As written in the source: the names of kinds.py rather than what they stand for, and defaults rather than their repr.
+autodoc_preserve_defaults = True
+autodoc_type_aliases = {
+    name: name
+    for name in ("Accelerator", "Amp", "Collate", "Devices", "GpuMode", "Loader", "ModelT", "Modules", "Optimizers")
+} | {"StartMethod": "StartMethod", "Transform": "Transform"}
 autodoc_typehints_format = "short"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autoclass_content = "class"

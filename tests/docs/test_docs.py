@@ -15,8 +15,10 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
+import os
 import pkgutil
 import re
+import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -30,6 +32,8 @@ from torch.utils.data import DataLoader
 
 import conftest
 import trainloop
+import trainloop.callbacks
+import trainloop.schedulers
 from places import ROOT
 from trainloop.errors import TrainLoopError
 
@@ -109,6 +113,20 @@ def test_code_of_a_page_runs(page: Path, folder: Path, may_leave: Any) -> None:
     standalone = page.name in ("README.rst", "index.rst")
     names = {"__name__": "__main__"} if standalone else names_of_the_first_page()
     run(page, blocks_of(page), names)
+
+
+def test_ten_minutes_are_one_file(tmp_path: Path) -> None:
+    """The blocks of the first page, pasted one after another into a file, run as a user runs them."""
+    section = (ROOT / "docs" / "index.rst").read_text().partition("All snippets of the guides")[0]
+    (tmp_path / "page.rst").write_text(section)
+    blocks = [block.code for block in blocks_of(tmp_path / "page.rst") if block.language == "python"]
+    (tmp_path / "ten_minutes.py").write_text("\n".join(blocks))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "ten_minutes.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("accuracy") == 1
+    assert "TrainLoop(ddp on 2 x cpu" in done.stdout
 
 
 def test_the_examples_of_one_device_learn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,3 +347,36 @@ def test_public_names_have_docstrings(name: str) -> None:
             if not member.startswith("_") and callable(value) and not inspect.getdoc(getattr(item, member)):
                 missing.append(f"{public}.{member}")  # getdoc looks at the classes above, too
     assert not missing, missing
+
+
+# -- links -------------------------------------------------------------------------------------------------------------
+
+GUIDES = [ROOT / "docs" / "index.rst", *(page for page in PAGES if page.parent.name in ("guides", "migrating"))]
+
+
+def test_classes_that_a_guide_names_are_links() -> None:
+    """``ModelCheckpoint`` is a word, `.ModelCheckpoint` a link to its page; a name that is not there is neither."""
+    parts = [trainloop, trainloop.callbacks, trainloop.schedulers, trainloop.errors]
+    classes = {name for part in parts for name in part.__all__ if name[0].isupper()}
+    linked = 0
+    for page in GUIDES:
+        text = "\n".join(line for line in page.read_text().splitlines() if not line.startswith("    "))
+        words = re.findall(r"(?<![`\w])``([A-Za-z]+)``", re.sub(r".*\n[=-]{3,}\n", "", text))
+        assert not set(words) & set(classes), f"{page}: write `.Name` for {sorted(set(words) & set(classes))}"
+        for name in re.findall(r"(?<![`:\w])`(trainloop\.[\w.]+)`(?![`_])", text):
+            module, _, attribute = name.rpartition(".")
+            assert pkgutil.resolve_name(name) is not None, f"{page}: {module} has no {attribute}"
+            linked += 1
+        linked += sum(name in classes for name in re.findall(r"(?<![`:\w])`\.(\w+)`", text))
+    assert linked > 50
+
+
+WIDTH = 92  # characters of code in the column of the theme
+
+
+def test_no_code_is_wider_than_its_column() -> None:
+    for page in GUIDES:
+        for block in blocks_of(page):
+            if block.language in ("python", "shell"):
+                wide = [line for line in block.code.splitlines() if len(line) > WIDTH]
+                assert not wide, f"{page}:{block.line}: what is cut off may be the point: {wide}"
