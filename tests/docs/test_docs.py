@@ -115,6 +115,7 @@ def test_code_of_a_page_runs(page: Path, folder: Path, may_leave: Any) -> None:
     run(page, blocks_of(page), names)
 
 
+@pytest.mark.slow
 def test_ten_minutes_are_one_file(tmp_path: Path) -> None:
     """The blocks of the first page, pasted one after another into a file, run as a user runs them."""
     section = (ROOT / "docs" / "index.rst").read_text().partition("All snippets of the guides")[0]
@@ -123,7 +124,7 @@ def test_ten_minutes_are_one_file(tmp_path: Path) -> None:
     (tmp_path / "ten_minutes.py").write_text("\n".join(blocks))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "ten_minutes.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("accuracy") == 1
     assert "TrainLoop(ddp on 2 x cpu" in done.stdout
