@@ -3,7 +3,7 @@
 Ranks are processes of this machine that talk over Gloo, forked from one that has everything imported, so that 32 of
 them fit into it. They share its cores: times tell how a cost grows, and which of two ways is the quicker one, not what
 it is on a cluster. Bytes are those that one rank, the busiest, sends and receives, by the algorithms that Gloo uses;
-they are the same on a cluster. Writes ``docs/design/scale_measured.rst``.
+they are the same on a cluster. Writes ``docs/design/scale_measured.txt``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trainloop.metrics import Asked, Recorder
 from trainloop.metrics.exchange import Gathered, Reduced
 from trainloop.stopping import GroupStop
 
-OUT = Path(__file__).parent.parent / "docs" / "design" / "scale_measured.rst"
+OUT = Path(__file__).parent.parent / "docs" / "design" / "scale_measured.txt"
 METRICS, STEPS = 10, 128
 TIMES = 7
 

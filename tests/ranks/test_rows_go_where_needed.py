@@ -61,6 +61,7 @@ class Predicts(AbstractCallback):
         # One that is given up after its first batch
         for _ in tl.predict_with_model(tl.test_loader, stream=True):
             break
+        distributed.barrier()  # rank 0 removes the folder when all have its files open
         facts["left"] = os.listdir(tempfile.gettempdir())
         facts["logged"] = {name: tl.history[f"{name}_seen"] for name in ("default", "main", "stream")}
         self.found = distributed.gather_to(facts)
