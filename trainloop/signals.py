@@ -28,7 +28,7 @@ from typing import Any
 
 from trainloop.stopping import CHECKPOINT, INTERRUPT, TERMINATE, StopAgreement
 
-__all__ = ["Heard", "WorkerInit", "rank_signals", "signals", "uninterrupted"]
+__all__ = ["Heard", "WorkerInit", "rank_signals", "signals", "started", "uninterrupted"]
 
 _REASON_OF_SIGNAL = {"SIGINT": INTERRUPT, "SIGTERM": TERMINATE, "SIGUSR1": CHECKPOINT}
 
@@ -355,10 +355,26 @@ class WorkerInit:
         if _mark is not None:
             for number in _numbers():
                 signal.signal(number, _in_worker)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _numbers())  # see started()
         if self._temporary is not None:
             multiprocessing.current_process()._config["tempdir"] = self._temporary  # type: ignore[attr-defined]
         if self.users is not None:
             self.users(worker_id)
+
+
+def started(loader: Any) -> Iterator[Any]:
+    """``iter(loader)``, whose workers let signals in when they can outlive them, and not from their first line on.
+
+    Until :class:`WorkerInit` is called, which on a busy machine may be seconds later, a SIGTERM would end them by
+    torch's own handler.
+    """
+    if not getattr(loader, "num_workers", 0) or not isinstance(getattr(loader, "worker_init_fn", None), WorkerInit):
+        return iter(loader)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _numbers())  # workers inherit that
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _in_worker(number: int, frame: FrameType | None) -> None:

@@ -13,6 +13,7 @@ from trainloop.data.stops import whole
 from trainloop.errors import ConfigurationError
 from trainloop.nested import map_parts, parts_of
 from trainloop.sharding import shard_size
+from trainloop.signals import started
 
 
 class SplitBatches:
@@ -64,7 +65,7 @@ class SplitBatches:
         self.dim = dim
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.loader)
+        return started(self.loader)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]  # its own error where it has none
@@ -110,10 +111,10 @@ class SplitBatches:
 def read_columns(loader: SplitBatches, aside: Aside | None, name: str) -> Iterator[tuple[int, Any]]:
     """``(columns, batch)`` of each batch of a pass, drawn inside ``aside`` where there is one."""
     if aside is None:
-        batches = whole(iter(loader), name)
+        batches = whole(started(loader), name)
     else:
         with aside:
-            batches = whole(iter(loader), name)
+            batches = whole(started(loader), name)
         batches = drawn_aside(batches, aside)
     for batch in batches:
         yield loader.columns(batch), batch

@@ -29,6 +29,7 @@ from trainloop.data.twins import twin
 from trainloop.data.whole_batches import WholeBatches
 from trainloop.rng import derive_seed
 from trainloop.sharding import index_blocks, shard_size
+from trainloop.signals import started
 
 _END: Any = object()
 
@@ -165,7 +166,7 @@ class Indexed(Source):
         asked.first_batch = batch_index = first_batch
         seed = shard.seed
         with nullcontext() if seed is None else Aside(derive_seed(seed, "loader", epoch, rank)):
-            batches = whole(iter(self.loader), self._name)
+            batches = whole(started(self.loader), self._name)
         # Workers are seeded by the indices that they get.
         aside = None if seed is None or self.loader.num_workers > 0 else Aside()
         while True:

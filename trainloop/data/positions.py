@@ -24,6 +24,7 @@ from trainloop.data.orders import length_of
 from trainloop.data.randomness import Aside
 from trainloop.data.stops import whole
 from trainloop.nested import map_parts
+from trainloop.signals import started
 
 T = TypeVar("T")
 
@@ -191,7 +192,7 @@ class InProcess:
         return self._noted(batches)
 
     def _iterated(self) -> Iterator[Any]:
-        self._iterator = iter(self._loader)
+        self._iterator = started(self._loader)
         return whole(self._iterator, self._name)
 
     def _noted(self, batches: Iterator[T]) -> Iterator[T]:

@@ -26,6 +26,7 @@ from trainloop.data.streams import StreamPart, seed_stream, stream_twin
 from trainloop.data.tensors import TensorRows, draw_base_seed, loader_batches, loads_batches_here
 from trainloop.rng import derive_seed
 from trainloop.sharding import BatchPlan, shard_size
+from trainloop.signals import started
 
 
 class Source:
@@ -110,7 +111,7 @@ def _batches_of(loader: Any, name: str) -> Iterator[Any]:
     So the mark is left out that torch makes for profilers around each batch: some 20 us, of a small model's 500.
     """
     if not loads_batches_here(loader) or loaders.is_stream(loader) or isinstance(loader.dataset, MapDataPipe):
-        return whole(iter(loader), name)
+        return whole(started(loader), name)
     dataset: Any = loader.dataset
     fetch, collate = getattr(dataset, "__getitems__", None), loader.collate_fn
     batches_of_indices = iter(loader.batch_sampler)
@@ -174,7 +175,7 @@ class Stream(Source):
         seed_stream(self.loader, seed)
         aside = Aside(seed)
         with aside:
-            parts = whole(iter(self.loader), self._name)
+            parts = whole(started(self.loader), self._name)
         if self.loader.num_workers == 0:
             parts = drawn_aside(parts, aside)
         if self.position is not None:
@@ -216,7 +217,7 @@ class Opaque(Source):
         first, place = first_batch * self._step + self._rank, self._place
         with aside or nullcontext():
             if place is None:
-                batches = whole(iter(self.loader), self._name)
+                batches = whole(started(self.loader), self._name)
             else:
                 # Each rank has stopped at its own batch of the round.
                 first = self._step - 1 if place.goes_on else first
