@@ -283,7 +283,8 @@ def train(folder: Path, mode: str, ranks: int, kind: str, plan: list[Plan], seed
     scheduler = LRScheduler(CosineAnnealingLR, interval="step", T_max=50)
     board = TensorBoard(folder / "events", log_every_n_steps=1)
     keeper = ModelCheckpoint(folder / "checkpoints", every_n_steps=5, keep=2)
-    tl.fit(num_epochs=EPOCHS, callbacks=[strikes, stopping, average, scheduler, board, keeper], **fit)
+    length = {} if "num_iterations" in fit else {"num_epochs": EPOCHS}
+    tl.fit(callbacks=[strikes, stopping, average, scheduler, board, keeper], **length, **fit)
     facts = {
         "weights": dict(model.named_parameters()),
         "buffers": dict(model.named_buffers()),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from survival import LOADERS, Plan, rows, train
+from survival import LOADERS, Plan, SoftError, rows, train
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -72,6 +72,26 @@ def test_one_process_survives_without_a_seed(undisturbed: Undisturbed, tmp_path:
     """Twice in one epoch, whose order was drawn from the caller's generator; which is at the same place afterwards."""
     plan = [(0, "on_batch_end", 4, "SIGSEGV"), (0, "on_batch_end", 5, "SIGKILL"), (0, "at exit", 16, "SIGKILL")]
     assert_survives(undisturbed, tmp_path, "single", 1, "rows", plan, seed=None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "ranks"), [("single", 1), ("ddp", 2)])
+def test_the_last_epoch_is_finished(tmp_path: Path, mode: str, ranks: int) -> None:
+    """Where iterations are counted: by a restart from a snapshot, and a resumed checkpoint, after the last of them."""
+    length: dict[str, Any] = {"num_iterations": 10}  # within the second epoch, and with a checkpoint
+    _, expected = train(tmp_path / "undisturbed", mode, ranks, "rows", [], **length)
+    validates = (ranks - 1, "on_evaluation_begin", 10, "raises")
+    tl, facts = train(
+        tmp_path / "restarted", mode, ranks, "rows", [validates], **length, max_restarts=1, restart_every_steps=1
+    )
+    assert [restart.step for restart in tl.restarts] == [10]
+    assert [name for name in facts if not same(facts[name], expected[name])] == []
+
+    with pytest.raises((SoftError, WorkerFailedError)):
+        train(tmp_path / "resumed", mode, ranks, "rows", [validates], **length)
+    _, facts = train(tmp_path / "resumed", mode, ranks, "rows", [validates], **length, resume_from="last")
+    names = ("weights", "optimizer", "history", "early stopping", "average", "schedule", "counters")
+    assert [name for name in names if not same(facts[name], expected[name])] == []
 
 
 def test_sigterm_in_a_restart(undisturbed: Undisturbed, tmp_path: Path) -> None:

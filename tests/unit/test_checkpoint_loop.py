@@ -154,12 +154,17 @@ def test_every_kind_of_loader_goes_on_where_it_was(tmp_path: Path, kind: str, st
     assert same(state_of(second), state_of(whole))
 
 
-def test_iterations_instead_of_epochs_go_on_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("iterations", "steps"), [(25, 8), (25, 14), (22, 12)], ids=["within", "after the last", "after a whole epoch"]
+)
+def test_iterations_instead_of_epochs_go_on_too(tmp_path: Path, iterations: int, steps: int) -> None:
+    """A checkpoint after the last one has no step before it, but the end of its epoch."""
     whole = make_loop()
-    whole.fit(num_iterations=25, grad_accumulation=2)
-    first = interrupted(tmp_path, 8, make_loop(), num_epochs=0, num_iterations=25)
+    whole.fit(num_iterations=iterations, grad_accumulation=2)
+    first = interrupted(tmp_path, steps, make_loop(), num_epochs=0, num_iterations=iterations)
     second = make_loop()
-    second.fit(num_iterations=25, grad_accumulation=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    keeper = ModelCheckpoint(tmp_path)
+    second.fit(num_iterations=iterations, grad_accumulation=2, callbacks=[keeper], resume_from="last")
     assert first.model.rows + second.model.rows == whole.model.rows
     assert same(state_of(second), state_of(whole))
 

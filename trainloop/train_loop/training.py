@@ -158,10 +158,11 @@ class Training(Run):
         return self.start_iteration + self.loop.num_iterations if self.loop.num_iterations else math.inf
 
     def is_done(self) -> bool:
-        """Whether no step is left to do."""
+        """Whether nothing is left to do but for the end: no step, and no epoch that a state taken up lies in."""
         if self.loop.num_epochs:
             return self.loop.epoch >= self.start_epoch + self.loop.num_epochs
-        return self.loop.total_iteration_idx >= self._last_iteration
+        # One that was made after the last iteration has the end of its epoch before it.
+        return self.loop.total_iteration_idx >= self._last_iteration and not self.skip_steps
 
     def _finish(self, ended_by: int) -> None:
         """As planned or by early stopping: test and last hooks. By a signal: a checkpoint where one is wanted."""
@@ -243,6 +244,8 @@ class Training(Run):
 
     def _at_most_to_the_last(self, steps: Iterator[StepBatches]) -> Iterator[StepBatches]:
         """The steps, the last one cut to the batches that are left; where these are uneven, it is finished."""
+        if self.loop.total_iteration_idx >= self._last_iteration:  # an epoch that is only to be finished
+            return
         for step in steps:
             left = int(self._last_iteration) - self.loop.total_iteration_idx
             if left < len(step.batches) and step.scales is None:
