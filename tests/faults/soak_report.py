@@ -30,12 +30,14 @@ def page(results: Sequence[dict[str, Any]]) -> str:
     seeds = ", ".join(map(str, sorted({result["seed"] for result in last.values()})))
     dates = sorted({result["date"] for result in last.values()})
     commits = Counter(result["commit"] for result in last.values())
+    disturbed = sum(result["kind"] != "control" for result in last.values())
     lines = [
         "The soak",
         "========",
         "",
         ".. Written by tests/faults/soak.py --report; what a trial is stands in that file.",
         "",
+        f"* {disturbed} disturbed trials so far; the acceptance asks for 300.",
         f"* Seed {seeds}; {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}; torch {torch.__version__}, Python "
         f"{platform.python_version()}, {os.cpu_count()} CPU cores.",
         f"* At commit {', '.join(f'{commit} ({count} trials)' for commit, count in commits.items())}.",
