@@ -152,8 +152,9 @@ def test_calls_in_kept_ranks(
     assert "Traceback" not in capfd.readouterr().err
 
 
-def memory_of_ranks(stop: Any, block: Any) -> list[tuple[int, int, int]]:
-    mine = (os.getpid(), len(os.listdir("/proc/self/fd")), int(block.sum()))
+def memory_of_ranks(stop: Any, block: Any) -> list[tuple[int, int, str]]:
+    assert block.sum()
+    mine = (os.getpid(), len(os.listdir("/proc/self/fd")), os.environ.get("GLOO_SOCKET_IFNAME"))
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, mine)
     return everybody
@@ -164,10 +165,12 @@ def test_kept_ranks_hold_nothing_of_a_call() -> None:
 
     block = torch.ones(64 << 20, dtype=torch.uint8)
     with keeping():
-        launch(functools.partial(memory_of_ranks, block=block), ranks_per_node=2)
+        started = launch(functools.partial(memory_of_ranks, block=block), ranks_per_node=2)
         facts = [launch(functools.partial(memory_of_ranks, block=block), ranks_per_node=2) for _ in range(3)]
         assert len({tuple(pid for pid, _, _ in calls) for calls in facts}) == 1
         assert len({tuple(fds for _, fds, _ in calls) for calls in facts}) == 1  # none is left open
+        # Groups that the work makes go over the same interface in each call.
+        assert {interface for calls in facts for _, _, interface in calls} == {started[0][2]} != {None}
         held = [psutil.Process(pid).memory_full_info().pss for pid, _, _ in facts[0]]
         maps = [Path(f"/proc/{pid}/maps").read_text() for pid, _, _ in facts[0]]
     assert not any("trainloop-payload" in text for text in maps)

@@ -29,7 +29,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from multiprocessing import context, popen_spawn_posix, reduction, resource_tracker, spawn, util
+from multiprocessing import connection, context, popen_spawn_posix, reduction, resource_tracker, spawn, util
 from typing import Any
 
 from trainloop.errors import ConfigurationError
@@ -43,6 +43,8 @@ METHOD_VARIABLE = "TRAINLOOP_START_METHOD"
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _END_S = 5.0
+_LOAD_S = 600.0  # to import torch, from a slow disk that many processes read
+_ANSWER_S = 60.0  # to fork
 # Each rank sets these anew, or they mean nothing to what the server imports: no reason for another server.
 _NOT_AT_IMPORT = (
     "OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK "
@@ -86,6 +88,7 @@ class ForkServer:
     def __init__(self) -> None:
         self.circumstances = circumstances()
         self._ready = False
+        self._reading = threading.Lock()  # fits in several threads wait for the one message that it is ready
         folder = "/"
         ours, theirs = connection_pair()
         with contextlib.suppress(OSError):  # removed: then nothing can be found relative to it
@@ -126,11 +129,14 @@ class ForkServer:
         ForkServerError
             If it ended instead, or must not be forked: something that it imported started a thread or took a GPU.
         """
-        if not self._ready:
-            objection = self._answer()
-            if objection:
-                raise ForkServerError(objection)
-            self._ready = True
+        if self._ready:
+            return
+        with self._reading:
+            if not self._ready:  # nor has another thread read it by now
+                objection = self._answer(_LOAD_S)
+                if objection:
+                    raise ForkServerError(objection)
+                self._ready = True
 
     def start(self, arguments: Sequence[Any], fds: Sequence[int]) -> int:
         """A new child of this process that runs as a fresh interpreter would; its process number.
@@ -159,18 +165,20 @@ class ForkServer:
             folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise ForkServerError(f"the current folder can't be opened: {error}") from error
-        with _closing([folder]), _subreaper():
+        with _closing([folder]), self._reading, _subreaper():
             try:
                 send(self._connection, json.dumps(asked).encode(), [folder, *fds])
             except OSError as error:
                 raise ServerGoneError(f"it is gone: {error}") from error
-            pid, _, parent = self._answer().partition(" ")
+            pid, _, parent = self._answer(_ANSWER_S).partition(" ")
         if parent != str(os.getpid()):
             raise ForkServerError("this system can't make a forked process the child of another one")
         return int(pid)
 
-    def _answer(self) -> str:
+    def _answer(self, timeout_s: float) -> str:
         try:
+            if not connection.wait([self._connection], timeout_s):
+                raise ServerGoneError(f"it has not answered for {timeout_s:g} s")
             answer = self._connection.recv(1 << 16)
         except OSError as error:
             raise ServerGoneError(f"it is gone: {error}") from error

@@ -205,6 +205,8 @@ def _result_of(
         LOCAL_RANK=str(me.local_rank),
         LOCAL_WORLD_SIZE=str(me.local_world_size),
     )
+    if spec.interface is not None:  # also for groups that the work makes, be it a kept rank's second
+        os.environ["GLOO_SOCKET_IFNAME"] = spec.interface
     if spec.num_threads is not None:
         torch.set_num_threads(spec.num_threads)
     _allow_many_descriptors()
@@ -233,8 +235,6 @@ def _result_of(
 
 
 def _make_group(spec: RankSpec, me: Rank, device: torch.device) -> None:
-    if spec.interface is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = spec.interface
     timeout = timedelta(seconds=spec.timeout_s)
     store: dist.Store
     if spec.init_method is not None:
