@@ -83,6 +83,7 @@ class Strikes(AbstractCallback):
         super().__init__("Strikes")
         self.folder, self.plan, self.caller = folder, plan, os.getpid()
         self.losses: list[tuple[int, float]] = []
+        self.no_memory = any(what == "no memory for snapshots" for *_, what in plan)
         self.lock: Any = None  # of this process: it can't be in a snapshot
 
     def at(self, place: str) -> None:
@@ -123,6 +124,12 @@ class Strikes(AbstractCallback):
                 write(target, *args)
 
             file._write = half
+        if self.no_memory:
+
+            def refuses(fd: int, data: memoryview, place: int) -> None:
+                raise OSError("no room by plan")
+
+            slots.write_all = refuses
         if "snapshot is half written" in places:
             write_all = slots.write_all
 

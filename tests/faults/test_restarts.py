@@ -111,6 +111,14 @@ def test_sigterm_in_a_restart(undisturbed: Undisturbed, tmp_path: Path) -> None:
     assert facts["counters"] == undisturbed("single", 1, "rows", 3)["counters"]
 
 
+@pytest.mark.filterwarnings("ignore:no snapshot could be made after step")
+def test_without_memory_for_snapshots_a_checkpoint_is_taken(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    plan = [(0, "on_batch_end", 7, "SIGKILL"), (0, "never", 0, "no memory for snapshots")]
+    tl, facts = train(tmp_path, "single", 1, "rows", plan, max_restarts=1, restart_every_steps=3)
+    assert [(restart.step, restart.steps_repeated) for restart in tl.restarts] == [(5, 1)]
+    assert facts["counters"] == undisturbed("single", 1, "rows", 3)["counters"]
+
+
 class Fails(AbstractCallback):
     """In every start, at the same step; or once, in a way that no restart can heal."""
 

@@ -66,7 +66,7 @@ class CheckpointInfo:
     """Of the monitored metric; None where it was not judged."""
 
     reason: str = ""
-    """What made it: ``'epoch'``, ``'steps'``, ``'time'``, ``'improved'``, ``'end'`` or a signal's name."""
+    """What made it: ``'epoch'``, ``'steps'``, ``'time'``, ``'improved'``, ``'end'``, ``'restart'`` or a signal."""
 
 
 @dataclass(frozen=True)

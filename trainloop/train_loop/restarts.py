@@ -30,6 +30,7 @@ from trainloop.train_loop.snapshots import (
     Restart,
     get_back,
     get_status,
+    is_failing,
     restart_line,
     set_back,
     set_status,
@@ -113,14 +114,14 @@ class Supervisor:
         """Step to go on from, the snapshot's number (0: none), and whether a checkpoint is to be taken instead."""
         newest = self.memory.newest()
         self.memory.forget_all_but(newest[0] if newest is not None else 0)
-        if newest is not None:
-            return newest[1], newest[0], False
-        # No memory for snapshots, or a failure before the first: with a checkpoint of this very run, not all is lost.
-        for callback in self._loop.callbacks:
-            steps = callback.own_steps() if hasattr(callback, "own_steps") else ()
-            if steps:
-                return steps[-1], 0, True
-        return self._loop.global_step, 0, False
+        step = newest[1] if newest is not None else self._loop.global_step
+        # A snapshot follows on each checkpoint, and has more in it. But where none could be made, not all is lost.
+        if newest is None or is_failing(self.memory):
+            for callback in self._loop.callbacks:
+                steps = callback.own_steps() if hasattr(callback, "own_steps") else ()
+                if steps and steps[-1] > step:
+                    return steps[-1], 0, True
+        return step, 0 if newest is None else newest[0], False
 
     def _note_end_of_restart(self, failed_ns: int | None) -> None:
         """The last restart is over: training went on, or failed again before it did."""

@@ -39,8 +39,8 @@ __all__ = ["Restart", "Snapshots", "status_words"]
 SHARE_OF_TIME = 0.01
 """What snapshots may cost, where nobody says how often to make them."""
 
-_BACK, _FIRST = 0, 1  # words of the status: when training went on; then two a rank:
-_STEP, _TRAINS = 0, 1
+_BACK, _FAILING, _FIRST = 0, 1, 2  # words of the status: when training went on, whether the last one failed; then
+_STEP, _TRAINS = 0, 1  # of each rank
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial, type)
 _PLAIN = (bool, int, float, str, type(None), random.Random, np.random.Generator, np.random.RandomState)
@@ -90,6 +90,11 @@ def set_back(memory: SnapshotMemory, time_ns: int) -> None:
 def get_back(memory: SnapshotMemory) -> int:
     """What :func:`set_back` said."""
     return memory.status[_BACK]
+
+
+def is_failing(memory: SnapshotMemory) -> bool:
+    """Whether the last snapshot could not be made, so that a checkpoint may be newer than the one before."""
+    return bool(memory.status[_FAILING])
 
 
 class Snapshots:
@@ -177,6 +182,7 @@ class Snapshots:
         # All ranks have written when this is over; and all go by the same numbers.
         mine = [int(1e9 * (ended - begun)), int(1e9 * (begun - self._made_at)), int(bool(problem))]
         costs, pauses, errors = zip(*distributed.exchange_ints(mine))
+        self._status[_FAILING] = any(errors)
         if any(errors):
             if problem and not self._failed:
                 self._failed = True
