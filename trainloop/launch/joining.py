@@ -199,11 +199,13 @@ def _fresh_store(init_method: str, me: Rank, timeout: timedelta) -> dist.Store:
     """A store for one process group, where no earlier group of these processes has left its addresses.
 
     torchrun's store outlives the groups: in the next one, a rank would read where another *was*, and wait for it there.
-    So a process keeps one store, and each group, the n-th on all ranks alike, has a part of it for itself.
+    So a process keeps one store, and each group, the n-th on all ranks alike, has a part of it for itself. It outlives
+    the processes, too, where ``torchrun --max-restarts`` starts them again.
     """
     if init_method not in _stores:
         _stores[init_method] = next(dist.rendezvous(init_method, me.rank, me.world_size, timeout=timeout))[0]
-    return dist.PrefixStore(f"trainloop-{next(_group_number)}", _stores[init_method])
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"trainloop-{start}-{next(_group_number)}", _stores[init_method])
 
 
 def _common_words(me: Rank) -> memoryview | None:

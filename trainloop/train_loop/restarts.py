@@ -115,8 +115,9 @@ class Supervisor:
         newest = self.memory.newest()
         self.memory.forget_all_but(newest[0] if newest is not None else 0)
         step = newest[1] if newest is not None else self._loop.global_step
-        # A snapshot follows on each checkpoint, and has more in it. But where none could be made, not all is lost.
-        if newest is None or is_failing(self.memory):
+        # A snapshot follows on each checkpoint, and has more in it: attributes of modules and of callbacks without a
+        # state_dict. So the one before is better than a newer checkpoint. Where none could be made, not all is lost.
+        if is_failing(self.memory):
             for callback in self._loop.callbacks:
                 steps = callback.own_steps() if hasattr(callback, "own_steps") else ()
                 if steps and steps[-1] > step:
