@@ -22,7 +22,14 @@ from trainloop.devices import usable_cores
 from trainloop.distributed.key import key_from_environment, new_key
 from trainloop.errors import ConfigurationError, WorkerFailedError
 from trainloop.launch.failures import Failure
-from trainloop.launch.fork_server import ForkServerError, chosen_method, circumstances, end_server, server
+from trainloop.launch.fork_server import (
+    ForkServerError,
+    ServerGoneError,
+    chosen_method,
+    circumstances,
+    end_server,
+    server,
+)
 from trainloop.launch.joining import join, joined
 from trainloop.launch.kept import keeping, kept_here
 from trainloop.launch.main_guard import check_main_guard, main_place
@@ -250,14 +257,23 @@ def _begin_server(start_method: str) -> bool:
 
 
 def _server_is_ready(start_method: str) -> bool:
-    """Wait for it; whether it can serve. Where not, ranks are spawned, now and from now on."""
+    """Wait for it; whether it can serve. Where not, ranks are spawned: now, or from now on if it says why."""
     try:
-        server().wait()
+        for again in (True, False):  # one that somebody has killed is replaced once
+            loading = server()
+            try:
+                loading.wait()
+                return True
+            except ServerGoneError:
+                end_server(of=loading)
+                if not again:
+                    raise
+            except ForkServerError as error:
+                end_server(str(error), of=loading)
+                raise
     except ForkServerError as error:
-        end_server(str(error))
         _explain(error, chosen_method(start_method))
-        return False
-    return True
+    return False
 
 
 def _explain(error: ForkServerError, method: str) -> None:

@@ -25,6 +25,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -36,7 +37,15 @@ from trainloop.errors import ConfigurationError
 from trainloop.launch.forked import LAUNCH_VARIABLE, PLACEHOLDER
 from trainloop.launch.messages import connection_pair, send
 
-__all__ = ["ForkServer", "ForkServerError", "ServedProcess", "chosen_method", "circumstances", "server"]
+__all__ = [
+    "ForkServer",
+    "ForkServerError",
+    "ServedProcess",
+    "ServerGoneError",
+    "chosen_method",
+    "circumstances",
+    "server",
+]
 
 METHOD_VARIABLE = "TRAINLOOP_START_METHOD"
 """Stands for ``start_method='auto'`` where it is set."""
@@ -61,6 +70,10 @@ class ForkServerError(Exception):
 
 class ServerGoneError(ForkServerError):
     """It has been killed, most likely: another one may serve."""
+
+
+class ForkFailedError(ForkServerError):
+    """It can't fork now, for want of processes or memory, and may later."""
 
 
 def chosen_method(asked: str = "auto") -> str:
@@ -103,6 +116,8 @@ class ForkServer:
         # The last argument is for those who look at command lines: that is what it will be.
         command = [spawn.get_executable(), *_flags(), "-c", program, told, "--multiprocessing-fork"]
         self._connection = ours
+        # What goes to the whole group, such as Ctrl-C, is not for it, nor while its interpreter starts.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             with theirs:
                 self._process = subprocess.Popen(
@@ -111,6 +126,8 @@ class ForkServer:
         except BaseException:
             ours.close()
             raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.pid: int = self._process.pid
 
     def fileno(self) -> int:
@@ -170,22 +187,28 @@ class ForkServer:
                 send(self._connection, json.dumps(asked).encode(), [folder, *fds])
             except OSError as error:
                 raise ServerGoneError(f"it is gone: {error}") from error
-            pid, _, parent = self._answer(_ANSWER_S).partition(" ")
-        if parent != str(os.getpid()):
+            answer = self._answer(_ANSWER_S)
+        numbers = answer.split()
+        if len(numbers) != 2 or not answer.replace(" ", "").isdigit():
+            raise ForkFailedError(f"it can't fork: {answer}")
+        if numbers[1] != str(os.getpid()):
             raise ForkServerError("this system can't make a forked process the child of another one")
-        return int(pid)
+        return int(numbers[0])
 
     def _answer(self, timeout_s: float) -> str:
         try:
             if not connection.wait([self._connection], timeout_s):
                 raise ServerGoneError(f"it has not answered for {timeout_s:g} s")
             answer = self._connection.recv(1 << 16)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # the latter where another thread has closed it
             raise ServerGoneError(f"it is gone: {error}") from error
         if not answer:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_S)
-            raise ServerGoneError(f"it ended, with exit code {self._process.returncode}; its error stands above")
+            code = self._process.returncode
+            if self._ready or code is None or code <= 0:
+                raise ServerGoneError(f"it ended, with exit code {code}")
+            raise ForkServerError(f"it ended while it loaded torch, with exit code {code}; its error stands above")
         return answer.decode().strip()
 
     def forget(self) -> None:
@@ -195,7 +218,11 @@ class ForkServer:
 
     def close(self) -> None:
         """End it."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for it
         self._connection.close()
+        if not self._ready:  # it would load torch to the end before it noticed
+            self._process.kill()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -235,10 +262,15 @@ def server() -> ForkServer:
         return _current
 
 
-def end_server(objection: str | None = None) -> None:
-    """End this process's server; ``objection``: why there shall be no other, unless circumstances change."""
+def end_server(objection: str | None = None, *, of: ForkServer | None = None) -> None:
+    """End this process's server, or ``of`` if that is it.
+
+    ``objection``: why there shall be no other, unless circumstances change.
+    """
     global _current, _cannot
     with _lock:
+        if of is not None and of is not _current:  # another thread has ended it
+            return
         atexit.unregister(end_server)
         _cannot = None if objection is None else (objection, circumstances())
         ended, _current = _current, None
@@ -299,11 +331,7 @@ class _Popen(popen_spawn_posix.Popen):
                 fds = [*self._fds, tracker_fd, child_r, child_w]
                 try:
                     self.pid = start(command, fds)
-                except ServerGoneError:
-                    end_server()
-                    continue
-                except ForkServerError as error:  # for good, then
-                    end_server(str(error))
+                except ForkServerError:
                     continue
                 failed.pop_all()
                 break
@@ -311,7 +339,8 @@ class _Popen(popen_spawn_posix.Popen):
         self.finalizer = util.Finalize(self, _close, (sentinel, parent_w))
         os.close(child_r)
         os.close(child_w)
-        with open(parent_w, "wb", closefd=False) as file:
+        # A process that was killed meanwhile has its exit status, as one that is killed later.
+        with contextlib.suppress(BrokenPipeError), open(parent_w, "wb", closefd=False) as file:
             file.write(told.getbuffer())
 
 
@@ -325,7 +354,17 @@ class ServedProcess(context.SpawnProcess):
 
 def _served(command: list[Any], fds: list[int]) -> int:
     with _lock:
-        return server().start(command[command.index("-c") :], fds)
+        forks = server()
+        try:
+            return forks.start(command[command.index("-c") :], fds)
+        except ForkFailedError:
+            raise
+        except ServerGoneError:
+            end_server()
+            raise
+        except ForkServerError as error:
+            end_server(str(error))
+            raise
 
 
 def _spawned(command: list[Any], fds: list[int]) -> int:

@@ -62,7 +62,7 @@ def serve(fd: int, caller: int) -> None:
     caller : int
         Process number of who asks.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # those to the whole group are not for it
+    # All signals are blocked, as they were in who started it.
     shown = _shown_token()
     path = list(sys.path)
     for name in _PRELOADED:
@@ -71,7 +71,10 @@ def serve(fd: int, caller: int) -> None:
     gc.collect()
     gc.freeze()  # or a rank's first collection would write to, and so copy, all pages with objects in them
     connection = socket.socket(fileno=fd)
-    connection.send(_objection().encode() or b" ")
+    try:
+        connection.send(_objection().encode() or b" ")
+    except OSError:  # the caller did not wait
+        os._exit(0)
     # From here on it holds nothing of the caller's: no folder, no terminal.
     os.chdir("/")
     _take_descriptors([os.open(os.devnull, os.O_RDWR)] * 3, [0, 1, 2], keep=[fd])
@@ -112,24 +115,49 @@ def _next_request(connection: socket.socket, caller: int) -> tuple[dict[str, Any
         if request is None:
             os._exit(0)
         content, fds = request
-        gate, opens = os.pipe()
-        told, tells = os.pipe()
+        answer = _fork_for(caller)
+        if answer is None:
+            return json.loads(content), fds
+        for fd in fds:
+            os.close(fd)
+        try:
+            connection.send(answer)
+        except OSError:
+            os._exit(0)
+
+
+def _fork_for(caller: int) -> bytes | None:
+    """Fork a child of the caller's. ``None`` in it; here its number and its parent's, or why there is none."""
+    pipes: list[int] = []
+    try:
+        pipes += os.pipe()
+        pipes += os.pipe()
         between = os.fork()
-        if between == 0:
+    except OSError as error:
+        for fd in pipes:
+            os.close(fd)
+        return str(error).encode()
+    gate, opens, told, tells = pipes
+    if between == 0:
+        try:
             if os.fork():
                 os._exit(0)
-            os.close(opens)
-            os.read(gate, 1)  # until the one in between has ended, and this process is the caller's child
-            os.write(tells, f"{os.getpid()} {os.getppid()}".encode())
-            if os.getppid() != caller:
-                os._exit(1)
-            return json.loads(content), fds
-        for each in (gate, tells, *fds):
-            os.close(each)
-        os.waitpid(between, 0)
+        except OSError as error:
+            os.write(tells, str(error).encode())
+            os._exit(1)
         os.close(opens)
-        connection.send(os.read(told, 64) or b"0 0")
-        os.close(told)
+        os.read(gate, 1)  # until the one in between has ended, and this process is the caller's child
+        os.write(tells, f"{os.getpid()} {os.getppid()}".encode())
+        if os.getppid() != caller:
+            os._exit(1)
+        return None
+    os.close(gate)
+    os.close(tells)
+    os.waitpid(between, 0)
+    os.close(opens)
+    answer = os.read(told, 1024)
+    os.close(told)
+    return answer or b"the new process was killed at once"
 
 
 # --------------------------------------------------------------------------------------------------------------------
