@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from checkpoints import same
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel, checkpoint
+from trainloop.callbacks import ModelCheckpoint, Profiler
 from trainloop.errors import ConfigurationError, WorkerFailedError
+from trainloop.transfer import slots
 
 Undisturbed = Callable[..., Any]
 
@@ -119,12 +123,85 @@ def test_without_memory_for_snapshots_a_checkpoint_is_taken(undisturbed: Undistu
     assert facts["counters"] == undisturbed("single", 1, "rows", 3)["counters"]
 
 
+class DiesOnce(AbstractCallback):
+    """At the sixth step, without memory for snapshots until then where asked."""
+
+    def __init__(self, folder: Path, *, no_memory: bool = False) -> None:
+        super().__init__("DiesOnce")
+        self.done, self.no_memory = folder / "done", no_memory
+
+    def on_multiprocess_start(self) -> None:
+        if self.no_memory:
+
+            def refuses(*args: Any) -> None:
+                raise OSError("no room by plan")
+
+            slots.write_all = refuses
+
+    def on_batch_end(self) -> None:
+        if self.train_loop_obj.global_step == 6 and not self.done.exists():
+            self.done.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.filterwarnings("ignore:no snapshot could be made after step")
+def test_the_checkpoint_that_is_taken_is_this_runs(tmp_path: Path) -> None:
+    """Not that of another run in the folder of the first ModelCheckpoint, where this one has none yet."""
+
+    def fit(*callbacks: AbstractCallback, seed: int = 3, **options: Any) -> TrainLoop:
+        torch.manual_seed(seed)
+        model = Linear()
+        tl = TrainLoop(
+            model,
+            DataLoader(TensorDataset(*rows()), 8, shuffle=True),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+            criterion=nn.CrossEntropyLoss(),
+            accelerator="cpu",
+            progress_bar=False,
+            seed=seed,
+        )
+        tl.fit(num_epochs=1, callbacks=list(callbacks), **options)
+        return tl
+
+    seldom = {"every_n_epochs": None, "every_n_steps": 9}
+    fit(ModelCheckpoint(tmp_path / "first", **seldom), seed=4)
+    whole = fit()
+    often = ModelCheckpoint(tmp_path / "second", every_n_epochs=None, every_n_steps=2)
+    dies = DiesOnce(tmp_path, no_memory=True)
+    tl = fit(ModelCheckpoint(tmp_path / "first", **seldom), often, dies, max_restarts=1)
+    assert [restart.step for restart in tl.restarts] == [6]
+    assert same(tl.model.state_dict(), whole.model.state_dict())
+    assert tl.global_step == whole.global_step
+    assert len(tl.history["loss"]) == 1
+
+
+def test_steps_that_were_to_be_profiled_are_traced_after_a_restart(tmp_path: Path) -> None:
+    """Also where the failure is amidst them, and where the profiler begins with the training."""
+    model = Linear()
+    profilers = [Profiler(tmp_path / "amidst", skip=3, warmup=1, active=4), DiesOnce(tmp_path)]
+    tl = TrainLoop(
+        model,
+        DataLoader(TensorDataset(*rows()), 4),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        criterion=nn.CrossEntropyLoss(),
+        accelerator="cpu",
+        progress_bar=False,
+    )
+    tl.fit(num_epochs=1, callbacks=profilers, max_restarts=1, restart_every_steps=1)
+    [restart] = tl.restarts
+    [trace] = (tmp_path / "amidst").iterdir()
+    assert trace.name == f"rank0_step{restart.step + 5}.pt.trace.json"
+
+
 class Fails(AbstractCallback):
     """In every start, at the same step; or once, in a way that no restart can heal."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__("Fails")
         self.error = error
+
+    def on_multiprocess_start(self) -> None:
+        self.source = iter(x for x in range(9))  # can't be pickled
 
     def on_batch_end(self) -> None:
         if self.train_loop_obj.global_step == 5:
@@ -155,8 +232,10 @@ class Linear(TTBasicModel):
         return self.layer(x)
 
 
-def test_a_failure_that_comes_again_ends_the_run() -> None:
+@pytest.mark.filterwarnings("always:max_restarts. no snapshot holds")
+def test_a_failure_that_comes_again_ends_the_run(capfd: pytest.CaptureFixture[str]) -> None:
     tl, error = fails(LookupError("always"), max_restarts=-1)
+    assert "no snapshot holds what can't be pickled: source of Fails." in capfd.readouterr().err
     assert "rank 0 of 1 raised LookupError: always" in error.message
     assert "It came again, after step 4" in error.message
     assert "in on_batch_end" in error.traceback

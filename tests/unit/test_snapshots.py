@@ -15,8 +15,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from checkpoints import same
 from trainloop import TrainLoop, TTBasicModel
-from trainloop.errors import ResourceError
+from trainloop.errors import ResourceError, WorkerFailedError
+from trainloop.launch.failures import Failure
 from trainloop.resources import ResourceQuota
+from trainloop.train_loop.arguments import RestartOptions
+from trainloop.train_loop.restarts import Supervisor
 from trainloop.transfer.slots import SnapshotMemory, Snapshotter, arrived_classes
 
 
@@ -94,6 +97,43 @@ def test_what_refuses_is_left_out_and_named() -> None:
     with pytest.raises(TypeError, match="pickle"):
         snapshotter.pack({"must": {"a": threading.Lock()}})
     made.close()
+
+
+def test_what_refused_is_tried_again() -> None:
+    made, snapshotter, part = SnapshotMemory(parts=1, statuses=0), Snapshotter((), arrived_classes()), {"a": object()}
+    state: dict[Any, Any] = {"may": {"callback": part}}
+    part["a"] = threading.Lock()
+    snapshotter.pack(state, ["may"])
+    assert snapshotter.refused_of(state) == [("may", "callback", "a", part["a"])]
+    part["a"] = 1
+    for number in range(1, 10):
+        made.write(number, 0, 0, snapshotter.pack(state, ["may"]))
+    assert made.read(9, 0, ())["may"] == {"callback": {"a": 1}}
+    assert snapshotter.refused_of(state) == []
+    made.close()
+
+
+def test_a_bug_of_all_ranks_is_known_whichever_tells_of_it_first() -> None:
+    def outcome(*failures: Failure) -> str:
+        tl = TrainLoop(Wide(), DataLoader(TensorDataset(torch.zeros(4, 500), torch.zeros(4)), 2), accelerator="cpu")
+        with Supervisor(tl, RestartOptions(-1, None), 2) as supervisor:
+            for failure in failures:
+                try:
+                    supervisor.failed(failure, WorkerFailedError("It failed.", rank=failure.rank, exitcode=1))
+                except WorkerFailedError as error:
+                    return error.message
+        return ""
+
+    def raised(rank: int, text: str = "always", **kind: Any) -> Failure:
+        return Failure(rank, 1, "LookupError", text, exitcode=1, **kind)
+
+    assert "It came again" in outcome(raised(0), raised(1))
+    assert "It came again" in outcome(raised(0), raised(0, "of another text"))
+    assert outcome(raised(0), raised(1, "of another text")) == ""
+    assert outcome(raised(0, consequence=True), raised(1, consequence=True)) == ""
+    killed = [Failure(rank, 1, None, exitcode=-9) for rank in (0, 1)]
+    assert outcome(*killed) == ""
+    assert "It came again" in outcome(killed[0], killed[0])
 
 
 class Wide(TTBasicModel):

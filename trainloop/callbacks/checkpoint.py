@@ -189,10 +189,10 @@ class ModelCheckpoint(AbstractCallback):
         found = checkpoint.load_newest(self._folder)
         return None if found is None else found[1]
 
-    def own_steps(self) -> list[int]:
-        """Steps of whole checkpoints that this run wrote, in the order of writing."""
-        files = [file.info for file in checkpoint.checkpoints(self._folder)]
-        return [info.step for info in files if info is not None and info.run == self._run]
+    def own(self) -> list[tuple[int, str]]:
+        """Steps and paths of whole checkpoints that this run wrote, in the order of writing."""
+        files = checkpoint.checkpoints(self._folder)
+        return [(file.info.step, file.path) for file in files if file.info is not None and file.info.run == self._run]
 
     def save_now(self, reason: str) -> None:
         """Write a checkpoint now, unless the last one holds this very state, and wait until it is on the disk.
@@ -251,7 +251,7 @@ class ModelCheckpoint(AbstractCallback):
         self._saved_step = self._held_step[0]
         loop = self.train_loop_obj
         is_last = loop.is_global_zero and self._saved_step == loop.global_step
-        missing = is_last and self._saved_step not in self.own_steps()
+        missing = is_last and loop.global_step not in [step for step, _ in self.own()]
         if distributed.exchange_ints([int(missing)])[0][0]:
             self._save("restart")
 

@@ -22,7 +22,8 @@ class Profiler(AbstractCallback):
 
     After ``skip`` steps, ``warmup`` steps are traced and thrown away, then ``active`` steps are written to
     ``<dirpath>/rank<r>_step<last step>.pt.trace.json``: for ``chrome://tracing``, https://ui.perfetto.dev and
-    TensorBoard's profiler plugin. The steps before and after cost nothing.
+    TensorBoard's profiler plugin. The steps before and after cost nothing. A run that is started again in the
+    midst of them (``max_restarts``) traces as many from there.
 
     Parameters
     ----------
@@ -48,6 +49,8 @@ class Profiler(AbstractCallback):
     >>> tl.fit(num_epochs=1, callbacks=[profiler])
     >>> print(profiler.table)
     """
+
+    _running: Any = None  # in no state: a process that takes one up keeps its own
 
     def __init__(
         self,
@@ -77,8 +80,7 @@ class Profiler(AbstractCallback):
         }
         self.traces: list[str] = []
         self.table = ""
-        self._running: Any = None
-        self._steps = 0
+        self._steps, self._first = 0, skip
 
     def on_train_loop_registration(self) -> None:
         try:
@@ -87,11 +89,19 @@ class Profiler(AbstractCallback):
             raise ConfigurationError(f"Profiler(dirpath={self.dirpath!r}) can't be made: {error}.") from error
 
     def on_train_begin(self) -> None:
-        self._steps = 0
+        self._steps, self._first = 0, self.skip
         self._begin_if_due()
 
+    def on_restart(self, failure: Any) -> None:
+        """Steps that were traced are lost with their process; as many are traced from here."""
+        if 0 <= self._steps - self._first < self.warmup + self.active:
+            self._first = self._steps
+            self._begin_if_due()
+        else:
+            self._end()  # what on_train_begin has begun
+
     def _begin_if_due(self) -> None:
-        if self._running is None and self._steps == self.skip:
+        if self._running is None and self._steps == self._first:
             profiler = torch.profiler
             activities = [profiler.ProfilerActivity.CPU]
             if self.train_loop_obj.device.type == "cuda":
@@ -109,7 +119,7 @@ class Profiler(AbstractCallback):
             self._begin_if_due()
             return
         self._running.step()
-        if self._steps == self.skip + self.warmup + self.active:
+        if self._steps == self._first + self.warmup + self.active:
             self._end()
 
     def _write(self, running: Any) -> None:
@@ -133,7 +143,7 @@ class Profiler(AbstractCallback):
         self._end()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_running": None}
+        return {name: value for name, value in self.__dict__.items() if name != "_running"}
 
 
 # Dense 16-bit FLOPs a second by NVIDIA's data sheets, without sparsity; a name holds one of these words.

@@ -15,7 +15,7 @@ import copy
 import sys
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -44,6 +44,25 @@ if TYPE_CHECKING:
 __all__ = ["Supervisor"]
 
 
+class _Struck(NamedTuple):
+    """A failure and when it came, to tell whether another is the same."""
+
+    rank: int
+    """That is to blame: where one hangs not the rank that told of it."""
+    failure: Failure
+    step: int
+    trains: bool
+
+    def again(self, last: _Struck) -> bool:
+        """Whether it is the last one once more, at the same place."""
+        a, b = self.failure, last.failure
+        if (a.type, a.exitcode, a.timeout, *self[2:]) != (b.type, b.exitcode, b.timeout, *last[2:]):
+            return False
+        # A bug strikes all ranks, and any of them may be the first to tell; a signal or a lost connection strikes one.
+        of_code = a.type is not None and not (a.timeout or a.consequence or b.consequence)
+        return self.rank == last.rank or (of_code and a.message == b.message)
+
+
 class Supervisor:
     """Decides about restarts, and keeps the memory that ranks leave their snapshots in; a context manager.
 
@@ -60,7 +79,7 @@ class Supervisor:
         check_memory(loop)
         self._loop, self._most, self._ranks = loop, options.most, ranks
         self.memory = SnapshotMemory(1 + ranks, status_words(ranks))
-        self._last: tuple[Any, ...] = ()
+        self._last: _Struck | None = None
         self._pending: tuple[Restart, int] | None = None
         for rank in range(ranks):
             set_status(self.memory, rank, loop.global_step, trains=False)
@@ -83,16 +102,16 @@ class Supervisor:
         self._note_end_of_restart(failure.time_ns)
         rank = error.rank
         step, trains = get_status(self.memory, rank if rank < self._ranks else 0)
-        what = (rank, failure.type, failure.exitcode, failure.timeout, step, trains)
+        struck = _Struck(rank, failure, step, trains)
         done = len(self._loop.restarts)
         if failure.final:
             raise error
-        if what == self._last:
+        if self._last is not None and struck.again(self._last):
             when = f"after step {step}" if trains else f"before the training went on after step {step}"
             raise _with_note(error, f"It came again, {when}, so that a further restart would not help.")
         if done == self._most:
             raise _with_note(error, f"max_restarts={self._most} {'is' if done == 1 else 'are'} used up.")
-        self._last = what
+        self._last = struck
         begins_at, number, checkpoint = self._where()
         steps = max(get_status(self.memory, r)[0] for r in range(self._ranks)) - begins_at
         hangs = failure.timeout and rank != failure.rank
@@ -110,19 +129,21 @@ class Supervisor:
         }
         self.memory.give_notice(notice)
 
-    def _where(self) -> tuple[int, int, bool]:
-        """Step to go on from, the snapshot's number (0: none), and whether a checkpoint is to be taken instead."""
+    def _where(self) -> tuple[int, int, str]:
+        """Step to go on from, the snapshot's number (0: none), and the path of the checkpoint to be taken instead."""
         newest = self.memory.newest()
         self.memory.forget_all_but(newest[0] if newest is not None else 0)
         step = newest[1] if newest is not None else self._loop.global_step
         # A snapshot follows on each checkpoint, and has more in it: attributes of modules and of callbacks without a
         # state_dict. So the one before is better than a newer checkpoint. Where none could be made, not all is lost.
         if is_failing(self.memory):
-            for callback in self._loop.callbacks:
-                steps = callback.own_steps() if hasattr(callback, "own_steps") else ()
-                if steps and steps[-1] > step:
-                    return steps[-1], 0, True
-        return step, 0 if newest is None else newest[0], False
+            # This very run's: what is newest in some folder may be another's.
+            last = [
+                own[-1] for callback in self._loop.callbacks if hasattr(callback, "own") and (own := callback.own())
+            ]
+            if last and max(last)[0] > step:
+                return max(last)[0], 0, max(last)[1]
+        return step, 0 if newest is None else newest[0], ""
 
     def _note_end_of_restart(self, failed_ns: int | None) -> None:
         """The last restart is over: training went on, or failed again before it did."""

@@ -7,9 +7,12 @@ written by rank 0 for all, the rest by each rank for itself.
 
 from __future__ import annotations
 
+import io
 import math
 import random
+import socket
 import sys
+import threading
 import time
 import types
 import warnings
@@ -42,6 +45,8 @@ SHARE_OF_TIME = 0.01
 _BACK, _FAILING, _FIRST = 0, 1, 2  # words of the status: when training went on, whether the last one failed; then
 _STEP, _TRAINS = 0, 1  # of each rank
 
+# Nobody expects these in a snapshot: each process has its own.
+_OF_A_PROCESS = (io.IOBase, socket.socket, threading.Thread, type(threading.Lock()), type(threading.RLock()))
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial, type)
 _PLAIN = (bool, int, float, str, type(None), random.Random, np.random.Generator, np.random.RandomState)
 # Of a loop's attributes: what is made anew in each process, or has a place of its own in a snapshot.
@@ -127,7 +132,8 @@ class Snapshots:
         self._mine = _FIRST + 2 * run.loop.rank + _STEP
         self._status = memory.status
         self._number = 0
-        self._failed = False
+        self._failed = self._told_omitted = False
+        self._omitted: list[str] = []
         self._pause = every or 1
         self._last_step, self._next = run.loop.global_step, run.loop.global_step + self._pause
         self._made_at = time.perf_counter()
@@ -194,11 +200,24 @@ class Snapshots:
                 )
         else:
             self._number += 1
+            self._tell_omitted()
         if self._every is None:
             step_s = max(max(pauses), 1) / max(step - self._last_step, 1)
             self._pause = max(1, math.ceil(max(costs) / SHARE_OF_TIME / step_s))
         self._last_step, self._next = step, step + self._pause
         self._made_at = time.perf_counter()
+
+    def _tell_omitted(self) -> None:
+        """Once, what can't be pickled: after a restart it is not what it was."""
+        if self._omitted and not self._told_omitted and self._run.loop.is_global_zero:
+            self._told_omitted = True
+            warnings.warn(
+                f"max_restarts: no snapshot holds what can't be pickled: {', '.join(sorted(self._omitted))}. After a "
+                "restart it is what on_train_begin makes of it: let on_restart put it right, or a __getstate__ leave "
+                "it out.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     # -- what it holds -----------------------------------------------------------------------------------------------
 
@@ -230,6 +249,12 @@ class Snapshots:
             **attributes,
         }
         packed = self._snapshotter.pack(mine, ("stateful", *attributes), unchanged)
+        if not self._told_omitted:
+            self._omitted = [
+                f"{name} of {_owner_text(loop, section, key)}"
+                for section, key, name, value in self._snapshotter.refused_of(mine)
+                if not isinstance(value, (*_OF_A_PROCESS, *_FUNCTIONS))
+            ]
         self._memory.write(number, 1 + loop.rank, step, packed)
         if loop.rank == 0:
             own = {str(i): _own_attributes(optimizer) for i, optimizer in enumerate(optimizers_of(loop.optimizer))}
@@ -247,7 +272,7 @@ class Snapshots:
         if notice is None:
             return job_resume
         if notice["checkpoint"]:
-            return run_state.checkpoint_to_resume(loop, "last")
+            return run_state.checkpoint_to_resume(loop, notice["checkpoint"])
         if not notice["number"]:
             return job_resume
         device = self._run.place.device
@@ -316,6 +341,16 @@ def _attributes(loop: TrainLoop[Any], arrival: Arrival) -> dict[str, dict[Any, A
             path: content for path, content in arrival.parts_now().items() if path.partition(".")[0] != "optimizer"
         },
     }
+
+
+def _owner_text(loop: TrainLoop[Any], section: str, key: Any) -> str:
+    """Whose it is what a section of a snapshot has under a key."""
+    if section in ("stateful", "attributes of callbacks"):
+        return loop.callbacks[key[0] if isinstance(key, tuple) else key].callback_name
+    if section == "modules":
+        root, i = key
+        return type(list((loop.criterion if root else loop.model).modules())[i]).__name__
+    return {"loop": "the loop", "datasets": "a dataset"}.get(section, str(key))
 
 
 def _datasets(loop: TrainLoop[Any]) -> list[Any]:

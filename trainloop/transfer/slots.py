@@ -250,7 +250,7 @@ class _SnapshotPickler(StatePickler):
 
 
 class Snapshotter:
-    """Pickles states for :class:`SnapshotMemory`; what can't be pickled is left out, and not tried again.
+    """Pickles states for :class:`SnapshotMemory`; what can't be pickled is left out, and seldom tried again.
 
     Parameters
     ----------
@@ -263,6 +263,18 @@ class Snapshotter:
     def __init__(self, known: Sequence[object], classes: frozenset[str]) -> None:
         self._known, self._classes = known, classes
         self._refused: set[tuple[Any, Any, Any]] = set()
+        self._packs, self._next_try = 0, 4
+
+    def refused_of(self, state: dict[Any, dict[Any, Any]]) -> list[tuple[Any, Any, Any, Any]]:
+        """Section, key, name and value of what was left out of ``state`` since it can't be pickled."""
+        found = []
+        for section, key, name in self._refused:
+            value = state.get(section, {}).get(key)
+            if name == _ALL:
+                found.append((section, key, "all", value))
+            elif isinstance(value, dict) and name in value:
+                found.append((section, key, name, value[name]))
+        return found
 
     def pack(
         self,
@@ -281,6 +293,10 @@ class Snapshotter:
         omitted : collection of (section, key, name)
             What is to be left out as well.
         """
+        self._packs += 1
+        if self._packs == self._next_try:  # more and more seldom: to try costs the time of a pack or two
+            self._next_try *= 2
+            self._refused.clear()
         try:
             return self._packed(_without(state, {*self._refused, *omitted}))
         except Exception:  # whatever a user's __reduce__ raises
