@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,44 @@ def test_kept_ranks_hold_nothing_of_a_call() -> None:
         maps = [Path(f"/proc/{pid}/maps").read_text() for pid, _, _ in facts[0]]
     assert not any("trainloop-payload" in text for text in maps)
     assert all(pss > 0 for pss in held)
+
+
+def test_the_work_keeps_what_it_has_set_and_takes_on_what_the_caller_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def facts(stop: Any) -> dict[str, Any]:
+        own = os.environ.setdefault("WANDB_OWN", str(os.getpid()))
+        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+        threads = [int(name) for name in os.listdir("/proc/self/task")]
+        return {
+            "own": (os.getpid(), int(own)),
+            "callers": [os.environ.get(name) for name in ("WANDB_KEPT", "WANDB_NEW", "WANDB_GONE")],
+            "cpus": [os.sched_getaffinity(thread) for thread in threads],
+            "umask": f"{os.umask(0):o}",
+        }
+
+    monkeypatch.setenv("WANDB_KEPT", "kept")
+    monkeypatch.setenv("WANDB_GONE", "not yet")
+    cpus, umask = os.sched_getaffinity(0), os.umask(0o022)
+    try:
+        with keeping():
+            first = launch(facts, ranks_per_node=1)
+            monkeypatch.setenv("WANDB_NEW", "new")
+            monkeypatch.delenv("WANDB_GONE")
+            os.sched_setaffinity(0, {min(cpus)})
+            second = launch(facts, ranks_per_node=1)
+            os.umask(0o027)
+            third = launch(facts, ranks_per_node=1)
+    finally:
+        os.sched_setaffinity(0, cpus)
+        os.umask(umask)
+    assert first["callers"] == ["kept", None, "not yet"]
+    assert second["callers"] == third["callers"] == ["kept", "new", None]
+    assert second["own"] == first["own"]
+    assert {frozenset(each) for each in second["cpus"]} == {frozenset({min(cpus)})}
+    # What a process can't take on later is a reason for another one.
+    assert third["own"][0] != first["own"][0]
+    assert (first["umask"], third["umask"]) == ("22", "27")
 
 
 def test_ctrl_c_stops_the_work_and_leaves_the_ranks(each_start_method: str) -> None:

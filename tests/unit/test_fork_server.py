@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from trainloop.errors import ConfigurationError
 from trainloop.launch import _server_is_ready, fork_server, forked
 from trainloop.launch.fork_server import ForkServer, ForkServerError, ServerGoneError
 from trainloop.launch.messages import receive
@@ -133,6 +134,21 @@ def test_a_rank_that_is_killed_at_once_is_a_process_that_has_ended(monkeypatch: 
     popen = fork_server._Popen(process)
     assert popen.pid == 4242
     popen.finalizer()
+
+
+def test_who_asks_for_a_fork_server_by_name_is_never_given_a_spawned_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(command: list[Any], fds: list[int]) -> int:
+        raise ServerGoneError("it was killed")
+
+    monkeypatch.setattr(fork_server, "_served", refused)
+    monkeypatch.setattr(fork_server, "_spawned", lambda command, fds: 4242)
+    process = fork_server.ServedProcess(target=print)
+    popen = fork_server._Popen(process)
+    assert popen.pid == 4242
+    popen.finalizer()
+    process.may_spawn = False
+    with pytest.raises(ConfigurationError, match=r"start_method='forkserver': .*: it was killed\. Use 'spawn'"):
+        fork_server._Popen(process)
 
 
 def test_a_server_that_can_not_fork_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

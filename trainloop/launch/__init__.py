@@ -26,10 +26,11 @@ from trainloop.launch.fork_server import (
     ForkServerError,
     ServerGoneError,
     chosen_method,
-    circumstances,
     end_server,
+    no_server,
     server,
 )
+from trainloop.launch.inherited import circumstances, taken_at_start
 from trainloop.launch.joining import join, joined
 from trainloop.launch.kept import keeping, kept_here
 from trainloop.launch.main_guard import check_main_guard, main_place
@@ -195,7 +196,9 @@ def launch(
         return ranks
 
     kept = kept_here() if num_nodes == 1 and on_failure is None else None
-    terms = [chosen, backend, timeout_s, environment, num_threads, start_method, circumstances()] if kept else None
+    terms = None
+    if kept is not None:
+        terms = [chosen, backend, timeout_s, environment, num_threads, start_method, circumstances(), taken_at_start()]
     attempts = 0
     with pack(function, roots=roots) as payload:
         while True:
@@ -215,7 +218,9 @@ def launch(
                             heard.end()
                     try:
                         if up is None:
-                            ranks.start(environment, served=served)
+                            ranks.start(
+                                environment, served=served, may_spawn=chosen_method(start_method) != "forkserver"
+                            )
                         else:
                             ranks.give(payload.parcel, payload.inherited, dumped_settings(), environment)
                         ranks.watch()
@@ -278,8 +283,5 @@ def _server_is_ready(start_method: str) -> bool:
 
 def _explain(error: ForkServerError, method: str) -> None:
     if method == "forkserver":
-        raise ConfigurationError(
-            f"start_method='forkserver': there can be no fork server here: {error}. Use 'spawn', or 'auto', which then "
-            "means it."
-        ) from error
+        raise no_server(error) from error
     logger.info("ranks are spawned, since there can be no fork server: %s", error)

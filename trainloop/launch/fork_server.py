@@ -23,7 +23,6 @@ import ctypes
 import io
 import json
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -35,6 +34,7 @@ from typing import Any
 
 from trainloop.errors import ConfigurationError
 from trainloop.launch.forked import LAUNCH_VARIABLE, PLACEHOLDER
+from trainloop.launch.inherited import circumstances, ignored_signals, interpreter_flags, own_lines, umask
 from trainloop.launch.messages import connection_pair, send
 
 __all__ = [
@@ -54,14 +54,6 @@ _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _END_S = 5.0
 _LOAD_S = 600.0  # to import torch, from a slow disk that many processes read
 _ANSWER_S = 60.0  # to fork
-# Each rank sets these anew, or they mean nothing to what the server imports: no reason for another server.
-_NOT_AT_IMPORT = (
-    "OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK "
-    "MASTER_ADDR MASTER_PORT GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME PWD OLDPWD SHLVL _ COLUMNS LINES"
-).split()
-_NOT_AT_IMPORT_PREFIXES = ("TRAINLOOP_", "PYTEST_", "WANDB_", "MLFLOW_", "RAY_", "TUNE_", "SLURM_", "JUPYTER_", "JPY_")
-# Lines of /proc/self/status with what is inherited, and can't be taken on by a process that runs.
-_INHERITED = ("Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp", "Mems_allowed_list", "NSpid")
 
 
 class ForkServerError(Exception):
@@ -90,6 +82,14 @@ def chosen_method(asked: str = "auto") -> str:
     return method
 
 
+def no_server(error: ForkServerError | None) -> ConfigurationError:
+    """What is to be raised where a fork server was asked for by name."""
+    return ConfigurationError(
+        f"start_method='forkserver': there can be no fork server here: {error}. Use 'spawn', or 'auto', which then "
+        "means it."
+    )
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # One server
 # --------------------------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class ForkServer:
         environment = {**os.environ, LAUNCH_VARIABLE: PLACEHOLDER, "OPENBLAS_NUM_THREADS": "1"}
         environment.setdefault("OMP_NUM_THREADS", "1")
         # The last argument is for those who look at command lines: that is what it will be.
-        command = [spawn.get_executable(), *_flags(), "-c", program, told, "--multiprocessing-fork"]
+        command = [spawn.get_executable(), *interpreter_flags(), "-c", program, told, "--multiprocessing-fork"]
         self._connection = ours
         # What goes to the whole group, such as Ctrl-C, is not for it, nor while its interpreter starts.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -167,14 +167,14 @@ class ForkServer:
         """
         self.wait()
         fds = sorted({*(fd for fd in range(3) if _is_open(fd)), *fds})
-        status = _own("status")
+        status = own_lines("status")
         asked = {
             "arguments": list(arguments),
             "fds": fds,
             "environment": dict(os.environ),
             "mask": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
-            "ignored": _ignored_signals(status),
-            "umask": next((int(line[6:], 8) for line in status if line.startswith("Umask:")), None),
+            "ignored": ignored_signals(status),
+            "umask": umask(status),
             "cpus": sorted(os.sched_getaffinity(0)),
         }
         try:
@@ -322,7 +322,10 @@ class _Popen(popen_spawn_posix.Popen):
             reduction.dump(process_obj, told)
         finally:
             context.set_spawning_popen(None)
+        objection: ForkServerError | None = None
         for start in (_served, _served, _spawned):  # a server that somebody has killed is replaced once
+            if start is _spawned and not process_obj.may_spawn:
+                raise no_server(objection)
             with contextlib.ExitStack() as failed:
                 # Other pipes each time: a process that the killed one may have made can read nothing.
                 sentinel, child_w = _pipe(failed)
@@ -331,7 +334,8 @@ class _Popen(popen_spawn_posix.Popen):
                 fds = [*self._fds, tracker_fd, child_r, child_w]
                 try:
                     self.pid = start(command, fds)
-                except ForkServerError:
+                except ForkServerError as error:
+                    objection = error
                     continue
                 failed.pop_all()
                 break
@@ -345,7 +349,10 @@ class _Popen(popen_spawn_posix.Popen):
 
 
 class ServedProcess(context.SpawnProcess):
-    """A ``multiprocessing`` process from this process's server; spawned where that fails at the last moment."""
+    """A ``multiprocessing`` process from this process's server."""
+
+    may_spawn = True
+    """Whether it may be a fresh interpreter where that fails at the last moment; else a ConfigurationError says why."""
 
     @staticmethod
     def _Popen(process_obj: Any) -> _Popen:
@@ -381,60 +388,6 @@ def _pipe(undo: contextlib.ExitStack) -> tuple[int, int]:
     for fd in ends:
         undo.callback(os.close, fd)
     return ends
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# What a spawned process would inherit
-# --------------------------------------------------------------------------------------------------------------------
-
-
-def circumstances() -> list[Any]:
-    """All that a process takes over for good when it is started, to be compared with what this one has later."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _NOT_AT_IMPORT and not name.startswith(_NOT_AT_IMPORT_PREFIXES)
-    }
-    limits = [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
-    names = ("cgroup", "ipc", "mnt", "net", "pid_for_children", "time_for_children", "user", "uts")
-    return [
-        environment,
-        list(sys.path),
-        [spawn.get_executable(), *_flags()],
-        [line for line in _own("status") if line.startswith(_INHERITED)],
-        [_own(name) for name in ("cgroup", "oom_score_adj")],
-        [_link(f"/proc/self/{name}") for name in ("root", *(f"ns/{name}" for name in names))],
-        limits,
-        [os.getsid(0), os.getpgrp(), os.getpriority(os.PRIO_PROCESS, 0), _scheduler(0)],
-    ]
-
-
-_scheduler = getattr(os, "sched_getscheduler", int)  # not on macOS
-
-
-def _flags() -> list[str]:
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return flags
-
-
-def _own(name: str) -> list[str]:
-    try:
-        with open(f"/proc/self/{name}") as file:
-            return file.read().splitlines()
-    except OSError:  # not on this kernel
-        return []
-
-
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""
-
-
-def _ignored_signals(status: list[str]) -> list[int]:
-    mask = next((int(line.split()[1], 16) for line in status if line.startswith("SigIgn:")), 0)
-    return [number for number in range(1, signal.NSIG) if mask >> (number - 1) & 1]
 
 
 def _is_open(fd: int) -> bool:

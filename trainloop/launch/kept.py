@@ -39,10 +39,12 @@ class Work:
     """Descriptors that the parcel refers to, its own among them."""
     settings: bytes
     main: tuple[str | None, str | None]
-    environment: dict[str, str]
+    environment: dict[str, str | None]
+    """What has changed in the caller's since the work before; ``None``: no longer set."""
     folder: str | None
     """The current one; ``None`` where it was removed."""
-    cpus: list[int]
+    cpus: list[int] | None
+    """The caller's; ``None`` where they are those of the work before."""
 
     def send_over(self, line: socket.socket) -> None:
         """Give it to the rank at the other end."""
@@ -50,12 +52,18 @@ class Work:
 
     def take_place(self) -> None:
         """In a rank: be where the caller is now."""
-        os.environ.clear()
-        os.environ.update(self.environment)
+        # Changes alone: what the rank's own code and libraries have set stays, as they do.
+        for name, value in self.environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
         if self.folder is not None:
             os.chdir(self.folder)
-        if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, self.cpus)
+        if self.cpus is not None:
+            for thread in os.listdir("/proc/self/task"):
+                with contextlib.suppress(OSError):  # it has just ended
+                    os.sched_setaffinity(int(thread), self.cpus)
 
 
 def next_work(line: socket.socket) -> tuple[Work, dict[int, int]] | None:

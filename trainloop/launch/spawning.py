@@ -78,8 +78,10 @@ class Ranks:
         """The first failure, once the run has failed."""
         self._lines = lines
         self._handed_over = handed_over
+        self._told: dict[str, str] = {}
+        self._cpus = _own_cpus()
 
-    def start(self, environment: dict[str, str], *, served: bool) -> None:
+    def start(self, environment: dict[str, str], *, served: bool, may_spawn: bool = True) -> None:
         """Start the processes, with ``environment`` added to this process's own.
 
         Parameters
@@ -88,15 +90,19 @@ class Ranks:
             Variables.
         served : bool
             From this process's :mod:`~trainloop.launch.fork_server`; else each is a fresh interpreter.
+        may_spawn : bool
+            Whether a rank may be one where the server fails.
         """
         before = set(multiprocessing.active_children())
         resource_tracker.ensure_running()  # it lives as long as this process: not with a launch's environment
         variables = {**environment, LAUNCH_VARIABLE: self._token}
         with _environment_lock, _variables(variables), _signals_blocked(), main_not_imported_again():
+            self._told = dict(os.environ)
             try:
                 if served:
                     for local_rank in range(self._spec.local_world_size):
                         process = ServedProcess(target=run_rank, args=(local_rank, self._spec))
+                        process.may_spawn = may_spawn
                         process.start()
                         self._processes.append(process)
                 else:
@@ -164,15 +170,17 @@ class Ranks:
         folder = None
         with contextlib.suppress(OSError):
             folder = os.getcwd()
+        told, cpus = {**os.environ, **environment, LAUNCH_VARIABLE: self._token}, _own_cpus()
         work = Work(
             parcel,
             tuple(inherited),
             settings,
             main_place(),
-            {**os.environ, **environment, LAUNCH_VARIABLE: self._token},
+            {name: told.get(name) for name in {*told, *self._told} if told.get(name) != self._told.get(name)},
             folder,
-            sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
+            cpus if cpus != self._cpus else None,
         )
+        self._told, self._cpus = told, cpus
         for line in self._lines:
             with contextlib.suppress(OSError):  # a rank that has died is found by watch()
                 work.send_over(line)
@@ -400,6 +408,10 @@ def _signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _own_cpus() -> list[int]:
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def _kill_strays(token: str) -> None:
