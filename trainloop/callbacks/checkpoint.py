@@ -189,7 +189,7 @@ class ModelCheckpoint(AbstractCallback):
         found = checkpoint.load_newest(self._folder)
         return None if found is None else found[1]
 
-    def own(self) -> list[tuple[int, str]]:
+    def own_checkpoints(self) -> list[tuple[int, str]]:
         """Steps and paths of whole checkpoints that this run wrote, in the order of writing."""
         files = checkpoint.checkpoints(self._folder)
         return [(file.info.step, file.path) for file in files if file.info is not None and file.info.run == self._run]
@@ -251,7 +251,7 @@ class ModelCheckpoint(AbstractCallback):
         self._saved_step = self._held_step[0]
         loop = self.train_loop_obj
         is_last = loop.is_global_zero and self._saved_step == loop.global_step
-        missing = is_last and loop.global_step not in [step for step, _ in self.own()]
+        missing = is_last and loop.global_step not in [step for step, _ in self.own_checkpoints()]
         if distributed.exchange_ints([int(missing)])[0][0]:
             self._save("restart")
 

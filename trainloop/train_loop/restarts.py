@@ -138,11 +138,10 @@ class Supervisor:
         # state_dict. So the one before is better than a newer checkpoint. Where none could be made, not all is lost.
         if is_failing(self.memory):
             # This very run's: what is newest in some folder may be another's.
-            last = [
-                own[-1] for callback in self._loop.callbacks if hasattr(callback, "own") and (own := callback.own())
-            ]
-            if last and max(last)[0] > step:
-                return max(last)[0], 0, max(last)[1]
+            keepers = [callback for callback in self._loop.callbacks if hasattr(callback, "own_checkpoints")]
+            own = max((found[-1] for keeper in keepers if (found := keeper.own_checkpoints())), default=None)
+            if own is not None and own[0] > step:
+                return own[0], 0, own[1]
         return step, 0 if newest is None else newest[0], ""
 
     def _note_end_of_restart(self, failed_ns: int | None) -> None:
