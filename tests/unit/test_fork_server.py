@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import resource
 import signal
 import socket
 import time
@@ -16,7 +18,7 @@ import pytest
 from trainloop.errors import ConfigurationError
 from trainloop.launch import _server_is_ready, fork_server, forked
 from trainloop.launch.fork_server import ForkServer, ForkServerError, ServerGoneError
-from trainloop.launch.messages import receive
+from trainloop.launch.messages import connection_pair, receive, send
 
 
 class Played:
@@ -157,6 +159,22 @@ def test_a_server_that_can_not_fork_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(os, "fork", refused)
     assert b"Resource temporarily unavailable" in (forked._fork_for(os.getpid()) or b"")
+
+
+def test_a_server_of_a_process_with_many_files_open_hears_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "pidfd_open", raising=False)
+    monkeypatch.setattr(forked, "_fork_for", lambda caller: None)  # as in the new process
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ours, theirs = connection_pair()
+    with ours, theirs:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+            number = fcntl.fcntl(theirs, fcntl.F_DUPFD, 1500)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        with socket.socket(fileno=number) as connection:
+            send(ours, b'{"arguments": []}')
+            assert forked._next_request(connection, os.getppid()) == ({"arguments": []}, [])
 
 
 def close_all(message: tuple[bytes, list[int]] | None) -> None:

@@ -13,11 +13,11 @@ import io
 import json
 import os
 import re
-import select
 import signal
 import socket
 import sys
 from collections.abc import Mapping
+from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
 from trainloop.launch.messages import receive
@@ -106,7 +106,7 @@ def _next_request(connection: socket.socket, caller: int) -> tuple[dict[str, Any
     except (AttributeError, OSError):
         pass
     while True:
-        readable, _, _ = select.select(watched, [], [], 5.0 if len(watched) == 1 else None)
+        readable = wait(watched, 5.0 if len(watched) == 1 else None)  # select.select knows no number above 1023
         if os.getppid() != caller or (connection not in readable and readable):
             os._exit(0)
         if not readable:
