@@ -20,6 +20,21 @@ class WeightAverage(AbstractCallback):
     """An average of the weights that callbacks keep beside them: each says when it is updated, and how.
 
     Every rank averages for itself, from equal weights. Integer parameters and buffers are not averaged.
+
+    Parameters
+    ----------
+    apply_on_train_end : bool
+        Whether the model ends with the average in place of its weights.
+
+    Examples
+    --------
+    The mean of the weights at each epoch's end::
+
+        class EpochMean(WeightAverage):
+            def on_epoch_end(self):
+                for name, weight in self._weights().items():
+                    self.average[name].lerp_(weight, 1 / (self.updates + 1))
+                self.updates += 1
     """
 
     def __init__(self, apply_on_train_end: bool) -> None:
