@@ -207,7 +207,7 @@ def last_error(stderr: str) -> str:
         text = text.split("\n\n")[0]
     text = re.sub(r"\b0x[0-9a-f]+\b", "0x...", text)
     text = re.sub(r"\b(pid|process) \d+\b", r"\1 ...", text)
-    if "rank 1 of 2 raised" in text:  # a mistake of both ranks: either may be the first to tell
+    if "got no gradient in the last backward on rank 1" in text:  # on both ranks: either may be the first to tell
         text = re.sub(r"\brank ([01])\b", lambda found: f"rank {1 - int(found[1])}", text)
     return text.removeprefix("trainloop.errors.")
 
