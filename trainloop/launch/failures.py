@@ -313,10 +313,11 @@ def _names(ranks: Sequence[int]) -> str:
 
 def _first_line(text: str) -> str:
     lines = text.strip().splitlines() or [""]
-    first = _shortened(lines[0], 300)
+    first = _shortened(lines[0], _MOST_OF_FIRST_LINE)
     return first if len(lines) == 1 else f"{first} ..."
 
 
+_MOST_OF_FIRST_LINE = 600  # the ends of messages say what to do: those of this package and of torch fit
 _MOST_OF_MESSAGE, _MOST_OF_LINE, _MOST_OF_TRACEBACK = 16_384, 4096, 65_536
 
 
