@@ -36,9 +36,8 @@ class Clock(AbstractCallback):
         self.seconds = time.perf_counter() - self.begin
 
 
-def with_trainloop(model: Any, batches: int, ranks: int = RANKS) -> float:
-    clock = Clock()
-    loop = TrainLoop(
+def make_loop(model: Any, batches: int, ranks: int = RANKS) -> TrainLoop[Any]:
+    return TrainLoop(
         model,
         work.loader_of(work.data_for(model, batches * ranks)),
         optimizer=others.sgd(model),
@@ -48,7 +47,11 @@ def with_trainloop(model: Any, batches: int, ranks: int = RANKS) -> float:
         devices=ranks,
         progress_bar=False,
     )
-    loop.fit(num_epochs=2, callbacks=[clock])
+
+
+def with_trainloop(model: Any, batches: int, ranks: int = RANKS) -> float:
+    clock = Clock()
+    make_loop(model, batches, ranks).fit(num_epochs=2, callbacks=[clock])
     return clock.seconds
 
 
@@ -100,17 +103,7 @@ def started_by_hand(model: nn.Module) -> float:
 
 def started_by_trainloop(model: Any) -> float:
     begin = time.perf_counter()
-    loop = TrainLoop(
-        model,
-        work.loader_of(work.data_for(model, RANKS)),
-        optimizer=others.sgd(model),
-        criterion=others.CRITERION,
-        gpu_mode="ddp",
-        accelerator="cpu",
-        devices=RANKS,
-        progress_bar=False,
-    )
-    loop.fit(num_epochs=1)
+    make_loop(model, 1).fit(num_epochs=1)
     return time.perf_counter() - begin
 
 

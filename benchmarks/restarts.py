@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from benchmarks import others, work
+from benchmarks import work
+from benchmarks.ddp import make_loop
 from benchmarks.timing import Table
 from trainloop import AbstractCallback, TrainLoop
 
-RANKS = 2
 PLAIN, SURVIVES = "max_restarts=0", "max_restarts=3"
 
 
@@ -53,16 +53,7 @@ class Kill(AbstractCallback):
 
 
 def fit(model: Any, batches: int, callbacks: list[Any], epochs: int, **arguments: Any) -> TrainLoop[Any]:
-    loop = TrainLoop(
-        model,
-        work.loader_of(work.data_for(model, batches * RANKS)),
-        optimizer=others.sgd(model),
-        criterion=others.CRITERION,
-        gpu_mode="ddp",
-        accelerator="cpu",
-        devices=RANKS,
-        progress_bar=False,
-    )
+    loop = make_loop(model, batches)
     loop.fit(num_epochs=epochs, callbacks=callbacks, **arguments)
     return loop
 

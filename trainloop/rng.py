@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from trainloop.distributed.encoding import decode, encode
+from trainloop.nested import map_parts
 
 __all__ = ["capture", "derive_seed", "isolated", "packed", "peek_seed", "restore", "seed_all"]
 
@@ -105,9 +106,7 @@ def _map(function: Callable[[Any], Any], kind: type, value: Any) -> Any:
     """The value with ``function(item)`` in place of each item of this kind in it."""
     if isinstance(value, kind):
         return function(value)
-    if isinstance(value, dict):
-        return {key: _map(function, kind, item) for key, item in value.items()}
-    return [_map(function, kind, item) for item in value] if isinstance(value, list) else value
+    return map_parts(lambda part: _map(function, kind, part), value)
 
 
 def _without_zeros(tensor: torch.Tensor) -> tuple[bool, int, bytes, bytes]:

@@ -34,7 +34,7 @@ from typing import Any
 
 from trainloop.errors import ConfigurationError
 from trainloop.launch.forked import LAUNCH_VARIABLE, PLACEHOLDER
-from trainloop.launch.inherited import circumstances, ignored_signals, interpreter_flags, own_lines, umask
+from trainloop.launch.inherited import circumstances, ignored_signals, interpreter_flags, own_cpus, own_lines, umask
 from trainloop.launch.messages import connection_pair, send
 
 __all__ = [
@@ -175,7 +175,7 @@ class ForkServer:
             "mask": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
             "ignored": ignored_signals(status),
             "umask": umask(status),
-            "cpus": sorted(os.sched_getaffinity(0)),
+            "cpus": own_cpus(),
         }
         try:
             # By descriptor: a folder that was removed is still the current one.

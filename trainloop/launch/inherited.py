@@ -10,7 +10,7 @@ import sys
 from multiprocessing import spawn
 from typing import Any
 
-__all__ = ["circumstances", "ignored_signals", "interpreter_flags", "own_lines", "taken_at_start", "umask"]
+__all__ = ["circumstances", "ignored_signals", "interpreter_flags", "own_cpus", "own_lines", "taken_at_start", "umask"]
 
 # Each rank sets these anew, or they mean nothing to what the server imports: no reason for another server.
 _NOT_AT_IMPORT = (
@@ -50,6 +50,11 @@ def interpreter_flags() -> list[str]:
     """Of this process, for another interpreter."""
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return flags
+
+
+def own_cpus() -> list[int]:
+    """That this process may run on; none where the system does not tell."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def own_lines(name: str) -> list[str]:

@@ -20,6 +20,7 @@ import torch
 from trainloop.launch.failures import Failure, exit_text, first_failure, read_record, worker_failed_error
 from trainloop.launch.fork_server import ServedProcess
 from trainloop.launch.forked import LAUNCH_VARIABLE
+from trainloop.launch.inherited import own_cpus
 from trainloop.launch.kept import Work
 from trainloop.launch.liveness import Liveness, Sign, hanging_ranks
 from trainloop.launch.main_guard import main_not_imported_again, main_place
@@ -79,7 +80,7 @@ class Ranks:
         self._lines = lines
         self._handed_over = handed_over
         self._told: dict[str, str] = {}
-        self._cpus = _own_cpus()
+        self._cpus = own_cpus()
 
     def start(self, environment: dict[str, str], *, served: bool, may_spawn: bool = True) -> None:
         """Start the processes, with ``environment`` added to this process's own.
@@ -170,7 +171,7 @@ class Ranks:
         folder = None
         with contextlib.suppress(OSError):
             folder = os.getcwd()
-        told, cpus = {**os.environ, **environment, LAUNCH_VARIABLE: self._token}, _own_cpus()
+        told, cpus = {**os.environ, **environment, LAUNCH_VARIABLE: self._token}, own_cpus()
         work = Work(
             parcel,
             tuple(inherited),
@@ -408,10 +409,6 @@ def _signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _own_cpus() -> list[int]:
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def _kill_strays(token: str) -> None:

@@ -123,7 +123,7 @@ class Supervisor:
         notice = {
             "restart": restart._asdict(),
             "failed_ns": failure.time_ns,
-            "limit": f"Restart {done + 1}{'' if self._most < 0 else f' of {self._most}'}.",
+            "limit": f"{self._nth(done + 1)}.",
             "number": number,
             "checkpoint": checkpoint,
         }
@@ -154,9 +154,11 @@ class Supervisor:
         restart = restart._replace(seconds=(end_ns - begun_ns) / 1e9)
         self._loop.restarts.append(restart)
         if not back_ns and failed_ns:  # no rank came as far as to say it
-            number = len(self._loop.restarts)
-            limit = f"Restart {number}{'' if self._most < 0 else f' of {self._most}'} failed, too."
+            limit = f"{self._nth(len(self._loop.restarts))} failed, too."
             print(restart_line(restart, limit), file=sys.stderr, flush=True)
+
+    def _nth(self, number: int) -> str:
+        return f"Restart {number}" if self._most < 0 else f"Restart {number} of {self._most}"
 
 
 def check_memory(loop: TrainLoop[Any]) -> None:

@@ -290,7 +290,7 @@ class Training(Run):
         wants_loss : bool
             Return the step's loss over all micro-batches and ranks, the same on every rank.
         """
-        loop, hooks, place, recorder, gradients = self.loop, self.hooks, self.place, self.recorder, self.gradients
+        loop, place, recorder, gradients = self.loop, self.place, self.recorder, self.gradients
         batches, sizes, scales, _, ragged = step
         by_hand = ragged or gradients.reduce_by_hand
         if by_hand:
@@ -303,16 +303,7 @@ class Training(Run):
         recorder.step = loop.global_step + 1
         for i in range(count):
             if first:
-                for hook in hooks.on_batch_end if i else ():  # of the micro-batch before
-                    hook()
-                # From its first hook on; where a rank has no batch, what its hooks log weighs nothing.
-                recorder.batch_size = sizes[i] if i < len(batches) else 0
-                loop.total_iteration_idx += 1
-                self.epoch_batches += 1
-                for hook in hooks.on_batch_begin:
-                    hook()
-                if not i and gradients.trained is not None:
-                    gradients.follow_at_step_begin()
+                self.begin_batch(i, sizes[i] if i < len(batches) else 0)
             model = place.model if by_hand else place.wrapper
             with place.alone(counts, i) if by_hand else place.gradient_sync(i == count - 1):
                 if i < len(batches):
@@ -334,6 +325,20 @@ class Training(Run):
                         scaled_losses.append(scaled.detach())
         factor = gradients.complete(gradients.learned, weights, by_hand=by_hand, ragged=ragged)
         return gradients.loss_over_ranks(scaled_losses, factor) if wants_loss else None
+
+    def begin_batch(self, i: int, size: int) -> None:
+        """The ``i``-th micro-batch of a step begins; ``size``: its samples, 0 on a rank that has none."""
+        hooks = self.hooks
+        for hook in hooks.on_batch_end if i else ():  # of the micro-batch before
+            hook()
+        # From its first hook on; where a rank has no batch, what its hooks log weighs nothing.
+        self.recorder.batch_size = size
+        self.loop.total_iteration_idx += 1
+        self.epoch_batches += 1
+        for hook in hooks.on_batch_begin:
+            hook()
+        if not i and self.gradients.trained is not None:
+            self.gradients.follow_at_step_begin()
 
     def step(self) -> None:
         """The optimizers' step, and what follows it."""

@@ -135,7 +135,7 @@ class MultiTraining(Training):
 
     def backward(self, step: StepBatches, **_: Any) -> None:
         """All of a step but what comes after its last micro-batch."""
-        loop, hooks, place, recorder, gradients = self.loop, self.hooks, self.place, self.recorder, self.gradients
+        loop, place, recorder = self.loop, self.place, self.recorder
         optimizer: Any = loop.optimizer
         counts = [n for (n,) in distributed.exchange_ints([len(step.batches)])] if step.ragged else None
         count = len(step.batches) if counts is None else max(counts)
@@ -143,15 +143,7 @@ class MultiTraining(Training):
         if self.gather is not None:  # the model itself: DDP's reducer expects one backward a forward
             place.share_buffers()
         for i in range(count):
-            for hook in hooks.on_batch_end if i else ():  # of the micro-batch before
-                hook()
-            recorder.batch_size = step.sizes[i] if i < len(step.batches) else 0
-            loop.total_iteration_idx += 1
-            self.epoch_batches += 1
-            for hook in hooks.on_batch_begin:
-                hook()
-            if not i and gradients.trained is not None:
-                gradients.follow_at_step_begin()
+            self.begin_batch(i, step.sizes[i] if i < len(step.batches) else 0)
             loss = None
             if i < len(step.batches):
                 with place.alone(counts, i):
