@@ -250,7 +250,7 @@ NOT_COMPARED = {
 NOT_RUN = {
     "trainloop.callbacks.nan.NonFinite",
     "trainloop.callbacks.nan.TerminateOnNaN",
-    "trainloop.callbacks.ddp.DistributedSamplerSetEpoch",
+    "trainloop.compat.callbacks.DistributedSamplerSetEpoch",
     "trainloop.callbacks.model_load.ModelLoadContinueTraining",
 }
 

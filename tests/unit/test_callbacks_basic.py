@@ -186,14 +186,16 @@ def test_loaders_that_are_made_in_the_rank() -> None:
 
 
 MODULES = (
-    "abstract basic ddp early_stopping ema gradient history_report mlflow model_load model_save monitor nan "
-    "performance_eval tensorboard train_schedule wandb"
+    "callbacks.abstract callbacks.basic callbacks.ddp callbacks.early_stopping callbacks.ema callbacks.gradient "
+    "callbacks.history_report callbacks.mlflow callbacks.model_load callbacks.monitor callbacks.nan "
+    "callbacks.performance_eval callbacks.tensorboard callbacks.train_schedule callbacks.wandb "
+    "compat.callbacks schedulers.basic schedulers.warmup"
 ).split()
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_every_name_is_documented_with_an_example(module: str) -> None:
-    home = importlib.import_module(f"trainloop.callbacks.{module}")
+    home = importlib.import_module(f"trainloop.{module}")
     for name in home.__all__:
         assert "Examples\n    --------\n" in (getattr(home, name).__doc__ or ""), name
 

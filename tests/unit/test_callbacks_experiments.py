@@ -9,8 +9,12 @@ import pytest
 import torch
 
 from small_loop import STEPS_PER_EPOCH, Counts, make_loop
-from trainloop.callbacks.model_load import ModelLoadContinueTraining
-from trainloop.callbacks.model_save import ModelCheckpoint, ModelIterationCheckpoint, ModelTrainEndSave
+from trainloop.callbacks import (
+    ModelCheckpoint,
+    ModelIterationCheckpoint,
+    ModelLoadContinueTraining,
+    ModelTrainEndSave,
+)
 from trainloop.errors import CheckpointError, ConfigurationError
 
 PROJECT = ("digits", "cnn")

@@ -13,7 +13,6 @@ import torch
 from torch import nn, optim
 from torch.optim import lr_scheduler
 
-import trainloop.callbacks.train_schedule as train_schedule
 from conftest import make_data
 from small_loop import STEPS_PER_EPOCH, Net, Scores, make_loop
 from trainloop import AbstractCallback, MultiOptimizer
@@ -327,7 +326,7 @@ def test_aitoolbox_names(make: Any, by_hand: Any) -> None:
     loop, rates = make_loop(), Rates()
     loop.fit(num_epochs=4, callbacks=[make(), rates])
     assert rates.epochs == rates_by_hand(by_hand, 5)[1:]
-    assert basic.GeneralLRScheduler is basic.GeneralLRSchedulerCallback is train_schedule.GeneralLRScheduler
+    assert basic.GeneralLRScheduler is basic.GeneralLRSchedulerCallback
     assert isinstance(make(), basic.AbstractScheduler)
 
 

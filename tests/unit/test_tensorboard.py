@@ -25,13 +25,17 @@ from torch.utils.tensorboard import SummaryWriter
 from event_files import event_files, read, steps, values_of
 from small_loop import STEPS_PER_EPOCH, Net, Scores, make_loop
 from trainloop import AbstractCallback, MultiOptimizer
-from trainloop.callbacks import LearningRateMonitor, LRScheduler, ModelCheckpoint, TensorBoard, event_file
-from trainloop.callbacks.event_file import EventFile
-from trainloop.callbacks.tensorboard import (
+from trainloop.callbacks import (
+    LearningRateMonitor,
+    LRScheduler,
+    ModelCheckpoint,
+    TensorBoard,
     TensorboardFullTracking,
     TensorboardTrainBatchLoss,
     TensorboardTrainHistoryMetric,
+    event_file,
 )
+from trainloop.callbacks.event_file import EventFile
 from trainloop.errors import ConfigurationError
 
 # -- the file ----------------------------------------------------------------------------------------------------------

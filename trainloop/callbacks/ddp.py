@@ -1,4 +1,4 @@
-"""Callbacks about the ranks' data, by AIToolbox's names."""
+"""Loaders that each rank makes for itself."""
 
 from __future__ import annotations
 
@@ -8,34 +8,7 @@ from typing import Any
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.errors import ConfigurationError
 
-__all__ = ["DistributedSamplerSetEpoch", "InMultiProcessDataLoad"]
-
-
-class DistributedSamplerSetEpoch(AbstractCallback):
-    """Call ``set_epoch`` of samplers before each epoch.
-
-    The loop does so by itself for every loader it is given; only samplers that it can't see, inside a dataset say, need
-    this.
-
-    Parameters
-    ----------
-    train_sampler, validation_sampler, test_sampler : DistributedSampler or None
-
-    Examples
-    --------
-    >>> tl.fit(num_epochs=3, callbacks=[DistributedSamplerSetEpoch(dataset.inner_sampler)])
-    """
-
-    def __init__(self, train_sampler: Any = None, validation_sampler: Any = None, test_sampler: Any = None) -> None:
-        super().__init__("DistributedSamplerSetEpoch", execution_order=-100)
-        self.train_sampler = train_sampler
-        self.validation_sampler = validation_sampler
-        self.test_sampler = test_sampler
-
-    def on_epoch_begin(self) -> None:
-        for sampler in (self.train_sampler, self.validation_sampler, self.test_sampler):
-            if sampler is not None:
-                sampler.set_epoch(self.train_loop_obj.epoch)
+__all__ = ["InMultiProcessDataLoad"]
 
 
 class InMultiProcessDataLoad(AbstractCallback):

@@ -8,29 +8,18 @@ the same on all ranks, and nothing here waits for the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainloop.callbacks.abstract import AbstractExperimentCallback
 from trainloop.callbacks.base import AbstractCallback
-from trainloop.callbacks.history_report import require_matplotlib
 from trainloop.callbacks.norms import norms_of
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiOptimizer, parameters_of
 
-__all__ = [
-    "GradDistributionPlot",
-    "GradNormClip",
-    "GradValueClip",
-    "GradientCallbackBase",
-    "GradientClipping",
-    "GradientStats",
-    "GradientStatsPrint",
-]
+__all__ = ["GradientCallbackBase", "GradientClipping", "GradientStats"]
 
 
 class GradientCallbackBase(AbstractCallback):
@@ -106,42 +95,6 @@ class GradientClipping(GradientCallbackBase):
             nn.utils.clip_grad_norm_(parameters, self.max_norm, **self.norm_kwargs)
 
 
-class GradValueClip(GradientClipping):
-    """Clip each element of the gradients; AIToolbox's name for ``GradientClipping(max_value=...)``.
-
-    Parameters
-    ----------
-    max_grad_value : float
-        Largest absolute value.
-
-    Examples
-    --------
-    >>> tl.fit(num_epochs=10, callbacks=[GradValueClip(0.5)])
-    """
-
-    def __init__(self, max_grad_value: float) -> None:
-        super().__init__(max_value=max_grad_value)
-
-
-class GradNormClip(GradientClipping):
-    """Clip the total norm of the gradients; AIToolbox's name for ``GradientClipping(max_norm=...)``.
-
-    Parameters
-    ----------
-    max_grad_norm : float
-        Largest norm.
-    **kwargs
-        More for ``torch.nn.utils.clip_grad_norm_``.
-
-    Examples
-    --------
-    >>> tl.fit(num_epochs=10, callbacks=[GradNormClip(1.0)])
-    """
-
-    def __init__(self, max_grad_norm: float, **kwargs: Any) -> None:
-        super().__init__(max_norm=max_grad_norm, **kwargs)
-
-
 class GradientStats(GradientCallbackBase):
     """Log the gradients' norms: in the history, in TensorBoard, wherever logs go.
 
@@ -192,131 +145,6 @@ class GradientStats(GradientCallbackBase):
     def _log(self, name: str, value: Tensor) -> None:
         # The same on all ranks, so there is nothing to average.
         self.log(name, value, on_step=True, on_epoch=True, sync_dist=False, batch_size=1)
-
-
-class GradientStatsPrint(AbstractCallback):
-    """Print mean, standard deviation and share of zeros of chosen layers' gradients.
-
-    Reading them waits for the device; :class:`GradientStats` does not.
-
-    Parameters
-    ----------
-    model_layers_extract_def : callable
-        Takes the model, returns its layers to report, each with a ``weight``.
-    on_every_grad_update : bool
-        After every step; else after the last step of each epoch, by the gradients kept from it.
-
-    Examples
-    --------
-    >>> GradientStatsPrint(lambda model: [model.encoder, model.head])
-    """
-
-    def __init__(
-        self, model_layers_extract_def: Callable[[Any], Iterable[nn.Module]], on_every_grad_update: bool = False
-    ) -> None:
-        super().__init__("GradientStatsPrint", execution_order=-1, device_idx_execution=0)
-        self.model_layers_extract_def = model_layers_extract_def
-        self.on_every_grad_update = on_every_grad_update
-        self._gradients: list[Tensor | None] = []
-
-    def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
-        # References only: the loop drops a step's gradients (set to None), it does not overwrite them.
-        self._gradients = [layer.weight.grad for layer in self._layers()]
-        if self.on_every_grad_update:
-            self.gradients_report()
-
-    def on_epoch_end(self) -> None:
-        if not self.on_every_grad_update:
-            self.gradients_report()
-        self._gradients = []
-
-    def gradients_report(self) -> None:
-        """Print the report for the gradients seen last."""
-        print("---> Model layers gradients stats")
-        for i, gradient in enumerate(self._gradients):
-            if gradient is None:
-                print(f"Layer {i} has no gradient")
-                continue
-            std, mean = torch.std_mean(gradient, correction=0)
-            zeros = (gradient == 0).double().mean()
-            print(f"Layer {i} gradients: mean {mean.item():.6g}; std {std.item():.6g}; zeros {zeros.item():.2%}")
-
-    def _layers(self) -> list[Any]:
-        return list(self.model_layers_extract_def(self.train_loop_obj.model))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_gradients": []}
-
-
-class GradDistributionPlot(AbstractExperimentCallback):
-    """Plot how chosen layers' gradients are distributed, an image a layer after each epoch.
-
-    Written to ``<experiment folder>/results/grad_distribution/epoch_<n>/Layer_<i>.png``.
-
-    Parameters
-    ----------
-    model_layers_extract_def : callable
-        Takes the model, returns its layers to plot, each with a ``weight``.
-    file_format : str
-        Ending of the files.
-    project_name, experiment_name, local_model_result_folder_path : str, optional
-        Where files go; taken from a tracking loop, such as ``TrainLoopCheckpoint``, where left out.
-
-    Raises
-    ------
-    ConfigurationError
-        If matplotlib is missing, or the folder is not known.
-
-    Examples
-    --------
-    >>> GradDistributionPlot(lambda model: [model.encoder, model.head])
-    """
-
-    def __init__(
-        self,
-        model_layers_extract_def: Callable[[Any], Iterable[nn.Module]],
-        file_format: str = "png",
-        project_name: str | None = None,
-        experiment_name: str | None = None,
-        local_model_result_folder_path: str | None = None,
-    ) -> None:
-        super().__init__(
-            "GradDistributionPlot",
-            project_name,
-            experiment_name,
-            local_model_result_folder_path,
-            execution_order=-1,
-            device_idx_execution=0,
-        )
-        self.model_layers_extract_def = model_layers_extract_def
-        self.file_format = file_format
-        self._gradients: list[Tensor | None] = []
-
-    def on_train_loop_registration(self) -> None:
-        self.try_infer_experiment_details()
-        require_matplotlib("GradDistributionPlot")
-
-    def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
-        layers: Iterable[Any] = self.model_layers_extract_def(self.train_loop_obj.model)
-        self._gradients = [layer.weight.grad for layer in layers]
-
-    def on_epoch_end(self) -> None:
-        from matplotlib.figure import Figure
-
-        folder = Path(self.results_folder()) / "grad_distribution" / f"epoch_{self.train_loop_obj.epoch}"
-        folder.mkdir(parents=True, exist_ok=True)
-        for i, gradient in enumerate(self._gradients):
-            if gradient is None:
-                continue
-            figure = Figure(figsize=(8, 6), layout="constrained")
-            axes = figure.subplots()
-            axes.hist(gradient.detach().float().reshape(-1).cpu().numpy(), bins=100)
-            axes.set(title=f"Gradients of layer {i}", xlabel="gradient", ylabel="elements")
-            figure.savefig(folder / f"Layer_{i}.{self.file_format}")
-        self._gradients = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_gradients": []}
 
 
 def _stack(values: Iterable[Tensor]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from trainloop.callbacks.base import AbstractCallback
@@ -220,27 +220,36 @@ class ModelPerformancePrintReport(AbstractCallback):
         epoch = self.train_loop_obj.epoch
         if self.on_each_epoch and epoch % (self.report_frequency or 1) == 0:
             print(f"---- Performance after epoch {epoch + 1} ----")
-            self._print(self.metrics)
+            self.print_performance_report()
 
     def on_train_end(self) -> None:
-        history = self.train_loop_obj.history
         print("---- Performance at the end of training ----")
-        at_the_end = [f"train_end_{name}" for name in self.metrics]
-        self._print([end if end in history else name for end, name in zip(at_the_end, self.metrics, strict=True)])
+        self.print_performance_report(prefix="train_end_")
 
-    def _print(self, names: Sequence[str]) -> None:
+    def print_performance_report(self, prefix: str = "") -> None:
+        """Print the newest value of each metric.
+
+        Parameters
+        ----------
+        prefix : str
+            Put before each metric's name, where the history has that name.
+        """
         history = self.train_loop_obj.history
-        known = ", ".join(map(repr, history))
         if self.list_tracked_metrics:
-            print(f"metrics: {known}")
-        for name in names:
+            print(f"metrics: {', '.join(map(repr, history))}")
+        for metric in self.metrics:
+            name = prefix + metric if prefix + metric in history else metric
             if name in history:
                 print(f"{name}: {history[name][-1]:.6g}")
-                continue
-            message = f"ModelPerformancePrintReport: {name!r} is not in the history. There are: {known}."
-            if self.strict_metric_reporting:
-                raise ConfigurationError(message)
-            print(message)
+            else:
+                self._say_missing(name, history)
+
+    def _say_missing(self, name: str, history: Iterable[str]) -> None:
+        known = ", ".join(map(repr, history))
+        message = f"ModelPerformancePrintReport: {name!r} is not in the history. There are: {known}."
+        if self.strict_metric_reporting:
+            raise ConfigurationError(message)
+        print(message)
 
 
 class TrainHistoryFormatter(AbstractCallback):
@@ -290,29 +299,43 @@ class TrainHistoryFormatter(AbstractCallback):
         self.strict_metric_extract = strict_metric_extract
 
     def on_epoch_end(self) -> None:
-        if self.epoch_end:
-            self.format_history(expected_length=self.train_loop_obj.epoch + 1)
+        if self.epoch_end and self.check_if_history_updated(train_end_phase=False):
+            self.format_history()
 
     def on_train_end(self) -> None:
-        if self.train_end:
-            self.format_history(expected_length=1)
+        if self.train_end and self.check_if_history_updated(train_end_phase=True):
+            self.format_history()
 
-    def format_history(self, expected_length: int) -> None:
-        """Add the new value, provided that the list has the expected length."""
-        loop = self.train_loop_obj
-        values = self.input_metric_getter(loop.history)
-        if len(values) == expected_length:
-            name, value = self.output_metric_setter(values)
-            loop.insert_metric_result_into_history(name, value)
-            return
+    def read_history(self) -> Any:
+        """The history that ``input_metric_getter`` is given."""
+        return self.train_loop_obj.history
+
+    def format_history(self) -> None:
+        """Add the new metric's value to the history."""
+        name, value = self.output_metric_setter(self.input_metric_getter(self.read_history()))
+        self.train_loop_obj.insert_metric_result_into_history(name, value)
+
+    def check_if_history_updated(self, train_end_phase: bool) -> bool:
+        """Whether the list has a value for each epoch so far; at the end of training, whether it has one value.
+
+        Raises
+        ------
+        ConfigurationError
+            If it has not, and ``strict_metric_extract`` is set; else this is printed.
+        """
+        expected = 1 if train_end_phase else self.train_loop_obj.epoch + 1
+        found = len(self.input_metric_getter(self.read_history()))
+        if found == expected:
+            return True
         message = (
-            f"{type(self).__name__}: input_metric_getter gave {len(values)} values instead of {expected_length}. "
+            f"{type(self).__name__}: input_metric_getter gave {found} values instead of {expected}. "
             "Put this callback after the one that computes the metric."
         )
         if self.strict_metric_extract:
             raise ConfigurationError(message)
-        if loop.is_main_process():
+        if self.train_loop_obj.is_main_process():
             print(message)
+        return False
 
 
 class MetricHistoryRename(TrainHistoryFormatter):

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainloop.callbacks.abstract import AbstractExperimentCallback
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.epoch_values import EpochValues
 from trainloop.callbacks.event_file import EventFile
@@ -22,10 +21,6 @@ from trainloop.errors import ConfigurationError
 
 __all__ = [
     "TensorBoard",
-    "TensorboardFullTracking",
-    "TensorboardReporterBaseCB",
-    "TensorboardTrainBatchLoss",
-    "TensorboardTrainHistoryMetric",
 ]
 
 
@@ -361,114 +356,3 @@ def _new_folder(name: str) -> str:
         number += 1
         folder = f"{stem}_{number}"
     return folder
-
-
-# -- AIToolbox's names -------------------------------------------------------------------------------------------------
-
-
-class TensorboardReporterBaseCB(TensorBoard):
-    """Base of AIToolbox's three: :class:`TensorBoard`, in an experiment's folder if so wished.
-
-    Parameters
-    ----------
-    log_dir : str, optional
-        Folder; inside the experiment's folder with ``is_project``. Default: ``tensorboard``.
-    is_project : bool
-        Write into the folder of the experiment, which a tracking loop knows; else ``log_dir`` is the whole path.
-    project_name, experiment_name, local_model_result_folder_path : str, optional
-        Where the experiment's folder is; taken from the loop where left out.
-    log_every_n_steps : int, optional
-        As in :class:`TensorBoard`.
-    metric_names : sequence of str, optional
-        Metrics of the history to write. Default: all.
-
-    Examples
-    --------
-    >>> TensorboardReporterBaseCB("runs/first", is_project=False)
-    """
-
-    def __init__(
-        self,
-        log_dir: str | os.PathLike[str] | None = None,
-        is_project: bool = True,
-        project_name: str | None = None,
-        experiment_name: str | None = None,
-        local_model_result_folder_path: str | None = None,
-        log_every_n_steps: int | None = 1,
-        metric_names: Sequence[str] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__("tensorboard" if log_dir is None else log_dir, log_every_n_steps, **kwargs)
-        self.is_project = is_project
-        self.metric_names = None if metric_names is None else list(metric_names)
-        self._experiment = AbstractExperimentCallback(
-            type(self).__name__, project_name, experiment_name, local_model_result_folder_path
-        )
-
-    def on_train_loop_registration(self) -> None:
-        if self.is_project:
-            assert self.log_dir is not None
-            self._experiment.train_loop_obj = self.train_loop_obj
-            self._experiment.try_infer_experiment_details()
-            # Joining a path that is absolute already, by an earlier fit, changes nothing.
-            self.log_dir = os.path.join(os.path.abspath(self._experiment.experiment_folder()), self.log_dir)
-        super().on_train_loop_registration()
-
-
-class TensorboardTrainBatchLoss(TensorboardReporterBaseCB):
-    """Step values only.
-
-    Parameters
-    ----------
-    batch_log_frequency : int
-        Steps between two records.
-    **kwargs
-        As in :class:`TensorboardReporterBaseCB`.
-
-    Examples
-    --------
-    >>> TensorboardTrainBatchLoss(batch_log_frequency=10, log_dir="runs/first", is_project=False)
-    """
-
-    def __init__(self, batch_log_frequency: int = 1, **kwargs: Any) -> None:
-        super().__init__(log_every_n_steps=batch_log_frequency, metric_names=(), **kwargs)
-
-
-class TensorboardTrainHistoryMetric(TensorboardReporterBaseCB):
-    """Epoch values only.
-
-    Parameters
-    ----------
-    metric_names : sequence of str, optional
-        Metrics of the history to write. Default: all.
-    **kwargs
-        As in :class:`TensorboardReporterBaseCB`.
-
-    Examples
-    --------
-    >>> TensorboardTrainHistoryMetric(["loss", "val_loss"], log_dir="runs/first", is_project=False)
-    """
-
-    def __init__(self, metric_names: Sequence[str] | None = None, **kwargs: Any) -> None:
-        super().__init__(log_every_n_steps=None, metric_names=metric_names, **kwargs)
-
-
-class TensorboardFullTracking(TensorboardReporterBaseCB):
-    """Step values and epoch values.
-
-    Parameters
-    ----------
-    metric_names : sequence of str, optional
-        Metrics of the history to write. Default: all.
-    batch_log_frequency : int
-        Steps between two records.
-    **kwargs
-        As in :class:`TensorboardReporterBaseCB`.
-
-    Examples
-    --------
-    >>> TensorboardFullTracking(batch_log_frequency=10, log_dir="runs/first", is_project=False)
-    """
-
-    def __init__(self, metric_names: Sequence[str] | None = None, batch_log_frequency: int = 1, **kwargs: Any) -> None:
-        super().__init__(log_every_n_steps=batch_log_frequency, metric_names=metric_names, **kwargs)

@@ -9,8 +9,8 @@ import math
 from functools import partial
 from typing import Any
 
-from trainloop.callbacks.train_schedule import LambdaLRScheduler
 from trainloop.errors import ConfigurationError
+from trainloop.schedulers.basic import LambdaLRScheduler
 
 __all__ = [
     "ConstantWithWarmupScheduler",

@@ -14,8 +14,9 @@ from trainloop.callbacks import base
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.callbacks.basic import DataSubsetTestRun
 from trainloop.callbacks.basic import FunctionOnTrainLoop as CoreFunctionOnTrainLoop
-from trainloop.callbacks.ddp import DistributedSamplerSetEpoch, InMultiProcessDataLoad
+from trainloop.callbacks.ddp import InMultiProcessDataLoad
 from trainloop.compat.aitoolbox.optim import MultiOptimizer
+from trainloop.compat.callbacks import DistributedSamplerSetEpoch
 
 __all__ = [
     "AbstractCallback",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.performance_eval import ModelPerformancePrintReport as CoreModelPerformancePrintReport
+from trainloop.callbacks.performance_eval import TrainHistoryFormatter as CoreTrainHistoryFormatter
 from trainloop.compat.aitoolbox.results import AbstractResultPackage, TorchMetricsPackage
 from trainloop.errors import ConfigurationError
 
@@ -92,31 +94,17 @@ class ModelPerformanceEvaluation(AbstractCallback):
         return parts
 
 
-class ModelPerformancePrintReport(AbstractCallback):
-    """Prints metrics of the history after epochs, and at the end of training."""
+class ModelPerformancePrintReport(CoreModelPerformancePrintReport):
+    """Prints metrics of the history after epochs, and at the end of training, in AIToolbox's words."""
 
     train_loop_obj: Any  # the loop of this package, which has more
 
-    def __init__(
-        self,
-        metrics: Sequence[str],
-        on_each_epoch: bool = True,
-        report_frequency: int | None = None,
-        strict_metric_reporting: bool = True,
-        list_tracked_metrics: bool = False,
-    ) -> None:
-        super().__init__("Model performance print reporter", execution_order=97, device_idx_execution=0)
-        if len(metrics) == 0:
-            raise ConfigurationError("metrics is empty: name what to print, as ['val_loss'].")
-        self.metrics = metrics
-        self.on_each_epoch = on_each_epoch
-        self.report_frequency = report_frequency
-        self.strict_metric_reporting = strict_metric_reporting
-        self.list_tracked_metrics = list_tracked_metrics
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.callback_name = "Model performance print reporter"  # callbacks_handler finds callbacks by their names
 
     def on_epoch_end(self) -> None:
-        epoch = self.train_loop_obj.epoch
-        if self.on_each_epoch and (self.report_frequency is None or epoch % self.report_frequency == 0):
+        if self.on_each_epoch and self.train_loop_obj.epoch % (self.report_frequency or 1) == 0:
             print("------------------  End of epoch performance report  -------------------")
             self.print_performance_report()
 
@@ -125,87 +113,28 @@ class ModelPerformancePrintReport(AbstractCallback):
         self.print_performance_report(prefix="train_end_")
 
     def print_performance_report(self, prefix: str = "") -> None:
-        """Print each metric's last result.
-
-        Raises
-        ------
-        ConfigurationError
-            If one isn't in the history, and the report is strict.
-        """
+        """Print each metric's last result as it is; at the end of training only those of the end."""
         history = self.train_loop_obj.train_history
         if self.list_tracked_metrics:
             print(list(history.keys()))
-        for metric in self.metrics:
-            name = f"{prefix}{metric}"
+        for name in (prefix + metric for metric in self.metrics):
             if history.get(name):
                 print(f"{name}: {history[name][-1]}")
-                continue
-            message = f"metric {name!r} is not in train_history; there are {', '.join(history.keys())}."
-            if self.strict_metric_reporting:
-                raise ConfigurationError(message)
-            print(message)
+            else:
+                self._say_missing(name, history.keys())
 
 
-class TrainHistoryFormatter(AbstractCallback):
-    """Makes a metric of the history from others, after each epoch or at the end of training.
-
-    Parameters
-    ----------
-    input_metric_getter : callable
-        From the history to a list of results.
-    output_metric_setter : callable
-        From that list to ``(name, result)``.
-    epoch_end, train_end : bool
-        When; exactly one of them.
-    strict_metric_extract : bool
-        Raise where the list has no new result, instead of printing so.
-    """
+class TrainHistoryFormatter(CoreTrainHistoryFormatter):
+    """Makes a metric of AIToolbox's history from others, after each epoch or at the end of training."""
 
     train_loop_obj: Any  # the loop of this package, which has more
 
-    def __init__(
-        self,
-        input_metric_getter: Callable[[Any], Any],
-        output_metric_setter: Callable[[Any], tuple[str, Any]],
-        epoch_end: bool = True,
-        train_end: bool = False,
-        strict_metric_extract: bool = True,
-    ) -> None:
-        if epoch_end == train_end:
-            raise ConfigurationError(
-                f"epoch_end={epoch_end} and train_end={train_end}: exactly one of them must be True."
-            )
-        super().__init__("Train history general formatter engine")
-        self.input_metric_getter = input_metric_getter
-        self.output_metric_setter = output_metric_setter
-        self.epoch_end = epoch_end
-        self.train_end = train_end
-        self.strict_metric_extract = strict_metric_extract
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.callback_name = "Train history general formatter engine"
 
-    def on_epoch_end(self) -> None:
-        if self.epoch_end and self.check_if_history_updated(train_end_phase=False):
-            self.format_history()
-
-    def on_train_end(self) -> None:
-        if self.train_end and self.check_if_history_updated(train_end_phase=True):
-            self.format_history()
-
-    def format_history(self) -> None:
-        """Insert the new metric's result."""
-        loop = self.train_loop_obj
-        loop.insert_metric_result_into_history(*self.output_metric_setter(self.input_metric_getter(loop.train_history)))
-
-    def check_if_history_updated(self, train_end_phase: bool) -> bool:
-        """Whether the input has a result for each epoch; of a metric of the end of training, one."""
-        expected = 1 if train_end_phase else self.train_loop_obj.epoch + 1
-        found = len(self.input_metric_getter(self.train_loop_obj.train_history))
-        if found == expected:
-            return True
-        message = f"the metric that input_metric_getter gives has {found} results, where {expected} were expected."
-        if self.strict_metric_extract:
-            raise ConfigurationError(message)
-        print(message)
-        return False
+    def read_history(self) -> Any:
+        return self.train_loop_obj.train_history
 
 
 class MetricHistoryRename(TrainHistoryFormatter):

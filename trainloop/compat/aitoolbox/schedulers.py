@@ -6,14 +6,14 @@ from typing import Any
 
 from torch.optim import lr_scheduler
 
-from trainloop.callbacks.train_schedule import (
-    AbstractScheduler,
+from trainloop.callbacks.train_schedule import AbstractScheduler
+from trainloop.errors import ConfigurationError
+from trainloop.schedulers.basic import (
     GeneralLRSchedulerCallback,
     LambdaLRScheduler,
     MultiStepLRScheduler,
     StepLRScheduler,
 )
-from trainloop.errors import ConfigurationError
 from trainloop.schedulers.warmup import (
     ConstantWithWarmupScheduler,
     CosineWithWarmupScheduler,
