@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import multiprocessing.util
@@ -65,6 +66,39 @@ def _modules_stay() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+# -- what hangs --------------------------------------------------------------------------------------------------------
+
+_LAST_WORDS_S = 20.0  # before pytest's own limit for a test, which ends the whole process and leaves its children
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test that waits for a child that hangs fails with that child's stack, and the others still run."""
+    limit = float(item.config.getini("faulthandler_timeout") or 0) - _LAST_WORDS_S
+    if limit <= 0:
+        return (yield)
+    before = signal.signal(signal.SIGALRM, lambda *_: end_children(f"{item.nodeid} runs for {limit:.0f} s"))
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def end_children(why: str) -> None:
+    """Kill what this process has started but for what lives as long as it, and print where each of them stood."""
+    py_spy = Path(sys.executable).with_name("py-spy")
+    doomed = _children()
+    for pid, line in doomed.items():
+        stack = [py_spy, "dump", "--native", "--pid", str(pid)]
+        said = subprocess.run(stack, capture_output=True, text=True) if py_spy.exists() else None
+        print(f"{why}; ended: {line}\n{said.stdout if said else ''}", file=sys.stderr)
+    for pid in doomed:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 # -- how ranks start ---------------------------------------------------------------------------------------------------
@@ -185,17 +219,18 @@ def _servers() -> list[fork_server.ForkServer]:
     return [] if fork_server._current is None else [fork_server._current]
 
 
-def _children() -> set[str]:
+def _children() -> dict[int, str]:
+    """Process numbers, with a line for each."""
     # multiprocessing's resource tracker and the fork servers live as long as this process, on purpose.
     keep = {getattr(resource_tracker._resource_tracker, "_pid", None)}
     if "multiprocessing.forkserver" in sys.modules:
         keep.add(getattr(sys.modules["multiprocessing.forkserver"]._forkserver, "_forkserver_pid", None))
     keep |= {server.pid for server in _servers()}
-    found = set()
+    found = {}
     for child in _descendants():
         try:
             if child.pid not in keep and not _is_resource_tracker(child):
-                found.add(f"pid {child.pid}: {child.status()} {' '.join(child.cmdline())[:200]}")
+                found[child.pid] = f"pid {child.pid}: {child.status()} {' '.join(child.cmdline())[:200]}"
         except psutil.NoSuchProcess:
             continue
     return found
@@ -274,7 +309,7 @@ def _state() -> dict[str, Any]:
     return {
         "environment": _environment(),
         "threads": _threads(),
-        "children": _children(),
+        "children": set(_children().values()),
         "shared memory": _shared_memory(),
         "file descriptors": _descriptors(),
         "current folder": os.getcwd(),

@@ -111,24 +111,49 @@ os.kill(os.getpid(), signal.SIGKILL)
             path.unlink(missing_ok=True)
 
 
-def test_a_test_that_leaves_something_fails(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text(Path(conftest.__file__).read_text())
-    (tmp_path / "test_it.py").write_text(
-        textwrap.dedent(
-            """
-            import os
-
-            def test_leaves():
-                os.environ["TRAINLOOP_LEFT"] = "1"
-
-            def test_is_allowed(may_leave):
-                os.environ["TRAINLOOP_LEFT"] = "2"
-                may_leave("TRAINLOOP_LEFT")
-            """
-        )
-    )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", tmp_path]
+def _run_tests(folder: Path, code: str, *options: str) -> str:
+    """What pytest prints of a file with this code, under this suite's conftest."""
+    (folder / "conftest.py").write_text(Path(conftest.__file__).read_text())
+    (folder / "test_it.py").write_text(textwrap.dedent(code))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", folder]
     environment = {**os.environ, "PYTHONPATH": IMPORTS}
-    done = subprocess.run([*command, tmp_path], capture_output=True, text=True, timeout=60, env=environment)
-    assert "TRAINLOOP_LEFT was None, is '1'" in done.stdout
-    assert "2 passed, 1 error" in done.stdout, done.stdout  # the check fails at the test's end, as an error
+    done = subprocess.run([*command, *options, folder], capture_output=True, text=True, timeout=60, env=environment)
+    return done.stdout
+
+
+def test_a_test_whose_child_hangs_fails_with_its_stack_and_the_others_run(tmp_path: Path) -> None:
+    said = _run_tests(
+        tmp_path,
+        """
+        import subprocess, sys
+
+        def test_waits():
+            hangs = "def stuck(): import time; time.sleep(50)\\nstuck()"
+            assert subprocess.run([sys.executable, "-c", hangs]).returncode == 0
+
+        def test_runs():
+            pass
+        """,
+        f"--override-ini=faulthandler_timeout={conftest._LAST_WORDS_S + 2}",
+    )
+    assert "1 failed, 1 passed" in said, said
+    assert "test_waits runs for 2 s; ended: pid" in said
+    assert "stuck (<string>:1)" in said
+
+
+def test_a_test_that_leaves_something_fails(tmp_path: Path) -> None:
+    said = _run_tests(
+        tmp_path,
+        """
+        import os
+
+        def test_leaves():
+            os.environ["TRAINLOOP_LEFT"] = "1"
+
+        def test_is_allowed(may_leave):
+            os.environ["TRAINLOOP_LEFT"] = "2"
+            may_leave("TRAINLOOP_LEFT")
+        """,
+    )
+    assert "TRAINLOOP_LEFT was None, is '1'" in said
+    assert "2 passed, 1 error" in said, said  # the check fails at the test's end, as an error

@@ -20,7 +20,7 @@ LAYERS = [
     ["resources"],
     ["devices"],
     ["stopping"],
-    ["signals", "scratch"],
+    ["signals", "scratch", "forks"],
     ["distributed"],
     ["transfer", "launch"],
     ["rng", "data"],

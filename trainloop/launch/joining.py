@@ -17,6 +17,7 @@ import torch.distributed as dist
 from trainloop.distributed import Rank, barrier, exchange_ints
 from trainloop.distributed.peers import no_strangers
 from trainloop.errors import ConfigurationError
+from trainloop.forks import guard_forks
 from trainloop.launch.rank_process import started_by_launch
 from trainloop.signals import signals
 from trainloop.stopping import GroupStop, LocalStop, SharedStop, StopAgreement
@@ -165,6 +166,7 @@ def join(
         # Several ranks on one GPU can't use NCCL.
         shared = devices is not None and len(set(devices)) < len(devices)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shared else "gloo"
+    guard_forks()
     with contextlib.ExitStack() as undo:
         if device.type == "cuda":
             before = torch.cuda.current_device()

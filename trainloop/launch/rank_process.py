@@ -27,6 +27,7 @@ import torch.distributed as dist
 from trainloop.distributed import Rank
 from trainloop.distributed.key import set_run_key
 from trainloop.distributed.peers import no_strangers
+from trainloop.forks import guard_forks
 from trainloop.launch.failures import failure_of, write_record
 from trainloop.launch.forked import LAUNCH_VARIABLE
 from trainloop.launch.kept import next_work
@@ -160,6 +161,7 @@ def run_rank(local_rank: int, spec: RankSpec) -> None:
     if STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True)
     end_with_parent()
+    guard_forks()
     received: dict[int, int] = {}
     while (exitcode := _work(spec, me, words, received)) == 0 and line is not None:
         os.close(received.get(spec.parcel.fd, spec.parcel.fd))

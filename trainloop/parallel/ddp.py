@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainloop.errors import ConfigurationError
+from trainloop.forks import guard_forks
 from trainloop.model import yields_losses
 from trainloop.optim import MultiLoss
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy
@@ -91,6 +92,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             devices = {p.device for p in module.parameters()}
             if len(devices) == 1 and trained[0].is_cuda:
                 device_ids = [trained[0].device]
+        guard_forks()
         super().__init__(module, device_ids, output_device, **ddp_args)
         self._tt_exchanges = True
         self._tt_static_passes = 0
