@@ -40,13 +40,10 @@ class AlternatingTraining(Training):
     def backward(self, step: StepBatches, **_: Any) -> None:
         """All that the micro-batches yield, with the optimizers' steps in between."""
         loop, hooks, place, recorder, gradients = self.loop, self.hooks, self.place, self.recorder, self.gradients
-        counts = [n for (n,) in distributed.exchange_ints([len(step.batches)])] if step.ragged else None
-        count = len(step.batches) if counts is None else max(counts)
+        counts, count = self.micro_batches_of_ranks(step)
         recorder.step = loop.global_step + 1
-        self._sizes = [
-            *step.sizes,
-            *[0] * (count - len(step.sizes)),
-        ]  # without a batch, what hooks log weighs nothing
+        # Where this rank has no batch, what hooks log weighs nothing.
+        self._sizes = [*step.sizes, *[0] * (count - len(step.sizes))]
         for recorder.batch_size in self._sizes:
             loop.total_iteration_idx += 1
             self.epoch_batches += 1

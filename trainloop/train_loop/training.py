@@ -295,9 +295,8 @@ class Training(Run):
         by_hand = ragged or gradients.reduce_by_hand
         if by_hand:
             place.share_buffers()
-        counts = [n for (n,) in distributed.exchange_ints([len(batches)])] if ragged else None
         # A rank with fewer micro-batches still goes through every hook, as callbacks may exchange values in them.
-        count = len(batches) if counts is None else max(counts)
+        counts, count = self.micro_batches_of_ranks(step) if ragged else (None, len(batches))
         weights: list[Any] = []
         scaled_losses: list[Any] = []
         recorder.step = loop.global_step + 1
@@ -325,6 +324,14 @@ class Training(Run):
                         scaled_losses.append(scaled.detach())
         factor = gradients.complete(gradients.learned, weights, by_hand=by_hand, ragged=ragged)
         return gradients.loss_over_ranks(scaled_losses, factor) if wants_loss else None
+
+    @staticmethod
+    def micro_batches_of_ranks(step: StepBatches) -> tuple[list[int] | None, int]:
+        """The number of micro-batches of each rank, None where all have as many, and the largest. Collective."""
+        if not step.ragged:
+            return None, len(step.batches)
+        counts = [count for (count,) in distributed.exchange_ints([len(step.batches)])]
+        return counts, max(counts)
 
     def begin_batch(self, i: int, size: int) -> None:
         """The ``i``-th micro-batch of a step begins; ``size``: its samples, 0 on a rank that has none."""

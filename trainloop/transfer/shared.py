@@ -47,6 +47,8 @@ def shared_parts(roots: Mapping[str, object], apart: Mapping[int, object]) -> di
     apart : mapping of int to object
         By their id, objects that are somebody else's concern: neither they nor what they hold are parts.
     """
+    # Not by trainloop.nested, which goes down trees: here objects hold each other in circles, and attributes, closures
+    # and arguments of functions are ways too. Breadth first, so that a part has its shortest path.
     found: dict[str, Any] = {}
     seen = set(apart)
     queue = deque(roots.items())

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from trainloop import distributed
 from trainloop import optim as core
 from trainloop.callbacks.train_schedule import AbstractScheduler
 from trainloop.compat.aitoolbox.inputs import as_optimizer
@@ -137,8 +136,7 @@ class MultiTraining(Training):
         """All of a step but what comes after its last micro-batch."""
         loop, place, recorder = self.loop, self.place, self.recorder
         optimizer: Any = loop.optimizer
-        counts = [n for (n,) in distributed.exchange_ints([len(step.batches)])] if step.ragged else None
-        count = len(step.batches) if counts is None else max(counts)
+        counts, count = self.micro_batches_of_ranks(step)
         recorder.step = loop.global_step + 1
         if self.gather is not None:  # the model itself: DDP's reducer expects one backward a forward
             place.share_buffers()
