@@ -194,7 +194,7 @@ LATE = {
     "trainloop.train_loop.execute trainloop.train_loop.restarts": CHEAP,
     "trainloop.train_loop.execute trainloop.train_loop.snapshots": CHEAP,
     "trainloop.tuning.fitting trainloop.train_loop.loop": IN_TRIAL,
-    "trainloop.tuning.search trainloop.devices": CHEAP,
+    "trainloop.tuning.slots trainloop.devices": CHEAP,
     "trainloop.tuning.search trainloop.tuning.on_ray": CHEAP,
     "trainloop.tuning.storage trainloop.transfer.unpicklable": CHEAP,
     "trainloop.tuning.worker trainloop.resources": IN_TRIAL,

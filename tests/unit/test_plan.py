@@ -180,7 +180,7 @@ REFUSED = [
         r"per_model memory=2147483648 is more than memory=1073741824",
     ),
     (Q(8, 4), {"per_model": Q(1, 1.5)}, r"per_model num_gpus=1.5: one model takes a fraction up to 1 .* Use 1 or 2"),
-    (Q(8), {}, "needs figures for CPUs and GPUs"),
+    (Q(8), {"per_model": Q(1, 0.5)}, r"per_model num_gpus=0.5 is more than num_gpus=0 .*no GPU granted"),
     (Q(num_gpus=1), {}, "needs figures for CPUs and GPUs"),
     (Q(), {}, r"available\(\)"),
     (None, {}, "needs figures"),
@@ -205,6 +205,27 @@ def test_without_bagging_the_bag_s_share_is_ignored_unvalidated_with_one_warning
         p = plan(Q(8, 1), num_trials=4, num_bag_folds=folds, per_bag="nonsense")  # type: ignore[arg-type]
     assert len(caught) == 1
     assert facts(p) == facts(plan(Q(8, 1), num_trials=4))
+
+
+def test_gpus_that_are_not_given_are_none() -> None:
+    assert plan(Q(8), num_trials=2) == plan(Q(8, 0), num_trials=2)
+    assert plan(Q(8, memory="1GiB")).total == Q(8, 0, "1GiB")
+
+
+@pytest.mark.parametrize(
+    "cpus, trials, folds, parallel, waves",
+    [
+        pytest.param(2, 4, 3, True, 6, id="a place is taken by the next trial's fold"),
+        pytest.param(2, 1, 3, True, 2, id="there is no next trial"),
+        pytest.param(4, 3, 3, True, 3, id="one fold left over"),
+        pytest.param(2, 5, 2, False, 6, id="a trial's folds one after the other"),
+        pytest.param(1, 2, 3, True, 6, id="one CPU"),
+    ],
+)
+def test_waves_are_those_of_a_search_that_leaves_nothing_idle(
+    cpus: int, trials: int, folds: int, parallel: bool, waves: int
+) -> None:
+    assert plan(Q(cpus), num_trials=trials, num_bag_folds=folds, parallel_folds=parallel).waves == waves
 
 
 # -- properties ------------------------------------------------------------------------------------------------------
@@ -270,7 +291,8 @@ def test_children_never_exceed_their_parent_and_all_that_runs_has_a_place(
     assert len(p.placement) == p.models_in_parallel
     have = exact(total.num_gpus)
     assert all(load <= min(Fraction(1), have - device) for device, load in loads.items())
-    assert p.waves == math.ceil(p.num_trials / n) * math.ceil(p.num_folds / folds)
+    assert math.ceil(p.num_trials * p.num_folds / p.models_in_parallel) <= p.waves
+    assert p.waves <= math.ceil(p.num_trials / n) * math.ceil(p.num_folds / folds)
 
 
 @given(totals, requests, st.integers(0, 20), st.integers(0, 4), st.integers(0, 20), st.integers(0, 10))

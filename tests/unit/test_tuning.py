@@ -6,6 +6,7 @@ import json
 import math
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -24,10 +25,11 @@ from trainloop.errors import CheckpointError, ConfigurationError, ResourceError,
 from trainloop.resources import ResourceQuota, lease, plan
 from trainloop.tuning import BaggedPredictor, Choice, EstimatorLoop, Integers, Trial, TuneResult, Uniform, fitting, tune
 from trainloop.tuning.folds import Fold, class_targets, make_folds
+from trainloop.tuning.local import FoldExit
 from trainloop.tuning.progress import Running, View
 from trainloop.tuning.result import best_of
 from trainloop.tuning.space import make_searcher, parse_space
-from trainloop.tuning.storage import Storage, dumps
+from trainloop.tuning.storage import Storage, dumps, write
 
 Q = ResourceQuota
 
@@ -473,8 +475,8 @@ def test_what_is_shown_while_a_search_runs(capsys: pytest.CaptureFixture[str]) -
     failed = Running(1, {}, 2, scores={0: 0.1}, errors={1: "x"})
     now = Running(2, {}, 2, training={0: 0}, waiting=[1])
     with View(division, "min", progress=True) as view:
-        view.show([first, failed, now], [now, None])
-        view.show([first, failed, now], [now, None])  # nothing new ended, so nothing is said
+        view.show([first, failed, now])
+        view.show([first, failed, now])  # nothing new ended, so nothing is said
     now.interrupt()
     view.last([first, failed, now], interrupted=True)
     shown = capsys.readouterr().err.splitlines()
@@ -591,3 +593,118 @@ def test_ray_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(ConfigurationError, match=r"backend='ray' needs Ray: pip install trainloop\[ray\]"):
         tune(make_scaled, {"scale": [1.0]}, num_trials=1, backend="ray")
+
+
+# -- what runs when, with a backend that starts nothing --------------------------------------------------------------
+
+
+class Pretended:
+    """Ends the fold that began first, one at each look, unless it hangs; remembers how many it had."""
+
+    hangs = False
+
+    def __init__(self) -> None:
+        self.running: list[Any] = []
+        self.seen: list[list[tuple[int, int]]] = []
+
+    def start(self, job: Any, bag: int) -> None:
+        assert (job.trial, job.fold) not in [(other.trial, other.fold) for other in self.running]
+        assert not {*job.cpus} & {cpu for other in self.running for cpu in other.cpus}
+        self.running.append(job)
+
+    def wait(self, timeout_s: float) -> list[Any]:
+        self.seen.append([(job.trial, job.fold) for job in self.running])
+        if self.hangs:
+            threading.Event().wait(timeout_s)
+            return []
+        job = self.running.pop(0)
+        folder = Path(job.folder)
+        write(folder / "model.pkl", Scaled(float(job.trial)))
+        write(folder / "predictions.pkl", np.full(len(rows()[0]) // 3, float(job.trial)))
+        write(folder / "result.pkl", {"score": float(job.trial), "seconds": 1.0})
+        return [FoldExit(job)]
+
+    def close(self) -> list[Any]:
+        running, self.running = self.running, []
+        return running
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pretended:
+    monkeypatch.setenv("TRAINLOOP_LEASE_DIR", str(tmp_path / "leases"))
+    backend = Pretended()
+    monkeypatch.setattr("trainloop.tuning.search.LocalBackend", lambda: backend)
+    monkeypatch.setattr("trainloop.tuning.search.lease_total", lambda total, *_: (list(range(total.num_cpus)), []))
+    monkeypatch.setattr("trainloop.tuning.search.machine_total", lambda total: total)
+    return backend
+
+
+def pretend(**changed: Any) -> TuneResult:
+    options: dict[str, Any] = {"num_trials": 4, "num_bag_folds": 3, "total": Q(2, 0), "seed": 0, "progress": False}
+    return tune(make_scaled, {"scale": [0.0, 1.0, 2.0, 3.0]}, data=rows(), **{**options, **changed})
+
+
+def test_three_folds_on_two_cpus_leave_none_idle(pretended: Pretended) -> None:
+    found = pretend()
+    assert [len(running) for running in pretended.seen] == [2] * 11 + [1]
+    assert pretended.seen[2] == [(0, 2), (1, 0)]
+    assert found.plan.waves == 6
+    assert [trial.state for trial in found.trials] == ["done"] * 4
+
+
+def test_folds_one_after_the_other_share_the_cpus_with_other_trials(pretended: Pretended) -> None:
+    pretend(parallel_folds=False)
+    assert all(len({trial for trial, _ in running}) == len(running) for running in pretended.seen)
+    assert max(map(len, pretended.seen)) == 2
+
+
+def test_models_of_beaten_trials_are_there_if_asked_for(pretended: Pretended) -> None:
+    found = pretend(keep="all")
+    assert [found.predictor_of(trial).predict(rows()[0])[1] for trial in found.trials] == [0.0, 1.0, 2.0, 3.0]
+    assert [set(found.predictions_of(trial)) for trial in found.trials] == [{0.0}, {1.0}, {2.0}, {3.0}]
+    found = pretend()
+    assert len(found.predictor_of(found.best_trial)) == 3
+    with pytest.raises(ConfigurationError, match=r"trial 1 was beaten.*keep='all'"):
+        found.predictor_of(found.trials[1])
+    with pytest.raises(ConfigurationError, match="keep='some': must be 'best' or 'all'"):
+        pretend(keep="some")
+
+
+def test_a_search_ends_when_its_time_is_over(pretended: Pretended) -> None:
+    pretended.hangs = True
+    began = time.monotonic()
+    found = pretend(time_limit_s=0.3)
+    assert 0.25 < time.monotonic() - began < 5
+    assert found.interrupted
+    assert not pretended.running
+    assert found.trials[0].errors[0] == "The search's time was over while this fold trained."
+    with pytest.raises(ConfigurationError, match="time_limit_s=0: must be a number of seconds above 0"):
+        pretend(time_limit_s=0)
+
+
+def loader_of(data: Any) -> SimpleNamespace:
+    return SimpleNamespace(train_loader=DataLoader(data))
+
+
+def test_the_rows_are_learnt_by_a_call_like_any_other() -> None:
+    data = TensorDataset(torch.zeros(9, 2), torch.arange(9) % 3)
+
+    def as_the_guide_has_it(params: dict[str, Any], fold: Fold) -> SimpleNamespace:
+        return loader_of(Subset(data, fold.train.tolist()))  # None has no rows
+
+    length, targets = fitting.learn_rows(as_the_guide_has_it, {})
+    assert (length, targets.tolist()) == (9, [0, 1, 2] * 3)
+
+    def with_a_case_of_its_own(params: dict[str, Any], fold: Fold | None) -> SimpleNamespace:
+        chosen = slice(None) if fold is None else fold.train
+        return loader_of(TensorDataset(*(tensor[chosen] for tensor in data.tensors)))
+
+    assert fitting.learn_rows(with_a_case_of_its_own, {})[0] == 9
+
+    def with_arrays(params: dict[str, Any], fold: Fold) -> SimpleNamespace:
+        return loader_of(TensorDataset(*(tensor[fold.train] for tensor in data.tensors)))
+
+    with pytest.raises(ConfigurationError, match=r"does not show how many rows.*targets="):
+        fitting.learn_rows(with_arrays, {})
+    with pytest.raises(KeyError, match="lr"):
+        fitting.learn_rows(lambda params, fold: params["lr"], {})

@@ -9,19 +9,26 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
-from numbers import Integral
 from typing import NamedTuple
 
 from trainloop.errors import ResourceError
-from trainloop.resources.quota import ResourceQuota, Resources, as_number, exact, format_bytes
+from trainloop.resources.placement import place
+from trainloop.resources.quota import (
+    ResourceQuota,
+    Resources,
+    as_number,
+    as_text,
+    checked_count,
+    exact,
+    format_bytes,
+)
 
-__all__ = ["Plan", "hold", "place", "plan"]
+__all__ = ["Plan", "hold", "plan"]
 
 _UNBOUNDED = 10**9
-_SEARCH_STEPS = 200_000
 
 
 class PartialQuota(NamedTuple):
@@ -88,8 +95,21 @@ class Plan:
 
     @property
     def waves(self) -> int:
-        """Models that run one after the other where all take equally long."""
-        return -(-self.num_trials // self.trials_in_parallel) * -(-self.num_folds // self.folds_in_parallel)
+        """Models that run one after the other where all take equally long.
+
+        A place that a trial leaves is taken by the next trial's folds, so that three folds on two CPUs leave none idle.
+        """
+        left, waves = deque([self.num_folds] * self.num_trials), 0
+        while left:
+            waves += 1
+            places, begun = self.models_in_parallel, []
+            while left and places:
+                folds = left.popleft()
+                now = min(folds, self.folds_in_parallel, places)
+                places -= now
+                begun += [folds - now] * (folds > now)
+            left.extendleft(reversed(begun))
+        return waves
 
     def __str__(self) -> str:
         def row(name: str, at_once: int, of: int, quota: ResourceQuota) -> str:
@@ -122,7 +142,8 @@ def plan(
     Parameters
     ----------
     total : ResourceQuota or Resources
-        What the run holds, in figures: CPUs and GPUs can't be ``'auto'`` here (``resources.available()`` has them).
+        What the run holds. CPUs must be a figure here (``resources.available()`` has them); GPUs that are not given are
+        none, as nothing is read from the machine.
     num_trials : int
         Trials in all, 1 or more.
     num_bag_folds : int
@@ -144,8 +165,8 @@ def plan(
     >>> p.trials_in_parallel, p.folds_in_parallel, p.cpus_used, p.gpus_used
     (2, 2, 16, 2)
     """
-    num_trials = _count("num_trials", num_trials, least=1)
-    num_bag_folds = _count("num_bag_folds", num_bag_folds, least=0)
+    num_trials = checked_count("num_trials", num_trials, least=1)
+    num_bag_folds = checked_count("num_bag_folds", num_bag_folds, least=0)
     bagging = num_bag_folds > 1
     if per_bag is not None and not bagging:
         warnings.warn(
@@ -202,12 +223,6 @@ def hold(total_gpus: Fraction, gpus: Fraction) -> int:
 # -- the rules, in their order ---------------------------------------------------------------------------------------
 
 
-def _count(name: str, value: object, least: int) -> int:
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        raise ResourceError(f"{name}={value!r}: must be an int of {least} or more.")
-    return int(value)
-
-
 def _figures(level: str, quota: ResourceQuota | None) -> PartialQuota:
     if quota is None:
         return PartialQuota(None, None, None)
@@ -232,12 +247,13 @@ def _total(total: ResourceQuota | Resources) -> WholeQuota:
     if isinstance(total, Resources):
         return WholeQuota(total.num_cpus, Fraction(total.num_gpus), total.memory)
     figures = _figures("total", total)
-    if figures.cpus is None or figures.gpus is None:
+    if figures.cpus is None:
         raise ResourceError(
-            f"total={total!r}: a plan needs figures for CPUs and GPUs. "
-            "Give both, or total=trainloop.resources.available() for all this machine has."
+            f"total={total!r}: a plan needs figures for CPUs and GPUs, as it reads nothing from the machine, and "
+            "num_cpus has none (GPUs that are not given are none). Give num_cpus, or "
+            "total=trainloop.resources.available() for all this machine has."
         )
-    return WholeQuota(figures.cpus, figures.gpus, figures.memory)
+    return WholeQuota(figures.cpus, figures.gpus or Fraction(0), figures.memory)
 
 
 def _check_nesting(total: WholeQuota, bag: PartialQuota, model: PartialQuota) -> None:
@@ -251,14 +267,10 @@ def _check_nesting(total: WholeQuota, bag: PartialQuota, model: PartialQuota) ->
             if above is not None and figure > above:
                 none = " (no GPU granted)" if what == "num_gpus" and not above else ""
                 raise ResourceError(
-                    f"{level} {what}={_text(figure)} is more than {what}={_text(above)} of its parent, {parent}{none}. "
-                    f"Lower it to {_text(above)} at most, or raise {parent}."
+                    f"{level} {what}={as_text(figure)} is more than {what}={as_text(above)} of its parent, "
+                    f"{parent}{none}. Lower it to {as_text(above)} at most, or raise {parent}."
                 )
             above, parent = figure, level
-
-
-def _text(figure: int | Fraction) -> str:
-    return f"{as_number(Fraction(figure)):.12g}"
 
 
 def _fitting(wanted: int, parent: WholeQuota | PartialQuota, model: PartialQuota) -> int:
@@ -330,137 +342,3 @@ def _equal_part(gpus: Fraction, models: int) -> Fraction:
 
 def _quota(figures: WholeQuota) -> ResourceQuota:
     return ResourceQuota(figures.cpus, as_number(figures.gpus), "auto" if figures.memory is None else figures.memory)
-
-
-# -- placement -------------------------------------------------------------------------------------------------------
-
-
-def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
-    """Devices of each request: a fraction stands on one device, a whole n on n of its own, no device is over 1.
-
-    Parameters
-    ----------
-    fractions : sequence of number
-        GPUs of each request: 0, a fraction up to 1, or a whole number.
-    num_gpus : int
-        Devices.
-
-    Returns
-    -------
-    list of list of int
-        In the order of the input; an empty list for a request of 0. Fewest devices first, then the lowest indices; the
-        same input gives the same answer.
-
-    Raises
-    ------
-    ResourceError
-        If there is no such assignment, or a request is no number of GPUs.
-
-    Notes
-    -----
-    Bin packing. An assignment that exists is found for up to 16 requests, and for any number of equal ones; beyond,
-    the search ends after a bounded number of steps.
-
-    Examples
-    --------
-    >>> place([0.4, 0.4, 0.3, 0.3, 0.3, 0.3], 2)
-    [[0], [1], [0], [0], [1], [1]]
-    """
-    num_gpus = _count("num_gpus", num_gpus, least=0)
-    requests = [exact(fraction) for fraction in fractions]
-    for request, fraction in zip(requests, fractions):
-        if request > 1 and request.denominator != 1:
-            raise ResourceError(f"{fraction!r} GPUs for one model: must be a fraction up to 1, or a whole number.")
-    # Integers from here on: a device is `full`, a request a whole number of its parts.
-    full = math.lcm(*(request.denominator for request in requests)) if requests else 1
-    sizes = [int(request * full) for request in requests]
-    owned = sum(size for size in sizes if size >= full) // full
-    parts = [size for size in sizes if 0 < size < full]
-    least = owned + -(-sum(parts) // full)
-    for num_devices in range(least, num_gpus + 1):
-        if _packs([0] * (num_devices - owned), parts, full):
-            return _lowest(sizes, num_devices, full)
-    raise ResourceError(
-        f"{len(requests)} requests of {', '.join(_text(request) for request in requests[:20])} GPUs do not fit "
-        f"{num_gpus} device{'s' * (num_gpus != 1)}, since a share never straddles devices. "
-        "Ask for smaller shares, or run fewer at once."
-    )
-
-
-def _lowest(sizes: list[int], num_devices: int, full: int) -> list[list[int]]:
-    """The assignment on ``num_devices`` that is lowest in the order of the input; one exists."""
-    loads = [0] * num_devices
-    placed: list[list[int]] = []
-    for position, size in enumerate(sizes):
-        if size == 0:
-            placed.append([])
-            continue
-        if size >= full:
-            devices = [device for device, load in enumerate(loads) if load == 0][: size // full]
-            for device in devices:
-                loads[device] = full
-            placed.append(devices)
-            continue
-        later = sizes[position + 1 :]
-        owned = sum(other for other in later if other >= full) // full
-        parts = [other for other in later if 0 < other < full]
-        for device in range(num_devices):
-            if loads[device] + size > full:
-                continue
-            loads[device] += size
-            empty = loads.count(0)
-            open_loads = [load for load in loads if load] + [0] * (empty - owned)
-            if empty >= owned and _packs(open_loads, parts, full):
-                placed.append([device])
-                break
-            loads[device] -= size
-        else:
-            raise AssertionError("an assignment exists")
-    return placed
-
-
-def _packs(loads: Sequence[int], parts: Sequence[int], full: int) -> bool:
-    """Whether ``parts`` fit the room that ``loads`` leave."""
-    parts = sorted(parts, reverse=True)
-    room = sorted(full - load for load in loads)
-    if parts and parts[0] == parts[-1]:  # Trials and folds ask for equal shares, and may be many.
-        return sum(r // parts[0] for r in room) >= len(parts)
-    if _best_fit(list(room), parts):
-        return True
-    left = [0]
-    for part in reversed(parts):
-        left.append(left[-1] + part)
-    left.reverse()  # left[i]: the sum of parts[i:]
-    failed: set[tuple[int, tuple[int, ...]]] = set()
-    steps = math.inf if len(parts) <= 16 else _SEARCH_STEPS
-
-    def search(i: int, room: tuple[int, ...]) -> bool:
-        nonlocal steps
-        if i == len(parts):
-            return True
-        steps -= 1
-        # Room smaller than the smallest part is lost.
-        if steps < 0 or sum(r for r in room if r >= parts[-1]) < left[i] or (i, room) in failed:
-            return False
-        tried = -1
-        for j, r in enumerate(room):
-            if r >= parts[i] and r != tried:  # Devices with equal room are one case.
-                tried = r
-                if search(i + 1, tuple(sorted((*room[:j], r - parts[i], *room[j + 1 :])))):
-                    return True
-                if r == parts[i]:  # Nothing fills a gap better than what fits exactly.
-                    break
-        failed.add((i, room))
-        return False
-
-    return search(0, tuple(room))
-
-
-def _best_fit(room: list[int], parts: Sequence[int]) -> bool:
-    """Best fit, the largest first: finds most packings at once."""
-    for part in parts:
-        tightest = min((r for r in room if r >= part), default=None)
-        if tightest is None:
-            return False
-        room[room.index(tightest)] -= part
-    return True

@@ -15,7 +15,17 @@ from typing import Literal, NamedTuple
 
 from trainloop.errors import ResourceError
 
-__all__ = ["Limit", "ResourceQuota", "Resources", "as_number", "exact", "format_bytes", "parse_memory"]
+__all__ = [
+    "Limit",
+    "ResourceQuota",
+    "Resources",
+    "as_number",
+    "as_text",
+    "checked_count",
+    "exact",
+    "format_bytes",
+    "parse_memory",
+]
 
 Auto = Literal["auto"]
 
@@ -143,6 +153,18 @@ def exact(num_gpus: object) -> Fraction:
 def as_number(fraction: Fraction) -> float:
     """An int where it is whole, else the nearest float: what a user reads; ``exact`` of it is the fraction again."""
     return int(fraction) if fraction.denominator == 1 else float(fraction)
+
+
+def as_text(figure: int | Fraction) -> str:
+    """As :func:`as_number`, in letters."""
+    return f"{as_number(Fraction(figure)):.12g}"
+
+
+def checked_count(name: str, value: object, least: int) -> int:
+    """``value`` as an int, if it is one of ``least`` or more; a bool is none."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise ResourceError(f"{name}={value!r}: must be an int of {least} or more.")
+    return int(value)
 
 
 def parse_memory(memory: object) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from trainloop.errors import ConfigurationError
 from trainloop.tuning.folds import Fold
 
-__all__ = ["EstimatorLoop", "Outcome", "combine", "describe_data", "fit", "predict_with"]
+__all__ = ["EstimatorLoop", "Outcome", "combine", "describe_data", "fit", "learn_rows", "predict_with"]
 
 Metric = str | Callable[[Any, Any], float]
 
@@ -224,8 +224,42 @@ def combine(predictions: list[Any]) -> Any:
     return values[votes.argmax(axis=0)]
 
 
+def learn_rows(make_loop: Callable[..., Any], params: Mapping[str, Any]) -> tuple[int, Any]:
+    """Rows of the data behind ``make_loop``, and their targets where they show.
+
+    It is called as it will be for each model, with a fold, but of two rows; the rows that the fold chooses from are
+    those of the dataset behind the ``Subset``. Only where that does not show is it called without a fold, for a loop
+    over all of them.
+
+    Raises
+    ------
+    Exception
+        That of the call with a fold, if the other one fails too.
+    """
+    fold = Fold(0, 2, np.array([0]), np.array([1]))
+    try:
+        made = make_loop(dict(params), fold)
+        dataset = getattr(getattr(made, "train_loader", None), "dataset", None)
+        inner = getattr(dataset, "dataset", None)
+        if inner is not None and hasattr(dataset, "indices"):
+            return len(inner), _targets_of(inner)
+        length, targets = describe_data(made)
+        if length > len(fold.train):  # it takes no notice of the fold
+            return length, targets
+        unclear: Exception = ConfigurationError(
+            "the loop that make_loop returned for a fold of two rows does not show how many rows there are in all. "
+            "Give tune targets=(one for each row) or data=(x, y), or build the loader with Subset(data, fold.train)."
+        )
+    except Exception as error:
+        unclear = error
+    try:
+        return describe_data(make_loop(dict(params), None))
+    except Exception:
+        raise unclear from None
+
+
 def describe_data(made: Any) -> tuple[int, Any]:
-    """Rows of the training data of what ``make_loop(params, None)`` returned, and their targets where they show.
+    """Rows of the training data of a loop over all of it, and their targets where they show.
 
     Raises
     ------

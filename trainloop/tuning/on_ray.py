@@ -41,7 +41,7 @@ class RayBackend:
         self._plan: Plan | None = None
         self._running: dict[Any, Job] = {}
         self._files: dict[str, Any] = {}
-        self._groups: dict[int, tuple[int, Any]] = {}  # by bag: the trial it has, and its placement group
+        self._groups: dict[int, Any] = {}  # placement groups, by bag
 
     @classmethod
     @contextmanager
@@ -102,7 +102,7 @@ class RayBackend:
         if model.memory != "auto":
             options["memory"] = model.memory
         if float(model.num_gpus) > 1:
-            options["scheduling_strategy"] = self._group_of(job.trial, bag)
+            options["scheduling_strategy"] = self._group_of(bag)
         task = self._ray.remote(**options)(_supervise)
         reference = task.remote(dataclasses.asdict(job), self._shared(job.work), Path(job.params).read_bytes())
         self._running[reference] = job
@@ -130,7 +130,7 @@ class RayBackend:
         for reference in self._running:
             self._ray.cancel(reference, force=True)  # the fold's process ends with its supervisor
         self._running.clear()
-        for _, group in self._groups.values():
+        for group in self._groups.values():
             self._ray.util.remove_placement_group(group)
         self._groups.clear()
         return jobs
@@ -144,20 +144,20 @@ class RayBackend:
         self._files = {path: (data, self._ray.put(data))}
         return self._files[path][1]
 
-    def _group_of(self, trial: int, bag: int) -> Any:
-        """All that a trial's folds need at once, reserved whole or not at all: a bundle a fold, none for who waits."""
+    def _group_of(self, bag: int) -> Any:
+        """All that a bag's folds need at once, reserved whole or not at all: a bundle a fold, none for who waits.
+
+        Trials follow each other in it, and the next one's folds may begin while the last one's end.
+        """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         assert self._plan is not None
-        owner, group = self._groups.get(bag, (None, None))
-        if owner != trial:
-            if group is not None:
-                self._ray.util.remove_placement_group(group)
+        if bag not in self._groups:
             model = self._plan.per_model
             bundle = {"CPU": model.num_cpus, "GPU": float(model.num_gpus)}
-            group = self._ray.util.placement_group([bundle] * self._plan.folds_in_parallel, strategy="PACK")
-            self._groups[bag] = trial, group
-        return PlacementGroupSchedulingStrategy(placement_group=group)
+            bundles = [bundle] * self._plan.folds_in_parallel
+            self._groups[bag] = self._ray.util.placement_group(bundles, strategy="PACK")
+        return PlacementGroupSchedulingStrategy(placement_group=self._groups[bag])
 
 
 def _connect(ray: Any, total: ResourceQuota | None) -> None:

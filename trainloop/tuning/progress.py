@@ -25,7 +25,10 @@ class Running:
     waiting: list[int] = field(default_factory=list)
     """Folds that were not started yet."""
     training: dict[int, int] = field(default_factory=dict)
-    """Folds that train now, and the place of each within the bag."""
+    """Folds that train now, and the place of each among the models that run at once."""
+    cpus: int = 0
+    gpus: float = 0.0
+    cpu_seconds: float = 0.0
 
     interrupted: bool = False
     """Whether the search ended before it."""
@@ -34,13 +37,22 @@ class Running:
     def over(self) -> bool:
         return not self.waiting and not self.training
 
-    def interrupt(self) -> None:
+    def add(self, fold: int, result: dict[str, Any]) -> None:
+        """A fold that has finished, now or in an earlier run."""
+        self.scores[fold] = result["score"]
+        self.seconds += result["seconds"]
+        self.cpu_seconds += result.get("cpu_seconds", 0.0)
+        self.cpus = max(self.cpus, result.get("cpus", 0))
+        self.gpus = max(self.gpus, result.get("gpus", 0.0))
+
+    def interrupt(self, why: str = "the search was interrupted") -> None:
         """What trains and what waits will not come to an end."""
         self.interrupted = not self.over
+        why = why[0].upper() + why[1:]
         for fold in self.training:
-            self.errors[fold] = "The search was interrupted while this fold trained."
+            self.errors[fold] = f"{why} while this fold trained."
         for fold in self.waiting:
-            self.errors[fold] = "The search was interrupted before this fold began."
+            self.errors[fold] = f"{why} before this fold began."
         self.training.clear()
         self.waiting.clear()
 
@@ -60,6 +72,9 @@ class Running:
             self.seconds,
             state,
             dict(self.errors),
+            cpus=self.cpus,
+            gpus=self.gpus,
+            cpu_seconds=self.cpu_seconds,
         )
 
 
@@ -87,14 +102,14 @@ class View:
         if self._bar is not None:
             self._bar.close()
 
-    def show(self, begun: list[Running], bags: list[Running | None]) -> None:
+    def show(self, begun: list[Running]) -> None:
         """Tell how it stands."""
         over = sum(running.over for running in begun)
         if self._bar is not None:
             self._bar.n = sum(len(running.scores) + len(running.errors) for running in begun)
-            self._bar.set_postfix_str(self.line(begun, bags))
+            self._bar.set_postfix_str(self.line(begun))
         elif self._progress and over > self._printed:
-            print(f"tune: {self.line(begun, bags)}", file=sys.stderr, flush=True)
+            print(f"tune: {self.line(begun)}", file=sys.stderr, flush=True)
         self._printed = over
 
     def tell_lost(self, running: Running, fold: int) -> None:
@@ -108,9 +123,9 @@ class View:
             else:
                 self._bar.write(text, file=sys.stderr)
 
-    def line(self, begun: list[Running], bags: list[Running | None]) -> str:
+    def line(self, begun: list[Running]) -> str:
         """How it stands, in one line."""
-        now = [running for running in bags if running is not None and running.training]
+        now = [running for running in begun if running.training]
         models = sum(len(running.training) for running in now)
         quota = self._plan.per_model
         over = [running.trial() for running in begun if running.over]
@@ -127,4 +142,4 @@ class View:
         """Tell how it ended."""
         if self._progress:
             ended = "interrupted" if interrupted else "over"
-            print(f"tune is {ended}: {self.line(begun, [])}", file=sys.stderr, flush=True)
+            print(f"tune is {ended}: {self.line(begun)}", file=sys.stderr, flush=True)

@@ -38,6 +38,12 @@ class Trial:
     """``done``: all folds; ``partial``: some failed; ``failed``: all failed; ``interrupted``: the search was."""
     errors: dict[int, str] = field(default_factory=dict)
     """For each fold that failed its traceback, or how its process ended."""
+    cpus: int = 0
+    """That each of its models could run on."""
+    gpus: float = 0.0
+    """Share of GPUs that each of its models had."""
+    cpu_seconds: float = 0.0
+    """Of all its folds together, counted by the system; at most ``cpus`` times ``seconds``."""
 
     @property
     def score(self) -> float | None:
@@ -121,9 +127,43 @@ class TuneResult:
     @property
     def predictor(self) -> BaggedPredictor:
         """The best trial's models as one; ``save`` it to keep it."""
-        best = self.best_trial
-        folders = self._finished(best)
-        return BaggedPredictor([self._read(folder / "model.pkl") for _, folder in folders])
+        return self.predictor_of(self.best_trial)
+
+    def predictor_of(self, trial: Trial) -> BaggedPredictor:
+        """Models of any trial as one; those that the best one has beaten need ``tune(..., keep='all')``."""
+        paths = [folder / "model.pkl" for _, folder in self._finished(trial)]
+        if not all(path.exists() for path in paths):
+            raise ConfigurationError(
+                f"trial {trial.number} was beaten, and its models are not kept. Use tune(..., keep='all')."
+            )
+        return BaggedPredictor([self._read(path) for path in paths])
+
+    def predictions_of(self, trial: Trial) -> Any:
+        """Of any trial, of the rows that its models did not train on.
+
+        With bagging as :attr:`out_of_fold_predictions`, without it those of the loop's validation set.
+
+        Raises
+        ------
+        ConfigurationError
+            If the trial has no finished fold.
+        """
+        finished = self._finished(trial)
+        if not finished:
+            raise ConfigurationError(f"trial {trial.number} has no finished fold; its errors say why.")
+        parts = {fold: np.asarray(self._read(folder / "predictions.pkl")) for fold, folder in finished}
+        if self.folds is None:
+            return parts[0]
+        first = next(iter(parts.values()))
+        rows = sum(len(fold.validation) for fold in self.folds)
+        lost = len(parts) < len(self.folds)
+        dtype = np.result_type(*parts.values()) if first.dtype.kind in "biufc" else first.dtype
+        if lost and dtype.kind not in "fc":
+            dtype = np.dtype(object)
+        whole = np.full((rows, *first.shape[1:]), np.nan if dtype.kind in "fc" else None if lost else 0, dtype=dtype)
+        for fold, part in parts.items():
+            whole[self.folds[fold].validation] = part
+        return whole
 
     def predict(self, data: Any) -> Any:
         """Mean of the best trial's models; see :meth:`BaggedPredictor.predict`."""
@@ -142,19 +182,7 @@ class TuneResult:
         """
         if self.folds is None:
             raise ConfigurationError("out-of-fold predictions need folds: tune(..., num_bag_folds=2) or more.")
-        parts = {
-            fold: np.asarray(self._read(folder / "predictions.pkl")) for fold, folder in self._finished(self.best_trial)
-        }
-        first = next(iter(parts.values()))
-        rows = sum(len(fold.validation) for fold in self.folds)
-        lost = len(parts) < len(self.folds)
-        dtype = np.result_type(*parts.values()) if first.dtype.kind in "biufc" else first.dtype
-        if lost and dtype.kind not in "fc":
-            dtype = np.dtype(object)
-        whole = np.full((rows, *first.shape[1:]), np.nan if dtype.kind in "fc" else None if lost else 0, dtype=dtype)
-        for fold, part in parts.items():
-            whole[self.folds[fold].validation] = part
-        return whole
+        return self.predictions_of(self.best_trial)
 
     def _read(self, path: Path) -> Any:
         return read(path, trusted=self._trusted)

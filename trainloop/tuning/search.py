@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 import shutil
-import sys
 import tempfile
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -17,13 +16,13 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from trainloop.errors import ConfigurationError, ResourceError
-from trainloop.resources import Plan, ResourceQuota, available, enforce, gpus, lease, plan
-from trainloop.resources.quota import exact
+from trainloop.errors import ConfigurationError
+from trainloop.resources import Plan, ResourceQuota, plan
 from trainloop.tuning.folds import Fold, class_targets, make_folds
 from trainloop.tuning.local import FoldExit, LocalBackend
 from trainloop.tuning.progress import Running, View
 from trainloop.tuning.result import TuneResult, best_of
+from trainloop.tuning.slots import Slots, lease_total, machine_total
 from trainloop.tuning.space import Searcher, make_searcher
 from trainloop.tuning.storage import Storage, make_folder, read, write
 from trainloop.tuning.worker import Job
@@ -62,6 +61,8 @@ def tune(
     parallel_folds: bool = True,
     progress: bool = True,
     lease_timeout_s: float | None = None,
+    time_limit_s: float | None = None,
+    keep: Literal["best", "all"] = "best",
     trusted: bool = False,
 ) -> TuneResult:
     """Search for the best parameters, each trial one model or a bag of them, under quotas that are enforced.
@@ -108,14 +109,19 @@ def tune(
     data : (x, y), optional
         For objects with ``fit`` and ``predict``: each fold trains on its rows of these.
     targets : sequence, optional
-        A target for each row of the data, for the folds. By default ``y`` of ``data``, or those of the dataset in
-        ``make_loop(params, None).train_loader``.
+        A target for each row of the data, for the folds. By default ``y`` of ``data``; without either, ``make_loop`` is
+        called once with a fold of two rows, in a process of its own that trains nothing, and the dataset behind the
+        ``Subset`` in its ``train_loader`` tells.
     parallel_folds : bool
         False trains a trial's folds one after the other.
     progress : bool
         Whether to show trials done, running and failed, and resources in use.
     lease_timeout_s : float, optional
         How long to wait for CPUs and GPUs that other runs hold; a day by default.
+    time_limit_s : float, optional
+        After so many seconds no fold begins, and those that train are ended: the result is that of a Ctrl-C.
+    keep : {'best', 'all'}
+        Whose models stay: the best trial's, or every trial's (:meth:`TuneResult.predictor_of`).
     trusted : bool
         You vouch for what is in ``storage``, whoever may have written it: owners and modes are not checked.
 
@@ -136,6 +142,11 @@ def tune(
         raise ConfigurationError(f"mode={mode!r}: must be 'min' or 'max'.")
     if backend not in ("local", "ray"):
         raise ConfigurationError(f"backend={backend!r}: must be 'local' or 'ray'.")
+    if keep not in ("best", "all"):
+        raise ConfigurationError(f"keep={keep!r}: must be 'best' or 'all'.")
+    if time_limit_s is not None and not (isinstance(time_limit_s, (int, float)) and time_limit_s > 0):
+        raise ConfigurationError(f"time_limit_s={time_limit_s!r}: must be a number of seconds above 0, or None.")
+    deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
     if data is not None and (not isinstance(data, (tuple, list)) or len(data) != 2 or len(data[0]) != len(data[1])):
         raise ConfigurationError("data must be (x, y), with as many rows in x as in y.")
     if isinstance(space, Mapping) and not space:
@@ -153,7 +164,7 @@ def tune(
             ray_backend = undo.enter_context(RayBackend.connected(total))
             total = ray_backend.total
         else:
-            total = _machine_total(total)
+            total = machine_total(total)
         division = plan(
             total,
             num_trials=num_trials,
@@ -186,13 +197,17 @@ def tune(
         runner: Backend
         if backend == "ray":
             ray_backend.begin(division)
-            runner, slots = ray_backend, _Slots(division, None, None)
+            runner, slots = ray_backend, Slots(division, None, None)
         else:
-            held = _lease_total(division.total, lease_timeout_s, undo)
-            runner, slots = LocalBackend(), _Slots(division, *held)
+            held = lease_total(division.total, lease_timeout_s, undo)
+            runner, slots = LocalBackend(), Slots(division, *held)
         undo.callback(runner.close)
         work = {"make_loop": make_loop, "fit_args": fit_args, "data": data, "metric": metric}
-        search = _Search(store, division, proposals, runner, slots, work, chosen_seed, mode, progress)
+        search = _Search(
+            *(store, division, proposals, runner, slots, work, chosen_seed, mode, progress),
+            deadline=deadline,
+            keep_all=keep == "all",
+        )
         search.settle_folds(num_bag_folds, targets)
         search.run()
         result = TuneResult(
@@ -215,80 +230,14 @@ def _name_of(metric: str | Callable[..., float]) -> str:
     return metric if isinstance(metric, str) else getattr(metric, "__name__", type(metric).__name__)
 
 
-# -- what the search holds -------------------------------------------------------------------------------------------
-
-
-def _machine_total(total: ResourceQuota | None) -> ResourceQuota:
-    machine = available()
-    if total is None:
-        return ResourceQuota(machine.num_cpus, machine.num_gpus)
-    cpus = machine.num_cpus if total.num_cpus == "auto" else total.num_cpus
-    num_gpus = machine.num_gpus if total.num_gpus == "auto" else total.num_gpus
-    # A run may hold one and a half GPUs, which its models share; check the rest as for any run.
-    enforce.check_quota(ResourceQuota(cpus, math.ceil(exact(num_gpus)), total.memory), machine=machine)
-    return ResourceQuota(cpus, num_gpus, total.memory)
-
-
-def _lease_total(total: ResourceQuota, timeout_s: float | None, undo: ExitStack) -> tuple[list[int], list[int]]:
-    """CPUs and indices of GPUs that this search has for itself."""
-    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    num_cpus, num_gpus = int(total.num_cpus), math.ceil(exact(total.num_gpus))
-    names = gpus.names(available().num_gpus) if num_gpus else []
-    if lease.inherited():
-        return cpus[:num_cpus], list(range(num_gpus))
-    # The GPUs that nobody else computes on first.
-    others = gpus.other_processes(names)
-    requests = {
-        "cpu": lease.Request(num_cpus, [f"cpu-{cpu}" for cpu in cpus]),
-        "gpu": lease.Request(num_gpus, sorted(names, key=lambda name: others.get(name, 0) > 0)),
-    }
-    try:
-        held = lease.acquire(requests, timeout_s=0)
-    except OSError:  # no place for locks
-        return cpus[:num_cpus], list(range(num_gpus))
-    except ResourceError as busy:
-        if timeout_s == 0:
-            raise
-        print(f"tune waits for other runs: {busy}", file=sys.stderr)
-        held = lease.acquire(requests, timeout_s=timeout_s)
-    undo.enter_context(held)
-    return [int(name.removeprefix("cpu-")) for name in held.names["cpu"]], sorted(
-        names.index(name) for name in held.names["gpu"]
-    )
-
-
-class _Slots:
-    """Which CPUs and GPUs the j-th model of the b-th bag has; the same for all that run there, one after the other."""
-
-    def __init__(self, division: Plan, cpus: list[int] | None, devices: list[int] | None) -> None:
-        self._plan = division
-        self._cpus = cpus
-        self._devices = devices
-        quota = division.per_model
-        self.quota = (quota.num_cpus, quota.num_gpus, quota.memory)
-
-    def cpus(self, bag: int, model: int) -> list[int]:
-        if self._cpus is None:
-            return []
-        each = int(self._plan.per_model.num_cpus)
-        start = bag * int(self._plan.per_bag.num_cpus) + model * each
-        return self._cpus[start : start + each]
-
-    def environment(self, bag: int, model: int) -> dict[str, str]:
-        from trainloop.devices import child_mask, visible_devices
-
-        variables = enforce.child_environment(self._plan.per_model)
-        if self._devices is not None:
-            own = self._plan.placement[bag * self._plan.folds_in_parallel + model]
-            variables["CUDA_VISIBLE_DEVICES"] = child_mask([self._devices[d] for d in own], visible_devices())
-        return variables
-
-
 # -- the search ------------------------------------------------------------------------------------------------------
 
 
 class _Search:
-    """The bags in progress: a place for each trial that the plan lets run at once."""
+    """The trials in progress, and a place for each model that the plan lets run at once.
+
+    A place that one trial no longer needs is taken by the next one's folds.
+    """
 
     def __init__(
         self,
@@ -296,11 +245,14 @@ class _Search:
         division: Plan,
         searcher: Searcher,
         backend: Backend,
-        slots: _Slots,
+        slots: Slots,
         work: dict[str, Any],
         seed: int,
         mode: str,
         progress: bool,
+        *,
+        deadline: float | None,
+        keep_all: bool,
     ) -> None:
         self._store = store
         self._plan = division
@@ -311,7 +263,8 @@ class _Search:
         self._seed = seed
         self._mode = mode
         self._view = View(division, mode, progress)
-        self._bags: list[Running | None] = [None] * division.trials_in_parallel
+        self._deadline = deadline
+        self._keep_all = keep_all
         self._next = 0
         self.begun: list[Running] = []
         self.folds: list[Fold] | None = None
@@ -344,8 +297,9 @@ class _Search:
         folder = Path(ended.job.folder)
         if ended.error:
             raise ConfigurationError(
-                "make_loop(params, None) was called to learn the rows of the data for the folds, and failed. Give tune "
-                f"data=(x, y) or targets=(one for each row), or mend it:\n{ended.error}"
+                "To learn the rows of the data make_loop was called with a fold of two rows, then "
+                "make_loop(params, None) was called too, and they did not show. Give "
+                f"tune data=(x, y) or targets=(one for each row), or mend it:\n{ended.error}"
             )
         found = read(folder / "result.pkl", trusted=self._store.trusted)
         return found["length"], found["targets"]
@@ -355,12 +309,13 @@ class _Search:
         make_folder(folder)
         for name in ("result.pkl", "error.txt"):
             (folder / name).unlink(missing_ok=True)
-        self._backend.start(self._job(0, 0, folder, bag=0, place=0, probe=True), 0)
+        self._backend.start(self._job(0, 0, folder, place=0, probe=True), 0)
         while True:
             for ended in self._backend.wait(1.0):
                 return ended
 
-    def _job(self, number: int, fold: int, folder: Path, *, bag: int, place: int, probe: bool = False) -> Job:
+    def _job(self, number: int, fold: int, folder: Path, *, place: int, probe: bool = False) -> Job:
+        bag, model = divmod(place, self._plan.folds_in_parallel)
         return Job(
             trial=number,
             fold=fold,
@@ -370,48 +325,65 @@ class _Search:
             trusted=self._store.trusted,
             seed=int(np.random.SeedSequence([self._seed, number, fold]).generate_state(1)[0]),
             quota=self._slots.quota,
-            cpus=self._slots.cpus(bag, place),
-            environment=self._slots.environment(bag, place),
+            cpus=self._slots.cpus(bag, model),
+            environment=self._slots.environment(bag, model),
             probe=probe,
         )
 
     # -- the run -----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until every trial is over, or Ctrl-C."""
+        """Until every trial is over, the time is, or Ctrl-C."""
+        why = "the search was interrupted"
         try:
             with self._view:
-                while self._fill():
-                    self._view.show(self.begun, self._bags)
-                    for ended in self._backend.wait(1.0):
+                while not self.interrupted and self._fill():
+                    self._view.show(self.begun)
+                    for ended in self._backend.wait(self._patience_s()):
                         self._record(ended)
+                    if self._patience_s() <= 0:
+                        self.interrupted, why = True, "the search's time was over"
         except KeyboardInterrupt:
             self.interrupted = True
+        if self.interrupted:
             for job in self._backend.close():
                 if self._store.result(job.trial, job.fold) is not None:  # it had just finished
                     self._record(FoldExit(job))
             for running in self.begun:
-                running.interrupt()
+                running.interrupt(why)
+            self.interrupted = self._next < self._plan.num_trials or any(each.interrupted for each in self.begun)
         self._view.last(self.begun, self.interrupted)
+
+    def _patience_s(self) -> float:
+        """How long to wait for a fold's end."""
+        return 1.0 if self._deadline is None else min(1.0, max(0.0, self._deadline - time.monotonic()))
 
     def _fill(self) -> bool:
         """Give every free place something to train; whether anything trains."""
-        for bag in range(len(self._bags)):
-            while True:
-                running = self._bags[bag]
-                if running is None or running.over:
-                    running = self._bags[bag] = self._begin_next()
-                if running is None or not running.over:
-                    break  # A trial that an earlier run finished takes no place.
-            if running is None:
+        taken = {place for running in self.begun for place in running.training.values()}
+        for place in range(self._plan.models_in_parallel):
+            if place in taken:
                 continue
-            while running.waiting and len(running.training) < self._plan.folds_in_parallel:
-                fold = running.waiting.pop(0)
-                place = min(set(range(self._plan.folds_in_parallel)) - set(running.training.values()))
-                running.training[fold] = place
-                folder = self._store.clean_fold(running.number, fold)
-                self._backend.start(self._job(running.number, fold, folder, bag=bag, place=place), bag)
-        return any(running is not None and running.training for running in self._bags)
+            running = self._with_a_fold()
+            if running is None:
+                break
+            fold = running.waiting.pop(0)
+            running.training[fold] = place
+            taken.add(place)
+            folder = self._store.clean_fold(running.number, fold)
+            job = self._job(running.number, fold, folder, place=place)
+            self._backend.start(job, place // self._plan.folds_in_parallel)
+        return bool(taken)
+
+    def _with_a_fold(self) -> Running | None:
+        """The first trial that may train one fold more; one that an earlier run finished has none."""
+        for running in self.begun:
+            if running.waiting and len(running.training) < self._plan.folds_in_parallel:
+                return running
+        while (begun := self._begin_next()) is not None:
+            if begun.waiting:
+                return begun
+        return None
 
     def _begin_next(self) -> Running | None:
         number = self._next
@@ -432,8 +404,7 @@ class _Search:
             if result is None:
                 running.waiting.append(fold)
             else:
-                running.scores[fold] = result["score"]
-                running.seconds += result["seconds"]
+                running.add(fold, result)
         if running.over:
             self._end(running)
         return running
@@ -447,14 +418,15 @@ class _Search:
             running.errors[fold] = ended.error
             self._view.tell_lost(running, fold)
         else:
-            running.scores[fold] = result["score"]
-            running.seconds += result["seconds"]
+            running.add(fold, result)
         if running.over:
             self._end(running)
 
     def _end(self, running: Running) -> None:
         trial = running.trial()
         self._searcher.tell(running.number, running.params, trial.score if trial.state == "done" else None)
+        if self._keep_all:
+            return
         over = [other.trial() for other in self.begun if other.over]
         best = best_of(over, self._mode)
         for other in over:

@@ -96,7 +96,7 @@ def _train(job: Job, folder: Path) -> None:
 
     lease.inherit()
     quota = ResourceQuota(*job.quota)
-    began = time.monotonic()
+    began, used = time.monotonic(), _cpu_seconds()
     device = None
     if 0 < float(quota.num_gpus) < 1:
         import torch
@@ -109,7 +109,7 @@ def _train(job: Job, folder: Path) -> None:
         from trainloop.tuning import fitting
 
         if job.probe:
-            length, targets = fitting.describe_data(work["make_loop"](dict(params), None))
+            length, targets = fitting.learn_rows(work["make_loop"], params)
             write(folder / "result.pkl", {"length": length, "targets": fitting.as_rows(targets)})
             return
         fold = work["folds"][job.fold] if work["folds"] is not None else None
@@ -119,8 +119,21 @@ def _train(job: Job, folder: Path) -> None:
         )
         write(folder / "model.pkl", outcome.model)
         write(folder / "predictions.pkl", outcome.predictions)
-        result = {"score": outcome.score, "history": outcome.history, "seconds": time.monotonic() - began}
+        result = {
+            "score": outcome.score,
+            "history": outcome.history,
+            "seconds": time.monotonic() - began,
+            "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else int(quota.num_cpus),
+            "gpus": float(quota.num_gpus),
+            "cpu_seconds": _cpu_seconds() - used,
+        }
         write(folder / "result.pkl", result)
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of children that have ended, counted by the kernel."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def _seed(seed: int) -> None:

@@ -1,0 +1,144 @@
+"""On which device each model stands: exact bin packing, pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from trainloop.errors import ResourceError
+from trainloop.resources.quota import as_text, checked_count, exact
+
+__all__ = ["place"]
+
+_SEARCH_STEPS = 200_000
+
+
+def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
+    """Devices of each request: a fraction stands on one device, a whole n on n of its own, no device is over 1.
+
+    Parameters
+    ----------
+    fractions : sequence of number
+        GPUs of each request: 0, a fraction up to 1, or a whole number.
+    num_gpus : int
+        Devices.
+
+    Returns
+    -------
+    list of list of int
+        In the order of the input; an empty list for a request of 0. Fewest devices first, then the lowest indices; the
+        same input gives the same answer.
+
+    Raises
+    ------
+    ResourceError
+        If there is no such assignment, or a request is no number of GPUs.
+
+    Notes
+    -----
+    Bin packing. An assignment that exists is found for up to 16 requests, and for any number of equal ones; beyond,
+    the search ends after a bounded number of steps.
+
+    Examples
+    --------
+    >>> place([0.4, 0.4, 0.3, 0.3, 0.3, 0.3], 2)
+    [[0], [1], [0], [0], [1], [1]]
+    """
+    num_gpus = checked_count("num_gpus", num_gpus, least=0)
+    requests = [exact(fraction) for fraction in fractions]
+    for request, fraction in zip(requests, fractions):
+        if request > 1 and request.denominator != 1:
+            raise ResourceError(f"{fraction!r} GPUs for one model: must be a fraction up to 1, or a whole number.")
+    # Integers from here on: a device is `full`, a request a whole number of its parts.
+    full = math.lcm(*(request.denominator for request in requests)) if requests else 1
+    sizes = [int(request * full) for request in requests]
+    owned = sum(size for size in sizes if size >= full) // full
+    parts = [size for size in sizes if 0 < size < full]
+    least = owned + -(-sum(parts) // full)
+    for num_devices in range(least, num_gpus + 1):
+        if _packs([0] * (num_devices - owned), parts, full):
+            return _lowest(sizes, num_devices, full)
+    raise ResourceError(
+        f"{len(requests)} requests of {', '.join(as_text(request) for request in requests[:20])} GPUs do not fit "
+        f"{num_gpus} device{'s' * (num_gpus != 1)}, since a share never straddles devices. "
+        "Ask for smaller shares, or run fewer at once."
+    )
+
+
+def _lowest(sizes: list[int], num_devices: int, full: int) -> list[list[int]]:
+    """The assignment on ``num_devices`` that is lowest in the order of the input; one exists."""
+    loads = [0] * num_devices
+    placed: list[list[int]] = []
+    for position, size in enumerate(sizes):
+        if size == 0:
+            placed.append([])
+            continue
+        if size >= full:
+            devices = [device for device, load in enumerate(loads) if load == 0][: size // full]
+            for device in devices:
+                loads[device] = full
+            placed.append(devices)
+            continue
+        later = sizes[position + 1 :]
+        owned = sum(other for other in later if other >= full) // full
+        parts = [other for other in later if 0 < other < full]
+        for device in range(num_devices):
+            if loads[device] + size > full:
+                continue
+            loads[device] += size
+            empty = loads.count(0)
+            open_loads = [load for load in loads if load] + [0] * (empty - owned)
+            if empty >= owned and _packs(open_loads, parts, full):
+                placed.append([device])
+                break
+            loads[device] -= size
+        else:
+            raise AssertionError("an assignment exists")
+    return placed
+
+
+def _packs(loads: Sequence[int], parts: Sequence[int], full: int) -> bool:
+    """Whether ``parts`` fit the room that ``loads`` leave."""
+    parts = sorted(parts, reverse=True)
+    room = sorted(full - load for load in loads)
+    if parts and parts[0] == parts[-1]:  # Trials and folds ask for equal shares, and may be many.
+        return sum(r // parts[0] for r in room) >= len(parts)
+    if _best_fit(list(room), parts):
+        return True
+    left = [0]
+    for part in reversed(parts):
+        left.append(left[-1] + part)
+    left.reverse()  # left[i]: the sum of parts[i:]
+    failed: set[tuple[int, tuple[int, ...]]] = set()
+    steps = math.inf if len(parts) <= 16 else _SEARCH_STEPS
+
+    def search(i: int, room: tuple[int, ...]) -> bool:
+        nonlocal steps
+        if i == len(parts):
+            return True
+        steps -= 1
+        # Room smaller than the smallest part is lost.
+        if steps < 0 or sum(r for r in room if r >= parts[-1]) < left[i] or (i, room) in failed:
+            return False
+        tried = -1
+        for j, r in enumerate(room):
+            if r >= parts[i] and r != tried:  # Devices with equal room are one case.
+                tried = r
+                if search(i + 1, tuple(sorted((*room[:j], r - parts[i], *room[j + 1 :])))):
+                    return True
+                if r == parts[i]:  # Nothing fills a gap better than what fits exactly.
+                    break
+        failed.add((i, room))
+        return False
+
+    return search(0, tuple(room))
+
+
+def _best_fit(room: list[int], parts: Sequence[int]) -> bool:
+    """Best fit, the largest first: finds most packings at once."""
+    for part in parts:
+        tightest = min((r for r in room if r >= part), default=None)
+        if tightest is None:
+            return False
+        room[room.index(tightest)] -= part
+    return True
