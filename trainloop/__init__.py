@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from trainloop.callbacks.base import AbstractCallback
     from trainloop.model import ModelWrap, TTBasicModel, TTModel
     from trainloop.optim import MultiLoss, MultiOptimizer
-    from trainloop.parallel import TTDataParallel, TTDistributedDataParallel
+    from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, TTFullyShardedDataParallel
     from trainloop.train_loop import (
         TrainLoop,
         TrainLoopCheckpoint,
@@ -31,6 +31,7 @@ _HOMES = {
     "TTBasicModel": "trainloop.model",
     "TTDataParallel": "trainloop.parallel",
     "TTDistributedDataParallel": "trainloop.parallel",
+    "TTFullyShardedDataParallel": "trainloop.parallel",
     "TTModel": "trainloop.model",
     "TrainLoop": "trainloop.train_loop",
     "TrainLoopCheckpoint": "trainloop.train_loop",
@@ -46,6 +47,7 @@ __all__ = [
     "TTBasicModel",
     "TTDataParallel",
     "TTDistributedDataParallel",
+    "TTFullyShardedDataParallel",
     "TTModel",
     "TrainLoop",
     "TrainLoopCheckpoint",

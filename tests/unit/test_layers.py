@@ -48,7 +48,8 @@ ALLOWED_UP: dict[tuple[str, str], str] = {
 }
 
 PUBLIC = """TrainLoop TrainLoopCheckpoint TrainLoopEndSave TrainLoopCheckpointEndSave TTModel TTBasicModel ModelWrap
-    MultiLoss MultiOptimizer AbstractCallback TTDataParallel TTDistributedDataParallel""".split()
+    MultiLoss MultiOptimizer AbstractCallback TTDataParallel TTDistributedDataParallel
+    TTFullyShardedDataParallel""".split()
 SUBMODULES = "parallel callbacks schedulers train_loop model distributed devices resources errors".split()
 
 

@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainloop.errors import ConfigurationError
 from trainloop.forks import guard_forks
 from trainloop.model import yields_losses
-from trainloop.optim import MultiLoss
-from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy
+from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy, with_multi_losses, with_plain_dicts
 
 __all__ = ["TTDistributedDataParallel", "comm_hooks_of", "reduce_gradients"]
 
@@ -140,7 +139,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             args, kwargs = self._pre_forward(*args, **kwargs)
             with self._inside_ddp_forward():
                 output = function(*args, **kwargs)
-            return _with_multi_losses(self._post_forward(_with_plain_dicts(output)), output)
+            return with_multi_losses(self._post_forward(with_plain_dicts(output)), output)
 
     def _passes(self, losses: Generator[Any, None, None], args: tuple[Any, ...], kwargs: Any) -> Iterator[Any]:
         """Each loss of a ``get_loss`` that yields them, as a forward pass of DDP of its own."""
@@ -151,7 +150,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
                     output = next(losses, losses)
                 if output is losses:
                     return
-                output = _with_multi_losses(self._post_forward(_with_plain_dicts(output)), output)
+                output = with_multi_losses(self._post_forward(with_plain_dicts(output)), output)
             yield output
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -255,25 +254,6 @@ def comm_hooks_of(wrapper: DistributedDataParallel) -> Sequence[tuple[Any, Any]]
     show (read in torch 2.6 to 2.13).
     """
     return getattr(wrapper, "_comm_hooks", ())
-
-
-def _with_plain_dicts(output: Any) -> Any:
-    """``output`` with each MultiLoss as a dict: DDP looks for tensors in dicts, not in other mappings."""
-    if isinstance(output, MultiLoss):
-        return dict(output)
-    if type(output) is tuple:
-        return tuple(_with_plain_dicts(item) for item in output)
-    return output
-
-
-def _with_multi_losses(opened: Any, output: Any) -> Any:
-    """The inverse: ``opened`` with a MultiLoss wherever ``output`` has one."""
-    if isinstance(output, MultiLoss):
-        tensors = iter(opened.values())
-        return output.map(lambda _: next(tensors))
-    if type(output) is tuple:
-        return tuple(_with_multi_losses(item, like) for item, like in zip(opened, output, strict=True))
-    return opened
 
 
 def _explained(error: RuntimeError, wrapper: TTDistributedDataParallel) -> RuntimeError:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trainloop.errors import ConfigurationError
+from trainloop.optim import MultiLoss
 
 METHODS = frozenset(("get_loss", "get_loss_eval", "get_predictions"))
 """The model's methods that run through a wrapper instead of past it."""
@@ -145,6 +146,25 @@ def check_not_lazy(module: nn.Module, wrapper: str) -> None:
             f"{wrapper}: {', '.join(lazy)} of {type(module).__name__} are lazy and have no shape yet. "
             "Run one batch through the model first, e.g. `model(inputs)` under torch.no_grad()."
         )
+
+
+def with_plain_dicts(output: Any) -> Any:
+    """``output`` with each MultiLoss as a dict: torch's wrappers look for tensors in dicts, not in other mappings."""
+    if isinstance(output, MultiLoss):
+        return dict(output)
+    if type(output) is tuple:
+        return tuple(with_plain_dicts(item) for item in output)
+    return output
+
+
+def with_multi_losses(opened: Any, output: Any) -> Any:
+    """The inverse: ``opened`` with a MultiLoss wherever ``output`` has one."""
+    if isinstance(output, MultiLoss):
+        tensors = iter(opened.values())
+        return output.map(lambda _: next(tensors))
+    if type(output) is tuple:
+        return tuple(with_multi_losses(item, like) for item, like in zip(opened, output, strict=True))
+    return opened
 
 
 def _wrapped(wrapper: nn.Module) -> nn.Module | None:

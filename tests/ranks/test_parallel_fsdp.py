@@ -1,0 +1,156 @@
+"""TTFullyShardedDataParallel between real ranks, against torch's own fully_shard and against one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded_models import CPU, Normed, Tower, TwoLosses, Weighted, Yielding, words
+from torch import Tensor, nn
+
+from ranks import run_ranks
+from trainloop.parallel import TTFullyShardedDataParallel
+
+CRITERION = nn.CrossEntropyLoss()
+
+
+def whole(module: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, tensor in module.state_dict().items():
+        found[name] = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+    return found
+
+
+def furthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def total(output: Any) -> Tensor:
+    output = output[0] if isinstance(output, tuple) else output
+    return output.total() if hasattr(output, "total") else output
+
+
+def train(model: nn.Module, get_loss: Callable[..., Any], shares: list[int], steps: int = 4) -> dict[str, Any]:
+    """Steps with accumulation, clipping and AdamW; the mean over the batches of all shares."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.01)
+    norms = []
+    for step in range(steps):
+        for i in range(2):
+            for share in shares:
+                loss = total(get_loss(words(100 * step + 10 * i + share), CRITERION, CPU))
+                (loss / 2 / len(shares)).backward()
+        norm = torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.ndim], 0.1)
+        norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"weights": whole(model), "norms": norms}
+
+
+def by_hand(model: nn.Module, method: str) -> None:
+    """As torch's documentation has it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh, ignored_params={model.temperature})
+    model.temperature.requires_grad_(False)
+    register_fsdp_forward_method(model, method)
+
+
+def beside_torch() -> dict[str, Any]:
+    """Ours, torch's own, and one process, in float64; what attributes do, and what is left when it is taken off."""
+    torch.set_default_dtype(torch.float64)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    facts: dict[str, Any] = {}
+    theirs = Tower()
+    by_hand(theirs, "get_loss")
+    reference = Tower()
+    reference.temperature.requires_grad_(False)
+    facts["theirs"] = train(theirs, theirs.get_loss, [rank])
+    ours = Tower()
+    ours.temperature.requires_grad_(False)
+    wrapper = TTFullyShardedDataParallel(ours)
+    facts["ours"] = train(ours, wrapper.get_loss, [rank])
+    facts["single"] = train(reference, reference.get_loss, list(range(world_size)))
+    facts["units"] = [type(part).__name__ for part in ours.modules() if type(part).__name__.startswith("FSDP")]
+
+    for cls in (Tower, Weighted, TwoLosses, Normed):  # scalar parameters train as well
+        sharded, plain = cls(), cls()
+        wrapper = TTFullyShardedDataParallel(sharded, reshard_after_forward=cls is not Weighted)
+        a = train(sharded, wrapper.get_loss, [rank])
+        if cls is Normed:
+            wrapper.share_buffers()
+            a["weights"] = whole(sharded)
+        b = train(plain, plain.get_loss, list(range(world_size)))
+        if cls is Normed:  # running statistics are rank 0's
+            a["weights"] = {name: t for name, t in a["weights"].items() if "running" not in name and "num_" not in name}
+            b["weights"] = {name: b["weights"][name] for name in a["weights"]}
+        facts[cls.__name__] = furthest(a["weights"], b["weights"])
+
+    sharded, plain = Yielding(), Yielding()
+    wrapper = TTFullyShardedDataParallel(sharded)
+    for model, get_loss, shares in ((sharded, wrapper.get_loss, [rank]), (plain, plain.get_loss, range(world_size))):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(3):
+            for losses in zip(*(get_loss(words(10 * step + share), CRITERION, CPU) for share in shares), strict=True):
+                (sum(loss for _, loss in losses) / len(losses)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    facts["yielded"] = furthest(whole(sharded), whole(plain))
+
+    wrapper.calls = 7
+    wrapper.new_attribute = "the model's"
+    with torch.no_grad():
+        predicted, _, meta = wrapper.get_predictions(words(1), CPU)
+        expected = plain.get_predictions(words(1), CPU)[0]
+    facts["attributes"] = (sharded.calls, sharded.new_attribute, wrapper.words is sharded.words)
+    facts["predictions"] = (float((predicted - expected).abs().max()), meta["row"][0][:3])
+    facts["resharded"] = all(hasattr(p, "device_mesh") for p in sharded.parameters() if p.ndim)
+    held = sum(p.to_local().numel() for p in sharded.parameters() if p.ndim)
+    facts["held"] = held / sum(p.numel() for p in sharded.parameters())
+
+    kept = copy.deepcopy(plain)
+    before = {part: set(vars(part)) for part in kept.modules()}
+    shared = TTFullyShardedDataParallel(kept)
+    back = dict(plain.named_parameters())
+    shared.get_loss  # noqa: B018
+    restored = shared.take_off(back)
+    facts["taken off"] = {
+        "the module": restored is kept,
+        "classes": [type(part) for part in kept.modules()] == [type(part) for part in plain.modules()],
+        "parameters": all(p is back[name] for name, p in kept.named_parameters()),
+        "tied": kept.head.weight is kept.words.weight,
+        "left over": [sorted(set(vars(part)) - names) for part, names in before.items() if set(vars(part)) - names],
+        "hooks": sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in kept.modules()),
+        "again": bool(TTFullyShardedDataParallel(kept).get_predictions(words(1), CPU)[0].shape),
+    }
+    return facts
+
+
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_sharded_loop_equals_torch_and_one_process(world_size: int, tmp_path: Path) -> None:
+    everyone = run_ranks(beside_torch, world_size, folder=tmp_path)
+    for facts in everyone:
+        assert furthest(facts["ours"]["weights"], facts["theirs"]["weights"]) == 0
+        assert facts["ours"]["norms"] == facts["theirs"]["norms"]
+        assert furthest(facts["ours"]["weights"], facts["single"]["weights"]) < 1e-12
+        assert facts["units"] == ["FSDPBlock"] * 3
+        for name in ("Tower", "Weighted", "TwoLosses", "yielded"):
+            assert facts[name] < 1e-12, name
+        assert facts["attributes"] == (7, "the model's", True)
+        assert facts["predictions"] == (pytest.approx(0, abs=1e-12), "row")
+        assert facts["resharded"]
+        off = facts["taken off"]
+        assert off.pop("left over") == []
+        assert off.pop("hooks") == 0
+        assert all(off.values()), off
+    assert everyone[0]["Normed"] < 1e-12
+    assert sum(facts["held"] for facts in everyone) == pytest.approx(1, abs=0.05)

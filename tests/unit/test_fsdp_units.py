@@ -1,0 +1,66 @@
+"""What is sharded as one unit, and arguments of the wrapper that can't work; no process is started."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sharded_models import Block, Tower
+from torch import nn
+
+from trainloop.errors import ConfigurationError
+from trainloop.parallel import TTFullyShardedDataParallel
+from trainloop.parallel.units import units_of
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(*[nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)) for _ in range(2)])
+        self.lists = nn.ModuleList([nn.ModuleList([Block(2), Block(2)]), nn.ModuleList([Block(2)])])
+        same = Block(2)
+        self.repeated = nn.ModuleList([same, same])
+        self.alone = nn.ModuleList([nn.Linear(2, 2), nn.Bilinear(2, 2, 2), nn.ReLU(), nn.ReLU()])
+
+
+def names(module: nn.Module, shard: object = None) -> list[str]:
+    return [name for name, _ in units_of(module, shard)]
+
+
+def test_repeated_blocks_are_units_and_nothing_in_them() -> None:
+    assert names(Nested()) == ["lists.0.0", "lists.0.1", "encoder.0", "encoder.1"]
+    assert names(Tower()) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert names(nn.Linear(2, 2)) == []
+
+
+def test_units_by_class_and_by_predicate() -> None:
+    model = Nested()
+    # Inner ones first: fully_shard goes from the leaves to the root.
+    assert names(model, Block) == ["lists.0.0", "lists.0.1", "lists.1.0", "repeated.0"]
+    assert names(model, [nn.Sequential, nn.Bilinear]) == ["encoder.0", "encoder.1", "alone.1", "encoder"]
+    assert names(model, lambda module: isinstance(module, nn.Bilinear)) == ["alone.1"]
+    assert names(model, lambda name, module: name == "encoder") == ["encoder"]
+
+
+def test_a_block_that_shares_a_parameter_goes_to_the_unit_that_holds_both() -> None:
+    model = Tower()
+    model.blocks[2].norm.weight = model.blocks[1].norm.weight
+    assert names(model) == ["blocks.0"]
+    outer = nn.Module()
+    outer.towers = nn.ModuleList([Tower(), Tower()])
+    assert names(outer) == ["towers.0", "towers.1"]  # tied inside of each
+
+
+def test_what_matches_nothing_or_has_no_forward_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"shard=Conv2d matches no module of Tower. It has modules of Embed"):
+        units_of(Tower(), nn.Conv2d)
+    with pytest.raises(ConfigurationError, match="matches lists, a ModuleList, which has no forward"):
+        units_of(Nested(), [nn.ModuleList])
+    with pytest.raises(ConfigurationError, match=r"shard='Block': must be a class of modules"):
+        units_of(Tower(), "Block")
+
+
+def test_no_process_group_and_lazy_modules_are_errors() -> None:
+    with pytest.raises(ConfigurationError, match=r"no process group.*gpu_mode='fsdp'"):
+        TTFullyShardedDataParallel(Tower())
+    with pytest.raises(ConfigurationError, match="lazy"):
+        TTFullyShardedDataParallel(nn.Sequential(nn.LazyLinear(2), torch.nn.ReLU()))

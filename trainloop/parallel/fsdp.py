@@ -1,0 +1,371 @@
+"""Fully sharded data parallelism: PyTorch's FSDP2 for models with a ``get_loss``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainloop.errors import ConfigurationError
+from trainloop.model import yields_losses
+from trainloop.parallel.transparent import Transparent, check_not_lazy, with_multi_losses, with_plain_dicts
+from trainloop.parallel.units import units_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["TTFullyShardedDataParallel", "is_sharded", "local_part"]
+
+
+class _Call:
+    """Says to the wrapper's forward what it is to run in place of the module's, and keeps what that gave."""
+
+    __slots__ = ("output", "run")
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self.run = run
+        self.output: Any = None
+
+
+class TTFullyShardedDataParallel(Transparent, nn.Module):
+    """PyTorch's ``fully_shard`` (FSDP2) of a model, whose ``get_loss`` runs the way its ``forward`` does.
+
+    Parameters, gradients and, for an optimizer that is made afterwards from ``wrapper.parameters()``, its state are
+    sharded over the ranks: a rank holds its part, and whole only the unit that is just running. The module is changed
+    in place; its parameters are ``DTensor`` from then on.
+
+    ``wrapper.get_loss(...)``, ``get_loss_eval`` and ``get_predictions`` are forward passes of the root unit, whichever
+    submodules they call and however often; a ``get_loss`` that yields its losses is one for each of them. Every other
+    attribute, property and method is the model's own, for reading and writing. A method other than these three runs
+    past it, and finds parameters that belong to the root unit sharded.
+
+    Parameters
+    ----------
+    module : nn.Module
+        Any module, with no lazy parameters. One that was built under ``torch.device('meta')`` gets its values here,
+        unit by unit, by the ``reset_parameters`` of its parts.
+    shard : type, list of types or callable, optional
+        What is sharded as a unit of its own: classes of modules, or a function ``module -> bool`` or
+        ``(name, module) -> bool``. Default: the repeated blocks, members of one class in a ``ModuleList`` or
+        ``Sequential``. The root unit has the rest.
+    mesh : DeviceMesh, optional
+        Of one dimension, or of two named ones: replicas, and shards of each (HSDP). Default: all ranks.
+    replicas : int
+        Copies of the model, each sharded over a part of the ranks; in place of a mesh.
+    reshard_after_forward : bool or int
+        Whether a unit's whole parameters are freed between its forward and its backward; those of the root never are.
+        An int: sharded over so many ranks meanwhile.
+    mp_policy, offload_policy : optional
+        ``torch.distributed.fsdp.MixedPrecisionPolicy`` and ``OffloadPolicy``.
+
+    Raises
+    ------
+    ConfigurationError
+        If there is no process group, the module has lazy parameters or is sharded already, a unit's parameters have
+        several dtypes, or an argument can't work.
+
+    Notes
+    -----
+    Collective: every rank makes its wrapper with the same arguments, and **every forward, in evaluation too, is an
+    exchange of all ranks**, which call the same units in the same order. Scalar parameters (without a dimension) can't
+    be sharded: each rank holds them, and their gradients are averaged as they come about. A block that shares a
+    parameter with a module outside of it belongs to the unit that holds both. The wrapper keeps for itself ``module``
+    and the methods of ``FSDPModule`` (``unshard``, ``set_requires_gradient_sync``, ...).
+
+    Examples
+    --------
+    >>> wrapper = TTFullyShardedDataParallel(model, shard=[Block])                             # doctest: +SKIP
+    >>> optimizer = torch.optim.AdamW(wrapper.parameters())                                     # doctest: +SKIP
+    >>> wrapper.get_loss(batch, criterion, wrapper.device).backward()                           # doctest: +SKIP
+    """
+
+    reshard: Callable[[], None]
+    """Of ``FSDPModule``, which ``fully_shard`` puts before this class: free what the root unit holds whole."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        shard: Any = None,
+        mesh: DeviceMesh | None = None,
+        replicas: int = 1,
+        reshard_after_forward: bool | int = True,
+        mp_policy: Any = None,
+        offload_policy: Any = None,
+    ) -> None:
+        from torch.distributed.fsdp import fully_shard  # half a second, and most programs never shard
+
+        check_not_lazy(module, "TTFullyShardedDataParallel")
+        if not dist.is_available() or not dist.is_initialized():
+            raise ConfigurationError(
+                "TTFullyShardedDataParallel: there is no process group. Call torch.distributed.init_process_group() in "
+                "every process first, or let TrainLoop(..., gpu_mode='fsdp') start the processes."
+            )
+        if any(is_sharded(p) for p in module.parameters()):
+            raise ConfigurationError(
+                f"TTFullyShardedDataParallel: {type(module).__name__} has DTensor parameters: it is sharded already. "
+                "Pass the model as it is built."
+            )
+        super().__init__()
+        self.module = module
+        units = [*units_of(module, shard), ("", self)]
+        mesh = _mesh(module, mesh, replicas)
+        device = _device_of(mesh)
+        self._tt_mesh = mesh
+        self._tt_whole = {p for p in module.parameters() if p.ndim == 0}
+        options: dict[str, Any] = {"mesh": mesh}
+        options.update({"ignored_params": self._tt_whole} if self._tt_whole else {})
+        options.update({"mp_policy": mp_policy} if mp_policy is not None else {})
+        options.update({"offload_policy": offload_policy} if offload_policy is not None else {})
+        seed = _common_seed() if any(t.is_meta for t in _tensors(module)) else None
+        done: set[int] = {id(p) for p in self._tt_whole}
+        for number, (name, unit) in enumerate(units):
+            own = {p_name: p for p_name, p in unit.named_parameters() if id(p) not in done and not is_sharded(p)}
+            _check_dtypes(name or type(module).__name__, own)
+            if seed is not None:
+                _give_values(unit, device, seed + number)
+                own = dict(unit.named_parameters())
+            for p in own.values():
+                if not is_sharded(p) and not p.is_contiguous():
+                    p.data = p.data.contiguous()  # channels_last, for instance: a shard is cut from plain rows
+            # The root is needed again at once when backward begins: torch keeps it whole where nothing is said.
+            root = unit is self and reshard_after_forward is True
+            try:
+                fully_shard(unit, reshard_after_forward=None if root else reshard_after_forward, **options)
+            except (ValueError, TypeError, NotImplementedError) as error:
+                raise ConfigurationError(f"TTFullyShardedDataParallel: {error}") from error
+        self._tt_whole = {p for p in module.parameters() if p.ndim == 0}
+        self._tt_hooks = []
+        for p in self._tt_whole:
+            p.data = p.data.to(device)
+            trains = p.requires_grad
+            p.requires_grad_(True)  # a frozen one may be unfrozen later, and takes no hook
+            self._tt_hooks.append(p.register_post_accumulate_grad_hook(self._average))
+            p.requires_grad_(trains)
+        self._become_transparent()
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().__call__(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            # No backward comes, which would free the root's parameters: they would be stale after the next step.
+            self.reshard()
+        return output
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        if args and type(args[0]) is _Call:
+            call = args[0]
+            call.output = call.run(*args[1:], **kwargs)
+            return with_plain_dicts(call.output)
+        return self.module(*args, **kwargs)
+
+    def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        function = getattr(self.module, method)
+        if yields_losses(self.module, method):
+            return self._passes(function(*args, **kwargs))
+        call = _Call(function)
+        return with_multi_losses(self(call, *args, **kwargs), call.output)
+
+    def _passes(self, losses: Generator[Any, None, None]) -> Iterator[Any]:
+        """Each loss of a ``get_loss`` that yields them, as a forward pass of the root of its own."""
+        while True:
+            call = _Call(lambda: next(losses, losses))
+            output = with_multi_losses(self(call), call.output)
+            if output is losses:
+                self.reshard()  # there is no backward to do it
+                return
+            yield output
+
+    # -- what the loop asks ------------------------------------------------------------------------------------------
+
+    def share_buffers(self) -> None:
+        """Copy rank 0's buffers to all ranks, as DDP's forward does. Collective."""
+        for buffer in self.module.buffers():
+            dist.broadcast(buffer, 0)
+
+    def _average(self, parameter: Tensor) -> None:
+        """Of a parameter that each rank holds whole; a sum of averages averaged again stays what it is."""
+        assert parameter.grad is not None
+        parameter.grad /= self._tt_mesh.size()
+        for dim in range(self._tt_mesh.ndim):
+            dist.all_reduce(parameter.grad, group=self._tt_mesh.get_group(dim))
+
+    def take_off(self, parameters: Mapping[str, nn.Parameter]) -> nn.Module:
+        """Undo the sharding, in place; the wrapper is of no use afterwards. No exchange.
+
+        Parameters
+        ----------
+        parameters : mapping from str to nn.Parameter
+            By the names that ``module.named_parameters()`` gives, what takes the place of each parameter.
+
+        Returns
+        -------
+        nn.Module
+            The module.
+        """
+        for hook in self._tt_hooks:
+            hook.remove()
+        self.reshard()
+        before = dict(self.module.named_parameters())
+        new = {id(before[name]): parameter for name, parameter in parameters.items() if name in before}
+        for part in [*self.module.modules(), self]:
+            _undo_fully_shard(part)
+            for name, parameter in part._parameters.items():
+                if parameter is not None and id(parameter) in new:
+                    part._parameters[name] = new[id(parameter)]
+        return self.module
+
+
+# What is used of torch beyond its public face, to undo fully_shard; read in torch 2.6 to 2.13. Where a name has gone, a
+# module stays as fully_shard left it, which take_off() then says.
+_ADDED = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+
+
+def _undo_fully_shard(part: nn.Module) -> None:
+    from torch.distributed import _composable_state
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+    from torch.distributed.fsdp import FSDPModule
+
+    for name in _ADDED:
+        part.__dict__.pop(name, None)
+    if not isinstance(part, FSDPModule):
+        return
+    state = part._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    for group in _groups_of(state):
+        for handles in (
+            group._module_to_pre_save_state_dict_hook_handle,
+            group._module_to_pre_load_state_dict_hook_handle,
+        ):
+            for handle in handles.values():
+                handle.remove()
+        for parameter in group.fsdp_params:
+            parameter._post_load_hook_handle.remove()
+    part.__class__ = type(part).__mro__[2]  # after FSDP<class> and FSDPModule
+    _composable_state._module_state_mapping.pop(part, None)
+    for key in (STATE_KEY, REGISTRY_KEY):
+        part.__dict__.pop(key, None)
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """Parameter groups of a unit: one where torch (to 2.9 or so) has one at most, else a list of them."""
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+# -- tensors and their shards ------------------------------------------------------------------------------------------
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether it is a ``DTensor``; asked without importing what makes them, which takes half a second."""
+    return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
+
+
+def local_part(tensor: Any) -> Tensor:
+    """What of a tensor is on this rank, sharing its memory; a plain tensor is whole."""
+    part: Tensor = tensor._local_tensor if is_sharded(tensor) else tensor
+    return part.detach()
+
+
+# -- construction ------------------------------------------------------------------------------------------------------
+
+
+def _mesh(module: nn.Module, mesh: Any, replicas: Any) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    world_size = dist.get_world_size()
+    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1 or world_size % replicas:
+        raise ConfigurationError(
+            f"replicas={replicas!r}: must be a number that divides the {world_size} ranks, each replica being sharded "
+            "over the same number of them."
+        )
+    if mesh is not None:
+        if replicas != 1:
+            raise ConfigurationError(
+                f"replicas={replicas} with a mesh: a mesh of two dimensions says by its first how many there are. "
+                "Pass one of the two."
+            )
+        if not isinstance(mesh, DeviceMesh):
+            raise ConfigurationError(f"mesh={mesh!r}: must be a torch.distributed.device_mesh.DeviceMesh or None.")
+        if mesh.ndim > 2 or (mesh.ndim == 2 and mesh.mesh_dim_names is None):
+            raise ConfigurationError(
+                f"mesh={mesh!r}: must have one dimension, or two with names: init_device_mesh('cpu', (2, 2), "
+                "mesh_dim_names=('replicate', 'shard'))."
+            )
+        return mesh
+    on_gpu = "nccl" in dist.get_backend() or any(p.is_cuda for p in module.parameters())
+    kind = "cuda" if on_gpu and torch.cuda.is_available() else "cpu"
+    if replicas == 1:
+        return init_device_mesh(kind, (world_size,))
+    return init_device_mesh(kind, (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def _device_of(mesh: Any) -> torch.device:
+    return torch.device("cpu") if mesh.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
+
+
+def _check_dtypes(unit: str, parameters: Mapping[str, nn.Parameter]) -> None:
+    found: dict[torch.dtype, str] = {}
+    for name, p in parameters.items():
+        if p.requires_grad:
+            found.setdefault(p.dtype, name)
+    if len(found) > 1:
+        shown = " and ".join(f"{name} of {dtype}" for dtype, name in found.items())
+        raise ConfigurationError(
+            f"TTFullyShardedDataParallel: the unit {unit} has {shown}, and gradients of one dtype only can be reduced "
+            "together. Convert them (model.to(dtype)), or give each a unit of its own by shard=."
+        )
+
+
+# -- models on the meta device -----------------------------------------------------------------------------------------
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _common_seed() -> int:
+    """A number that rank 0 draws: shards are cut from the same values on every rank."""
+    seed = torch.randint(2**31, ())
+    if dist.get_backend() == "nccl":
+        seed = seed.cuda()
+    dist.broadcast(seed, 0)
+    return int(seed)
+
+
+def _give_values(unit: nn.Module, device: torch.device, seed: int) -> None:
+    """Memory and first values for those of a unit's tensors that are on the meta device."""
+    parts = [part for part in unit.modules() if any(t.is_meta for t in _own_tensors(part))]
+    for part in parts:
+        if not callable(getattr(part, "reset_parameters", None)):
+            raise ConfigurationError(
+                f"TTFullyShardedDataParallel: {type(part).__name__} is on the meta device, and has no "
+                "reset_parameters() to give its tensors values. Write one, or build the model on the CPU."
+            )
+    made: dict[int, nn.Parameter] = {}
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        for part in parts:
+            for name, p in part._parameters.items():
+                if p is not None and p.is_meta:
+                    if id(p) not in made:  # a tied one stays one
+                        made[id(p)] = nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
+                    part._parameters[name] = made[id(p)]
+            for name, buffer in part._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    part._buffers[name] = torch.empty_like(buffer, device=device)
+            part.reset_parameters()  # type: ignore[operator]  # seen above
+
+
+def _own_tensors(part: nn.Module) -> Iterator[Tensor]:
+    for tensors in (part._parameters, part._buffers):
+        yield from (t for t in tensors.values() if t is not None)

@@ -1,0 +1,126 @@
+"""Which modules of a model are sharded as one: a pure look at the module tree."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from trainloop.errors import ConfigurationError
+
+__all__ = ["units_of"]
+
+
+def units_of(module: nn.Module, shard: Any = None) -> list[tuple[str, nn.Module]]:
+    """The modules that are sharded each for itself, with their names; the root is not among them, and takes the rest.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The whole model.
+    shard : type, sequence of types or callable, optional
+        Classes of modules, or a predicate ``module -> bool`` or ``(name, module) -> bool``. Default: the repeated
+        blocks of a model, members of one class in a ``ModuleList`` or ``Sequential``, and nothing inside of them.
+
+    Returns
+    -------
+    list of (str, nn.Module)
+        Inner ones first, as they are to be sharded. None shares a parameter with a module outside of it: such a
+        parameter has one owner, which is the next unit that holds all its users, and a block that can't do without
+        it goes to that unit as a whole.
+
+    Raises
+    ------
+    ConfigurationError
+        If ``shard`` is something else, or matches no module.
+    """
+    chosen = _repeated_blocks(module) if shard is None else _matching(module, shard)
+    users = _users(module)
+    units = []
+    for name, unit in chosen:
+        inside = {id(part) for part in unit.modules()}
+        if all(users[id(p)] <= inside for p in unit.parameters()):
+            units.append((name, unit))
+    return sorted(units, key=lambda item: -item[0].count("."))
+
+
+def _repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    found: list[tuple[str, nn.Module]] = []
+
+    def look(name: str, part: nn.Module) -> None:
+        members = list(part.named_children())  # one that stands in a list twice comes once
+        counts: Counter[type] = Counter()
+        if isinstance(part, (nn.ModuleList, nn.Sequential)):
+            counts.update(type(member) for _, member in members if _can_be_unit(member))
+        for own_name, member in members:
+            path = f"{name}.{own_name}" if name else own_name
+            if counts[type(member)] > 1 and _can_be_unit(member):
+                found.append((path, member))
+            else:
+                look(path, member)
+
+    look("", module)
+    return list({id(unit): (name, unit) for name, unit in reversed(found)}.values())[::-1]
+
+
+def _matching(module: nn.Module, shard: Any) -> list[tuple[str, nn.Module]]:
+    matches = _matcher(shard)
+    found = [(name, part) for name, part in module.named_modules() if name and matches(name, part)]
+    if not found:
+        classes = ", ".join(dict.fromkeys(type(part).__name__ for name, part in module.named_modules() if name))
+        raise ConfigurationError(
+            f"shard={_shown(shard)} matches no module of {type(module).__name__}. It has modules of {classes}."
+        )
+    for name, part in found:
+        if not _has_forward(part):
+            raise ConfigurationError(
+                f"shard={_shown(shard)} matches {name}, a {type(part).__name__}, which has no forward to gather its "
+                "parameters for. Name the class of its members."
+            )
+    return [(name, part) for name, part in found if _can_be_unit(part)]
+
+
+def _matcher(shard: Any) -> Callable[[str, nn.Module], bool]:
+    classes = tuple(shard) if isinstance(shard, (list, tuple, set, frozenset)) else (shard,)
+    if classes and all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes):
+        return lambda name, part: isinstance(part, classes)
+    if callable(shard) and not isinstance(shard, (type, nn.Module)):
+        try:
+            inspect.signature(shard).bind("", nn.Module())
+        except TypeError:
+            return lambda name, part: bool(shard(part))
+        return lambda name, part: bool(shard(name, part))
+    raise ConfigurationError(
+        f"shard={shard!r}: must be a class of modules, a list of these, a function module -> bool, or None for the "
+        "repeated blocks of the model."
+    )
+
+
+def _users(module: nn.Module) -> dict[int, set[int]]:
+    users: dict[int, set[int]] = {}
+    for part in module.modules():
+        for parameter in part._parameters.values():
+            if parameter is not None:
+                users.setdefault(id(parameter), set()).add(id(part))
+    return users
+
+
+def _can_be_unit(part: nn.Module) -> bool:
+    return _has_forward(part) and _any(part.parameters())
+
+
+def _has_forward(part: nn.Module) -> bool:
+    return not (isinstance(part, (nn.ModuleList, nn.ModuleDict)) and type(part).forward is nn.Module.forward)
+
+
+def _any(items: Iterator[object]) -> bool:
+    return next(items, None) is not None
+
+
+def _shown(shard: Any) -> str:
+    if isinstance(shard, (list, tuple, set, frozenset)):
+        return f"[{', '.join(map(_shown, shard))}]"
+    return getattr(shard, "__name__", repr(shard))
