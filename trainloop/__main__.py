@@ -21,7 +21,7 @@ README.rst has a first script, docs/ the guides, examples/ a file for each featu
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status: 1 where the doctor found a problem."""
+    """Run the command; returns its exit status, 1 if the doctor found a problem."""
     parser = argparse.ArgumentParser(prog="python -m trainloop", description=OVERVIEW.split("\n")[0])
     parser.add_argument("--version", action="version", version=__version__)
     doctor = parser.add_subparsers(dest="command").add_parser("doctor", help="look at this machine and installation")

@@ -52,20 +52,20 @@ def check_carried(model: nn.Module, gpu_mode: str) -> None:
 
 
 def carried_state_of(model: nn.Module) -> dict[str, Any]:
-    """What this rank carries, as tensors on the CPU in whatever tuples, lists and dicts they are."""
+    """The state this rank carries: CPU tensors, in the model's own tuples, lists and dicts."""
     return {path: _map(lambda t: t.detach().cpu(), getattr(module, name)) for path, module, name, _ in _places(model)}
 
 
 def load_carried_state(model: nn.Module, saved: list[dict[str, Any]], rank: int, world_size: int) -> None:
-    """Take up what :func:`carried_state_of` gave on each of the ranks that wrote a checkpoint.
+    """Load the states that :func:`carried_state_of` returned on the ranks that wrote a checkpoint.
 
     Parameters
     ----------
     model : nn.Module
     saved : list of dict
-        Of every rank, in order. Of another number of ranks, columns are dealt out again.
+        Of every rank, in order. If the number of ranks has changed, the columns are divided anew.
     rank, world_size : int
-        Whose part to take.
+        The rank to load for.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     for path, module, name, dim in _places(model):

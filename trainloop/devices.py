@@ -1,8 +1,8 @@
-"""Which devices a run uses: requests read, strategies named, batches counted.
+"""Choose a run's devices: parse requests, resolve mode names, count batches.
 
 Everything down to :func:`find_usable_cuda_devices` is arithmetic on its arguments. Two functions look at the machine:
 :func:`resolve` counts devices, :func:`find_usable_cuda_devices` tries them. :func:`visible_devices` and
-:func:`child_mask`, of :mod:`trainloop.resources.masks`, are given on from here.
+:func:`child_mask`, of :mod:`trainloop.resources.masks`, are re-exported here.
 
 An index always counts within ``CUDA_VISIBLE_DEVICES``, as torch's own do.
 """
@@ -159,7 +159,7 @@ def _be(count: int) -> str:
 
 
 def _shown(value: object) -> str:
-    """``repr`` cut to a line; an int of thousands of digits has none, nor has every object."""
+    """``repr`` cut to one line. It may fail: for an int of thousands of digits, or in a user's class."""
     try:
         text = repr(value)
     except Exception:
@@ -269,7 +269,7 @@ def _cpu_processes(devices: object, cores: int, *, found_none: bool) -> int:
 
 
 def most_cpu_processes(cores: int) -> int:
-    """How many may be asked for: far more than is of use, so that many ranks can be tried out on a small machine."""
+    """The most CPU processes to allow: far more than is useful, so that a small machine can try out many ranks."""
     return max(64, 8 * cores)
 
 
@@ -348,7 +348,7 @@ _REPLACED: dict[str, str] = {
 
 
 def resolve_mode(name: object, num_devices: int, num_nodes: int = 1, *, kind: str | None = None) -> Mode:
-    """Mode that a strategy's name means here.
+    """The mode that a strategy's name stands for.
 
     Parameters
     ----------
@@ -387,7 +387,7 @@ def resolve_mode(name: object, num_devices: int, num_nodes: int = 1, *, kind: st
 
 
 def check_num_nodes(num_nodes: object) -> int:
-    """``num_nodes`` itself.
+    """``num_nodes``, checked.
 
     Raises
     ------
@@ -405,7 +405,7 @@ def world_size(num_devices: int, num_nodes: int = 1) -> int:
 
 
 def global_rank(node_rank: int, num_devices: int, local_rank: int) -> int:
-    """Rank over all nodes of a node's ``local_rank``; nodes have equally many devices."""
+    """Global rank of a node's ``local_rank``; every node has the same number of devices."""
     return node_rank * num_devices + local_rank
 
 
@@ -464,8 +464,8 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
 
     Notes
     -----
-    In the default compute mode a busy GPU still takes a tensor, so 'usable' says nothing about strangers there. GPUs
-    without other users' processes come first where ``nvidia-ml-py`` is installed (``pip install trainloop[gpu]``).
+    In the default compute mode a busy GPU still takes a tensor, so 'usable' does not mean that nobody else is there.
+    GPUs without other users' processes come first where ``nvidia-ml-py`` is installed (``pip install trainloop[gpu]``).
     """
     if not isinstance(num_devices, Integral) or isinstance(num_devices, bool) or num_devices < -1:
         raise DeviceError(

@@ -1,4 +1,4 @@
-"""What a training recorded: a list of values for each metric, one for each epoch, and step by step."""
+"""The record of a training: each metric's values by epoch, and by step where they were logged so."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class History(Mapping[str, list[float]]):
             for epoch, value in zip(self._epochs[name], values, strict=True):
                 rows.setdefault(epoch, {"epoch": 0})[name] = value
         for epoch, row in rows.items():
-            row["epoch"] = epoch + 1  # whatever a metric of that name says
+            row["epoch"] = epoch + 1  # even if a metric has that name
         return [rows[epoch] for epoch in sorted(rows)]
 
     def row(self, epoch: int) -> dict[str, float]:
@@ -180,7 +180,7 @@ class History(Mapping[str, list[float]]):
         return taken
 
     def put_agreed(self, everyone: Sequence[Mapping[str, Sequence[tuple[int, float]]]]) -> None:
-        """Add what :meth:`take_own` gave on all ranks: the mean of first values, of second ones, ... of a name."""
+        """Add what :meth:`take_own` returned on all ranks, averaged: first values, second values and so on."""
         for name in dict.fromkeys(name for theirs in everyone for name in theirs):
             for same in zip_longest(*(theirs[name] for theirs in everyone if name in theirs)):
                 entries = [entry for entry in same if entry is not None]
@@ -204,7 +204,7 @@ class History(Mapping[str, list[float]]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Become what :meth:`state_dict` described."""
+        """Replace the content by that of :meth:`state_dict`."""
         self.unagreed = {}
         self._values = {name: list(values) for name, values in state["values"].items()}
         self._epochs = {name: list(epochs) for name, epochs in state["epochs"].items()}
@@ -213,7 +213,7 @@ class History(Mapping[str, list[float]]):
 
 
 def _mean(values: Sequence[float]) -> float:
-    # Equal ones as they are: a sum may round.
+    # Equal values stay exact: their mean may round.
     return values[0] if all(value == values[0] for value in values) else sum(values) / len(values)
 
 

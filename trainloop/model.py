@@ -1,4 +1,4 @@
-"""What a user writes: a model that knows its loss and its predictions."""
+"""The model as a user writes it: an ``nn.Module`` with its loss and its predictions."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class TTModel(nn.Module, ABC):
         """
 
     def get_loss_eval(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
-        """Loss in evaluation; as :meth:`get_loss` unless overridden."""
+        """Loss in evaluation. Default: :meth:`get_loss`."""
         return self.get_loss(batch_data, criterion, device)
 
     @abstractmethod

@@ -48,7 +48,7 @@ def paths_of(value: Any) -> list[str]:
 
 
 def with_parts(value: Any, parts: Sequence[Any]) -> Any:
-    """A container like another, with other parts: of the same type, and with what else it holds.
+    """Copy a container with other parts; its type and other attributes stay.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ def with_parts(value: Any, parts: Sequence[Any]) -> Any:
     if isinstance(value, Mapping):
         content = dict(zip(value, parts, strict=True))
         if not isinstance(value, (dict, UserDict)):
-            # Not a copy that is written to: it may hold its items in an object that both have.
+            # Not a copy that is written to: a shallow copy may share the object that holds its items.
             return _of_type(type(value), content)
         changed = copy.copy(value)  # a defaultdict or a BatchEncoding stays one
         for key, part in content.items():
@@ -80,12 +80,12 @@ def with_parts(value: Any, parts: Sequence[Any]) -> Any:
         return changed
     changed = copy.copy(value)
     for name, part in zip(_fields(value), parts, strict=True):
-        object.__setattr__(changed, name, part)  # of a frozen one too: the copy is not anybody's yet
+        object.__setattr__(changed, name, part)  # a frozen dataclass too: nobody else has this copy yet
     return changed
 
 
 def map_parts(function: Callable[[Any], Any], value: Any) -> Any:
-    """A container like another, each part after ``function``; a single value as it is.
+    """Copy a container with ``function`` applied to each part; return a single value as it is.
 
     Examples
     --------
@@ -94,7 +94,7 @@ def map_parts(function: Callable[[Any], Any], value: Any) -> Any:
     >>> doubled({"a": 1, "b": (2, [3, None])})
     {'a': 2, 'b': (4, [6, None])}
     """
-    # Nearly always one of these three, and quicker so; batches pass here once a step.
+    # The three usual types first, for speed: every batch passes here.
     kind = type(value)
     if kind is list:
         return [function(part) for part in value]
@@ -107,7 +107,7 @@ def map_parts(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def map_together(function: Callable[[list[Any]], Any], values: Sequence[Any]) -> Any:
-    """One container from several alike, each part made of theirs; the first value where they are no containers.
+    """Combine several containers of one structure part by part; of single values, return the first.
 
     Parameters
     ----------
@@ -140,7 +140,7 @@ def _is_record(value: Any) -> bool:
 
 
 def _fields(value: Any) -> list[str]:
-    """Those that are set: one with ``init=False`` need not be."""
+    """Names of the fields that are set; one with ``init=False`` may not be."""
     return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
 
 

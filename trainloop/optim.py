@@ -82,7 +82,7 @@ class MultiLoss(Mapping[str, Tensor]):
         Raises
         ------
         ConfigurationError
-            For a loss that none of the optimizers would minimise, or of which nothing says which of them does.
+            For a loss that no optimizer would minimise, or that could belong to several.
         """
         named = self.loss_optimizer_map
         if named is None:
@@ -100,7 +100,7 @@ class MultiLoss(Mapping[str, Tensor]):
         return self if indices == self.loss_optimizer_map else self._like(self.loss_dict, indices)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> MultiLoss:
-        """The same losses, each after ``function``."""
+        """The same losses, with ``function`` applied to each."""
         return self._like({name: function(loss) for name, loss in self.loss_dict.items()}, self.loss_optimizer_map)
 
     def _like(self, losses: dict[str, Tensor], loss_optimizer_map: Mapping[str, int | str] | None) -> MultiLoss:
@@ -283,7 +283,7 @@ def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
 
 
 def optimizers_of(optimizer: Optimizer | MultiOptimizer | None) -> list[Optimizer]:
-    """The torch optimizers in it, as a list."""
+    """The torch optimizers, as a list: one, or those of a :class:`MultiOptimizer`."""
     if optimizer is None:
         return []
     return list(optimizer) if isinstance(optimizer, MultiOptimizer) else [optimizer]
@@ -325,7 +325,7 @@ def take_step(optimizer: Optimizer) -> None:
 def drop_gradients(optimizer: Optimizer) -> None:
     """``optimizer.zero_grad(set_to_none=True)``, without the mark for profilers."""
     if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
-        optimizer.zero_grad(set_to_none=True)  # somebody's own
+        optimizer.zero_grad(set_to_none=True)  # the user's own class
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:

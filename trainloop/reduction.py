@@ -1,7 +1,7 @@
 """Is a loss the mean over a batch's samples, as everywhere in this package, or their sum?
 
 A sum of halves is not half of a sum: gradients of ranks, replicas and micro-batches that are averaged as means come out
-too small by their number. So a sum is recognised, where something says that it is one.
+too small by their number. So sums are recognised, as far as the model or the criterion declares them.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class SumRule:
 
 
 def sum_rule(model: Any, criterion: Any) -> SumRule | None:
-    """How to tell sums over samples from means, ``None`` where all losses are means.
+    """The rule that tells sums over samples from means; ``None`` where all losses are means.
 
     Parameters
     ----------
     model : object
         Its ``loss_reduction``, 'sum' or 'mean', settles it.
     criterion : object
-        Else what its ``reduction`` says; of a criterion without one, all those inside it: modules, entries of dicts and
-        lists, keywords of ``functools.partial``.
+        Else what its ``reduction`` says; if the criterion has none, the ``reduction`` of everything inside it: modules,
+        entries of dicts and lists, keywords of ``functools.partial``.
 
     Examples
     --------
@@ -75,7 +75,7 @@ def _reductions(criterion: Any) -> set[str]:
 def _is_divided(loss: Tensor) -> bool:
     """Whether a scalar was divided by a plain number on the way to this loss: ``criterion(...) / len(x)`` is a mean.
 
-    A division by something learned (a weighting by uncertainty) is none of that kind.
+    Division by something learned (weighting by uncertainty) does not count.
     """
     nodes: list[Any] = [loss.grad_fn]
     seen = set()

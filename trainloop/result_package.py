@@ -101,7 +101,7 @@ def evaluate_result_package(
 
 
 def _evaluate_torchmetrics(metric: Any, y_pred: Any, y_true: Any) -> dict[str, float]:
-    """A torchmetrics metric or collection over all rows, which each rank has: nothing is to be summed over ranks."""
+    """A torchmetrics metric or collection over all rows. Each rank has all of them, so nothing is summed over ranks."""
     parts = list(metric.values()) if hasattr(metric, "values") else [metric]
     before = [getattr(part, "sync_on_compute", True) for part in parts]
     try:
@@ -118,7 +118,7 @@ def _evaluate_torchmetrics(metric: Any, y_pred: Any, y_true: Any) -> dict[str, f
 
 
 def _tensor(rows: Any, metric: Any) -> Any:
-    """Lists and arrays of numbers as a tensor on the metric's device; what else there is (texts, say) as it is."""
+    """Convert lists and arrays of numbers to a tensor on the metric's device; leave others, such as texts."""
     import torch
 
     if not isinstance(rows, Tensor):
@@ -134,7 +134,7 @@ def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
 
 
 def _numbers(values: Any, name: str) -> dict[str, float]:
-    """Floats by name; a single value goes by ``name``."""
+    """Floats by name; a single value gets ``name``."""
     if isinstance(values, AbstractResultPackage):
         values = values.get_results()
     if not isinstance(values, Mapping):
@@ -236,7 +236,7 @@ class AbstractResultPackage(ABC):
         return self.results_dict
 
     def __getstate__(self) -> dict[str, Any]:
-        # A dataset's predictions are not carried from rank to rank with the package.
+        # The package travels between ranks without the dataset's predictions.
         return {**self.__dict__, "y_true": None, "y_predicted": None, "additional_results": None}
 
     def __str__(self) -> str:
@@ -271,11 +271,11 @@ class TorchMetricsPackage(GeneralResultPackage):
 
 
 class _ScikitLearnPackage(AbstractResultPackage):
-    """Refused when it is made, and not at the end of the first epoch, where scikit-learn is missing."""
+    """Fails at construction, not after the first epoch, where scikit-learn is missing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if find_spec("sklearn") is None:  # which is quick: importing it takes a second
+        if find_spec("sklearn") is None:  # finding it is quick, importing it takes a second
             raise _no_scikit_learn()
 
 
@@ -352,12 +352,12 @@ def accuracy(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
 
 
 def precision(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
-    """Of the rows given to a class, the share that belongs there; mean over classes, 0 for one that got none."""
+    """Share of the rows predicted as a class that belong to it; mean over classes, 0 for a class never predicted."""
     return _of_classes("precision_score", y_pred, y_true, average="macro", zero_division=0)
 
 
 def recall(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
-    """Of a class's rows, the share that was given to it; mean over classes, 0 for one that has none."""
+    """Share of a class's rows that are predicted as it; mean over classes, 0 for a class without rows."""
     return _of_classes("recall_score", y_pred, y_true, average="macro", zero_division=0)
 
 
@@ -430,7 +430,7 @@ def _no_scikit_learn() -> ConfigurationError:
 
 
 def _are_finite(numbers: Array) -> bool:
-    """A model that diverges gives NaN, which is its score: no reason to end the training by scikit-learn's error."""
+    """Whether no score is NaN: a diverged model scores NaN, and must not end in scikit-learn's error."""
     return bool(np.isfinite(numbers).all())
 
 

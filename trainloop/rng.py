@@ -16,7 +16,7 @@ from trainloop.nested import map_parts
 
 __all__ = ["capture", "derive_seed", "isolated", "packed", "peek_seed", "restore", "seed_all"]
 
-# What the generators were seeded with last. Only a guess at where they may still be: it makes `packed` short.
+# What the generators were seeded with last. Only a hint: if a generator is still there, `packed` stores the seed alone.
 _last_seed: int | None = None
 
 
@@ -42,7 +42,7 @@ def seed_all(seed: int) -> None:
 
 
 def peek_seed() -> int:
-    """A seed that depends on torch's RNG state and doesn't change it: as reproducible as what the caller did before."""
+    """A seed that depends on torch's RNG state and doesn't change it, so it is as reproducible as that state."""
     state = torch.get_rng_state()
     digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -75,16 +75,16 @@ def _plain(python: tuple[Any, ...], of_numpy: Any, of_torch: torch.Tensor) -> di
 
 
 def _as_seeded(seed: int) -> dict[str, Any]:
-    """What :func:`capture` returns right after :func:`seed_all`, but for GPUs'."""
+    """The state that :func:`capture` returns right after :func:`seed_all`, without GPUs."""
     numpy_state = np.random.RandomState(seed % 2**32).get_state(legacy=False)
     return _plain(random.Random(seed).getstate(), numpy_state, torch.Generator().manual_seed(seed).get_state())
 
 
 def packed() -> dict[str, Any]:
-    """What :func:`capture` returns, for :func:`restore`, in as few bytes as hold it.
+    """The state that :func:`capture` returns, compressed; :func:`restore` reads it.
 
-    A generator that nobody has drawn from since :func:`seed_all` is known by the seed: 40 bytes for all three. Each
-    other one takes about 2.6 KB, half of what it takes as it is.
+    For a generator unused since :func:`seed_all` the seed is enough: 40 bytes for all three. Any other takes about 2.6
+    KB, half of its full state.
     """
     state, seed = capture(), _last_seed
     seeded = {} if seed is None else _as_seeded(seed)
@@ -103,14 +103,14 @@ def _unpacked(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _map(function: Callable[[Any], Any], kind: type, value: Any) -> Any:
-    """The value with ``function(item)`` in place of each item of this kind in it."""
+    """A copy of the value in which ``function(item)`` replaces each item of this type."""
     if isinstance(value, kind):
         return function(value)
     return map_parts(lambda part: _map(function, kind, part), value)
 
 
 def _without_zeros(tensor: torch.Tensor) -> tuple[bool, int, bytes, bytes]:
-    """A state's words of 32 bits that are not 0, after bits that tell which: they are 64 bits wide, and hold 32."""
+    """The non-zero 32-bit words of a state after a bit mask of their places; torch stores each word in 64 bits."""
     words = tensor.numpy().view(np.uint8)
     words = np.pad(words, (0, -len(words) % 4)).view(np.uint32)
     return tensor.dtype == torch.int64, tensor.nbytes, np.packbits(words != 0).tobytes(), words[words != 0].tobytes()
@@ -148,7 +148,7 @@ def restore(state: dict[str, Any]) -> None:
 
 @contextmanager
 def isolated(seed: int | None = None) -> Iterator[None]:
-    """Whatever is drawn inside leaves no trace outside; with ``seed``, it is also the same each time."""
+    """Random draws inside leave the generators outside unchanged; with ``seed``, they are the same each time."""
     global _last_seed
     before, seed_before = capture(), _last_seed
     try:

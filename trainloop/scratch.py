@@ -1,9 +1,9 @@
 """A folder for the sockets and files that ranks and their loaders' workers make by multiprocessing's own means.
 
-Python makes one for each such process, ``pymp-*``, which a process that is killed can't remove. So a launch makes one
-for all of its processes, and removes it when they have ended. It is locked for as long as any of them lives; where all
-were killed, the launching process too, the next launch finds it unlocked. A file in it names the launch, as the names
-of its semaphores do. Removed is only what an unlocked folder of this user speaks of.
+Python makes such a folder, ``pymp-*``, for each process, and a killed process can't remove its own. So a launch makes
+one for all of its processes, and removes it when they have ended. It is locked for as long as any of them lives; where
+all were killed, the launching process too, the next launch finds it unlocked. A file in it names the launch, as the
+names of its semaphores do. Only what an unlocked folder of this user names is removed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Scratch(NamedTuple):
 
 @contextlib.contextmanager
 def scratch_folder(token: str) -> Iterator[Scratch]:
-    """Make the folder, and remove those of launches of this user none of whose processes is alive.
+    """Make the folder; remove the folders of this user's launches that have no living process.
 
     Parameters
     ----------
@@ -74,10 +74,10 @@ def _remove(scratch: Scratch, *, own: bool) -> None:
 
 
 def name_semaphores(token: str) -> None:
-    """Let the semaphores that this process and its workers make tell which launch they are of.
+    """Name the semaphores of this process and its workers after their launch.
 
-    For a rank, which may be killed. By their names alone they can be found then, and libraries rename them: joblib's
-    loky does it for all of the process as soon as it is imported.
+    For a rank, which may be killed. After that only their names can tell which launch they belong to. Libraries rename
+    them: joblib's loky does so for the whole process when it is imported.
     """
     from multiprocessing import synchronize  # `import trainloop` is to be cheap
 
@@ -86,7 +86,7 @@ def name_semaphores(token: str) -> None:
     make = synchronize.SemLock.__init__
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        # On the instance, where it comes before what a library has put, or will put, into the class.
+        # On the instance: there it wins over what a library puts into the class, before or after.
         self._make_name = lambda: f"{prefix}-{next(synchronize.SemLock._rand)}"  # type: ignore[attr-defined]
         try:
             make(self, *args, **kwargs)
@@ -101,7 +101,7 @@ def _remove_semaphores(token: str, *, tracked: bool) -> None:
     for path in Path("/dev/shm").glob(f"sem.{glob.escape(_SEMAPHORES + token)}-*"):  # where Linux keeps them
         with contextlib.suppress(OSError):
             path.unlink()
-            if tracked:  # by this process's tracker, which complains about names of others
+            if tracked:  # registered by this process's tracker, which warns about unknown names
                 resource_tracker.unregister(f"/{path.name[len('sem.') :]}", "semaphore")
 
 
@@ -122,7 +122,7 @@ def _locked(path: str) -> int | None:
 
 
 def remove_dead() -> None:
-    """Remove what launches of this user left, none of whose processes is alive."""
+    """Remove what is left of this user's launches that have no living process."""
     with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
         for entry in entries:
             if entry.name.startswith(_PREFIX) and _is_own_folder(entry):

@@ -1,4 +1,4 @@
-"""Which rank takes which sample, in which order, and what it weighs: arithmetic over ints, no torch.
+"""Decide which rank takes which sample, in which order and with which weight: arithmetic over ints, no torch.
 
 An epoch is one *global order* of samples. ``batch_size`` of each of ``world_size`` ranks make a *global batch*: the
 next ``batch_size * world_size`` samples, of which rank ``r`` takes every ``world_size``-th from its ``r``-th on. So
@@ -38,7 +38,7 @@ _MASK64 = 2**64 - 1
 
 
 def shard_size(total: int, rank: int, world_size: int) -> int:
-    """How many of ``total`` things rank ``rank`` takes: those at ``rank, rank + world_size, ...``.
+    """The number of items rank ``rank`` takes of ``total``: those at ``rank, rank + world_size, ...``.
 
     Examples
     --------
@@ -81,7 +81,7 @@ class BatchPlan:
 
     @property
     def num_batches(self) -> int:
-        """Global batches of an epoch; each rank has as many, of which the last may be empty."""
+        """Global batches of an epoch; every rank has that many, the last may be empty on some."""
         return self.num_full + (self.last_size > 0)
 
     @property
@@ -101,7 +101,7 @@ class BatchPlan:
         return chain(full, [self.shares(self.num_full)] if self.last_size else [])
 
     def positions(self, rank: int, first_batch: int, num_batches: int) -> tuple[int, int, int]:
-        """Where rank ``rank`` finds its samples of some global batches, as ``range(start, stop, step)`` of the order.
+        """Positions in the order, as a range, of rank ``rank``'s samples of some global batches.
 
         A full global batch is a multiple of ``world_size`` long, so that a rank's samples are one stride over the whole
         epoch, whatever the batch.
@@ -191,7 +191,7 @@ class PermutedOrder:
 
     def _cycle(self, cycle: int) -> _Permutation:
         if cycle not in self._cycles:
-            if len(self._cycles) > 1:  # an epoch goes forward: of two at most, the older is not read again
+            if len(self._cycles) > 1:  # an epoch only goes forward: the older one is not needed again
                 self._cycles.pop(min(self._cycles))
             self._cycles[cycle] = _Permutation(self.num_indices, _mix(_mix(self._key & _MASK64) ^ cycle))
         return self._cycles[cycle]
@@ -287,7 +287,7 @@ def weigh_step(sizes: Sequence[Sequence[int]], rank: int) -> StepWeights:
     sizes : sequence of sequence of int
         Samples in each micro-batch of each rank: ``sizes[rank][micro_batch]``; empty for a rank without any.
     rank : int
-        Whose weights.
+        The rank whose weights to return.
 
     Examples
     --------

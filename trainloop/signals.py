@@ -37,14 +37,14 @@ _LOOK_S = 0.1
 
 
 class Heard:
-    """Which signals came while a context of :func:`signals` lasted."""
+    """The signals that came during a context of :func:`signals`."""
 
     def __init__(self) -> None:
         self.reasons = 0
         """``INTERRUPT``, ``TERMINATE`` and ``CHECKPOINT`` of :mod:`trainloop.stopping`, OR-ed."""
 
     def note(self, reasons: int) -> None:
-        """Add what was heard elsewhere, by a rank say; other reasons to stop are no signals."""
+        """Add signals that another process received, a rank say; reasons to stop that are no signals are ignored."""
         self.reasons |= reasons & (INTERRUPT | TERMINATE | CHECKPOINT)
 
     def end(self) -> None:
@@ -93,7 +93,7 @@ class _Handlers:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def raise_postponed(self) -> None:
-        """What users' handlers raised, and a Ctrl-C that had to wait."""
+        """Raise what users' handlers raised, and a Ctrl-C that had to wait."""
         if self._raised:
             raise self._raised[0]
         if self.postponed and not self.held:
@@ -102,7 +102,7 @@ class _Handlers:
 
     @contextlib.contextmanager
     def also(self, stop: StopAgreement | None) -> Iterator[None]:
-        """Tell ``stop`` too: what was heard already, and what comes while the context lasts."""
+        """Pass on to ``stop`` too the signals that came already, and those that come during the context."""
         if stop is None or stop in self.stops:
             yield
             return
@@ -155,7 +155,7 @@ _outermost: _Handlers | None = None
 
 
 def _handlers_here() -> _Handlers | None:
-    """This process's, where it may have any: Python allows handlers in the main thread only."""
+    """This process's handlers, or none outside the main thread, where Python allows none."""
     here = _outermost is not None and _outermost.pid == os.getpid()
     return _outermost if here and threading.current_thread() is threading.main_thread() else None
 
@@ -265,11 +265,11 @@ def _numbers() -> list[int]:
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
-    """Not ``SIG_IGN``, which programs that are started from here would inherit."""
+    """Do nothing. Unlike ``SIG_IGN``, child programs don't inherit it."""
 
 
 def _handled_for(stop: StopAgreement) -> bool:
-    """Whether this is a rank whose signals are requests to ``stop`` already, from its start on."""
+    """Whether this rank's signals have been requests to ``stop`` since its start."""
     return getattr(signal.getsignal(signal.SIGTERM), "stop", None) is stop
 
 
@@ -279,7 +279,7 @@ def _handled_for(stop: StopAgreement) -> bool:
 
 
 class _Mark:
-    """A byte that a process shares with its loaders' workers: what signals mean that they get.
+    """A byte that a process shares with its loaders' workers, to tell them what a signal means.
 
     Forked workers have it by inheritance; to spawned ones it is sent with their :class:`WorkerInit`.
     """
@@ -288,7 +288,7 @@ class _Mark:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._fd = -1  # without a descriptor, forked workers have it, and spawned ones can't tell
+        self._fd = -1  # anonymous memory: forked workers have it, spawned ones don't learn of signals
         if hasattr(os, "memfd_create"):
             with contextlib.suppress(OSError):  # forbidden by a sandbox's filter
                 self._fd = os.memfd_create("trainloop-signals", os.MFD_CLOEXEC)
@@ -319,7 +319,7 @@ def _open_mark(path: str) -> _Mark | None:
     try:
         with open(path, "r+b", buffering=0) as file:
             mark._byte, mark._fd = mmap.mmap(file.fileno(), 1), -1
-    except (OSError, ValueError):  # no /proc, or the process has gone on: the worker then can't tell
+    except (OSError, ValueError):  # no /proc, or the process has gone: the worker can't tell
         return None
     return mark
 
@@ -363,7 +363,7 @@ class WorkerInit:
 
 
 def started(loader: Any) -> Iterator[Any]:
-    """``iter(loader)``, whose workers let signals in when they can outlive them, and not from their first line on.
+    """``iter(loader)`` with signals blocked in its workers until they can outlive one.
 
     Until :class:`WorkerInit` is called, which on a busy machine may be seconds later, a SIGTERM would end them by
     torch's own handler.

@@ -90,7 +90,7 @@ class SharedStop:
     timeout_s : float
         How long a rank that votes to stop waits for the others to come to the boundary.
     pids : sequence of int, optional
-        Process of each rank, where no launching process watches them: who waits for one that has died gives up.
+        Process of each rank, where no launching process watches them: a rank that waits for a dead one gives up.
     """
 
     _REQUESTED, _ABORTED, _VOTES = 0, 1, 2
@@ -130,7 +130,7 @@ class SharedStop:
         return sum(reason for index, reason in enumerate(_REASONS) if flags[index])
 
     def abort(self) -> None:
-        """Tell the ranks that the run is lost: who waits for a vote gives up. The launching process calls it."""
+        """Tell the ranks that the run is lost: whoever waits for a vote gives up. The launching process calls it."""
         self._words[self._ABORTED] = 1
 
     @property
@@ -139,7 +139,7 @@ class SharedStop:
         return bool(self._words[self._ABORTED])
 
     def boundary_of(self, rank: int) -> int:
-        """How many boundaries a rank has come to: a sign of its life that costs it nothing."""
+        """The number of boundaries a rank has reached: a sign of life that costs the rank nothing."""
         return self._words[self._VOTES + rank] >> _BITS
 
     def release(self) -> None:

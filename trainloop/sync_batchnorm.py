@@ -1,4 +1,4 @@
-"""BatchNorm over the batches of all ranks, on the CPU too, put on and taken off in place.
+"""BatchNorm over the batches of all ranks, on the CPU too, converted and reverted in place.
 
 ``torch.nn.SyncBatchNorm`` refuses the CPU, and its converter replaces modules, which loses their hooks and identity,
 and has no way back. Here a layer changes its class only: object, parameters, buffers and hooks stay.

@@ -12,7 +12,7 @@ __all__ = ["AbstractModelFeedDefinition"]
 
 
 class AbstractModelFeedDefinition(ABC):
-    """How batches are fed into a model that doesn't know it itself; see :class:`trainloop.ModelWrap`.
+    """Loss and predictions for a model without such methods; see :class:`trainloop.ModelWrap`.
 
     Where the model is yours, a :class:`trainloop.TTModel` is shorter: it holds the same three methods.
     """

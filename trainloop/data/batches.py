@@ -35,7 +35,7 @@ def count_samples(batch: Any, default: int | None = None) -> int:
 
 
 def _parts(batch: Any) -> Iterable[Any]:
-    """What a batch is made of; nothing for a single value."""
+    """The parts of a batch; none for a single value."""
     if isinstance(batch, (str, bytes)):
         return ()
     parts = parts_of(batch)
@@ -58,8 +58,8 @@ def _length(batch: Any) -> int | None:
     if isinstance(batch, (Mapping, tuple, list)):
         counts = (_length(part) for part in _parts(batch))
         count = next((count for count in counts if count is not None), None)
-        # Of columns, the first one tells. Values that are no columns are the samples, but for tensors without
-        # dimensions, which are the columns of one sample.
+        # The first column has the number. Without columns the values are the samples themselves; tensors without
+        # dimensions, however, are the columns of a single sample.
         if count is None and isinstance(batch, (tuple, list)) and not any(hasattr(part, "shape") for part in batch):
             count = len(batch) or None
         return count
@@ -95,12 +95,12 @@ def move_to(batch: T, device: torch.device, *, non_blocking: bool = False) -> T:
 
 
 def pin(batch: T) -> T:
-    """A batch of any shape, its CPU tensors in pinned memory, from where a GPU can copy without the host's help."""
+    """A batch of any shape with its CPU tensors in pinned memory, from which a GPU can copy by itself."""
     return _map(lambda part: part if getattr(part, "is_cuda", False) else part.pin_memory(), "pin_memory", batch)
 
 
 def record_use(batch: Any, stream: torch.cuda.Stream) -> None:
-    """Keep the memory of a batch's tensors from being given away before ``stream`` has read them."""
+    """Keep the allocator from reusing the memory of a batch's tensors before ``stream`` has read them."""
 
     def record(part: Any) -> Any:
         if getattr(part, "is_cuda", True):

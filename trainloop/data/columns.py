@@ -19,11 +19,11 @@ from trainloop.signals import started
 class SplitBatches:
     """A loader whose batches are shared out over the ranks by columns, so that a column stays on its rank.
 
-    In ``ddp`` a loader's batches, or the samples of each global batch, go to one rank after another. Where state is
-    carried from batch to batch (truncated backpropagation through time), that would leave gaps: the state after a
+    In ``ddp`` a loader's batches, or the samples of each global batch, are dealt out to the ranks in turn. Where state
+    is carried from batch to batch (truncated backpropagation through time), that would leave gaps: the state after a
     chunk of the sequence belongs to the chunk that follows it. Wrapped in this class, every rank reads every batch, in
-    order, and takes a block of its columns: rank ``r`` the same block of each. So any number of ranks trains as one
-    process does that has the whole batches.
+    order, and takes a block of its columns: rank ``r`` the same block of each. So any number of ranks trains like one
+    process with the whole batches.
 
     Parameters
     ----------
@@ -32,8 +32,8 @@ class SplitBatches:
         together.
     dim : int
         The dimension of the columns, in every tensor and array of a batch: 1 for chunks shaped ``(time, column)``, 0
-        for ``(column, time)``. What has one dimension only, such as lengths, has an entry for each column, and so have
-        lists; numbers, texts and tensors without dimensions are given to all ranks.
+        for ``(column, time)``. One-dimensional tensors, such as lengths, and lists have an entry for each column;
+        numbers, texts and tensors without dimensions go to all ranks.
 
     Raises
     ------
@@ -92,11 +92,11 @@ class SplitBatches:
                 f"give a target in the shape of its input, for instance, and flatten it in get_loss."
             )
         (columns,) = counts
-        assert columns is not None  # seen above
+        assert columns is not None  # checked above
         return columns
 
     def sizes(self, columns: int, world_size: int) -> tuple[int, ...]:
-        """Columns of each rank, of so many."""
+        """How many of ``columns`` columns each rank gets."""
         return tuple(shard_size(columns, rank, world_size) for rank in range(world_size))
 
     def part(self, batch: Any, columns: int, rank: int, world_size: int) -> Any:
@@ -126,7 +126,7 @@ def _axis(part: Any, dim: int) -> int | None:
 
 
 def _counts(batch: Any, dim: int) -> Iterator[tuple[int | None, str]]:
-    """Columns of each part (None: it has no such dimension), and the part in words."""
+    """For each part of a batch, its number of columns (None: no such dimension) and its description."""
     if isinstance(batch, (Tensor, np.ndarray)):
         axis = _axis(batch, dim)
         if axis is not None:
@@ -150,7 +150,7 @@ def _narrowed(batch: Any, dim: int, block: slice) -> Any:
         if axis is None:
             return batch
         part = batch[(slice(None),) * axis + (block,)]
-        # As whole batches are, whose view(-1) works.
+        # Contiguous as whole batches are, so that view(-1) works.
         return part.contiguous() if isinstance(part, Tensor) else np.ascontiguousarray(part)
     if _is_column(batch):
         return batch[block]

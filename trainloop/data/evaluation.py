@@ -32,15 +32,15 @@ def eval_feed(
     """A loader's batches for evaluation: rank ``r`` of ``w`` gets the batches ``r, r + w, ...`` of one process.
 
     Whole batches, so that whatever happens within a batch (collating, padding to the longest, BatchNorm in training
-    mode) is what happens in one process. Nothing is padded or left out, but what the loader itself drops by its
-    ``drop_last``. A loader that is already distributed is read as it is.
+    mode) is what happens in one process. Nothing is padded or left out, except by the loader's own ``drop_last``. A
+    loader that is already distributed is read as it is.
 
     Parameters
     ----------
     loader
         A ``DataLoader`` of any kind, or any iterable of batches.
     rank, world_size : int
-        Whose batches, of how many ranks.
+        The rank to read for, and the number of ranks.
     seed : int, optional
         Common to all ranks. None only in one process: random numbers are drawn as ``for batch in loader`` draws them.
         Else none are drawn from the global generators, and every pass is the same.
@@ -78,7 +78,7 @@ def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: 
     if loaders.is_indexed(loader, given):
         shard = (given_shard if given else eval_shard)(loader, rank, world_size, seed)
         return Indexed(loader, shard, name, TensorRows.of(loader))
-    # Of an iterable dataset it has to be seen that no sample comes once a worker, and that all ranks read the same.
+    # An iterable dataset may repeat each sample in every worker, or differ between ranks: its twin checks both.
     shared = world_size > 1 and not given
     if loaders.is_stream(loader) and not loaders.iterates_itself(loader) and (shared or loader.num_workers > 0):
         loader = stream_twin(loader, rank=0, world_size=1, shared=shared, with_places=False, name=name)
@@ -110,7 +110,7 @@ class EvalFeed:
 
     @property
     def loader(self) -> Any:
-        """What this rank reads: the user's own loader, or its twin that is asked for this rank's batches only."""
+        """The loader this rank reads: the user's own, or a twin that yields this rank's batches only."""
         return self._source.loader
 
     @property
@@ -141,14 +141,14 @@ class EvalFeed:
     def _own_batches(self) -> Iterator[tuple[tuple[int, int], Any]]:
         """``((batch_index, size), batch)`` of the rounds of ``world_size`` batches in which this rank has one."""
         rank, known = self._rank, self._source.sizes_known
-        least = 1 if known else 0  # a loader may give a batch in which nothing counts
+        least = 1 if known else 0  # a batch may hold nothing that can be counted
         for round_index, (sizes, batch) in enumerate(self._source.items(epoch=0, first_batch=0)):
             size = sizes[rank] if known else sizes
             if size >= least:
                 yield (round_index * self._world_size + rank, size), batch
 
     def row_order(self, sizes: Sequence[int]) -> Sequence[int] | None:
-        """How rows, gathered in batch order, go into dataset order: ``[rows[i] for i in row_order]``.
+        """The permutation that puts rows from batch order into dataset order: ``[rows[i] for i in row_order]``.
 
         Called after :meth:`batches` has been read to its end.
 
@@ -160,7 +160,7 @@ class EvalFeed:
         Returns
         -------
         sequence of int or None
-            None where they are in dataset order already, or where there is no such order: the loader doesn't visit
+            None if they are in dataset order already, or if there is no such order: the loader doesn't visit
             each sample exactly once, or the rows are not one a sample.
         """
         return self._source.row_order(sizes)

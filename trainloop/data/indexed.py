@@ -35,19 +35,19 @@ _END: Any = object()
 
 
 def index_sampler_of(loader: DataLoader[Any]) -> Any:
-    """What the loader asks for the indices of its batches: its batch sampler, or its sampler where it has none."""
+    """The loader's source of indices: its batch sampler, or its sampler if it has none."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 def given_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int | None) -> RankShard:
-    """All of a loader that gives each rank its own share already."""
+    """The shard of a loader that is already split over ranks: all of it."""
     plain = loaders.plain_batches(loader)
     equal = plain is not None and type(plain.sampler) is DistributedSampler
     return GivenShard(index_sampler_of(loader), rank=rank, world_size=world_size, seed=seed, equal_sizes=equal)
 
 
 def train_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int) -> RankShard:
-    """A rank's part of every global batch: of its samples where a sampler gives those, else of batches."""
+    """A rank's part of every global batch: some of its samples where a sampler yields samples, else some batches."""
     plain, index_sampler = loaders.plain_batches(loader), index_sampler_of(loader)
     # batch_size=None, and an index of the dataset is an element, which is a batch.
     scalar = loader.batch_sampler is None and plain is None
@@ -69,7 +69,7 @@ def train_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int) 
 
 
 def eval_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int | None) -> RankShard:
-    """A rank's whole batches of those that one process would see."""
+    """A rank's share of the batches that one process would see, each whole."""
     num_samples = length_of(loader.dataset)
     return WholeBatches(index_sampler_of(loader), num_samples, rank=rank, world_size=world_size, seed=seed)
 
@@ -83,7 +83,7 @@ class Indexed(Source):
         The rule by which indices are shared out. Without a seed, the global generators are drawn from as
         ``for batch in loader`` draws from them.
     rows : TensorRows or None
-        Where indexing tensors gives what the loader would.
+        Set where indexing tensors gives the same batches as the loader.
     """
 
     def __init__(self, loader: DataLoader[Any], shard: RankShard, name: str, rows: TensorRows | None) -> None:
@@ -132,7 +132,7 @@ class Indexed(Source):
         return items if self.sizes_known else self._own(items)
 
     def _own(self, items: Iterator[tuple[RankSizes, Any]]) -> Iterator[tuple[int, Any]]:
-        """With this rank's size alone, counted where it is not known."""
+        """The items with this rank's size only, counted where it is unknown."""
         rank, batch_size = self._rank, self.loader.batch_size
         for sizes, batch in items:
             size = sizes[rank]
@@ -145,7 +145,7 @@ class Indexed(Source):
         """Batches indexed at once, without the loader."""
         shard, rank = self._shard, self._rank
         if shard.seed is None or self.loader.generator is not None:
-            draw_base_seed(self.loader)  # from the user's own generator, from which the order may be drawn next
+            draw_base_seed(self.loader)  # drawn from the user's generator, as the order may be next
         order = shard.order if isinstance(shard, ShardSampler) else None
         if order is None or not isinstance(shard, ShardSampler) or shard.plan is None:
             for indices, sizes in shard.batches(first_batch):

@@ -1,4 +1,4 @@
-"""What streams and samplers of other libraries say of ranks, each in its own way. None of them is imported here."""
+"""How streams and samplers of other libraries handle ranks, each in its own way. None of them is imported here."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from trainloop.data.twins import twin
 def is_split(dataset: Any) -> bool | None:
     """Whether a stream, or a loader of one, gives each rank its own share already; None where it doesn't say.
 
-    By an attribute ``is_distributed`` of one's own; Hugging Face's after ``split_dataset_by_node``; litdata's that was
-    made inside a rank; webdataset's pipelines with ``split_by_node`` or resampled shards.
+    Recognised are the user's own attribute ``is_distributed``, Hugging Face's ``split_dataset_by_node``, a litdata
+    dataset made inside a rank, and webdataset pipelines with ``split_by_node`` or resampled shards.
     """
     said = getattr(dataset, "is_distributed", None)
     if said is not None:
@@ -40,18 +40,18 @@ def is_split(dataset: Any) -> bool | None:
 
 
 def loads(dataset: Any) -> bool:
-    """Whether an iterable dataset is a loader in truth, whose elements are batches: webdataset's ``WebLoader``."""
+    """Whether an iterable dataset really is a loader that yields batches: webdataset's ``WebLoader``."""
     return any(isinstance(stage, DataLoader) or loads(stage) for stage in pipeline_of(dataset))
 
 
 def pipeline_of(dataset: Any) -> list[Any]:
-    """The stages of a webdataset pipeline; none of anything else."""
+    """The stages of a webdataset pipeline; none for anything else."""
     stages = getattr(dataset, "pipeline", None)
     return stages if isinstance(stages, list) and _is_of(dataset, "webdataset") else []
 
 
 def same_on_all_ranks(stream: Any) -> Any:
-    """A pipeline, or a loader of one, that gives the same under the same global random state; others as they are.
+    """Make a pipeline, or a loader of one, depend on the global random state only; others are returned as they are.
 
     webdataset refuses to read a pipeline without a ``nodesplitter`` where there are several ranks; here each reads it
     all. And its ``shuffle`` draws from a generator seeded by the clock, unless given one: here from Python's own.
@@ -76,7 +76,7 @@ def _drawing_globally(stage: Any) -> Any:
         return stage
     options = stage.kw
     if len(stage.args) > 2 or options.get("rng") is not None or options.get("seed") is not None:
-        return stage  # the user's word on where the order comes from
+        return stage  # the user decides where the order comes from
     drawing = copy.copy(stage)
     drawing.kw = {**options, "rng": _GlobalRandom()}
     return drawing
@@ -97,9 +97,9 @@ def is_torchdata(loader: Any) -> bool:
 
 
 def goes_on_exactly(dataset: Any) -> bool:
-    """Whether what a dataset says of its position is all of it.
+    """Whether a dataset's state describes its position completely.
 
-    Hugging Face's leaves out the samples in a shuffle buffer, which it fills anew with others.
+    Hugging Face's state omits the shuffle buffer, which is then refilled with other samples.
     """
     if not _is_of(dataset, "datasets"):
         return True
@@ -114,10 +114,10 @@ def goes_on_exactly(dataset: Any) -> bool:
 
 
 def set_epoch(stream: Any, epoch: int) -> None:
-    """Tell stages that count their passes, and shuffle by the count, which one comes next."""
+    """Set the pass number of stages that count their passes and shuffle by the count."""
     for stage in _stages_within(stream):
         if type(getattr(stage, "epoch", None)) is int and _is_of(stage, "webdataset"):
-            stage.epoch = epoch - 1  # each counts up when it begins
+            stage.epoch = epoch - 1  # each adds one when it begins
 
 
 def _stages_within(stream: Any) -> Iterator[Any]:

@@ -25,17 +25,17 @@ def is_stream(loader: Any) -> bool:
 
 
 def iterates_itself(loader: Any) -> bool:
-    """Whether a loader's class has an ``__iter__`` of its own, which need not pass on what the dataset gave."""
+    """Whether a loader's class has its own ``__iter__``, which may not pass on what the dataset yields."""
     return type(loader).__iter__ is not DataLoader.__iter__
 
 
 def is_indexed(loader: Any, given: bool) -> bool:
-    """Whether a loader reads, batch by batch, the indices that it is asked to; another sampler shares it out.
+    """Whether a loader reads the indices that its sampler yields, so that another sampler can split it.
 
     Parameters
     ----------
     given : bool
-        Whether it gives each rank its own share already. Then a loader's own ``__iter__`` may do that.
+        Whether it is already split over ranks. A loader's own ``__iter__`` may do that.
     """
     return isinstance(loader, DataLoader) and not is_stream(loader) and not (given and iterates_itself(loader))
 
@@ -69,7 +69,7 @@ def plain_batches(loader: Any) -> BatchSampler | None:
 
 
 def epoch_holders(loader: Any) -> Iterator[Any]:
-    """What hangs on a loader and has a ``set_epoch``, each once: samplers, and datasets that shuffle themselves."""
+    """The parts of a loader that have a ``set_epoch``, each once: samplers, and datasets that shuffle themselves."""
     sampler, batch_sampler, dataset = (getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))
     inner = (getattr(sampler, "sampler", None), getattr(batch_sampler, "sampler", None))
     seen: list[Any] = []
@@ -80,7 +80,7 @@ def epoch_holders(loader: Any) -> Iterator[Any]:
 
 
 def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:
-    """An already distributed loader, its sampler's place checked, and set where the user could not know it.
+    """A loader that is already distributed, its sampler's rank checked, or set where the user could not know it.
 
     Raises
     ------
@@ -95,16 +95,16 @@ def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:
             f"{name} has a DistributedSampler with num_replicas={sampler.num_replicas}, but world_size={world_size}. "
             f"Make it for {world_size}, or pass a loader without one: trainloop shares it out among ranks."
         )
-    # A loader that was made before the ranks were started says the same rank on all of them.
+    # A loader made before the ranks were started has the same rank on all of them.
     sampler.rank = rank
     return loader
 
 
 @contextlib.contextmanager
 def workers_outlive_signals(loader: Any) -> Iterator[None]:
-    """Workers that a loader starts in this context go on after a signal to the whole process group; see signals.py.
+    """Let workers started in this context outlive a signal to the whole process group; see signals.py.
 
-    What they leave in the temporary folder if they are killed is removed as well.
+    Temporary files of workers that are killed are removed as well.
     """
     if not isinstance(loader, DataLoader) or not loader.num_workers or isinstance(loader.worker_init_fn, WorkerInit):
         yield
@@ -112,7 +112,7 @@ def workers_outlive_signals(loader: Any) -> Iterator[None]:
     users = loader.worker_init_fn
     with contextlib.ExitStack() as undo:
         temporary = None
-        # A rank has a folder of its launch; workers that outlive this context keep Python's own.
+        # A rank has its launch's folder; workers that outlive this context keep Python's own.
         if "tempdir" not in multiprocessing.current_process()._config and not loader.persistent_workers:  # type: ignore[attr-defined]
             temporary = undo.enter_context(scratch_folder(f"{os.getpid()}-{time.monotonic_ns()}")).path
         loader.worker_init_fn = WorkerInit(_with_settings(loader), temporary)
@@ -123,7 +123,7 @@ def workers_outlive_signals(loader: Any) -> Iterator[None]:
 
 
 def _with_settings(loader: DataLoader[Any]) -> Any:
-    """The loader's ``worker_init_fn``; in a rank, workers that are not forked take over the rank's settings before."""
+    """The loader's ``worker_init_fn``; in a rank, workers that are not forked first apply the rank's settings."""
     context = loader.multiprocessing_context or multiprocessing
     if context.get_start_method() != "fork":
         from trainloop.launch.rank_process import started_by_launch
@@ -135,12 +135,12 @@ def _with_settings(loader: DataLoader[Any]) -> Any:
 
 
 def check_asked(log: Sized, loader: Any, name: str) -> None:
-    """Raise where a loader gives a batch that it asked no indices for.
+    """Raise if a loader yields a batch without having asked for indices.
 
     Raises
     ------
     ConfigurationError
-        If ``log``, of what was asked for and not yet given, is empty.
+        If ``log``, the batches asked for and not yet yielded, is empty.
     """
     if not log:
         raise ConfigurationError(
@@ -151,7 +151,7 @@ def check_asked(log: Sized, loader: Any, name: str) -> None:
 
 
 def check_orders(digests: list[list[int]], loader: Any, name: str) -> None:
-    """Raise where ranks read different orders, of which their shares would hold some samples twice and others not.
+    """Raise if ranks read different orders: their shares would repeat some samples and miss others.
 
     Raises
     ------
@@ -169,7 +169,7 @@ def check_orders(digests: list[list[int]], loader: Any, name: str) -> None:
 
 
 def check_iterable(loader: Any, name: str) -> None:
-    """Raise where something is no loader at all.
+    """Raise if something is no loader at all.
 
     Raises
     ------
@@ -183,7 +183,7 @@ def check_iterable(loader: Any, name: str) -> None:
 
 
 def check_trains(loader: Any, world_size: int, name: str) -> None:
-    """Raise where a loader can't give a single step to train on.
+    """Raise if a loader can't yield a single training step.
 
     Raises
     ------

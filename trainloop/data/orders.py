@@ -1,4 +1,4 @@
-"""The order in which a loader's sampler gives indices: how long, how drawn, and how it is told apart from another."""
+"""The order in which a sampler yields indices: its length, how it is drawn, and a checksum to compare it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainloop.sharding import IdentityOrder, Order, PermutedOrder
 
 
 def length_of(sized: Any) -> int | None:
-    """``len(sized)``; None where it has no length, or says so when asked."""
+    """``len(sized)``; None if it has no length, or raises when asked."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):
@@ -33,20 +33,20 @@ def order_by_position(sampler: Any, key: int | None) -> Order | None:
     sampler
         Any iterable of indices.
     key : int or None
-        Of the shuffled order, which is then not the sampler's own. None: no order but the sampler's own will do.
+        Key of a shuffled order that replaces the sampler's own. None: only the sampler's own order will do.
     """
     if type(sampler) is SequentialSampler:
         return IdentityOrder(len(sampler))
     if type(sampler) is range and sampler.step == 1 and sampler.start == 0:
         return IdentityOrder(len(sampler))
-    # A generator is the user's word on where the order comes from.
+    # With a generator, the user decides where the order comes from.
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None and key is not None:
         return PermutedOrder(len(sampler.data_source), key, len(sampler))
     return None
 
 
 def digest_of(indices: list[Any]) -> int:
-    """A checksum of indices, or of lists of them: equal on ranks that read the same."""
+    """A checksum of indices, or of lists of them; equal on ranks that read the same order."""
     return derive_seed(repr(_plain(indices)))
 
 
@@ -56,14 +56,14 @@ def _plain(index: Any) -> Any:
     try:
         return operator.index(index)
     except TypeError:
-        # The text of other objects may hold their addresses, which differ.
+        # The repr of other objects may hold their addresses, which differ.
         return index if isinstance(index, str) else type(index).__name__
 
 
 def read_aside(iterable: Iterable[Any], at_once: int, seed: int | None) -> Iterator[list[Any]]:
     """The items in lists of ``at_once``, drawn under a random state of their own, the same for the same seed.
 
-    Without a seed they are drawn from the global generators, as whoever iterates it would draw them.
+    Without a seed they are drawn from the global generators, as plain iteration does.
     """
     aside = nullcontext() if seed is None else Aside(seed)
     with aside:
@@ -77,7 +77,7 @@ def read_aside(iterable: Iterable[Any], at_once: int, seed: int | None) -> Itera
 
 
 def generators_of(loader: Any) -> dict[str, torch.Generator]:
-    """The generators that a loader's owner gave it, by where they hang; each once."""
+    """The generators that the user gave a loader, by the attribute that holds them; each once."""
     holders = {"loader": loader}
     for name in ("sampler", "batch_sampler"):
         holder = getattr(loader, name, None)
@@ -91,7 +91,7 @@ def generators_of(loader: Any) -> dict[str, torch.Generator]:
     return found
 
 
-# Sequences, and samplers of torch that draw all of their order before they give its first index.
+# Sequences, and torch's samplers that draw their whole order before they yield the first index.
 _AT_ONCE = (WeightedRandomSampler, SubsetRandomSampler, list, tuple, range, np.ndarray)
 
 
@@ -101,9 +101,9 @@ def is_there_at_once(sampler: Any) -> bool:
 
 
 def all_at_once(sampler: Any) -> tuple[Any, Any]:
-    """The order of a sampler, drawn as its own ``__iter__`` draws it, and what it is the order of.
+    """A sampler's whole order, drawn as its own ``__iter__`` draws it, and the elements that it orders.
 
-    A sampler's own iterator makes a Python list of the whole: 36 bytes an index, and on every rank.
+    A sampler's own iterator makes a Python list of it: 36 bytes an index, on every rank.
     """
     if type(sampler) is WeightedRandomSampler:
         weights, generator = sampler.weights, sampler.generator
@@ -114,6 +114,6 @@ def all_at_once(sampler: Any) -> tuple[Any, Any]:
 
 
 def listed(order: Any, elements: Any) -> list[Any]:
-    """A part of such an order as a list: of ``elements``, where the order is of their places."""
+    """Part of such an order as a list; of ``elements`` where the order holds their positions."""
     indices = order.tolist() if isinstance(order, torch.Tensor) else list(order)
     return indices if elements is None else [elements[i] for i in indices]

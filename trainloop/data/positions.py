@@ -1,4 +1,4 @@
-"""Where a stream stands by its own word: the ``state_dict()`` of datasets and loaders, for resume.
+"""The position of a stream by its own ``state_dict()``, or its loader's, for resume.
 
 A stream without one is read again from its epoch's begin, which gives the same bits where it is deterministic. One that
 has a state goes on from it: that is faster, and the only right thing where its position goes on across epochs.
@@ -39,7 +39,7 @@ def is_stateful(thing: Any) -> bool:
     if not callable(save) or not callable(load):
         return False
     try:
-        # Some ask for what only their own loader knows: the samples that it has given (Mosaic's and litdata's).
+        # Mosaic's and litdata's ask for the number of samples given, which only their own loader knows.
         inspect.signature(save).bind()
     except TypeError:
         return False
@@ -49,10 +49,10 @@ def is_stateful(thing: Any) -> bool:
 
 
 def holder_of(loader: Any) -> Any:
-    """What of a loader that is read in this process holds its position; None where nothing does.
+    """The object that holds the position of a loader read in this process; None where none does.
 
-    Not a loader of an indexed dataset: that reads again from the epoch's begin what its sampler says, random numbers
-    of workers included, which are in no loader's state.
+    A loader of an indexed dataset has none: it repeats its epoch from the begin, with the workers' random numbers,
+    which no loader's state holds.
     """
     if not isinstance(loader, DataLoader):
         return loader if is_stateful(loader) else None
@@ -60,13 +60,13 @@ def holder_of(loader: Any) -> Any:
         return None
     dataset = loader.dataset if is_stateful(loader.dataset) else None
     if is_stateful(loader):
-        # torchdata's own has a state always; of a dataset that has none it reads the begin again, with other draws.
+        # torchdata's always has a state; for a dataset without one it repeats the begin, with other draws.
         return loader if dataset is not None or not libraries.is_torchdata(loader) else None
     return dataset if loader.num_workers == 0 else None
 
 
 def drawn() -> tuple[Any, ...]:
-    """Equal to another one if nothing was drawn from the CPU's global generators between the two."""
+    """A value that changes when something is drawn from the CPU's global generators."""
     numpy_state: Any = np.random.get_state(legacy=False)
     key, pos = numpy_state["state"]["key"].tobytes(), numpy_state["state"]["pos"]
     torch_state = torch.default_generator.get_state().numpy().tobytes()
@@ -74,10 +74,10 @@ def drawn() -> tuple[Any, ...]:
 
 
 class Draws:
-    """What a stream draws from global generators that nobody else draws from meanwhile.
+    """The draws of a stream from global generators that nothing else uses meanwhile.
 
-    Where it draws for each item, its place is one with theirs. Where it draws at its begin only (an order, say) or not
-    at all, it has to begin again as the epoch began, for that order.
+    If it draws for each item, its position includes their state. If it draws only at its begin (an order, say), or
+    never, it starts from the epoch's first state again, to get that order.
     """
 
     def __init__(self, each: bool) -> None:
@@ -90,47 +90,47 @@ class Draws:
             self._at_first = drawn()
 
     def state(self) -> dict[str, Any] | None:
-        """Of the generators now; None where nothing was drawn since the first item."""
+        """The generators' state now; None if nothing was drawn since the first item."""
         self._each = self._each or drawn() != self._at_first
         return rng.capture(devices=False) if self._each else None
 
 
 class Position(Protocol):
-    """Where a source stands, as of the last batch it gave, by the state of the user's own objects.
+    """A source's position after the last batch it gave, from the state of the user's own objects.
 
-    What they raise comes through :meth:`now` and :meth:`state`.
+    Their exceptions come through :meth:`now` and :meth:`state`.
     """
 
     goes_on: bool
     """Whether the next items are the rest of an epoch, so that none are to be passed over."""
 
     def now(self) -> Any:
-        """The position, for :meth:`state` when other batches have been given."""
+        """The position now; :meth:`state` takes it later, after further batches."""
         ...
 
     def state(self, now: Any) -> dict[str, Any] | None:
-        """A position as data; None where nothing is to be said."""
+        """A position as data; None if there is nothing to store."""
         ...
 
     def load(self, state: dict[str, Any], *, begins: bool, same_ranks: bool, same_batches: bool) -> bool:
-        """Let the next items be those that follow; whether that is possible.
+        """Continue behind a position; returns whether that is possible.
 
         Parameters
         ----------
         begins : bool
-            Whether they are those of a new epoch.
+            Whether the next items begin a new epoch.
         same_ranks, same_batches : bool
-            Whether the number of ranks, and that of samples in a global batch, is what it was.
+            Whether the number of ranks, and of samples in a global batch, is the same as in the state.
         """
         ...
 
 
 class InProcess:
-    """The position of a loader that this process iterates, by the state of what holds it."""
+    """The position of a loader that this process iterates, from the object that holds it."""
 
     @classmethod
     def of(cls, loader: Any, name: str) -> InProcess | None:
-        """The position of what the user calls so; None where nothing says it."""
+        """The position of a user's loader; None if nothing holds it."""
         holder = holder_of(loader)
         return None if holder is None else cls(holder, loader, name)
 
@@ -146,7 +146,7 @@ class InProcess:
         """The random state that the loader is iterated in, where that isn't the process's."""
 
     def now(self) -> dict[str, Any] | None:
-        """A copy: a holder may hand out what it goes on writing to."""
+        """The position, copied: a holder may return an object that it keeps changing."""
         if not self._begun:
             return self._at
         own = packed(pickle.loads(pickle.dumps(self._holder.state_dict())))
@@ -154,17 +154,17 @@ class InProcess:
         if self.aside is not None and self._draws and not self._ended:
             with self.aside:
                 draws = rng.capture(devices=False)
-        # To cut a short last batch, the dataset has come to its end; the loader's own state knows of it.
+        # A short last batch means that the dataset has ended, which the loader's own state shows.
         fetcher = getattr(self._iterator, "_dataset_fetcher", None)
         ended = self._ended or self._count == self._num_batches or getattr(fetcher, "ended", False)
         return {"of": type(self._holder).__name__, "own": own, "draws": self._draws, "rng": draws, "ended": ended}
 
     def state(self, now: Any) -> dict[str, Any] | None:
-        """The same: it is data."""
+        """The position itself, as it is data already."""
         return now
 
     def load(self, state: dict[str, Any], *, begins: bool, same_ranks: bool, same_batches: bool) -> bool:
-        """Put the holder there; of other ranks, each has read another part of a round."""
+        """Load the holder's state; not with another number of ranks, as each has read another part of a round."""
         if not same_ranks or state.get("of") != type(self._holder).__name__ or state.get("own") is None:
             return False
         if begins and self._holder is self._loader and not state["ended"]:
@@ -175,7 +175,7 @@ class InProcess:
         return True
 
     def read(self) -> Iterator[Any]:
-        """The loader's batches, noted as they go; what was loaded is behind them."""
+        """The loader's batches, counted as they go, from the loaded position on."""
         at, self._at = self._at, None
         if self.goes_on and at is not None and at["ended"] and not isinstance(self._holder, DataLoader):
             self.goes_on = False
@@ -210,7 +210,7 @@ class InProcess:
 
 
 class Place:
-    """Where a stream stands in the process that reads it: this one, or a loader's worker."""
+    """A stream's position in the process that reads it: this one, or a loader's worker."""
 
     def __init__(self, dataset: Any, worker: Any, at: dict[str, Any] | None) -> None:
         self._dataset = dataset
@@ -226,7 +226,7 @@ class Place:
     def saved(self, group: int) -> tuple[int, bytes]:
         """The worker, and what it needs to go on with the global batch ``group``.
 
-        Pickled: a dataset may hand out what it goes on writing to, and tensors would go through files to the loader.
+        Pickled, since a dataset may keep changing what it returns, and tensors would reach the loader through files.
         """
         place: dict[str, Any] = {
             "group": group,
@@ -242,14 +242,14 @@ class Place:
 
 
 class StreamPlaces:
-    """Where the processes stand that read a stream, as of the last global batch that was taken from each.
+    """The positions of all processes that read a stream, after the last global batch taken from each.
 
     Parameters
     ----------
     loader : DataLoader
         Of a :class:`~trainloop.data.streams.StreamShard`.
     own_share : bool
-        Whether the stream is this rank's own, and not one of which each rank keeps a part.
+        Whether the stream is this rank's own; else every rank reads it all and keeps a part.
     """
 
     def __init__(self, loader: Any, own_share: bool) -> None:
@@ -260,9 +260,9 @@ class StreamPlaces:
         self.goes_on = False
 
     def read(self, parts: Iterator[Any]) -> Iterator[Any]:
-        """The parts of an epoch, which begins or goes on; what workers did not have to be asked for is left out."""
+        """The parts of an epoch, from its begin or from a loaded position on; a worker's skipped turns are left out."""
         if not self.goes_on:
-            # What outlives an epoch stands where the one before ended, until its first turn.
+            # A persistent worker's position is that of the last epoch's end until its first turn.
             self._places = {worker: (0, data) for worker, (_, data) in self._places.items() if self._outlives_epoch}
         self._ended = self.goes_on = False
         if self._loader.num_workers:
@@ -276,7 +276,7 @@ class StreamPlaces:
         self._ended = True
 
     def now(self) -> dict[int, tuple[int, bytes]]:
-        """Pickled places by worker; none after an epoch that its workers don't outlive."""
+        """Pickled positions by worker; none after an epoch whose workers have ended with it."""
         return {} if self._ended and not self._outlives_epoch else dict(self._places)
 
     @property
@@ -285,7 +285,7 @@ class StreamPlaces:
         return self._loader.persistent_workers or not self._loader.num_workers
 
     def state(self, now: dict[int, tuple[int, bytes]]) -> dict[str, Any] | None:
-        """By worker, the turns it had in this epoch, and what its reading goes on from."""
+        """For each worker its turns in this epoch and the state to continue from."""
         workers = {worker: {**pickle.loads(data), "turns": turns} for worker, (turns, data) in now.items()}
         for place in workers.values():
             if "error" in place:
@@ -316,7 +316,7 @@ class StreamPlaces:
             shard.places = {worker: {**at, **anew} for worker, at in places.items()} if self._outlives_epoch else {}
             self._places = {worker: (0, pickle.dumps(at)) for worker, at in places.items()}
             return True
-        # A loader asks its workers in turn, from the first on: whoever had its turn in the broken round lets it pass.
+        # A loader asks its workers in turn, from the first on: one that had its turn in the interrupted round skips it.
         unread = {"turns": 0, "ended": False}
         turns = [places.get(worker, unread) for worker in range(max(1, num_workers))]
         round_begun = min((at["turns"] for at in turns if not (at["turns"] and at["ended"])), default=0)
@@ -330,10 +330,10 @@ class StreamPlaces:
 
 
 def anew_if_empty(read: Callable[[], Iterator[T]]) -> Iterator[T]:
-    """What ``read()`` gives; where that is nothing, what it gives the second time.
+    """The items of ``read()``; if there are none, those of a second call.
 
-    Some say after an epoch that they stand at its end, and begin anew when they are iterated; once that was loaded,
-    they first have to come to it.
+    After an epoch the state of some streams is its end, and iterating begins anew. When such a state is loaded, the
+    first pass is empty.
     """
     items = read()
     first = list(islice(items, 1))
@@ -348,7 +348,7 @@ def packed(state: Any) -> Any:
 
 
 def unpacked(state: Any) -> Any:
-    """What :func:`packed` was given."""
+    """The inverse of :func:`packed`."""
     if type(state) is dict and set(state) == {_ARRAY}:
         return state[_ARRAY].numpy().copy()
     return map_parts(unpacked, state)

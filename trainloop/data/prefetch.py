@@ -44,7 +44,7 @@ def on_device(items: Iterator[tuple[Any, Any]], device: torch.device) -> Iterato
 
     ahead = None
     for item in items:
-        # Started before the one ahead is handed out, so that its copy runs beside the step on that one.
+        # Started before the batch in hand is handed out, so that this copy runs beside that batch's step.
         following = start(item)
         if ahead is not None:
             yield finish(ahead)

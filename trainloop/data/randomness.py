@@ -2,7 +2,7 @@
 
 With a seed, nothing that loads data draws from the generators that the model draws from (dropout, say), and a batch's
 augmentation depends on the seed, the epoch, the rank and the batch's place in the epoch alone. So an epoch that is
-entered in its middle, or loaded by another number of workers, has the same bits.
+resumed in its middle, or loaded by another number of workers, has the same bits.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Aside:
         return self
 
     def __enter__(self) -> None:
-        from numpy.random import mtrand  # not with this module: numpy loads it when it is first used, 8 ms
+        from numpy.random import mtrand  # imported late: numpy loads it on first use, which takes 8 ms
 
         numpy_outside = mtrand.get_bit_generator()
         self._outside = random.getstate(), numpy_outside, torch.default_generator.get_state()
@@ -80,7 +80,7 @@ class Aside:
 
 
 def drawn_aside(iterator: Iterator[T], aside: Aside) -> Iterator[T]:
-    """The same items, each drawn inside ``aside``."""
+    """The items of an iterator, each drawn inside ``aside``."""
     while True:
         with aside:
             try:

@@ -1,4 +1,4 @@
-"""A rank's share of every global batch, as indices: the rules by which loaders of indexed datasets are shared out.
+"""A rank's share of every global batch, as indices: the rules that split loaders of indexed datasets over ranks.
 
 * :class:`ShardSampler`: of each global batch of samples, every ``world_size``-th sample.
 * :class:`BatchShardSampler`: of the user's own batches, every ``world_size``-th.
@@ -39,7 +39,7 @@ from trainloop.sharding import BatchPlan, Order, index_blocks, shard_size
 RankSizes = tuple[int, ...]
 """Samples of each rank in one global batch; -1 where only the rank itself will know."""
 
-# Of these the order is settled when the epoch begins: reading ahead can't change it. A user's own sampler may look at
+# The order of these is fixed when the epoch begins, so reading ahead can't change it. A user's own sampler may look at
 # what the training has done so far, and is asked for one global batch at a time.
 _SETTLED = (RandomSampler, SequentialSampler, DistributedSampler)
 _READ_AHEAD = 4096
@@ -67,14 +67,14 @@ class RankShard:
         self.epoch = epoch
 
     def batches(self, first_batch: int = 0) -> Iterator[tuple[Any, RankSizes]]:
-        """What this rank loads of each global batch from ``first_batch`` on, and each rank's samples in it.
+        """From ``first_batch`` on: this rank's indices in each global batch, and the number of samples on each rank.
 
         A size of 0 means that the rank has no part in the batch; -1 that only loading it tells.
         """
         raise NotImplementedError
 
     def batch_seed(self, batch_index: int) -> int:
-        """Of what is drawn while this rank's part of the global batch ``batch_index`` is loaded."""
+        """The seed for random draws while this rank's part of the global batch ``batch_index`` is loaded."""
         assert self.seed is not None  # without one, nothing is seeded
         return derive_seed(self.seed, "batch", self.epoch, self.rank, batch_index)
 
@@ -99,7 +99,7 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
     batch_size : int
         Samples of one rank in a full global batch.
     rank, world_size : int
-        Whose shard, of how many.
+        The rank to read for, and the number of ranks.
     drop_last : bool
         Leave out the last global batch where it is short.
     seed : int
@@ -160,7 +160,7 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
             yield [], plan.shares(batch_index)
 
     def _sliced_batches(self, plan: BatchPlan, first_batch: int) -> Iterator[tuple[list[Any], RankSizes]]:
-        """Of an order that is there at once, or is drawn at once: its own part is all that a rank makes a list of."""
+        """Batches of an order that exists, or is drawn, as a whole: a rank makes a list of its own part only."""
         with Aside(derive_seed(self.seed, "sampler", self.epoch)):
             order, elements = all_at_once(self.base)
         # Ranks may hold other weights, or other numbers.
@@ -205,7 +205,7 @@ class _UserBatches(RankShard, Sampler[Any]):
     sampler : iterable
         A loader's batch sampler, or its sampler where it has none.
     rank, world_size : int
-        Whose share, of how many.
+        The rank to read for, and the number of ranks.
     seed : int or None
         Common to all ranks; None in one process only.
     """
@@ -222,7 +222,7 @@ class _UserBatches(RankShard, Sampler[Any]):
                 yield index
 
     def _read(self, at_once: int) -> Iterator[list[Any]]:
-        """What the sampler gives, in lists of ``at_once``."""
+        """The sampler's items, in lists of ``at_once``."""
         return read_aside(
             self.base, at_once, None if self.seed is None else derive_seed(self.seed, "sampler", self.epoch)
         )
@@ -246,7 +246,7 @@ class BatchShardSampler(_UserBatches):
 
     def part_of(self, group: list[Any]) -> tuple[Any, RankSizes]:
         """This rank's batch of one round, and each rank's samples."""
-        # An empty list is a batch, too, of which the collate function may make one; 0 would say that there is none.
+        # The collate function may make a batch of an empty list; a size of 0 would mean that there is none.
         sizes = tuple(max(1, len(unit)) if isinstance(unit, (list, tuple)) else -1 for unit in group)
         sizes += (0,) * (self.num_replicas - len(group))
         return group[self.rank] if self.rank < len(group) else None, sizes
@@ -279,7 +279,7 @@ class GivenShard(_UserBatches):
 
 
 class LoggedBatchSampler(BatchSampler):
-    """What a rank's loader asks for indices: a shard's batches from any place on, with a log of what was given out.
+    """The batch sampler of a rank's loader: a shard's batches from any position on, with a log of those given out.
 
     A loader with workers asks ahead; whoever reads the loader takes one entry of ``log`` with each batch.
 
@@ -288,7 +288,7 @@ class LoggedBatchSampler(BatchSampler):
     shard : RankShard
         Where the indices come from.
     batch_size, drop_last
-        For whoever asks the loader.
+        Shown to code that asks the loader for them.
     scalar : bool
         Give single indices rather than lists (``batch_size=None``).
     seeds_workers : bool

@@ -1,4 +1,4 @@
-"""Where a rank's batches come from, for each kind of loader: the sources that training and evaluation read.
+"""Sources: where training and evaluation read a rank's batches from, a class for each kind of loader.
 
 A source gives this rank's part of one global batch after another. For loaders of indexed datasets see
 :mod:`trainloop.data.indexed`. Training chooses one in :mod:`trainloop.data.train` and groups its batches into steps;
@@ -52,9 +52,10 @@ class Source:
 
     @property
     def order_digest(self) -> int | None:
-        """Of a pass's order, which has to be the same on all ranks; None where no rank can have another one.
+        """A checksum of a pass's order, which must agree on all ranks; None where it can't differ.
 
-        In training of the pass's begin, once its first item was read; in evaluation of all, at its end.
+        In training it covers the pass's begin and is there after the first item; in evaluation it covers all, at the
+        end.
         """
         return None
 
@@ -81,7 +82,7 @@ def plan_of(loader: Any, world_size: int = 1) -> BatchPlan | None:
 
 
 class AsItIs(Source):
-    """In one process without a seed: the user's own loader, iterated as a hand-written loop would."""
+    """For one process without a seed: the user's own loader, iterated as in a hand-written loop."""
 
     def __init__(self, loader: Any, name: str) -> None:
         self.loader = loader
@@ -94,7 +95,7 @@ class AsItIs(Source):
         self.position = self._place = InProcess.of(loader, name)
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
-        # Not a generator: the loader's iterator is made now, in the random state that whoever calls has put in place.
+        # Not a generator: the loader's iterator must be made now, in the caller's random state.
         passed = 0 if self._place is not None and self._place.goes_on else first_batch
         batches = _batches_of(self.loader, self._name) if self._place is None else self._place.read()
         return self._sized(islice(batches, passed, None), first_batch)
@@ -106,9 +107,9 @@ class AsItIs(Source):
 
 
 def _batches_of(loader: Any, name: str) -> Iterator[Any]:
-    """``iter(loader)``; where it loads in this process, the same batch for batch and draw for draw, by its parts.
+    """``iter(loader)``. Without workers, the same batches and random draws from the loader's parts.
 
-    So the mark is left out that torch makes for profilers around each batch: some 20 us, of a small model's 500.
+    That saves the profiler mark that torch sets around each batch: 20 of a small model's 500 microseconds.
     """
     if not loads_batches_here(loader) or loaders.is_stream(loader) or isinstance(loader.dataset, MapDataPipe):
         return whole(started(loader), name)
@@ -127,7 +128,7 @@ def _batches_of(loader: Any, name: str) -> Iterator[Any]:
 
 
 class Tensors(Source):
-    """In one process without a seed: a ``TensorDataset``'s batches and draws, without the cost of its loader."""
+    """For one process without a seed: a ``TensorDataset``'s batches and draws, without the cost of its loader."""
 
     def __init__(self, loader: DataLoader[Any], rows: TensorRows) -> None:
         self.loader = loader
@@ -140,7 +141,7 @@ class Tensors(Source):
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
         sizes: RankSizes = (0,)
         for batch in islice(loader_batches(self._rows, self.loader), first_batch, None):
-            # The same tuple as long as it holds, so that whoever weighs steps sees at once that nothing changed.
+            # The same tuple while nothing changes, so that weighing a step can skip it by identity.
             if len(batch[0]) != sizes[0]:
                 sizes = (len(batch[0]),)
             yield sizes, batch
@@ -154,14 +155,14 @@ class Stream(Source):
     def __init__(self, loader: DataLoader[Any], rank: int, world_size: int, seed: int, name: str, given: bool) -> None:
         self._name = name
         self._seed = derive_seed(seed, "stream", rank) if given else derive_seed(seed, "stream")
-        # Of a stream that is this rank's own share already, it keeps all.
+        # All of a stream that is already this rank's own share.
         shared = world_size > 1 and not given
         self.loader = stream_twin(
             loader, *((0, 1) if given else (rank, world_size)), shared=shared, with_places=True, name=name
         )
         batch_size = None if loader.batch_sampler is None else loader.batch_size
         self.global_batch_size = None if batch_size is None else batch_size * world_size
-        # What a dataset says of its length, and how its workers share it out, is its own affair: a plan, not a promise.
+        # A stream's length, and how workers divide it, is the dataset's own affair: a plan, not a promise.
         length = length_of(loader.dataset)
         plan = BatchPlan(length or 0, batch_size or 1, 1 if given else world_size, loader.drop_last)
         self.num_batches = None if length is None else plan.num_batches
@@ -186,16 +187,16 @@ class Stream(Source):
 
 
 class Opaque(Source):
-    """An iterable that nobody can look into: each rank iterates it all, and keeps every ``world_size``-th batch.
+    """An iterable of unknown inside: each rank iterates it all, and keeps every ``world_size``-th batch.
 
     Parameters
     ----------
     seed : int or None
         None: nothing is drawn aside.
     given : bool
-        Whether it is this rank's own share already, so that it keeps all.
+        Whether it is already this rank's own share, of which the rank keeps all.
     with_position : bool
-        Whether to follow where it stands, if it says so: training resumes from there.
+        Whether to follow its position, if it has one: training resumes from there.
     """
 
     sizes_known = False
@@ -232,7 +233,7 @@ class Opaque(Source):
 
 
 class Columns(Source):
-    """Batches that all ranks read, each its own columns of them."""
+    """Batches that all ranks read; each keeps its own columns."""
 
     def __init__(self, loader: SplitBatches, rank: int, world_size: int, seed: int | None, name: str) -> None:
         self.loader = loader

@@ -16,7 +16,7 @@ _NONE = -1  # in an exchange: no batch
 
 
 class StepBatches(NamedTuple):
-    """What one rank does in one optimizer step. The lists are shared between steps: read them only."""
+    """One rank's work in one optimizer step. Steps share the lists: only read them."""
 
     batches: list[Any]
     """This rank's micro-batches; empty where the step's samples went to other ranks (then ``ragged`` is True)."""

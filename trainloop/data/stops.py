@@ -1,4 +1,4 @@
-"""Ends of iterators that are no ends: a ``StopIteration`` that slipped out of a dataset or a collate function.
+"""Find a ``StopIteration`` that slipped out of a dataset or a collate function, and is no end of the loader.
 
 ``for batch in loader`` takes it for the loader's end, in one process and from workers alike. So an epoch ends early
 and silently, and in ``ddp`` on one rank alone, for which the others then wait.
@@ -22,7 +22,7 @@ _TORCH = os.path.dirname(torch.__file__)
 
 
 def whole(batches: Iterator[T], name: str) -> Iterator[T]:
-    """The same batches up to the iterator's own end; any other ``StopIteration`` is an error.
+    """The iterator's batches up to its own end; any other ``StopIteration`` is an error.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def whole(batches: Iterator[T], name: str) -> Iterator[T]:
 
 
 def check_end(stop: StopIteration, name: str) -> None:
-    """Raise where a loader's ``StopIteration`` is not its own.
+    """Raise if a loader's ``StopIteration`` is not its own.
 
     Raises
     ------
@@ -58,11 +58,11 @@ def check_end(stop: StopIteration, name: str) -> None:
 
 
 def slipped_out(stop: StopIteration, name: str) -> RuntimeError:
-    """The error for a ``StopIteration`` out of the user's code, as Python has it for one out of a generator."""
+    """The error for a ``StopIteration`` from the user's code, like Python's for one from a generator."""
     frames = traceback.extract_tb(stop.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_TORCH)]
     at = (own or frames)[-1]
-    # Of a worker's exception only its text came over, as the argument.
+    # A worker's exception arrives as its text only, as the argument.
     where = str(stop) if "Original Traceback" in str(stop) else f"{at.filename}:{at.lineno}, in {at.name}: {at.line}"
     return RuntimeError(
         f"{name}: its dataset or collate function raised StopIteration, which would end the epoch as if there were no "
@@ -78,7 +78,7 @@ def _entries(entry: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _is_loading(entry: TracebackType) -> bool:
-    """Whether a frame is one from which no loader's own end comes: it fetches, or hands on a worker's exception."""
+    """Whether a frame fetches samples or re-raises a worker's exception: no loader's own end comes from there."""
     frame: FrameType = entry.tb_frame
     code = frame.f_code
     if code is _IterableDatasetFetcher.fetch.__code__:

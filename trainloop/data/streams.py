@@ -21,7 +21,7 @@ from trainloop.rng import derive_seed
 
 
 class StreamPart:
-    """What a rank gets of one global batch of a stream."""
+    """A rank's samples of one global batch of a stream."""
 
     def __init__(self, batch: Any, size: int, place: tuple[int, bytes] | None = None, is_turn: bool = False) -> None:
         self.batch = batch
@@ -40,12 +40,12 @@ class StreamPart:
 
 
 class StreamShard(IterableDataset[Any]):
-    """The global batches of an iterable dataset, of each the samples of one rank.
+    """One rank's samples of each global batch of an iterable dataset.
 
     Each rank reads the whole stream, under the same random state, and keeps every ``world_size``-th sample of each
     ``batch_size * world_size``. In a loader with workers, a dataset that shares its samples out among workers by
-    ``get_worker_info`` (itself, or in ``worker_init_fn``) does so as ever; of one that does not, and so would give
-    every sample once a worker, each worker takes its own global batches.
+    ``get_worker_info`` (itself, or in ``worker_init_fn``) does so as ever; otherwise every worker would yield every
+    sample, so here each worker keeps its own global batches.
 
     Parameters
     ----------
@@ -59,10 +59,10 @@ class StreamShard(IterableDataset[Any]):
     drop_last : bool
         Leave out a short global batch.
     shared : bool
-        Whether other ranks read the stream as well, and each has to see the same.
+        Whether other ranks read the same stream and must see the same samples.
     with_places : bool
-        Whether each global batch of a dataset that has a state brings along where the dataset then stands, from workers
-        too. Training resumes from there; an evaluation, which is always whole, has no use for it.
+        Whether each global batch carries the dataset's position, if it has a state, from workers too. Training resumes
+        from there; an evaluation never does.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class StreamShard(IterableDataset[Any]):
         self.stateful = with_places and is_stateful(dataset)
         self.places: dict[int, dict[str, Any]] = {}
         """Where each worker (0: this process) goes on, once; see :class:`StreamPlaces`."""
-        self._at_end = False  # of an epoch, by a state that was loaded
+        self._at_end = False  # a loaded state is that of an epoch's end
 
     def __iter__(self) -> Iterator[tuple[list[Any] | None, int, Place | None]]:
         """Samples of this rank in each global batch (maybe none), the batch's index in this worker, and the place.
 
-        None for samples: no global batch, but a worker's turn that was over already, or its end's place.
+        None for samples: no global batch, but a worker's turn that is skipped, or its position at the end.
         """
         worker = _WatchedWorkerInfo.current()
         if _Arrived.seed is not None and worker is not None:
@@ -126,7 +126,7 @@ class StreamShard(IterableDataset[Any]):
             group_index += 1
             mine, count = [], 0
         if place is not None:
-            place.ended = True  # with the short last batch too: the dataset has come to its end to know that
+            place.ended = True  # after the short last batch too: the dataset has reached its end
         if count and not (self.drop_last and self.batch_size) and (worker is None or worker.takes(group_index)):
             yield mine, group_index, place
             group_index += 1
@@ -147,14 +147,14 @@ class StreamShard(IterableDataset[Any]):
 
 
 def _same_on_all_ranks(dataset: Any, draws: dict[str, Any] | None) -> Iterator[Any]:
-    """The dataset's samples, once the first has shown that they don't depend on the rank, as far as one can see.
+    """The dataset's samples, after a check on the first one that they don't depend on the rank.
 
     ``draws``: the random state in which the first is drawn, if not the present one.
 
     Raises
     ------
     ConfigurationError
-        If the dataset asks torch.distributed for its rank, and says nothing of what it does with it.
+        If the dataset asks torch.distributed for its rank, and does not declare why.
     """
     asked: list[str] = []
 
@@ -187,7 +187,7 @@ def _same_on_all_ranks(dataset: Any, draws: dict[str, Any] | None) -> Iterator[A
 
 
 def _rest_of(iterator: Iterator[Any]) -> Iterator[Any]:
-    """What an iterator still has, by ``next`` alone: some begin anew when they are iterated again (litdata's)."""
+    """The rest of an iterator, by ``next`` alone: litdata's, for one, begins anew when it is iterated again."""
     while True:
         try:
             item = next(iterator)
@@ -222,7 +222,7 @@ class PartCollate:
         samples, group_index, place = group
         part = self._part(samples, group_index) if samples else StreamPart(None, -1, is_turn=samples is None)
         if place is not None:
-            part.place = place.saved(group_index + (samples is not None))  # after what collating has drawn
+            part.place = place.saved(group_index + (samples is not None))  # after collating, which may draw too
         return part
 
     def _part(self, samples: list[Any], group_index: int) -> StreamPart:
@@ -231,8 +231,8 @@ class PartCollate:
         if self.world_size == 1:
             batch = self._collate(samples)
         else:
-            # What is drawn for a batch that only this rank collates must not move the stream's own random state, which
-            # has to stay the same on all ranks for them to see one stream.
+            # Collating happens on this rank only, so its draws must not change the stream's random state: that has to
+            # stay the same on all ranks for them to see one stream.
             seed = self.epoch_seed if _Arrived.seed is None else _Arrived.seed
             with Aside(derive_seed(seed, "collate", self.rank, group_index)):
                 batch = self._collate(samples)
@@ -246,7 +246,7 @@ class PartCollate:
 
 
 class _Arrived:
-    """In a worker: the seed of the running epoch, as the indices bring it along."""
+    """In a worker: the running epoch's seed, which arrives with the indices."""
 
     seed: int | None = None
 
@@ -256,7 +256,7 @@ class _Arrived:
 
 
 class EndlessSampler(Sampler[Any]):
-    """The indices that a loader asks for on behalf of a stream: no index at all, as often as asked."""
+    """An endless sampler for a stream's loader: it asks for batches and names no index."""
 
     def __init__(self) -> None:
         self.seed: int | None = None
@@ -267,7 +267,7 @@ class EndlessSampler(Sampler[Any]):
 
 
 class _WatchedWorkerInfo:
-    """A worker's info that notes whether anybody asked which worker this is, of how many."""
+    """A worker's info that records whether the dataset asked for the worker's number."""
 
     def __init__(self, info: Any) -> None:
         self.__dict__["_info"] = info
@@ -280,11 +280,11 @@ class _WatchedWorkerInfo:
 
     @property
     def id_unasked(self) -> int:
-        """The worker's id, for those whose asking means nothing."""
+        """The worker's id, without recording that it was asked for."""
         return int(self.__dict__["_info"].id)
 
     def note(self, asked: bool) -> None:
-        """Take up what :attr:`asked` was."""
+        """Record that it was asked for in an earlier run, if so."""
         self.__dict__["_asked"] = asked or self.asked
 
     @property
@@ -293,7 +293,7 @@ class _WatchedWorkerInfo:
         return bool(self.__dict__["_asked"])
 
     def takes(self, group_index: int) -> bool:
-        """Whether this worker gives the global batch ``group_index`` of the stream that it reads."""
+        """Whether this worker yields the global batch ``group_index`` of its stream."""
         info = self.__dict__["_info"]
         return self.__dict__["_asked"] or group_index % info.num_workers == info.id
 
@@ -341,5 +341,5 @@ def stream_twin(loader: Any, rank: int, world_size: int, *, shared: bool, with_p
 def seed_stream(loader: Any, seed: int) -> None:
     """Set the seed of a :func:`stream_twin`'s next epoch; the same on all ranks, so that they read one stream."""
     loader.collate_fn.epoch_seed = seed
-    # Without workers nothing is sent that could bring it along: the caller isolates the whole iteration.
+    # Without workers no indices are sent to carry it: the caller isolates the whole iteration.
     loader.sampler.seed = seed if loader.num_workers > 0 else None

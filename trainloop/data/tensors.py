@@ -31,7 +31,7 @@ class TensorRows:
 
     @classmethod
     def of(cls, loader: Any) -> TensorRows | None:
-        """The rows of a loader's dataset; None where the loader does anything that one indexing call would not."""
+        """The rows of a loader's dataset; None where the loader does more than index them."""
         if not loads_batches_here(loader) or loader.collate_fn is not default_collate:
             return None
         dataset, rows = loader.dataset, None
@@ -81,7 +81,7 @@ class TensorRows:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    # Whatever else could make index_select differ from a stack of rows, in values, strides or autograd.
+    # All that could make index_select differ from stacked rows in values, strides or autograd.
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
@@ -95,7 +95,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def loads_batches_here(loader: Any) -> bool:
-    """Whether batches are what ``collate_fn`` makes, in this process, of the rows that ``batch_sampler`` names."""
+    """Whether this process makes each batch by ``collate_fn`` from the rows that ``batch_sampler`` names."""
     return (
         type(loader) is DataLoader
         and not loader.num_workers
@@ -106,12 +106,12 @@ def loads_batches_here(loader: Any) -> bool:
 
 
 def draw_base_seed(loader: DataLoader[Any]) -> None:
-    """Draw what ``iter(loader)`` draws for the seeds of workers: before anything else, and without workers too."""
+    """Draw the workers' base seed as ``iter(loader)`` does: first of all, and without workers too."""
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
 
 def loader_batches(rows: TensorRows, loader: DataLoader[Any]) -> Iterator[list[Tensor]]:
-    """One epoch of a loader, batch for batch and draw for draw of random numbers what ``iter(loader)`` gives.
+    """One epoch of a loader: the same batches and the same random draws as ``iter(loader)``.
 
     Parameters
     ----------
@@ -131,7 +131,7 @@ def loader_batches(rows: TensorRows, loader: DataLoader[Any]) -> Iterator[list[T
             for start in range(0, stop, size):
                 yield rows.slice(start, min(start + size, stop))
             return
-        # Draws of several permutations from a user's generator are spread over the epoch: left to the sampler.
+        # Several permutations from a user's generator are drawn through the epoch: left to the sampler.
         several = sampler.num_samples != len(sampler.data_source) if type(sampler) is RandomSampler else True
         if type(sampler) is RandomSampler and not sampler.replacement and not (several and sampler.generator):
             yield from _shuffled(rows, sampler, size, drop_last)
@@ -154,7 +154,7 @@ def _shuffled(rows: TensorRows, sampler: RandomSampler, size: int, drop_last: bo
     order = torch.randperm(num_indices, generator=generator)
     stop = length - length % size
     yield from rows.take(order[:stop], size)
-    # RandomSampler draws one permutation more when it is asked for more than it has: moving the user's generator on.
+    # RandomSampler draws one more permutation when it is read beyond its end, which advances the user's generator.
     if sampler.generator is not None:
         torch.randperm(num_indices, generator=generator)
     if stop < length and not drop_last:

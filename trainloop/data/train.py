@@ -21,7 +21,7 @@ from trainloop.data.steps import ExchangeInts, StepBatches, steps_of_exchanged, 
 from trainloop.data.tensors import TensorRows
 from trainloop.errors import ConfigurationError
 
-_LIVE = object()  # in place of a position: what the source's is now
+_LIVE = object()  # stands for the source's present position
 
 
 def train_feed(
@@ -36,15 +36,15 @@ def train_feed(
 ) -> TrainFeed:
     """A loader's epochs as the optimizer steps of one rank.
 
-    Nothing is read from the loader, and nothing is drawn, before :meth:`TrainFeed.steps`; so a call that is dropped
-    checks a loader without any effect.
+    Nothing is read from the loader, and nothing is drawn, before :meth:`TrainFeed.steps`; so a call whose result is
+    dropped only checks the loader.
 
     Parameters
     ----------
     loader
         A ``DataLoader`` of any kind, or any iterable of batches.
     rank, world_size : int
-        Which share of each global batch, of how many.
+        The rank to read for, and the number of ranks.
     seed : int, optional
         Of order and of augmentation, common to all ranks; None only in one process, where the loader then is read as
         ``for batch in loader`` reads it, random number for random number.
@@ -142,7 +142,7 @@ class TrainFeed:
         return self._source.global_batch_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch :meth:`steps` gives next; every rank calls it before each epoch."""
+        """Choose the epoch that :meth:`steps` yields next; every rank calls it before each epoch."""
         self._epoch = epoch
         for holder in loaders.epoch_holders(self._users_loader):
             holder.set_epoch(epoch)
@@ -180,7 +180,7 @@ class TrainFeed:
         elif self._world_size == 1:
             steps = steps_of_known((((max(1, size),), batch) for size, batch in items), grad_accumulation, 0)
         else:
-            assert self._exchange_ints is not None  # train_feed saw to it
+            assert self._exchange_ints is not None  # train_feed has checked it
             steps = steps_of_exchanged(items, grad_accumulation, self._rank, self._exchange_ints)
         any_step = skip_steps > 0
         for step in steps:
@@ -194,7 +194,7 @@ class TrainFeed:
             )
 
     def _checked(self, items: Iterator[tuple[Any, Any]], exchange_ints: ExchangeInts) -> Iterator[tuple[Any, Any]]:
-        """The items, once it is known that ranks read the same order: one exchange an epoch, where it could differ."""
+        """The items, after a check that ranks read the same order: one exchange an epoch, where it could differ."""
         first = list(islice(items, 1))
         digest = self._source.order_digest
         if digest is not None:
@@ -228,7 +228,7 @@ class TrainFeed:
         return items
 
     def _goes_on(self, resumed: dict[str, Any], *, begins: bool) -> bool:
-        """Whether the source goes on from a position of a checkpoint; else the epoch is read again, which is told."""
+        """Whether the source continues from a checkpoint's position; if not, says that the epoch is read again."""
         same_ranks = resumed["world_size"] == self._world_size
         size = resumed["global_batch_size"]
         same_batches = same_ranks if size is None else size == self.global_batch_size
@@ -250,10 +250,10 @@ class TrainFeed:
         return False
 
     def _following(self, first_batch: int, resumed: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-        """What follows on the position that the source has loaded."""
+        """The items after the position that the source has loaded."""
         if not (first_batch and self._global_rng):
             return self._source.items(self._epoch, first_batch)
-        # As in _items: what is drawn at the begin only (an order) is drawn again, the rest goes on from the checkpoint.
+        # As in _items: draws at the begin (an order) are repeated, later ones continue from the checkpoint.
         with rng.isolated():
             rng.restore(self._global_rng)
             items = self._source.items(self._epoch, first_batch)
@@ -263,7 +263,7 @@ class TrainFeed:
         return items
 
     def state_dict(self, plain: Callable[[Any, str], Any] = lambda value, _: value) -> dict[str, Any]:
-        """What the epoch's order came from: random states at the running epoch's begin; between epochs, as of now.
+        """The source of the epoch's order: random states at the running epoch's begin; between epochs, those of now.
 
         And where a stream or loader with a state of its own stands, after the last step that was given. Plain types and
         tensors. An epoch is resumed by loading this, then :meth:`set_epoch`, then ``steps(..., skip_steps=...)``.
@@ -271,8 +271,8 @@ class TrainFeed:
         Parameters
         ----------
         plain : callable
-            Called with the user's own state and a name for it; raises where a checkpoint can't hold it, which then is
-            told, and left out.
+            Called with the user's own state and a name for it. Where it raises, as a checkpoint can't hold the state, a
+            warning says so and the state is left out.
         """
         states = self._states() if self._at_epoch_begin is None else self._at_epoch_begin
         position = self._source.position
@@ -296,14 +296,14 @@ class TrainFeed:
         return {**states, "position": {**sizes, "state": state}}
 
     def _now(self) -> Any:
-        assert self._source.position is not None  # the callers see to it
+        assert self._source.position is not None  # the callers ensure it
         try:
             return self._source.position.now()
         except Exception as error:
             return error
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what :meth:`state_dict` gave; generators that are not there any more are ignored."""
+        """Load what :meth:`state_dict` returned; generators that no longer exist are ignored."""
         for name, generator in self._generators.items():
             if name in state["generators"]:
                 generator.set_state(state["generators"][name])

@@ -1,4 +1,4 @@
-"""A loader like another in all but a few of its parts."""
+"""Copies of a loader with a few parts exchanged."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Loader = TypeVar("Loader", bound="DataLoader[Any]")
 
 
 def twin(loader: Loader, **changes: Any) -> Loader:
-    """A loader that is like another in all but ``changes``, whatever its class and that class's own arguments.
+    """Copy a loader, of any class, with some attributes changed.
 
-    Attributes are copied rather than the constructor called again: a subclass may have computed them from arguments
-    that are gone. ``DataLoader`` forbids to set some of them later, but only because its own constructor has drawn
-    conclusions from them, which the caller replaces too.
+    The attributes are copied, as a subclass may have computed them from constructor arguments that are gone.
+    ``DataLoader`` forbids to set some of them later, but only because its own constructor has drawn conclusions from
+    them, which the caller replaces too.
     """
     copy = object.__new__(type(loader))
     copy.__dict__.update(loader.__dict__)
-    # The user's own persistent workers, and what it counted, stay with the user's loader.
+    # The user's loader keeps its persistent workers and its counts.
     copy.__dict__.update(_iterator=None, _IterableDataset_len_called=None)
     copy.__dict__.update(changes)
     if copy.num_workers > 0 and copy.multiprocessing_context is None and _spawned_by_inheritance():
@@ -35,7 +35,7 @@ def twin(loader: Loader, **changes: Any) -> Loader:
 
 
 def with_workers(loader: Any, num_workers: int) -> Any:
-    """The loader with another number of workers; with none, without what only workers have."""
+    """The loader with another number of workers; without any, options for workers are reset."""
     if isinstance(loader, SplitBatches):
         return SplitBatches(with_workers(loader.loader, num_workers), loader.dim)
     if num_workers:
@@ -45,11 +45,11 @@ def with_workers(loader: Any, num_workers: int) -> Any:
 
 
 def _spawned_by_inheritance() -> bool:
-    """Whether workers would be spawned only because this process, a rank that others started, was.
+    """Whether workers would be spawned for no other reason than that this rank was.
 
-    Python hands the method that started a process on to its children as their default. Spawned workers each import
-    everything anew (seconds), get a copy of the data, and can't be sent what forked ones, which the same loader has
-    outside of ranks, simply have.
+    Python hands the method that started a process on to its children as their default. Spawned workers import
+    everything anew (seconds), copy the data, and need it to be picklable. Outside of ranks the same loader has forked
+    workers, without all that.
     """
     if multiprocessing.parent_process() is None:
         return False

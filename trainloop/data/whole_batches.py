@@ -1,4 +1,4 @@
-"""Evaluation's rule: whole batches, as one process would see them, and their rows' way back into dataset order."""
+"""Evaluation's rule: ranks get whole batches, as one process would see them, and rows return to dataset order."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class WholeBatches(BatchShardSampler):
             self._order = order_by_position(sampler.sampler, key)
 
     def batch_seed(self, batch_index: int) -> int:
-        """By the batch's own index alone: its random numbers are those of one process on any rank."""
+        """The seed depends on the batch's index alone, so any rank draws the numbers that one process would."""
         assert self.seed is not None  # without one, nothing is seeded
         return derive_seed(self.seed, "batch", batch_index * self.num_replicas + self.rank)
 
     def batches(self, first_batch: int = 0) -> Iterator[tuple[Any, RankSizes]]:
-        """This rank's batch of each round of ``world_size``, with its own size (-1: not known); passes are whole."""
+        """This rank's batch of each round of ``world_size``, and its size (-1: unknown), from the first on."""
         self._visited, self.digest = [], None
         if self._order is not None:
             yield from self._by_position(self._order)
@@ -87,7 +87,7 @@ class WholeBatches(BatchShardSampler):
         return None if np.array_equal(order, np.arange(len(order))) else order.tolist()
 
     def _visited_indices(self, sizes: Sequence[int]) -> npt.NDArray[np.int64] | None:
-        """The dataset index of each row, where each index of the dataset was visited once."""
+        """The dataset index of each row; None unless every index was visited exactly once."""
         visited = self._visited
         if len(visited) != len(sizes) or self._num_samples is None:
             return None
