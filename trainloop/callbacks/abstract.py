@@ -1,4 +1,4 @@
-"""Base classes under AIToolbox's module name; :class:`AbstractExperimentCallback` for callbacks that write files."""
+"""The base of callbacks that write into an experiment's folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["AbstractCallback", "AbstractExperimentCallback"]
 class AbstractExperimentCallback(AbstractCallback):
     """Base of callbacks that write into an experiment's folder.
 
-    What is left out is taken from a tracking loop, such as :class:`trainloop.TrainLoopCheckpoint`.
+    Names that are left out are taken from a tracking loop, such as :class:`trainloop.TrainLoopCheckpoint`.
 
     Parameters
     ----------
@@ -50,12 +50,12 @@ class AbstractExperimentCallback(AbstractCallback):
         )
 
     def try_infer_experiment_details(self, infer_cloud_details: bool = False) -> None:
-        """Take what was left out from the loop; call it in ``on_train_loop_registration``.
+        """Take the names that were left out from the loop; call it in ``on_train_loop_registration``.
 
         Raises
         ------
         ConfigurationError
-            If something was left out and the loop, being no tracking loop, has no such thing.
+            If a name was left out and the loop is no tracking loop, so that it has none either.
         """
         for name in ("project_name", "experiment_name", "local_model_result_folder_path"):
             if getattr(self, name) is None:

@@ -1,4 +1,4 @@
-"""What a callback is, in which order callbacks run, and which of their hooks are worth calling."""
+"""The base class of callbacks, and the table of the hooks that they override, in the order of their calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["AbstractCallback", "HookTable", "logs_nothing", "overrides"]
 Hook = Callable[..., Any]
 HookT = TypeVar("HookT", bound=Hook)
 
-# Those that a model may have itself: where what it carries from batch to batch begins anew.
+# Hooks that a model may have itself, to reset the state it carries from batch to batch.
 MODEL_HOOKS = ("on_epoch_begin", "on_evaluation_begin", "on_evaluation_end")
 
 
@@ -79,7 +79,7 @@ class AbstractCallback:
         "on_exception",
     )
 
-    # None before registration, where no hook runs: whoever writes one need not ask.
+    # None before registration, when no hook runs: so hooks need not check it.
     train_loop_obj: TrainLoop[Any] = None  # type: ignore[assignment]
     message_service: MessageService = None  # type: ignore[assignment]
     execution_order: int = 0
@@ -116,18 +116,18 @@ class AbstractCallback:
         """Record a metric from a hook, by the arguments of :meth:`trainloop.TTModel.log`, by default over all ranks.
 
         It belongs to the epoch whose hook it is: ``on_train_begin`` to the first, ``on_train_end`` to the last,
-        ``on_exception`` to the one that was broken off (this rank's value only). At an epoch's end and at that of the
+        ``on_exception`` to the interrupted epoch (this rank's value only). At an epoch's end and at that of the
         training, callbacks that come later find it in the history, on all ranks. In the hooks of an evaluation the name
         gets the evaluation's prefix.
 
         Between two steps (in ``on_epoch_begin`` and ``on_epoch_end``, for instance) ``on_step`` is off unless asked
         for, and the weight in a mean is 1. What several ranks, or a model's steps as well, log by one name is one
-        metric. In a resumed run ``on_train_begin`` adds nothing to metrics that the checkpoint has.
+        metric. In a resumed run logs of ``on_train_begin`` add nothing to metrics that the checkpoint has.
 
         Raises
         ------
         ConfigurationError
-            As there; and in ``on_train_loop_registration``, where no epoch is near.
+            As :meth:`trainloop.TTModel.log`; and in ``on_train_loop_registration``, as no epoch runs there.
         """
         if self.train_loop_obj is None:
             raise ConfigurationError(
@@ -147,28 +147,28 @@ class AbstractCallback:
         )
 
     def end_training(self, reason: str = "") -> None:
-        """End training after this step, or this epoch where it is at its end: ``early_stop``, with a reason to show.
+        """End training after this step (at an epoch's end, after this epoch), like ``early_stop``, and show a reason.
 
         Any rank may call it; all end at the same step.
         """
         self.train_loop_obj.end_training(self, reason)
 
     def ends_again(self, state: dict[str, Any]) -> bool:
-        """Whether a run that this callback ended is ended for it as it is now, when it is resumed. Default: yes.
+        """Whether the callback, with its present arguments, would end a resumed run that it ended. Default: yes.
 
         Parameters
         ----------
         state : dict
-            What :meth:`state_dict` gave in that run.
+            The :meth:`state_dict` of that run.
         """
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold for this callback: plain types and tensors. Default: nothing."""
+        """State for checkpoints: plain types and tensors. Default: nothing."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave. Called after :meth:`on_train_begin`."""
+        """Restore the state that :meth:`state_dict` returned. Called after :meth:`on_train_begin`."""
 
     def on_train_loop_registration(self) -> None:
         """In the caller's process, before anything starts: check arguments here."""
@@ -183,10 +183,10 @@ class AbstractCallback:
         """On each rank, with model and loaders in place."""
 
     def on_restart(self, failure: Any) -> None:
-        """On each rank of a run that was started again after a failure, when all is as it was at the snapshot.
+        """On each rank of a run that restarts after a failure, once everything is restored to the snapshot.
 
-        Ranks are new processes: ``on_multiprocess_start`` and ``on_train_begin`` have been called before. What a
-        callback can't have from its attributes or :meth:`load_state_dict`, it takes up here.
+        Ranks are new processes: ``on_multiprocess_start`` and ``on_train_begin`` have been called before. Restore here
+        what neither attributes nor :meth:`load_state_dict` bring back.
 
         Parameters
         ----------
@@ -286,7 +286,7 @@ class HookTable:
         }
 
     def in_turn(self, name: str) -> tuple[tuple[Hook | None, bool], ...]:
-        """A hook of all callbacks, ``None`` of those restricted to another rank; and whether it may log."""
+        """One hook of every callback, ``None`` for one restricted to another rank; and whether it may log."""
         return self._in_turn[name]
 
     def __getattr__(self, name: str) -> tuple[Hook, ...]:
@@ -300,7 +300,7 @@ def overrides(callback: AbstractCallback, name: str) -> bool:
 
 
 def logs_nothing(hook: HookT) -> HookT:
-    """Mark a hook that records nothing: ranks need not agree, after it, on whether it did."""
+    """Mark a hook that logs nothing, so that ranks need not ask each other after it."""
     hook._logs_nothing = True  # type: ignore[attr-defined]
     return hook
 
@@ -311,7 +311,7 @@ def _model_overrides(model: nn.Module | None, name: str) -> bool:
 
 
 def _hook(callback: Any, name: str) -> Hook:
-    """The hook, to be called with all the arguments that the loop gives, whichever of the first ones it takes."""
+    """Wrap a hook that takes fewer arguments than the loop passes; the first ones are passed on."""
     method: Hook = getattr(callback, name)
     offered = _OFFERED[name]
     try:

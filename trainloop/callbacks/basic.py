@@ -1,4 +1,4 @@
-"""Small callbacks, by AIToolbox's names; those that end training are offered here too."""
+"""Small callbacks; those that end training can be imported from here too."""
 
 from __future__ import annotations
 

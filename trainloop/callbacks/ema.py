@@ -17,7 +17,7 @@ __all__ = ["ExponentialMovingAverage", "WeightAverage"]
 
 
 class WeightAverage(AbstractCallback):
-    """An average of the weights that callbacks keep beside them: each says when it is updated, and how.
+    """Base of callbacks that keep an average of the weights; each decides when and how to update it.
 
     Every rank averages for itself, from equal weights. Integer parameters and buffers are not averaged.
 
@@ -43,7 +43,7 @@ class WeightAverage(AbstractCallback):
         self.apply_on_train_end = apply_on_train_end
         self.average: dict[str, Tensor] = {}
         self.updates = 0
-        self._trained: dict[str, Tensor] | None = None  # the weights that the average took the place of at the end
+        self._trained: dict[str, Tensor] | None = None  # the weights that the average replaced at the end
         self._pairs: tuple[list[Tensor], list[Tensor]] = ([], [])
 
     def on_train_begin(self) -> None:
@@ -68,7 +68,7 @@ class WeightAverage(AbstractCallback):
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The average in the model, for the length of a ``with`` block; in ``ddp`` on every rank."""
+        """Put the average into the model for the length of a ``with`` block; in ``ddp`` on every rank."""
         weights = self._weights()
         trained = {name: weight.clone() for name, weight in weights.items()}
         _copy(weights, self.average)
@@ -89,7 +89,7 @@ class WeightAverage(AbstractCallback):
         self._pairs = ([], [])
 
     def __getstate__(self) -> dict[str, Any]:
-        # By way of the CPU: the caller's process, where this may go, need not have the device.
+        # On the CPU: the caller's process, which may receive this, may not have the device.
         trained = None if self._trained is None else _to_cpu(self._trained)
         return {**self.__dict__, "average": _to_cpu(self.average), "_trained": trained, "_pairs": ([], [])}
 
@@ -109,7 +109,7 @@ class WeightAverage(AbstractCallback):
         self.updates = state["updates"]
         if state["trained"]:
             _copy(weights, state["trained"])  # what training goes on from
-            if self.train_loop_obj.scaler is None:  # it doesn't: a run that had ended is taken up, with its average
+            if self.train_loop_obj.scaler is None:  # it doesn't: the resumed run has ended already, with its average
                 self._trained = {name: value.clone() for name, value in state["trained"].items()}
         self._pair(weights)
 

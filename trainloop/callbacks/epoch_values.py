@@ -9,14 +9,14 @@ __all__ = ["EpochValues"]
 
 
 class EpochValues:
-    """What the history holds and has not been sent yet."""
+    """The values of the history that have not been sent yet."""
 
     def __init__(self) -> None:
-        self._lengths: dict[str, int] = {}  # values of each metric that are sent
-        self._steps: dict[int, int] = {}  # at which epochs ended
+        self._lengths: dict[str, int] = {}  # how many values of each metric have been sent
+        self._steps: dict[int, int] = {}  # the step at which each epoch ended
 
     def clear(self) -> None:
-        """Begin with another training."""
+        """Forget everything: another training begins."""
         self._lengths, self._steps = {}, {}
 
     def take(self, loop: Any) -> Iterator[tuple[int, int, dict[str, float]]]:

@@ -76,13 +76,13 @@ class EventFile:
 
     @classmethod
     def reopened(cls, path: str, size: int) -> EventFile:
-        """A file that a process had written to which is no more, cut to what it held at some earlier time.
+        """Reopen the file of a process that has died, cut to an earlier size.
 
         Parameters
         ----------
         path : str
         size : int
-            Bytes to keep, as :attr:`size` told them then.
+            Bytes to keep: an earlier :attr:`size`.
         """
         found = object.__new__(cls)
         found._remote, found.continues, found.path = False, False, path
@@ -151,7 +151,7 @@ class EventFile:
 
         Notes
         -----
-        When a step of the block happened is not known; wall times are spread evenly since the block before.
+        The times of the steps in a block are unknown; wall times are spread evenly since the block before.
         """
         rows = [row for row in rows if row[1]]
         if not rows:
@@ -177,7 +177,7 @@ def _varint_size(number: int) -> int:
 
 
 def _shape(row: Row) -> tuple[tuple[str, ...], int]:
-    """What rows of one template share: their names, and how many bytes the step takes (none for step 0)."""
+    """The key of a row's template: the names, and the bytes that the step takes (none for step 0)."""
     return tuple(row[1]), _varint_size(row[0])
 
 

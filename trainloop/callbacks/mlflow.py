@@ -82,7 +82,7 @@ class MLflowTracking(AbstractCallback):
             self._epoch_values.clear()
 
     def _active_client(self) -> Any:
-        """MLflow's client, with the run begun: at the first thing to send, when it is known what was resumed."""
+        """MLflow's client; the run begins with the first value sent, when it is known which run is resumed."""
         if self._client is not None:
             return self._client
         mlflow = _import_mlflow()

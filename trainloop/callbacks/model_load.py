@@ -1,4 +1,4 @@
-"""Going on from an experiment's checkpoint, by AIToolbox's name."""
+"""Continue from the checkpoint of an earlier experiment."""
 
 from __future__ import annotations
 
@@ -87,6 +87,6 @@ class ModelLoadContinueTraining(AbstractExperimentCallback):
         loop = self.train_loop_obj
         if loop.global_step == 0:  # a second fit goes on from the first
             state = checkpoint.load(self._path)
-            # Who kept the earlier experiment's checkpoints does not keep this one's.
+            # The state of the earlier experiment's ModelCheckpoint is about that experiment's files.
             others = [entry for entry in state["callbacks"] if entry["name"] != "ModelCheckpoint"]
             loop.load_checkpoint_state({**state, "callbacks": others})

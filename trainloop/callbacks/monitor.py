@@ -1,4 +1,4 @@
-"""A metric that a callback decides by: found in the history once it is there, read once for each new value."""
+"""The metric by which a callback decides: found in the history, each value read once."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Monitor:
         return self._minimize
 
     def check(self, loop: Any) -> None:
-        """Refuse, at registration, a metric that can't come or be judged."""
+        """At registration, refuse a metric that can't occur, or whose direction is unknown."""
         if self._minimize is None:
             higher = _by_torchmetrics(self.name, loop)
             self._minimize = None if higher is None else not higher
@@ -85,7 +85,7 @@ class Monitor:
             )
 
     def new_value(self, loop: Any) -> float | None:
-        """The metric's newest value; ``None`` where it has none that was not read before.
+        """The metric's newest value; ``None`` if it was read before, or there is none.
 
         Raises
         ------
@@ -129,7 +129,7 @@ class Monitor:
 
 
 def _lower_is_better(name: str) -> bool | None:
-    """By the name's words; ``None`` where it has none that is known, or such as contradict each other."""
+    """Decide by the name's words; ``None`` if it has no known word, or words that contradict each other."""
     texts = name.lower() + " " + re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()  # mIoU, and valAccuracy
     words = {word for part in re.findall(r"[a-z]+[0-9]*", texts) for word in (part, part.rstrip("0123456789"))}
     if words & _LOWER_WINS:
@@ -139,8 +139,8 @@ def _lower_is_better(name: str) -> bool | None:
 
 
 def _by_torchmetrics(name: str, loop: Any) -> bool | None:
-    """``higher_is_better`` of the metric of that name; ``None`` where there is none, or it doesn't say."""
-    if "torchmetrics" not in sys.modules:  # then there can't be one
+    """``higher_is_better`` of the metric of that name; ``None`` if there is no such metric, or it has none."""
+    if "torchmetrics" not in sys.modules:  # not imported, so there can't be one
         return None
     stem = re.sub("^(train_end_)?(train_|val_|test_)", "", name).lower()
     said = {higher for own, higher in _torchmetrics_of(loop) if own.lower() == stem and higher is not None}

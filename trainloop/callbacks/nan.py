@@ -20,7 +20,7 @@ __all__ = ["NonFinite", "TerminateOnNaN"]
 
 @dataclass(frozen=True)
 class NonFinite:
-    """Where :class:`TerminateOnNaN` found the first NaN or infinity.
+    """The place where :class:`TerminateOnNaN` found the first NaN or infinity.
 
     Examples
     --------
@@ -83,7 +83,7 @@ class TerminateOnNaN(AbstractCallback):
         self.check_every_n_steps = check_every_n_steps
         self.gradients = gradients
         self.found: NonFinite | None = None
-        self._metric = Monitor(monitor, "min", owner="TerminateOnNaN")  # nothing is judged by it
+        self._metric = Monitor(monitor, "min", owner="TerminateOnNaN")  # no mode is needed: values are not compared
         self._every = 1
         self._parameters: dict[int, list[tuple[str, Tensor]]] = {}
         self._forget()
@@ -177,7 +177,7 @@ class TerminateOnNaN(AbstractCallback):
         loop = self.train_loop_obj
         self.found = found
         loop.early_stop = True
-        # Gradients are the same on all ranks, a loss is this rank's own: then nobody else can tell.
+        # Rank 0 speaks for all about gradients, which are equal; a loss is known to its own rank only.
         if loop.is_main_process() or not found.parameters:
             where = "" if loop.world_size == 1 or found.parameters else f" on rank {loop.rank}"
             print(f"Training ends: {found}{where}.")
@@ -195,7 +195,7 @@ class TerminateOnNaN(AbstractCallback):
 
 
 def _named_parameters(model: nn.Module, optimizer: Any, optimizer_idx: int) -> list[tuple[str, Tensor]]:
-    """The model's parameters, of several optimizers those of the given one."""
+    """The model's parameters by name; with several optimizers, those of the given one."""
     named: list[tuple[str, Tensor]] = list(model.named_parameters())
     if not isinstance(optimizer, MultiOptimizer):
         return named

@@ -1,4 +1,4 @@
-"""Callbacks that compute metrics over whole datasets, and report what the history holds."""
+"""Callbacks that compute metrics over whole datasets, and print or combine those of the history."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class ModelPerformanceEvaluation(AbstractCallback):
         self.if_available_output_to_project_dir = if_available_output_to_project_dir
         self._latest: tuple[Any, dict[str, float]] | None = None  # state of the weights, metrics
         if on_iteration_frequency:
-            # Only now does a hook in the step exist: the loop calls none that nobody needs.
+            # Set only if it is needed, as a hook in every step costs time.
             self.on_batch_end = self._after_batch  # type: ignore[method-assign]
 
     def on_train_loop_registration(self) -> None:
@@ -134,7 +134,7 @@ class ModelPerformanceEvaluation(AbstractCallback):
             Put before each metric's name.
         """
         loop = self.train_loop_obj
-        # Weights that were evaluated already, as those of the last epoch at the end of training, give the same again.
+        # Weights are evaluated once: at the end of training the last epoch's metrics hold still.
         model = loop.model
         state = (loop.global_step, sum(tensor._version for tensor in (*model.parameters(), *model.buffers())))
         if self._latest is None or self._latest[0] != state:
@@ -159,7 +159,7 @@ class ModelPerformanceEvaluation(AbstractCallback):
         return {prefix + name: value for name, value in metrics.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        # A bound method on the instance would bring its old self along.
+        # A bound method in the instance's dict would pickle the old instance along.
         return {name: value for name, value in self.__dict__.items() if name != "on_batch_end"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -180,7 +180,7 @@ class ModelPerformancePrintReport(AbstractCallback):
     report_frequency : int, optional
         Every so many epochs only, from the first on.
     strict_metric_reporting : bool
-        Whether a metric that is missing is an error; else it is left out, and said so.
+        Whether a missing metric is an error; else a line is printed instead of it.
     list_tracked_metrics : bool
         Print the names of all metrics there are, too.
 
@@ -253,7 +253,7 @@ class ModelPerformancePrintReport(AbstractCallback):
 
 
 class TrainHistoryFormatter(AbstractCallback):
-    """Make a new metric out of what the history holds.
+    """Compute a new metric from others in the history.
 
     Parameters
     ----------
@@ -264,7 +264,7 @@ class TrainHistoryFormatter(AbstractCallback):
     epoch_end, train_end : bool
         When: exactly one of the two.
     strict_metric_extract : bool
-        Whether a list that is not up to date is an error; else nothing is added, and said so.
+        Whether a list that is not up to date is an error; else a line is printed and nothing added.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Where a step's time goes: torch's profiler as a callback, and samples, tokens and FLOPs a second."""
+"""The time of steps: torch's profiler as a callback, and samples, tokens and FLOPs a second."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Profiler(AbstractCallback):
     >>> print(profiler.table)
     """
 
-    _running: Any = None  # in no state: a process that takes one up keeps its own
+    _running: Any = None  # not part of the state: a process that loads one keeps its own
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Profiler(AbstractCallback):
         self._begin_if_due()
 
     def on_restart(self, failure: Any) -> None:
-        """Steps that were traced are lost with their process; as many are traced from here."""
+        """Traced steps are lost with their process; trace as many from here."""
         if 0 <= self._steps - self._first < self.warmup + self.active:
             self._first = self._steps
             self._begin_if_due()
@@ -278,7 +278,8 @@ class ThroughputMonitor(AbstractCallback):
             if self.peak_flops is not None:
                 values["mfu"] = speed / self.peak_flops
         for name, value in values.items():
-            # A mean over the epoch's windows and over ranks: of equal weights, and times the ranks what is to be a sum.
+            # Averaged over the epoch's windows and over ranks with equal weights; for a sum over ranks, multiplied by
+            # their number.
             self.log(f"throughput/{name}", value, batch_size=1)
 
     def on_exception(self, exception: BaseException) -> None:

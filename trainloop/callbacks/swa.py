@@ -167,7 +167,7 @@ class StochasticWeightAveraging(WeightAverage):
 
 
 class _StatisticsPass:
-    """Running statistics anew, from each rank's batches of one pass over a dataset."""
+    """Compute running statistics anew from each rank's batches in one pass over a dataset."""
 
     def __init__(self, norms: list[Any]) -> None:
         self.norms = norms
@@ -178,7 +178,7 @@ class _StatisticsPass:
     def begin(self) -> None:
         for norm in self.norms:
             norm.reset_running_stats()
-            norm.momentum = None  # torch's word for an equal mean over batches
+            norm.momentum = None  # None is torch's word for an equal mean over batches
             norm.training = True  # the rest of the model is in evaluation mode, with its dropout off
 
     def end(self) -> None:
@@ -189,7 +189,7 @@ class _StatisticsPass:
             norm.momentum, norm.training = momentum, training
 
     def take_over(self) -> None:
-        """Means over all ranks' batches, on every rank. Collective."""
+        """Average the statistics over all ranks' batches. Collective."""
         batches = distributed.all_reduce(self.batches, "sum")
         for norm, (mean, var) in zip(self.norms, distributed.all_reduce(self.sums, "sum"), strict=True):
             norm.running_mean.copy_(mean / batches)

@@ -89,8 +89,8 @@ class TensorBoard(AbstractCallback):
         hyperparameters: Mapping[str, Any] | None = None,
         graph_input: Any = None,
     ) -> None:
-        # After what computes metrics at an epoch's end. Rank 0 has the file, the others do nothing.
-        # After whatever logs at an epoch's end, before what writes checkpoints.
+        # After the callbacks that log at an epoch's end, before those that write checkpoints; rank 0 alone has the
+        # file.
         super().__init__("TensorBoard", execution_order=997, device_idx_execution=0)
         for name, number in (
             ("log_every_n_steps", log_every_n_steps),
@@ -115,8 +115,8 @@ class TensorBoard(AbstractCallback):
         self._rates: dict[int, list[Any]] = {}
         self._rate_names: list[str] = []
         self._once_written = False
-        self._owner = ""  # in the names of this fit's files
-        self._first_of_fit = 0  # the step it began after
+        self._owner = ""  # part of the names of this fit's files
+        self._first_of_fit = 0  # the step that this fit began after
         self._place: tuple[str, int] | None = None  # in a snapshot: the file, and how long it was
 
     # -- where to ----------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ class TensorBoard(AbstractCallback):
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """What can't be written must not end a training; after half a record the file takes no more."""
+        """A write that fails must not end a training. It may have left half a record, so it is the last."""
         try:
             yield
         except OSError as error:
@@ -159,7 +159,7 @@ class TensorBoard(AbstractCallback):
 
     @property
     def _events(self) -> EventFile:
-        """The file, begun when something is to be written: what was resumed is known by then."""
+        """The file, made at the first write: by then it is known what was resumed."""
         if self._file is None:
             assert self.log_dir is not None, "on_train_loop_registration comes first"
             self._file = EventFile(self.log_dir, self._owner)
@@ -201,7 +201,7 @@ class TensorBoard(AbstractCallback):
         self._last_step = rows[-1][0]
 
     def _rates_of(self, rates: list[Any], scalars: dict[str, float]) -> dict[str, float]:
-        # LearningRateMonitor logs by the same names: then they are there already.
+        # LearningRateMonitor logs the same names: with it they are there already.
         named = zip(self._rate_names, rates, strict=True)
         return {name: float(rate) for name, rate in named if name not in scalars}
 
@@ -306,7 +306,7 @@ class TensorBoard(AbstractCallback):
         self._rates = {}
 
     def on_restart(self, failure: Any) -> None:
-        """What a process that is no more has written since the snapshot is written again: it is cut off."""
+        """Cut off what the dead process wrote after the snapshot: it will be written again."""
         assert self.log_dir is not None
         place = self._place
         if "://" in self.log_dir or (place is None and self.train_loop_obj.global_step != self._first_of_fit):

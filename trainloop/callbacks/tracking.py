@@ -1,4 +1,4 @@
-"""What the tracking loops add: a folder for each experiment, which tells what it was and what came out.
+"""Callbacks of the tracking loops: a folder for each experiment, with its source, settings and results.
 
 ::
 
@@ -52,7 +52,7 @@ class Experiment:
     local_model_result_folder_path : str or path
         Where projects are: a folder, or an fsspec URL such as ``s3://bucket/results`` (extra ``cloud``).
     hyperparams : dict, optional
-        Anything; what JSON has no form for is written as text. ``hyperparams['experiment_file_path']`` names the
+        Anything; values that JSON can't hold are written as text. ``hyperparams['experiment_file_path']`` names the
         script, where it is not the file that made the loop.
     source_dirs : sequence of str or path
         Folders of source that is kept too, as a zip.
@@ -105,7 +105,7 @@ class Experiment:
         self.folder.check_writable()
 
     def earlier_timestamps(self) -> list[str]:
-        """Those of this experiment's earlier runs, newest first."""
+        """Time stamps of this experiment's earlier runs, newest first."""
         prefix = f"{self.experiment_name}_"
         stamps = [name[len(prefix) :] for name in self._project.folders() if name.startswith(prefix)]
         return [stamp for stamp in reversed(stamps) if _is_timestamp(stamp)]
@@ -118,7 +118,7 @@ class Experiment:
         return stamp
 
     def record(self) -> None:
-        """Write hyperparameters and source; what stands there already and differs stays beside it."""
+        """Write hyperparameters and source; existing files with other content are kept beside them."""
         hyperparams = {**self.hyperparams, **({"experiment_file_path": self._script[1]} if self._script else {})}
         self._write_beside("hyperparams.json", _json(hyperparams).encode("utf-8"))
         if self._script is not None:
@@ -216,8 +216,8 @@ class ExperimentCheckpoint(ModelCheckpoint):
 class ExperimentEndSave(AbstractCallback):
     """At the end of training evaluate result packages, and save the model and a report.
 
-    What goes wrong in an evaluation, or in writing, becomes a warning and stands in the report: the model that was
-    trained is not to be lost by it.
+    An error in evaluating or writing becomes a warning and an entry of the report, so that the trained model is not
+    lost.
 
     Parameters
     ----------

@@ -147,7 +147,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             self.scheduler = self.factory(optimizer, **self.factory_kwargs)  # registered with another loop
         if _is_plateau(self.scheduler):
             self._check_plateau()
-            # Torch judges by its own mode: this one is not asked.
+            # torch's scheduler judges by its own mode; Monitor's is not used.
             self._metric = self._metric or Monitor(self.monitor or "val_loss", "min", owner="LRScheduler")
             self._metric.check(loop)
 
@@ -164,7 +164,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         if not optimizers:
             raise ConfigurationError("LRScheduler: the loop has no optimizer. Pass one to TrainLoop.")
         if isinstance(index, Optimizer) or (index is None and self.scheduler is not None and self.factory is None):
-            # Passed itself, or known by the scheduler that is made over it.
+            # The optimizer was passed itself, or the scheduler was made over it.
             given = index if isinstance(index, Optimizer) else self.scheduler.optimizer
             for optimizer in optimizers:
                 if optimizer is given:
@@ -286,7 +286,7 @@ def _is_plateau(scheduler: Any) -> bool:
 
 
 def _restore_counters(scheduler: Any) -> None:
-    """Checkpoints hold plain dicts where torch's ``MultiStepLR`` counts its milestones."""
+    """Make ``MultiStepLR``'s milestones a Counter again: checkpoints hold plain dicts."""
     if isinstance(scheduler, lr_scheduler.MultiStepLR):
         scheduler.milestones = Counter(scheduler.milestones)
     for part in getattr(scheduler, "_schedulers", ()):  # of SequentialLR and ChainedScheduler

@@ -146,7 +146,7 @@ class WandBTracking(AbstractCallback):
             )
 
     def _active_run(self) -> Any:
-        """The run, begun at the first thing to send: which one a resumed training goes on in is known by then."""
+        """The run; it begins with the first value sent, when it is known which run is resumed."""
         if self._run is not None:
             return self._run
         wandb = _import_wandb()

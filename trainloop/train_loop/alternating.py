@@ -28,7 +28,7 @@ from trainloop.train_loop.training import Training
 
 __all__ = ["AlternatingTraining"]
 
-# Said to other ranks instead of an optimizer's index: the generators have ended, there are none here, they differ.
+# Sent to other ranks instead of an optimizer's index: all generators ended, this rank has none, or they differ.
 _ENDED, _NONE, _DIFFER = -1, -2, -3
 
 
@@ -38,7 +38,7 @@ class AlternatingTraining(Training):
     _sizes: list[int]
 
     def backward(self, step: StepBatches, **_: Any) -> None:
-        """All that the micro-batches yield, with the optimizers' steps in between."""
+        """Run the micro-batches' generators to their ends, with the optimizers' steps in between."""
         loop, hooks, place, recorder, gradients = self.loop, self.hooks, self.place, self.recorder, self.gradients
         counts, count = self.micro_batches_of_ranks(step)
         recorder.step = loop.global_step + 1
@@ -82,7 +82,7 @@ class AlternatingTraining(Training):
         counts: list[int] | None,
         shown: list[list[Yielded]],
     ) -> tuple[int, list[Any]] | None:
-        """Each generator's next loss, and its backward; their optimizer's index and their weights. None: they ended."""
+        """Backward of each generator's next loss; returns their optimizer's index and weights, None once all ended."""
         sums = self.gradients.sums
         indices: set[int] = set()
         weights: list[Any] = []

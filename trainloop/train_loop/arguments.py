@@ -24,7 +24,7 @@ __all__ = ["AmpOptions", "FitJob", "Options", "RestartOptions"]
 
 @dataclass(frozen=True)
 class AmpOptions:
-    """What ``use_amp`` means."""
+    """The settings that ``use_amp`` stands for."""
 
     dtype: torch.dtype | None = None
     """Of autocast; ``None``: off."""
@@ -41,7 +41,7 @@ class AmpOptions:
         return AmpOptions(torch.bfloat16 if has_bf16 else torch.float16, self.scaler)
 
     def described(self, device: torch.device) -> str:
-        """Some words for a line, empty for off; asks no GPU, since who starts ranks is to make no context on it."""
+        """A few words for a log line, empty for off. Asks no GPU: a process that starts ranks makes no CUDA context."""
         if self.dtype is None:
             return ""
         if not self.chosen and device.type == "cuda":
@@ -56,8 +56,7 @@ class AmpOptions:
 
 @dataclass(frozen=True)
 class Options:
-    """What a loop was given and keeps as it is; where it puts runs is a
-    :class:`~trainloop.train_loop.site.Site`."""
+    """The loop's arguments that never change; its devices and nodes are a :class:`~trainloop.train_loop.site.Site`."""
 
     gpu_mode: Any
     """As given: ``'auto'`` and Lightning's names are settled by :func:`trainloop.devices.resolve_mode`."""
@@ -77,7 +76,7 @@ class Options:
 
 @dataclass(frozen=True)
 class RestartOptions:
-    """How ``fit`` is to survive failures."""
+    """How often ``fit`` restarts after failures, and from which snapshots."""
 
     most: int
     """Restarts; -1 for no limit."""
@@ -87,7 +86,7 @@ class RestartOptions:
 
 @dataclass(frozen=True)
 class FitJob:
-    """What one call of ``fit`` is to do; sent to the ranks as it is."""
+    """The work of one ``fit``, as it is sent to the ranks."""
 
     dp_model_args: dict[str, Any] = field(default_factory=dict)
     ddp_model_args: dict[str, Any] = field(default_factory=dict)
@@ -101,7 +100,7 @@ class FitJob:
 
 
 def check_model(model: Any) -> Any:
-    """The model as it is; wrapped or incomplete ones are refused."""
+    """Return the model; refuse a wrapped or incomplete one."""
     if isinstance(model, type):
         raise ConfigurationError(f"model={model.__name__}: this is a class. Pass an instance, {model.__name__}(...).")
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
@@ -128,7 +127,7 @@ def check_model(model: Any) -> Any:
 
 
 def check_loader(loader: Any, name: str, *, optional: bool = True) -> Any:
-    """The loader as it is; what can't be iterated again and again is refused."""
+    """Return the loader; refuse one that can be iterated only once."""
     if loader is None and optional:
         return None
     if (isinstance(loader, Dataset) and not loads(loader)) or torch.is_tensor(loader):
@@ -152,14 +151,14 @@ def check_loader(loader: Any, name: str, *, optional: bool = True) -> Any:
 
 
 def check_criterion(criterion: Any) -> Any:
-    """Anything, as it is only handed to ``get_loss``; but a loss's class instead of a loss is refused."""
+    """Accept anything, as it only goes to ``get_loss``; but refuse a loss's class in place of a loss."""
     if isinstance(criterion, type) and issubclass(criterion, nn.Module):
         raise ConfigurationError(f"criterion={criterion.__name__}: this is a class. Pass {criterion.__name__}().")
     return criterion
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> Any:
-    """The optimizer as it is; one that steps nothing of the model is refused."""
+    """Return the optimizer; refuse one that steps no parameter of the model."""
     if optimizer is None:
         return None
     if isinstance(optimizer, type):
@@ -318,7 +317,7 @@ def check_count(value: Any, name: str, least: int) -> int:
 
 
 def check_restarts(max_restarts: Any, restart_every_steps: Any, num_nodes: int) -> RestartOptions | None:
-    """How often ranks may start again, and when to make snapshots; ``None`` for a run that the first failure ends."""
+    """How often ranks may restart, and when to make snapshots; ``None`` if the first failure ends the run."""
     if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < -1:
         raise ConfigurationError(
             f"max_restarts={short(max_restarts)}: must be an int of 0 or more, or -1 for as many as it takes."
@@ -348,7 +347,7 @@ def check_length(num_epochs: Any, num_iterations: Any) -> None:
 def check_fit_parts(
     train_loader: Any, optimizer: Any, validation_loader: Any, test_loader: Any, *, made_in_ranks: bool
 ) -> None:
-    """What a loop that only predicts may lack, but training needs."""
+    """Refuse to train without the parts that only training needs."""
     if train_loader is None and not made_in_ranks:
         raise ConfigurationError("fit needs a train_loader, but the loop was made with train_loader=None. Pass one.")
     if optimizer is None:
@@ -366,7 +365,7 @@ def check_fit_parts(
 
 
 def check_step(model: Any, optimizer: Any, amp: AmpOptions, device: torch.device) -> None:
-    """Whether such optimizers can take steps with such a model in this way."""
+    """Refuse a combination of optimizer, model and AMP that can't take steps."""
     optimizers = optimizers_of(optimizer)
     asking = next((type(single).__name__ for single in optimizers if needs_closure(single)), None)
     if asking is None:

@@ -17,20 +17,20 @@ __all__ = ["ClosureTraining"]
 
 
 class ClosureTraining(Training):
-    """The optimizer gets a closure that runs the step's micro-batches again; only the first time is logged.
+    """The optimizer gets a closure that runs the step's micro-batches each time; only the first run is logged.
 
-    Each time is a whole :meth:`Training.backward`: as in a loop by hand, dropout draws anew. Ranks see the same
-    gradients, and are told the same loss, so that a line search takes the same way on all of them.
+    Each run is a whole :meth:`Training.backward`: as in a loop by hand, dropout draws anew. All ranks get the same
+    gradients and the same loss, so that a line search does the same on all of them.
     """
 
     _batches: StepBatches
 
     def backward(self, step: StepBatches, **_: Any) -> None:
-        """Left to the optimizer's step."""
+        """Keep the batches; the optimizer's step runs them."""
         self._batches = step
 
     def step(self) -> None:
-        """The optimizer asks for gradients as often as it likes."""
+        """Step the optimizer, which evaluates the closure as often as it likes."""
         gradients = self.gradients
         (optimizer,) = gradients.optimizers
         backward = super().backward
@@ -41,7 +41,7 @@ class ClosureTraining(Training):
             drop_gradients(optimizer)
             with torch.enable_grad(), nullcontext() if first else self.listening(Recorder()):
                 value = backward(self._batches, first=first, wants_loss=True)
-                # Not once a step: what clips here must clip each time, or the line search compares unlike gradients.
+                # In every run, not once a step: otherwise a line search would compare clipped gradients with others.
                 gradients.show_and_clip(enumerate(gradients.optimizers), gradients.parameters)
             first = False
             assert value is not None  # as asked for

@@ -16,7 +16,7 @@ __all__ = ["End", "described", "end_that_holds", "has_work_at_end", "nothing_lef
 
 
 class End(NamedTuple):
-    """That a callback asked for the end of training."""
+    """A callback's request to end training."""
 
     kind: str
     """The callback's class; with its name, as checkpoints tell callbacks apart."""
@@ -26,11 +26,11 @@ class End(NamedTuple):
 
 
 def who_asks(loop: LoopView) -> End | None:
-    """The callback in whose code ``early_stop`` is being set; ``None`` where it is no callback's.
+    """The callback whose hook is setting ``early_stop``; ``None`` if no callback's is.
 
-    Callbacks set it as a plain attribute: whose hook is running shows on the stack only.
+    Callbacks set a plain attribute, so only the stack shows whose hook is running.
     """
-    frame = sys._getframe(2)  # of who set the attribute
+    frame = sys._getframe(2)  # the frame that set the attribute
     while frame is not None:
         owner = frame.f_locals.get("self")
         if owner is loop:
@@ -49,9 +49,9 @@ def described(ends: Sequence[End], epoch: int) -> str:
 
 
 def end_that_holds(loop: TrainLoop[Any], state: dict[str, Any]) -> list[End]:
-    """Of the callbacks that ended a checkpoint's run those that would again: here still, and as strict as they were.
+    """The callbacks that ended a checkpoint's run, if they are still here and would end it again.
 
-    None for a call that asks for more epochs or iterations than that of the run did.
+    None if this call asks for more epochs or iterations than that run did.
     """
     place = state["place"]
     if any(getattr(loop, name) > place.get(name, 0) for name in ("num_epochs", "num_iterations")):
@@ -65,7 +65,7 @@ def end_that_holds(loop: TrainLoop[Any], state: dict[str, Any]) -> list[End]:
 
 
 def nothing_left(loop: TrainLoop[Any], state: dict[str, Any]) -> str:
-    """Why there is nothing left to do after a checkpoint, for a line; empty where there is."""
+    """The reason, for a line, why nothing is left to do after a checkpoint; empty if there is something."""
     place = state["place"]
     if place["epoch_steps"] or (has_work_at_end(loop) and not place.get("finished", False)):
         return ""
@@ -79,7 +79,7 @@ def nothing_left(loop: TrainLoop[Any], state: dict[str, Any]) -> str:
 
 
 def has_work_at_end(loop: TrainLoop[Any]) -> bool:
-    """Whether the end of training does something after the last epoch's: tests, or calls callbacks."""
+    """Whether something follows the last epoch: a test, or callbacks' hooks."""
     if loop.end_auto_eval and loop.test_loader is not None:
         return True
     return any(overrides(callback, "on_train_end") and not _only_saves(callback) for callback in loop.callbacks)

@@ -1,7 +1,7 @@
 """Loss and predictions over a whole loader, each sample once, the same in every mode.
 
-Each rank takes whole batches of the sequence one process would see; what they gave is put together in that order, so
-that neither the number of ranks nor the order in which they finish shows in the result.
+Each rank takes whole batches of the sequence one process would see; their results are joined in that order, so the
+result depends neither on the number of ranks nor on which finishes first.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def mean_loss(
     name: str,
     sums: SumRule | None = None,
 ) -> EpochEnd:
-    """Mean loss over all samples of a loader (over all units where the loss comes with a weight), and what was logged.
+    """Mean loss over all samples of a loader (over all units where the loss has a weight), and the logged values.
 
     Collective where there are several ranks: one exchange, at the end.
 
@@ -111,14 +111,14 @@ def join_rows(batches: list[Any], empty: Any = None) -> Any:
     """Batches of rows as one: the usual ``pred_transform_fn``.
 
     Tensors and arrays are concatenated, lists chained, dicts and tuples joined by their entries; dtypes are kept.
-    Tensors whose rows differ in shape become a list of rows, and so do tuples of rows: such as hold text or numbers, or
-    have not as many entries in each batch. What has no rows (a number a batch) becomes a list.
+    Tensors whose rows differ in shape become a list of rows, and so do tuples of rows: tuples that hold text or
+    numbers, or differ in length between batches. Values without rows (a number a batch) become a list.
 
     Parameters
     ----------
     batches : list
     empty : object, optional
-        What no batches give. Default: a tensor without rows.
+        The result for no batches. Default: a tensor without rows.
 
     Examples
     --------
@@ -218,7 +218,7 @@ def on_cpu(value: Any) -> Any:
     """The same nested value with its tensors on the CPU, so that predictions don't fill the device."""
     if isinstance(value, Tensor):
         here = value.detach().cpu()
-        # A slice would keep all that it is a slice of, and send it to the other ranks.
+        # A slice would keep its whole tensor, and send all of it to the other ranks.
         whole = here.layout is not torch.strided or here.untyped_storage().nbytes() <= here.nbytes
         return here if whole else here.clone()
     if isinstance(value, Mapping):
@@ -234,5 +234,5 @@ def rows_at(value: Any, places: Sequence[int], length: int) -> Any:
         return value[np.asarray(places)]
     if isinstance(value, list) and len(value) == length:
         return [value[i] for i in places]
-    # Of other lists nothing says what their entries are.
+    # The entries of other lists may be anything.
     return value if isinstance(value, list) else map_parts(lambda part: rows_at(part, places, length), value)

@@ -27,7 +27,7 @@ __all__ = ["Gradients"]
 
 
 class Gradients:
-    """What a rank's steps train, and how.
+    """From losses to optimizer steps: which parameters a rank trains, and how their gradients are made.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class Gradients:
         self._multi_optimizer = loop.optimizer
         self.sums = sum_rule(loop.model, loop.criterion)
         self._ranks = 1 if training.gather is None else loop.world_size
-        # About what a batch weighs, the same on all ranks: keeps weighted losses in the range of plain ones.
+        # A typical batch's weight, the same on all ranks: it keeps weighted losses in the range of plain ones.
         self._nominal_weight = training.feed.global_batch_size or 1
         self.optimizers = optimizers_of(loop.optimizer)
         # Several optimizers make several backwards.
@@ -78,7 +78,7 @@ class Gradients:
             self._follow(self.trained)
 
     def follow_at_step_begin(self) -> None:
-        """The same, where a rank that sees a change meets the others."""
+        """Wrap anew within an epoch: a rank that sees a change waits for the others."""
         if self.trained is not None and self.trained.changed():
             self.trained.meet()
             self._follow(self.trained)
@@ -89,21 +89,21 @@ class Gradients:
         self._place.wrap_again()
 
     def check_alike(self) -> None:
-        """That all ranks have the same weights. Collective in ``ddp``."""
+        """Check that all ranks have the same weights. Collective in ``ddp``."""
         if self.trained is not None:
             self.trained.check_alike(self._place.wrapper)
 
     # -- of one micro-batch ------------------------------------------------------------------------------------------
 
     def scaled(self, loss: Any, weight: Any, scale: float | None, count: int, *, is_sum: bool) -> Any:
-        """A micro-batch's loss as it is differentiated: the gradients' sum, averaged over ranks, is that of the step.
+        """Scale a micro-batch's loss so that the sum of the gradients, averaged over ranks, is that of the step.
 
         Parameters
         ----------
         loss, weight
             What ``get_loss`` gave.
         scale : float or None
-            By its samples, where the step's micro-batches differ in these.
+            The micro-batch's weight by samples, where the step's micro-batches differ in their number.
         count : int
             Micro-batches of the step.
         is_sum : bool
@@ -139,7 +139,7 @@ class Gradients:
     ) -> Tensor | None:
         """Reduce gradients where backward didn't, and divide them by the step's weight where ``get_loss`` gives one.
 
-        Returns what they were multiplied by, ``None`` where that is 1.
+        Returns the factor they were multiplied by, ``None`` where it is 1.
 
         Parameters
         ----------
@@ -181,7 +181,7 @@ class Gradients:
         return factor
 
     def loss_over_ranks(self, scaled_losses: list[Any], factor: Tensor | None) -> Tensor:
-        """A step's loss from those of its micro-batches here, bit for bit the same on every rank."""
+        """A step's loss over all ranks, from this rank's micro-batches; the same bits on every rank."""
         parts = [loss.total() if isinstance(loss, MultiLoss) else loss for loss in scaled_losses]
         if self._ranks == 1 and factor is None:
             return sum(parts[1:], parts[0])  # in the order in which a loop by hand adds them up
@@ -208,7 +208,7 @@ class Gradients:
             nn.utils.clip_grad_norm_(parameters, training.loop.gradient_clip_norm)
 
     def take_steps(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Each optimizer's step; with a scaler only where its gradients are finite."""
+        """Step each optimizer; with a scaler only if its gradients are finite."""
         scaler = self._place.scaler
         if not scaler.is_enabled():
             for optimizer in optimizers:
@@ -224,7 +224,7 @@ class Gradients:
 
 
 def _like(loss: Tensor | MultiLoss, weight: Any) -> Any:
-    """The weight in the loss's precision: an integer tensor divided becomes float32, whatever the loss is."""
+    """The weight in the loss's precision. (Dividing an integer tensor would give float32.)"""
     if not isinstance(weight, Tensor):
         return weight
     return weight.to(loss.dtype if isinstance(loss, Tensor) else next(iter(loss.values())).dtype)

@@ -1,4 +1,4 @@
-"""Kinds of arguments that a loop takes, each by one name, so that its signature can be read."""
+"""Names for the types of a loop's arguments, so that its signature can be read."""
 
 from __future__ import annotations
 

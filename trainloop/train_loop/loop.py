@@ -1,4 +1,5 @@
-"""The training loop as users see it: what it is made of, and its front doors. What callbacks read stands in view.py.
+"""The training loop as users see it: what it is made of, and its front doors. The attributes that callbacks read are in
+view.py.
 
 ::
 
@@ -18,8 +19,8 @@
         test, on_train_end
         state comes back into the caller's own objects
 
-A :class:`TrainLoop` is what is sent to ranks. What exists only while one of them works (the model on its device, hooks,
-recorders) is a :class:`~trainloop.train_loop.run.Run`, or, where it trains, a
+A :class:`TrainLoop` is what is sent to ranks. The model on its device, hooks and recorders exist only while a rank
+works. They are a :class:`~trainloop.train_loop.run.Run`, or, where it trains, a
 :class:`~trainloop.train_loop.training.Training`; :func:`~trainloop.train_loop.execute.execute` makes it.
 """
 
@@ -412,7 +413,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         return predict(self, self._run_now, loader, name, *args, **kwargs)
 
     def _run_now(self, work: Callable[..., Any], *args: Any) -> Any:
-        """In the run that is there; else in the loop's own mode, after which a signal that came ends the program."""
+        """Do the work in the present run; without one, in the loop's own mode, and then end if a signal came."""
         if self.running is not None:
             return work(self.running, *args)
         with signals() as heard:

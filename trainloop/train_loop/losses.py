@@ -1,7 +1,7 @@
-"""What ``get_loss`` may give: a loss, a loss with its weight, or losses that it yields one by one.
+"""The results of ``get_loss``: a loss, a loss with its weight, or losses that it yields one by one.
 
-A loss is told apart from its weight here, and refused where it can't be differentiated; what becomes of it in a step
-stands in :mod:`trainloop.train_loop.gradients`.
+A loss is told apart from its weight here, and refused where it can't be differentiated;
+:mod:`trainloop.train_loop.gradients` makes gradients of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Yielded", "explain_backward", "joined_losses", "per_sample", "run_th
 
 
 def per_sample(loss: Any, size: int) -> Any:
-    """A sum over so many samples as what the history shows: their mean."""
+    """The mean, for the history, of a loss that is a sum over ``size`` samples."""
     return loss.detach() / max(size, 1)
 
 
@@ -80,7 +80,7 @@ class Yielded(NamedTuple):
 
 
 def split_yielded(item: Any) -> Yielded:
-    """What a ``get_loss`` yielded: a loss or ``(loss, weight)``, alone or behind its optimizer's name or index."""
+    """Split what a ``get_loss`` yielded: a loss or ``(loss, weight)``, alone or after its optimizer's name or index."""
     optimizer = None
     if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], (str, int)):
         optimizer, item = item
@@ -102,7 +102,7 @@ def joined_losses(losses: Sequence[Yielded]) -> tuple[Tensor | MultiLoss, Any]:
         raise ConfigurationError(
             "get_loss yielded no loss for a batch. It is a generator, as there is a yield in it: yield one at least."
         )
-    # By mean(), as a division would tell that a sum over samples had been made a mean; see trainloop.reduction.
+    # By mean(): a division would look as if a sum over samples had been made a mean; see trainloop.reduction.
     means = {optimizer: torch.stack(group).mean() for optimizer, group in groups.items()}
     weight = next((weight for *_, weight in losses if weight is not None), None)
     if None not in means:
@@ -117,7 +117,7 @@ def joined_losses(losses: Sequence[Yielded]) -> tuple[Tensor | MultiLoss, Any]:
 
 
 def run_through(output: Any) -> Any:
-    """What ``get_loss`` returned; of a generator, what it yields to its end, as one loss with its weight."""
+    """The loss that ``get_loss`` returned; a generator is run to its end, and its losses become one with its weight."""
     if not isinstance(output, Generator):
         return output
     loss, weight = joined_losses([split_yielded(item) for item in output])

@@ -81,11 +81,11 @@ _ATTRIBUTE = {name: here for names, here in ATTRIBUTES.items() for name in names
 
 
 class UnknownArgumentError(ConfigurationError, TypeError):
-    """A keyword that a function has not: a ``TypeError``, as it is of every function, which says what is meant."""
+    """An unknown keyword: a ``TypeError``, as for any function, with a hint at the right name."""
 
 
 def refuse_unknown(unknown: Iterable[str], door: str, doors: dict[str, Callable[..., Any]]) -> None:
-    """Keywords that a door has not are errors, which say what is meant.
+    """Raise for unknown keywords, with a hint at the right names.
 
     Parameters
     ----------
@@ -116,7 +116,7 @@ def _meant(name: str, door: str, doors: dict[str, Callable[..., Any]]) -> str:
         return f": it belongs to {elsewhere[0]}({name}=...)."
     here = _KEYWORD.get(name.lower())
     if here is not None:
-        # A name without brackets is the constructor's.
+        # A hint without brackets names an argument of the constructor.
         if door != "TrainLoop" and here[:1].isalpha() and here.partition("=")[0].isidentifier():
             here = f"TrainLoop({here.partition(',')[0]}...)"
         return f". Did you mean {here}?"
@@ -128,7 +128,7 @@ def _meant(name: str, door: str, doors: dict[str, Callable[..., Any]]) -> str:
 
 
 def hides_unknown(function: Function) -> Function:
-    """Show a function's signature without its ``**unknown``, which is there to be refused only."""
+    """Hide a function's ``**unknown`` from its signature; it exists only to be refused."""
     signature = inspect.signature(function)
     kept = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     function.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
@@ -136,6 +136,6 @@ def hides_unknown(function: Function) -> Function:
 
 
 def attribute_hint(name: str) -> str:
-    """What an attribute that other libraries' loops have is here, as a sentence; empty where there is no such."""
+    """A sentence that names what replaces an attribute of other libraries' loops; empty if unknown."""
     here = _ATTRIBUTE.get(name)
     return "" if here is None else f". Here it is {here}"

@@ -1,4 +1,4 @@
-"""How one rank runs the model: on its device, through its wrapper, with or without mixed precision."""
+"""The model as one rank runs it: on its device, in its wrapper, with or without mixed precision."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Placement:
     """Makes the wrapper; takes further arguments of its constructor."""
 
     def wrap_again(self) -> None:
-        """In ``ddp``, for the parameters that require gradients now. Collective, between two steps."""
+        """In ``ddp``, wrap anew for the parameters that now require gradients. Collective, between two steps."""
         assert self.wrap is not None
         before, self.wrapper = self.wrapper, self.model
         hooks: Sequence[tuple[Any, Any]] = ()
         if isinstance(before, TTDistributedDataParallel):
             before._remove_autograd_hooks()
             hooks = comm_hooks_of(before)
-        # The weights are alike, which the ranks have been told of at the start.
+        # The ranks' weights are equal already: DDP need not send rank 0's.
         self.wrapper = self.wrap(init_sync=False)
         for hook, state in hooks:
             self.wrapper.register_comm_hook(state, hook)
@@ -80,7 +80,7 @@ class Placement:
 
     @property
     def evaluated(self) -> Any:
-        """What evaluation calls: in ``ddp`` the model itself, since ranks may differ in their number of batches."""
+        """The model for evaluation: in ``ddp`` without its wrapper, as ranks may differ in their number of batches."""
         return self.model if isinstance(self.wrapper, TTDistributedDataParallel) else self.wrapper
 
 
@@ -101,7 +101,7 @@ def placed(
     compile_args: dict[str, Any] | None = None,
     checkpoint_modules: Any = None,
 ) -> Iterator[Placement]:
-    """The model on its device and in its wrapper; what was changed in it is undone at the end, its device excepted.
+    """Put the model on its device and into its wrapper; afterwards undo all changes except the device.
 
     Parameters
     ----------
@@ -170,7 +170,7 @@ def _wrapped(
 
 
 def _move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """State made where the parameters were before goes where they are now; step counters stay on the CPU."""
+    """Move the optimizers' state to the parameters' devices; step counters stay on the CPU."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})

@@ -1,4 +1,4 @@
-"""Predictions of a loop from wherever it is asked: in a running one, or in its own mode."""
+"""Predictions of a loop, inside a run or outside of one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def predict(
     stream: bool = False,
     rows_to: str | None = None,
 ) -> Any:
-    """What :meth:`trainloop.TrainLoop.predict_with_model` returns; ``run_now(work, *args)`` does the work in a run."""
+    """The body of :meth:`trainloop.TrainLoop.predict_with_model`; ``run_now(work, *args)`` does the work in a run."""
     check_loader(loader, name, optional=False)
     if rows_to not in (None, "main", "all"):
         raise ConfigurationError(f"rows_to={short(rows_to)}: must be 'main' (rank 0), 'all' (ranks) or None.")

@@ -1,4 +1,4 @@
-"""Checks before a long job, in seconds: what a run of hours would otherwise find out for itself.
+"""Checks before a long job: in seconds they find what would otherwise stop it after hours.
 
 :func:`preflight` changes nothing about the loop it looks at: it works on copies of the model and the optimizer, and
 draws from random generators of its own.
@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found."""
+    """The result of one check."""
 
     check: str
     """What was looked at."""
@@ -97,7 +97,7 @@ def preflight(loop: TrainLoop[Any], *, steps: int = 3, ranks: int = 2) -> Prefli
     Returns
     -------
     PreflightReport
-        ``report.ok`` tells whether anything was found; ``print(report)`` what.
+        ``report.ok`` is False if a check failed; ``print(report)`` shows the table.
 
     Raises
     ------
@@ -136,7 +136,7 @@ class _Found(Exception):
 
 
 def _protection(loop: TrainLoop[Any]) -> str:
-    """Which of the protections of SECURITY.md a run of this loop has; a missing one is said, not a fault."""
+    """List which protections of SECURITY.md a run of this loop has; a missing one is reported, but is no failure."""
     if loop.gpu_mode != "ddp":
         return f"{loop.gpu_mode}: no sockets between processes"
     has_key = loop.num_nodes == 1 or key_from_environment() is not None
@@ -164,7 +164,7 @@ def _one_batch(loop: TrainLoop[Any]) -> str:
 
 
 def _check_reduction(model: Any, batch: Any, criterion: Any, *, declared_sum: bool) -> None:
-    """The loss of a batch against those of its halves: a mean of theirs, or their sum?"""
+    """Compare a batch's loss with those of its halves: is it their mean, or their sum?"""
     cut, sizes = scatter(batch, 2), chunk_sizes(batch_length(batch) or 0, 2)
     if len(cut) != 2:
         return
@@ -258,7 +258,7 @@ def _batches(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
 
 def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
     # One process that accumulates over `ranks` batches sees the samples that so many ranks see in one step.
-    # But of batches that ranks share, each step has one.
+    # But if ranks share each batch, a step has a single one.
     per_step = 1 if isinstance(loop.train_loader, SplitBatches) else ranks
     # A finding of its own says which parameters get no gradient; it is no reason not to compare the others.
     unused = any(p.grad is None for p in _after_backward(loop)[0].parameters() if p.requires_grad)
@@ -287,7 +287,7 @@ def _trained(
     ddp_model_args: dict[str, Any] | None = None,
 ) -> nn.Module:
     model, optimizer, criterion = copies(loop, CPU)
-    for module in model.modules():  # what draws or counts per process differs between modes, and rightly so
+    for module in model.modules():  # what draws or counts in each process rightly differs between modes
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
         if isinstance(module, nn.modules.batchnorm._NormBase):

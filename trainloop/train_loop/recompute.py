@@ -90,7 +90,7 @@ def _recomputed(cls: type[nn.Module], logging: list[TTModel]) -> type[nn.Module]
         return checkpoint(own, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
-        """Copies, and what is written to a file, are of the class that was written."""
+        """Copies and pickles are of the class that the user wrote."""
         state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
         # pickle refuses __newobj__ of another class than the object's. The stubs leave this one out.
         return copyreg._reconstructor, (cls, object, None), state  # type: ignore[attr-defined]
@@ -105,7 +105,7 @@ def _contexts(module: nn.Module, logging: list[TTModel]) -> tuple[Any, Any]:
 
 @contextmanager
 def _second_time(module: nn.Module, logging: list[TTModel]) -> Iterator[None]:
-    """Nothing of a computation that is repeated is to show: no log, no step of BatchNorm's running statistics."""
+    """Hide the repeated computation: it must not log, nor step BatchNorm's running statistics."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     logging = [*logging, *(part for part in module.modules() if isinstance(part, TTModel))]  # a replica's own
     sinks = [part.__dict__.pop("_log_sink", None) for part in logging]

@@ -27,7 +27,7 @@ _BATCHES_KEPT = 64
 
 @contextmanager
 def rows_folder() -> Iterator[Path]:
-    """A folder for files of rows, where ``TMPDIR`` says; gone at the end, files that are open then stay readable."""
+    """A folder under ``TMPDIR`` for files of rows. It is removed at the end; open files stay readable."""
     path = Path(tempfile.mkdtemp(prefix="trainloop-rows-"))
     try:
         yield path
@@ -72,7 +72,7 @@ class _Place(NamedTuple):
 
 
 class RowFiles:
-    """What :func:`write_rows` left on all ranks, opened.
+    """The files that :func:`write_rows` wrote on all ranks, opened.
 
     Parameters
     ----------
@@ -148,7 +148,7 @@ class PredictionStream(Iterator[Predictions]):
         self.close()
 
     def close(self) -> None:
-        """Give up what is left of it, and its space on the disk."""
+        """Give up the remaining batches, and their space on the disk."""
         if self._files is not None:
             self._files.close()
         self._files, self._items = None, iter(())

@@ -45,7 +45,7 @@ STEPS_BETWEEN_FLUSHES = 128
 # Step values are held twice until they are exchanged.
 MOST_STEPS_BETWEEN_EXCHANGES = 32 * STEPS_BETWEEN_FLUSHES
 
-# Put before the names of what is logged in an evaluation, by the dataset's type; a user's own type is one itself.
+# Prefixes of names logged in an evaluation, by the dataset's type; a user's own type is its own prefix.
 _PREFIXES = {"train": "train_", "validation": "val_", "test": "test_", "other": ""}
 
 
@@ -55,7 +55,7 @@ class Run:
     Parameters
     ----------
     loop : TrainLoop
-        In a rank that was started for it, this rank's copy.
+        The loop; in a started rank, the rank's copy.
     place : Placement
         Its model as this rank runs it.
     stop : StopAgreement
@@ -146,7 +146,7 @@ class Run:
             def gather(mine: Any) -> list[Any] | None:
                 receivers = self._receivers(rows_to)
                 if len(receivers) == loop.world_size and self.exchange.carries_objects:
-                    return end(mine)  # what was logged goes along
+                    return end(mine)  # the logs are exchanged with the rows
                 end()
                 return self._gathered_at(mine, receivers)
 
@@ -184,7 +184,7 @@ class Run:
     def _predicting(
         self, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool
     ) -> Iterator[tuple[Any, Iterator[Any], Callable[[Any, int], Any], Callable[..., list[Any]]]]:
-        """This rank's feed, its batches, what predicts one of them, and what exchanges logs after the last."""
+        """This rank's feed, its batches, a function that predicts one, and one that exchanges the logs at the end."""
         model, device = self.place.evaluated, self.place.device
         hooks = self.hooks if execute_callbacks else HookTable((), model=self.loop.model)
         dataset_info = {**dataset_info, "pass": "predictions"}
@@ -231,9 +231,9 @@ class Run:
 
     @contextmanager
     def _recording(self, prefix: str) -> Iterator[Recorder]:
-        """Evaluation of the model as rank 0 has it, and what it logs.
+        """Evaluate rank 0's model and record what it logs.
 
-        Evaluating changes nothing about the training around it: modes and random numbers go on as if it hadn't been.
+        The training around it does not notice: modes and random numbers are as before.
         """
         model = self.loop.model
         recorder = Recorder(rank=self.loop.rank, exchange=self.exchange, on_step=False, prefix=prefix)
@@ -242,7 +242,7 @@ class Run:
             yield recorder
 
     def _into_history(self, prefix: str, values: dict[str, float]) -> None:
-        """Values of an evaluation inside a training."""
+        """Record the values of an evaluation inside a training."""
         if self.records_evaluations and prefix:
             for name, value in values.items():
                 self.loop.history.record(name, value, self.history_epoch, replace=True)
@@ -251,11 +251,11 @@ class Run:
 
     @contextmanager
     def listening(self, recorder: Recorder) -> Iterator[None]:
-        """Whatever the model, callbacks and the loop log goes to this recorder."""
+        """Send everything that the model, callbacks and the loop log to this recorder."""
         model = self.loop.model
         parts = [module for module in model.modules() if isinstance(module, TTModel)]
         before = [part.__dict__.get("_log_sink") for part in parts]
-        # Compiled code leaves its graph for a log; traced into, the growing lists of logs would recompile it each step.
+        # Compiled code breaks its graph at a log: traced, the growing lists of logs would recompile it each step.
         sink = torch.compiler.disable(recorder.log) if _has_compiled_parts(model) else recorder.log
         own_before, self.sink = self.sink, sink
         for part in parts:
@@ -286,8 +286,8 @@ class Run:
 
 
 def _between_hooks(batches: Iterable[Any], hooks: HookTable, recorder: Recorder, info: dict[str, Any]) -> Iterator[Any]:
-    """An evaluation's batches with the hooks around them: before its logs are exchanged, so that theirs go along."""
-    recorder.batch_size = 1  # what a hook logs belongs to no batch
+    """An evaluation's batches between its hooks, whose logs are then exchanged with the batches' own."""
+    recorder.batch_size = 1  # a hook's logs belong to no batch
     for hook in hooks.on_evaluation_begin:
         hook(info)
     yield from batches
@@ -302,7 +302,7 @@ def _has_compiled_parts(model: nn.Module) -> bool:
 
 @contextmanager
 def _buffers_of_rank_0(model: nn.Module) -> Iterator[None]:
-    """All ranks have rank 0's buffers meanwhile: those of a rank are its own where DDP doesn't broadcast them."""
+    """Give all ranks rank 0's buffers for a while: where DDP doesn't broadcast them, they differ."""
     buffers = list(model.buffers())
     kept = [buffer.clone() for buffer in buffers] if distributed.get_rank() else []
     for buffer in buffers:

@@ -1,4 +1,4 @@
-"""Where a loop's runs take place: mode, devices and nodes, from what the loop and ``fit`` were given."""
+"""The mode, devices and nodes of a loop's runs, from the arguments of the loop and of ``fit``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Site", "as_launched", "check_backend", "check_rendezvous_point", "se
 
 @dataclass(frozen=True)
 class Site:
-    """Where runs take place: settled when the loop is made, and anew by each ``fit``."""
+    """The mode, devices and nodes of runs: decided when the loop is made, and again by each ``fit``."""
 
     mode: str
     """``'single'``, ``'dp'`` or ``'ddp'``."""
@@ -37,14 +37,14 @@ class Site:
 def settled(
     options: Options, num_gpus: Any = None, on_gpu: Any = None, num_nodes: int = 1, *, select: bool = False
 ) -> Site:
-    """Where the following runs are.
+    """The site of the next runs.
 
     Parameters
     ----------
     options : Options
-        What the loop was given.
+        The loop's arguments.
     num_gpus, on_gpu, num_nodes
-        What ``fit`` was given.
+        The arguments of ``fit``.
     select : bool
         With ``auto_select_gpus``: on GPUs that are free now, which are then leased.
     """
@@ -52,7 +52,7 @@ def settled(
     if select and options.auto_select_gpus and isinstance(options.devices, (int, str)):
         if found[0].type != "cuda":
             raise ConfigurationError("auto_select_gpus=True: there is no GPU to select from here. Leave it out.")
-        everything = str(options.devices).strip().lower() in ("auto", "-1")  # all that are free, then
+        everything = str(options.devices).strip().lower() in ("auto", "-1")  # then: all that are free
         wanted = -1 if everything and options.gpu_mode != "single" else len(found)
         found = [torch.device("cuda", i) for i in find_usable_cuda_devices(wanted)]
     devices = devices_under(options.quota, found, options.devices)
@@ -60,15 +60,15 @@ def settled(
 
 
 def as_launched(site: Site, asked: Any, here: Rank) -> Site:
-    """Where the processes are that torchrun or Slurm started; they have decided how many there are.
+    """The site of processes that torchrun or Slurm started; these decide on their number.
 
     Parameters
     ----------
     site : Site
     asked : int, str or sequence of int
-        ``devices``, as the loop was given them.
+        The loop's argument ``devices``.
     here : Rank
-        This process among them.
+        This process.
 
     Warns
     -----
@@ -92,7 +92,7 @@ def as_launched(site: Site, asked: Any, here: Rank) -> Site:
 def devices_for(
     mode: str, accelerator: Any, devices: Any, num_gpus: Any = None, on_gpu: Any = None
 ) -> list[torch.device]:
-    """Devices of a run on one node: what the loop was given, changed by what ``fit`` was given.
+    """Devices of a run on one node: those of the loop, changed by the arguments of ``fit``.
 
     ``num_gpus=torch.cuda.device_count()`` is the documented call and must work on a machine without GPUs too, where it
     is 0: there it trains on the CPU, with one warning.
@@ -142,7 +142,7 @@ def devices_for(
 
 
 def check_rendezvous_point(num_nodes: int, node_rank: Any, init_method: Any) -> None:
-    """Several nodes need an address that all of them know."""
+    """Refuse several nodes without an address that all of them know."""
     from trainloop.launch import joined
 
     check_num_nodes(num_nodes)
@@ -169,7 +169,7 @@ def check_rendezvous_point(num_nodes: int, node_rank: Any, init_method: Any) -> 
 
 
 def check_backend(backend: Any) -> str | None:
-    """A process group's backend that this torch has."""
+    """Return the process group's backend; refuse one that this torch lacks."""
     if backend is None:
         return None
     names = [*(name.lower() for name in torch.distributed.Backend.backend_list if name != "undefined")]

@@ -1,4 +1,4 @@
-"""A training as data: what a checkpoint holds, and how another run goes on from it."""
+"""A training as data, for checkpoints: made from one run, loaded by another."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def checkpoint_state(run: Training) -> dict[str, Any] | None:
     run.gradients.check_alike()
     mine = {
         **rank_state(run, plain),
-        # For thousands of ranks: what is small, and what all have in common once.
+        # There may be thousands of ranks: each one's part is small, and what all have in common is there once.
         "rng": rng.packed(),
         "metrics": run.recorder.state_dict(once=True),
         "ends": [tuple(end) for end in loop.ends],
@@ -106,7 +106,7 @@ def common_state(run: Training) -> dict[str, Any]:
 
 
 def rank_state(run: Training, kept: Callable[[Any, str], Any]) -> dict[str, Any]:
-    """The part that is each rank's own; ``kept`` is called with what the user's loader says of itself."""
+    """The part that is each rank's own; ``kept`` is called with the user's loader's state."""
     return {
         "rng": rng.capture(),
         "feed": run.feed.state_dict(kept),
@@ -116,7 +116,7 @@ def rank_state(run: Training, kept: Callable[[Any, str], Any]) -> dict[str, Any]
 
 
 def callback_states(loop: TrainLoop[Any]) -> list[dict[str, Any]]:
-    """What each callback says to be its state, under the names by which another run finds it."""
+    """Each callback's state, under the name by which another run finds it."""
     return [
         {"name": callback.callback_name, "type": type(callback).__name__, "state": callback.state_dict()}
         for callback in loop.callbacks
@@ -198,7 +198,7 @@ def load_checkpoint_state(run: Training, state: dict[str, Any]) -> None:
     _load_parts(loop, state)
     if run.place.scaler.is_enabled() and state["scaler"]:
         run.place.scaler.load_state_dict(state["scaler"])
-    # What on_train_begin has logged again.
+    # on_train_begin has logged these again
     run.recorder.drop({*state["history"]["values"], *(name for saved in ranks for name in saved["metrics"])})
     run.history_epoch = place["epoch"]
     run.start_epoch, run.start_iteration = place["start_epoch"], place["start_iteration"]
@@ -211,7 +211,7 @@ def load_checkpoint_state(run: Training, state: dict[str, Any]) -> None:
         run.recorder.load_state_dict(mine["metrics"])
         rng.restore(mine["rng"])
     else:
-        # Sums over ranks stay right wherever the parts are; randomness starts anew, at a place of its own.
+        # Sums over ranks don't depend on which rank has which part; each new rank gets random numbers of its own.
         if loop.rank == 0:
             own, *others = (saved["metrics"] for saved in ranks)
             run.recorder.load_state_dict(own, others)
@@ -220,13 +220,13 @@ def load_checkpoint_state(run: Training, state: dict[str, Any]) -> None:
 
 
 def took_up_finished(loop: TrainLoop[Any], state: dict[str, Any]) -> bool:
-    """Become what a training left that has ended, in the calling process and without running; False for any other."""
+    """Load a training that has ended, in the calling process, without running; False for any other checkpoint."""
     from trainloop.launch import joined
 
     why = nothing_left(loop, state)
     if why:
         _load_parts(loop, state)
-        # A callback may have put the weights back that training would go on from.
+        # A callback may have replaced the weights by those from which training would go on.
         loop.model.load_state_dict(state["model"])
         load_carried_state(loop.model, [saved.get("carried", {}) for saved in state["ranks"]], 0, len(state["ranks"]))
         loop.scaler_state = state["scaler"]
@@ -240,7 +240,7 @@ def took_up_finished(loop: TrainLoop[Any], state: dict[str, Any]) -> bool:
 
 
 def _load_parts(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
-    """What is the loop's own, whether or not it runs."""
+    """Load the parts of the loop itself, running or not."""
     loop.model.load_state_dict(state["model"])
     if isinstance(loop.criterion, nn.Module) and state["criterion"]:
         loop.criterion.load_state_dict(state["criterion"])

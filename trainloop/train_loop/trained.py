@@ -1,4 +1,4 @@
-"""Which modules and parameters train, the same on all ranks; and whether the weights still are."""
+"""Watch that the same modules and parameters train on all ranks, and that the weights stay equal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _rendezvous = itertools.count()  # of this process, so that no two of one proces
 
 
 class TrainedParameters:
-    """What a rank of ``ddp`` trains, watched for parameters that are frozen, unfrozen or added while it trains.
+    """The parameters that a rank of ``ddp`` trains; notices when some are frozen, unfrozen or added.
 
     DDP averages the gradients of those parameters that required one when it was made. The loop wraps anew when that
     changes: at an epoch's begin ranks compare notes; within an epoch a rank looks at its own parameters before each
@@ -59,7 +59,7 @@ class TrainedParameters:
         self.note()
 
     def note(self) -> None:
-        """Take what trains now for what is wrapped."""
+        """Remember the parameters that train now as those of the wrapper."""
         self._named = dict(self._model.named_parameters())
         self._parameters = list(self._named.values())
         self._flags = [p.requires_grad for p in self._parameters]
@@ -70,7 +70,7 @@ class TrainedParameters:
         return [p.requires_grad for p in self._parameters] != self._flags
 
     def agree(self) -> bool:
-        """At an epoch's begin: whether what trains has changed, on all ranks alike. Collective.
+        """At an epoch's begin: whether the trained parameters changed, on all ranks alike. Collective.
 
         Raises
         ------
@@ -97,7 +97,7 @@ class TrainedParameters:
         if world_size == 1:
             return
         names = [name for name, p in self._named.items() if p.requires_grad or p.grad is not None]
-        # Through the store the ranks met at: an exchange would get mixed up with the one a rank without a change is in.
+        # Through the process group's store: a collective could meet another one, on a rank that saw no change.
         store = dist.distributed_c10d._get_default_store()
         keys = [f"trainloop/trained/{number}/{other}" for other in range(world_size)]
         store.set(keys[rank], "\n".join(names))
@@ -117,7 +117,7 @@ class TrainedParameters:
             _raise_unequal(everyone)
 
     def reduce_beside(self) -> None:
-        """Average the gradients that DDP knows nothing of: the criterion's, and of what was unfrozen in this step."""
+        """Average the gradients outside of DDP: the criterion's, and those of parameters unfrozen in this step."""
         late = [p for p in self._frozen if p.grad is not None]
         if late:
             self.meet()
@@ -125,9 +125,9 @@ class TrainedParameters:
             reduce_gradients([*self._beside, *late])
 
     def check_alike(self, wrapper: Any) -> None:
-        """That all ranks have the same weights, bit for bit. Collective; one exchange of an integer.
+        """Check that all ranks have the same weights, bit for bit. Collective; one exchange of an integer.
 
-        Nothing is checked where the user's communication hook may let ranks differ for a while (local SGD).
+        Not with a communication hook of the user's, which may let ranks differ for a while (local SGD).
 
         Raises
         ------
@@ -217,7 +217,7 @@ def begin_training(model: nn.Module, kept: Sequence[nn.Module] = ()) -> list[nn.
         Where it is in evaluation mode as a whole, as a loaded model may be, that says nothing about its parts: all of
         them train, but for ``kept``.
     kept : sequence of nn.Module
-        What the last call returned.
+        The modules that the last call returned.
 
     Notes
     -----
@@ -240,7 +240,7 @@ def begin_training(model: nn.Module, kept: Sequence[nn.Module] = ()) -> list[nn.
 
 
 def about_eval_mode(model: nn.Module, kept: Sequence[nn.Module]) -> str:
-    """A line that names the modules which don't train: some libraries hand their models out in evaluation mode."""
+    """A line that names modules in evaluation mode: some libraries return their models so."""
     found = {id(module) for module in kept}
     names = [name for name, module in model.named_modules() if id(module) in found]
     whole = [name for name in names if name.rpartition(".")[0] not in names]
@@ -252,7 +252,7 @@ def about_eval_mode(model: nn.Module, kept: Sequence[nn.Module]) -> str:
 
 
 def training_flags(model: nn.Module) -> dict[str, dict[str, bool]]:
-    """Which parameters require gradients, and which modules are in training mode, by name."""
+    """By name, whether each parameter requires gradients and each module is in training mode."""
     return {
         "requires_grad": {name: p.requires_grad for name, p in model.named_parameters()},
         "training": {name: module.training for name, module in model.named_modules()},
@@ -260,7 +260,7 @@ def training_flags(model: nn.Module) -> dict[str, dict[str, bool]]:
 
 
 def changed_flags(before: Mapping[str, Mapping[str, bool]], model: nn.Module) -> dict[str, dict[str, bool]]:
-    """Those of :func:`training_flags` that are not as they were."""
+    """The flags of :func:`training_flags` that have changed."""
     return {
         kind: {name: flag for name, flag in flags.items() if before[kind].get(name, flag) != flag}
         for kind, flags in training_flags(model).items()
@@ -268,7 +268,7 @@ def changed_flags(before: Mapping[str, Mapping[str, bool]], model: nn.Module) ->
 
 
 def set_flags(model: nn.Module, flags: Mapping[str, Mapping[str, bool]]) -> None:
-    """The inverse: change what was changed."""
+    """Set the flags that :func:`changed_flags` returned."""
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
     for name, flag in flags.get("requires_grad", {}).items():
         if name in parameters:

@@ -8,7 +8,7 @@
         step                     the optimizers' step
         _finish_epoch            logs, history, validation
 
-Two kinds of steps are done otherwise: :mod:`~trainloop.train_loop.closure` for an optimizer that evaluates the loss as
+There are two other kinds of steps: :mod:`~trainloop.train_loop.closure` for an optimizer that evaluates the loss as
 often as it likes, :mod:`~trainloop.train_loop.alternating` for a ``get_loss`` that yields its losses.
 """
 
@@ -110,7 +110,7 @@ class Training(Run):
                         self._finish_epoch()
                         ended_by |= self._agree_at_epoch_end()
                 self._finish(ended_by)
-            self.place.share_buffers()  # where ranks were started by others, each has a model to return
+            self.place.share_buffers()  # under torchrun each rank returns a model
         except BaseException as exception:
             progress.end_epoch()
             self._tell_exception(exception)
@@ -158,19 +158,19 @@ class Training(Run):
         return self.start_iteration + self.loop.num_iterations if self.loop.num_iterations else math.inf
 
     def is_done(self) -> bool:
-        """Whether nothing is left to do but for the end: no step, and no epoch that a state taken up lies in."""
+        """Whether only the end is left: no step, and no rest of an epoch from a loaded state."""
         if self.loop.num_epochs:
             return self.loop.epoch >= self.start_epoch + self.loop.num_epochs
-        # One that was made after the last iteration has the end of its epoch before it.
+        # A state from after the last iteration may still need the end of its epoch.
         return self.loop.total_iteration_idx >= self._last_iteration and not self.skip_steps
 
     def _finish(self, ended_by: int) -> None:
-        """As planned or by early stopping: test and last hooks. By a signal: a checkpoint where one is wanted."""
+        """End the training. As planned or by early stopping: test and last hooks; by a signal: maybe a checkpoint."""
         loop = self.loop
         if not ended_by & ~EARLY_STOP:
             if ended_by:
                 self._tell_end()
-            self.history_epoch = max(loop.epoch - 1, 0)  # of the last epoch, which an earlier run may have finished
+            self.history_epoch = max(loop.epoch - 1, 0)  # the last epoch's, which an earlier run may have finished
             if loop.end_auto_eval and loop.test_loader is not None:
                 self.evaluate(loop.test_loader, "test_loader", "test", losses_into_history=True)
             self._call_in_turn("on_train_end")
@@ -188,7 +188,7 @@ class Training(Run):
         self._tell_exception(KeyboardInterrupt() if ended_by & INTERRUPT else SystemExit(143))
 
     def _tell_end(self) -> None:
-        """Print who ended training; what only one rank knows, such as the time, is known to it alone."""
+        """Print who ended training; a reason may be known to one rank only, as a time limit is."""
         loop = self.loop
         everyone = [loop.ends] if self.gather is None else self.gather(loop.ends)
         ends = list(dict.fromkeys(End(*end) for theirs in everyone for end in theirs))
@@ -196,7 +196,7 @@ class Training(Run):
             print(described(ends, loop.epoch), flush=True)
 
     def _tell_exception(self, exception: BaseException) -> None:
-        if self.gather is None:  # the others' values can't be had any more
+        if self.gather is None:  # the other ranks' values are out of reach
             with suppress(Exception):
                 self.flush_logs()
         with self._recording_alone():
@@ -243,8 +243,8 @@ class Training(Run):
         return self._at_most_to_the_last(steps) if loop.num_iterations else steps
 
     def _at_most_to_the_last(self, steps: Iterator[StepBatches]) -> Iterator[StepBatches]:
-        """The steps, the last one cut to the batches that are left; where these are uneven, it is finished."""
-        if self.loop.total_iteration_idx >= self._last_iteration:  # an epoch that is only to be finished
+        """The steps, with the last one cut to the batches that are left; one of uneven batches is not cut."""
+        if self.loop.total_iteration_idx >= self._last_iteration:  # only the epoch's end is left
             return
         for step in steps:
             left = int(self._last_iteration) - self.loop.total_iteration_idx
@@ -279,14 +279,15 @@ class Training(Run):
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def backward(self, step: StepBatches, *, first: bool = True, wants_loss: bool = False) -> Tensor | None:
-        """Forward and backward for each micro-batch, gradients reduced; the last ``on_batch_end`` is left to the step.
+        """Forward and backward for each micro-batch, then reduce gradients; :meth:`step` calls the last
+        ``on_batch_end``.
 
         Parameters
         ----------
         step : StepBatches
             This rank's micro-batches.
         first : bool
-            Not a repetition, so that hooks are called, batches counted and losses recorded.
+            False for a repetition: it calls no hooks, counts no batches and records no losses.
         wants_loss : bool
             Return the step's loss over all micro-batches and ranks, the same on every rank.
         """
@@ -338,7 +339,7 @@ class Training(Run):
         hooks = self.hooks
         for hook in hooks.on_batch_end if i else ():  # of the micro-batch before
             hook()
-        # From its first hook on; where a rank has no batch, what its hooks log weighs nothing.
+        # Before the first hook. On a rank without a batch, logs of hooks weigh nothing.
         self.recorder.batch_size = size
         self.loop.total_iteration_idx += 1
         self.epoch_batches += 1
@@ -348,7 +349,7 @@ class Training(Run):
             self.gradients.follow_at_step_begin()
 
     def step(self) -> None:
-        """The optimizers' step, and what follows it."""
+        """Step the optimizers and drop gradients; then the hooks of a step's end."""
         gradients = self.gradients
         gradients.show_and_clip(enumerate(gradients.optimizers), gradients.parameters)
         gradients.take_steps(gradients.optimizers)
@@ -373,7 +374,7 @@ class Training(Run):
         return {**loss, **self.recorder.bar_values()}
 
     def _record_epoch(self, *, late: bool = False) -> None:
-        """What was logged since the epoch began (``late``: since this was called) into the history. Collective."""
+        """Put the logs since the epoch's begin (``late``: since the last call) into the history. Collective."""
         history = self.loop.history
         end = self.recorder.finish_epoch(history.take_own(), late=late)
         self.publish(end.steps)
@@ -407,7 +408,7 @@ class Training(Run):
 
     @contextmanager
     def _recording_alone(self) -> Iterator[None]:
-        """What this rank logs goes into its history without an exchange: the others may be gone."""
+        """Record this rank's logs into its own history, without an exchange: the other ranks may be gone."""
         recorder = Recorder(rank=self.loop.rank, on_step=False)
         with self.listening(recorder):
             yield

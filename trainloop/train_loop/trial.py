@@ -1,4 +1,4 @@
-"""A loop beside the loop: copies of what it trains, to try something out and leave no trace."""
+"""Try out a loop on copies of its model and optimizer, and leave no trace."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def first_batch(loader: Any) -> Any:
 
 
 def trial_of(loop: TrainLoop[Any], train_loader: Any = None) -> TrainLoop[Any]:
-    """A loop with copies of what this one trains, that runs where it runs, shows nothing and evaluates nothing."""
+    """A silent loop with copies of this one's model and optimizer, on the same devices, without evaluation."""
     model, optimizer, criterion = copies(loop)
     trial = TrainLoop(
         model,
@@ -86,7 +86,7 @@ def trial_of(loop: TrainLoop[Any], train_loader: Any = None) -> TrainLoop[Any]:
 
 @contextmanager
 def untouched(loop: TrainLoop[Any]) -> Iterator[None]:
-    """What is drawn inside, from the global generators and the loader's own, is as if it hadn't been."""
+    """Restore the global generators, and the loader's own, at the end."""
     loader = loop.train_loader
     parts = (loader, getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
     generators = {id(g): g for part in parts if isinstance(g := getattr(part, "generator", None), torch.Generator)}

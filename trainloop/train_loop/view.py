@@ -28,8 +28,7 @@ __all__ = ["LoopView"]
 class LoopView:
     """The part of a :class:`~trainloop.TrainLoop` that callbacks read, and write to: its state, its history, its logs.
 
-    It is what is left of a run when it is over, and goes to ranks and back; what exists only while one is there is
-    :attr:`running`.
+    It outlasts runs, and goes to ranks and back; :attr:`running` is the present run.
     """
 
     model: Any
@@ -85,7 +84,7 @@ class LoopView:
 
     @property
     def device(self) -> torch.device:
-        """Where this process trains; in the caller of ``ddp``, the first rank's device."""
+        """The device on which this process trains; in the caller of ``ddp``, the first rank's."""
         return self.running.place.device if self.running is not None else self.site.devices[0]
 
     @property
@@ -121,7 +120,7 @@ class LoopView:
             self._note_end(end)
 
     def end_training(self, callback: AbstractCallback, reason: str = "") -> None:
-        """What :meth:`AbstractCallback.end_training` calls; see there."""
+        """See :meth:`AbstractCallback.end_training`, which calls it."""
         self._note_end(End(type(callback).__name__, callback.callback_name, reason))
         self.asked_to_end = True
 
@@ -184,7 +183,7 @@ class LoopView:
         Raises
         ------
         ConfigurationError
-            As there; and where nothing is running, so that there is no epoch it could belong to.
+            As :meth:`trainloop.TTModel.log`; and if nothing is running, so that the value would belong to no epoch.
         """
         run = self.running
         if run is None or run.sink is None:
@@ -220,8 +219,8 @@ class LoopView:
     if not TYPE_CHECKING:  # with it, every name would be right
 
         def __getattr__(self, name: str) -> Any:
-            """What the loop has not: an error, with the name it has here where other libraries' loops have such."""
-            if hasattr(type(self), name):  # a property that raised: its own error is the one to show
+            """Raise for a missing attribute, with a hint if another library's loop has it."""
+            if hasattr(type(self), name):  # a property raised: show its own error
                 return object.__getattribute__(self, name)
             kind = type(self).__name__
             raise AttributeError(f"{kind!r} object has no attribute {name!r}{attribute_hint(name)}")
