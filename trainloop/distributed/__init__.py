@@ -7,12 +7,12 @@ order.
 
 Objects and CPU tensors go through Gloo, so that no exchange of a few bytes waits for a GPU. Where the default
 process group can't take CPU tensors (``init_process_group('nccl')``), one Gloo group is made beside it, at the
-first exchange, and kept for as long as that default group lives. Tensors on a GPU go through the default group's
-own backend for that device where it has one, by way of the CPU where it hasn't.
+first exchange, and kept for as long as that default group lives. GPU tensors go through the default group's backend for
+that device, or through the CPU if it has none.
 
 * ``ranks.py``: who is who
 * ``objects.py``: objects and ints, over the CPU
-* ``wire.py``, ``key.py``: whose message it is
+* ``wire.py``, ``key.py``: messages that prove their sender
 * ``encoding.py``, ``columns.py``: objects as bytes that hold no code
 * ``tensors.py``: nested tensors and numbers
 """

@@ -1,4 +1,4 @@
-"""How a column of each kind of plain data is written and read; see :mod:`trainloop.distributed.encoding`.
+"""Write and read a column of each kind of plain data; see :mod:`trainloop.distributed.encoding`.
 
 Each kind has ``write(writer, values, depth)`` and ``read(reader, count, depth)``, and a number in ``CODECS``.
 """
@@ -30,11 +30,11 @@ _COMPRESSED = {
 
 
 class NotPlain(TypeError):
-    """The value holds something that is no plain data."""
+    """The value holds something else than plain data."""
 
 
 class Malformed(ValueError):
-    """The bytes are not what :func:`~trainloop.distributed.encoding.encode` writes."""
+    """The bytes do not come from :func:`~trainloop.distributed.encoding.encode`."""
 
 
 def accelerators() -> list[str]:
@@ -101,7 +101,7 @@ def _write_str(w: Writer, values: list[Any], depth: int) -> None:
 def _read_str(r: Reader, count: int, depth: int) -> list[Any]:
     text = r.text()
     lengths = r.numbers(count, "<i8")
-    if count and (lengths.min() < 0 or lengths.max() > len(text)):  # so that their sum can't wrap
+    if count and (lengths.min() < 0 or lengths.max() > len(text)):  # so that the sum of them can't overflow
         raise Malformed("a text's length")
     ends = np.cumsum(lengths).tolist()
     return [text[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
@@ -126,7 +126,7 @@ def _write_sequence(w: Writer, values: list[Any], depth: int) -> None:
 
 
 def _write_items(w: Writer, items: list[Any], rows: int, depth: int) -> None:
-    """Items of rows of one length position by position, since there they are mostly of one kind: (name, number)."""
+    """Write items of equally long rows position by position: those at one position are mostly of one kind."""
     width = len(items) // rows if rows > 1 and len(items) % rows == 0 else 0
     by_position = 1 < width <= 64 and len(set(map(type, items))) > 1
     w.parts.append(bytes([by_position]))
@@ -160,7 +160,7 @@ def _write_dict(w: Writer, values: list[Any], depth: int) -> None:
 
 
 def _all_text(rows: list[list[Any]]) -> bool:
-    """Whether equal means the same: 1 == True, and a tensor's comparison is a tensor."""
+    """Whether all are texts, for which equality means the same (1 == True, and comparing tensors gives a tensor)."""
     return set(map(type, itertools.chain.from_iterable(rows))) == {str}
 
 
@@ -205,10 +205,10 @@ def _read_named_tuple(r: Reader, count: int, depth: int) -> list[Any]:
 
 
 def _loaded(module: str, name: str) -> Any:
-    """What a loaded module holds under a dotted name; looked up without calling anything of it."""
+    """The object of a dotted name in a loaded module, looked up without calling any of its code."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
-        if isinstance(found, types.ModuleType):  # past the __getattribute__ of one that loads when it is asked
+        if isinstance(found, types.ModuleType):  # a lazy module's __getattribute__ would load it
             found = object.__getattribute__(found, "__dict__").get(part)
         else:
             found = type.__getattribute__(found, "__dict__").get(part) if isinstance(found, type) else None
@@ -265,7 +265,7 @@ def _write_dtype(w: Writer, dtype: np.dtype[Any], depth: int) -> None:
     if dtype.hasobject or dtype.metadata or dtype.itemsize == 0:
         raise NotPlain(f"of dtype {dtype}")
     description = np.lib.format.dtype_to_descr(dtype)
-    if np.lib.format.descr_to_dtype(description) != dtype:  # another library's own dtypes are told as bytes
+    if np.lib.format.descr_to_dtype(description) != dtype:  # another library's dtype arrives as bytes
         raise NotPlain(f"of dtype {dtype}")
     if isinstance(description, str):
         w.text(description)
@@ -296,7 +296,7 @@ def _write_tensor(w: Writer, values: list[Any], depth: int) -> None:
         w.shapes([value.shape for value in values])
         for value in values:
             flat = value.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
-            if flat.stride(-1) != 1:  # a single number out of many counts as contiguous all the same
+            if flat.stride(-1) != 1:  # torch calls a single element contiguous, even one out of many
                 flat = flat.clone(memory_format=torch.contiguous_format)
             w.memory(flat.view(torch.uint8).numpy())
         return
@@ -325,13 +325,13 @@ def _read_tensor(r: Reader, count: int, depth: int) -> list[Any]:
         for shape in r.shapes(count):
             data = r.numbers(
                 _size_of(shape) * dtype.itemsize, "u1"
-            ).copy()  # aligned, which a part of bytes need not be
+            ).copy()  # aligned, which a slice of bytes may not be
             tensors.append(
                 torch.from_numpy(data).view(dtype).reshape(shape) if len(data) else torch.empty(shape, dtype=dtype)
             )
     else:
         for parts in r.column(count, depth + 1):
-            # Their invariants are checked: an index beyond the values would read elsewhere in memory, later.
+            # Check the invariants: an index out of range would later read other memory.
             if layout == str(torch.sparse_coo):
                 indices, values, size, coalesced = parts
                 sparse = torch.sparse_coo_tensor(indices, values, size, is_coalesced=coalesced, check_invariants=True)

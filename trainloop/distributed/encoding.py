@@ -1,11 +1,12 @@
-"""Values as bytes without code: reading them builds data, and calls nothing that the bytes name.
+"""Encode values as bytes that hold no code: reading them builds data, and calls nothing that they name.
 
 A pickle is a program: whoever may write one runs code in the process that reads it. Here the bytes hold numbers, text,
-containers, arrays and tensors, and what they say of themselves (lengths, shapes, dtypes) is checked before it is used.
-Of classes there are named tuples only: found among those that are loaded, and built as tuples, past their own code.
+containers, arrays and tensors; lengths, shapes and dtypes are checked before use. Named tuples are the only classes:
+looked up among loaded ones, and built as tuples without running their code.
 
-Values lie in columns: those of one kind in a list become one array of numbers, one text and so on, at every depth. A
-million rows of ragged lists cost a few calls and not a few millions, and the bytes of arrays are copied once each way.
+Values are stored in columns: at every depth, the values of one kind in a list become one array of numbers, one text and
+so on. A million rows of ragged lists cost a few calls and not a few millions, and the bytes of arrays are copied once
+each way.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ def encode(value: Any) -> bytearray:
 
 
 def decode(data: memoryview, *, trusted: bool = False) -> Any:
-    """What :func:`encode` was given; tensors of an accelerator are on this process's current one of that type.
+    """The inverse of :func:`encode`; an accelerator's tensors go to this process's current device of that type.
 
     Parameters
     ----------
     data : memoryview
         Of bytes.
     trusted : bool
-        Whether it is known who wrote them: then a named tuple's module may be imported.
+        Whether the writer is known, so that a named tuple's module may be imported.
 
     Raises
     ------
@@ -65,7 +66,7 @@ def decode(data: memoryview, *, trusted: bool = False) -> Any:
         (value,) = reader.column(1, 0)
     except Malformed:
         raise
-    except Exception as error:  # numpy's or torch's own, over sizes that contradict each other
+    except Exception as error:  # from numpy or torch, for sizes that contradict each other
         raise Malformed(f"{type(error).__name__}: {error}") from error
     if reader.left:
         raise Malformed(f"{reader.left} bytes too many")
@@ -98,8 +99,8 @@ class Writer:
         self.numbers(list(itertools.chain.from_iterable(shapes)), "<i8")
 
     def column(self, values: list[Any], depth: int) -> None:
-        """Values of any kinds: each kind together, after the order in which they follow each other."""
-        if depth > _MAX_DEPTH:  # or it holds itself
+        """Write values of any kinds: first the order of kinds, then each kind's values together."""
+        if depth > _MAX_DEPTH:  # or the value holds itself
             raise NotPlain("nested too deeply")
         found: dict[Any, int] = {}
         types = set(map(type, values))
@@ -123,7 +124,7 @@ class Writer:
         code = _CODES.get(base, NAMED_TUPLE)
         places: dict[int, int] = {}
         if code in _CONTAINERS and len(values) > 1:
-            # A list that stands in many places stands here once: else what pickles in no time may never end.
+            # A list that occurs in many places is written once: otherwise a small value could take forever.
             order = [places.setdefault(id(value), len(places)) for value in values]
         if 0 < len(places) < len(values):
             self.parts.append(bytes([code | _REPEATED]))
@@ -137,7 +138,7 @@ class Writer:
 
 
 class Reader:
-    """The way back. Every value costs a byte at least, so that few bytes can't ask for much memory."""
+    """Reads what a :class:`Writer` wrote. Every value takes at least a byte, so few bytes can't claim much memory."""
 
     def __init__(self, data: memoryview, trusted: bool) -> None:
         self._data = data
@@ -212,7 +213,7 @@ def _too_many(kinds: dict[Any, int]) -> bytes:
 
 
 def _kind_of(value: Any) -> Any:
-    """What values that may stand in one column have in common: the type, and the dtype of what has one."""
+    """The kind of a value, by which values share a column: its type, and the dtype if it has one."""
     kind = type(value)
     if kind is np.ndarray:
         return kind, value.dtype

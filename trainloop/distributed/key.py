@@ -1,9 +1,9 @@
-"""The run's key: by it a rank knows that bytes come from another rank of its own run.
+"""The run's key, by which a rank knows that bytes come from another rank of its run.
 
-Ranks that :func:`trainloop.launch.launch` starts on one host get a random key of their run, with all else that they are
-told, through a pipe that no other user can read. Other ranks of one host, those of torchrun for instance, take it from
-rank 0's memory, by a descriptor that the kernel opens to the same user only. Ranks on several hosts have one where
-``TRAINLOOP_KEY`` is set: the key itself, or the path of a file that all of them can read.
+Ranks that :func:`trainloop.launch.launch` starts on one host get a random key with their other arguments, through a
+pipe that no other user can read. Other ranks of one host, those of torchrun for instance, take it from rank 0's memory,
+by a descriptor that the kernel opens to the same user only. Ranks on several hosts have one where ``TRAINLOOP_KEY`` is
+set: the key itself, or the path of a file that all of them can read.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def new_key() -> bytes:
 
 
 def set_run_key(key: bytes | None) -> None:
-    """Take this process's key; called once, before its process group exists."""
+    """Set this process's key; called once, before its process group exists."""
     global _of_this_run
     _of_this_run = key
 
 
 def run_key() -> bytes | None:
-    """This process's key: the one that it was given, else the environment's; ``None`` where there is none."""
+    """This process's key: the one that was set, else the environment's; ``None`` if there is none."""
     return _of_this_run if _of_this_run is not None else key_from_environment()
 
 
@@ -82,10 +82,10 @@ def _read(path: str) -> str:
 
 
 class SharedKey:
-    """A key that processes of one user on one host share, and nobody else: in a file without a name.
+    """A key in an unnamed file, for the processes of one user on one host.
 
-    Where it is may be told to anybody. Another user's process can't open it, and can't put one of its own in its place,
-    since whose file it is, and of which name, is checked.
+    Its place is no secret: another user's process can't open the file, and can't offer one of its own, as owner and
+    name are checked.
     """
 
     _NAME = "trainloop-key"
@@ -102,13 +102,13 @@ class SharedKey:
         return os.getpid(), self._fd
 
     def close(self) -> None:
-        """Forget the file; who opened it before has the key."""
+        """Close the file; processes that opened it before have the key."""
         if self._fd >= 0:
             os.close(self._fd)
 
     @classmethod
     def open(cls, place: tuple[int, int]) -> bytes | None:
-        """The key in that place; ``None`` if there is none of this user's: another host, another container."""
+        """Read the key at a place; ``None`` if this user has none there, as on another host or in another container."""
         path = f"/proc/{place[0]}/fd/{place[1]}"
         try:
             if os.readlink(path) != f"/memfd:{cls._NAME} (deleted)":

@@ -51,7 +51,7 @@ def _session() -> Session:
 
 
 def _gather_bytes(call: str, form: int, body: bytes | bytearray) -> list[tuple[Message, memoryview]]:
-    """Message of every rank, on every rank. Returns once all ranks have called it, hence also a barrier."""
+    """Every rank's message, on every rank. It returns once all ranks have called it, so it is also a barrier."""
     world_size, group, session = dist.get_world_size(), cpu_group(), _session()
     first = session.pack(call, form, body)
     firsts = torch.empty(world_size, BLOCK, dtype=torch.uint8)
@@ -98,7 +98,7 @@ def gather_object(obj: T) -> list[T]:
     UnpicklableError
         On every rank, where the object of any rank can't be sent.
     ConnectionError
-        If something else than a rank of this run has answered.
+        If the answer did not come from a rank of this run.
 
     Notes
     -----
@@ -143,7 +143,7 @@ def broadcast_object(obj: T, src: int = 0) -> T:
     UnpicklableError
         On every rank, where the object can't be sent.
     ConnectionError
-        If something else than rank ``src`` of this run has answered.
+        If the answer did not come from rank ``src`` of this run.
     """
     world_size = get_world_size()
     if not 0 <= src < world_size:
@@ -166,7 +166,7 @@ def broadcast_object(obj: T, src: int = 0) -> T:
 
 
 def gather_to(obj: T, dst: int = 0) -> list[T] | None:
-    """Every rank's object, on one rank: what is large, and needed there only.
+    """Every rank's object, on one rank only; for large objects.
 
     Collective: every rank calls it.
 
@@ -195,7 +195,7 @@ def gather_to(obj: T, dst: int = 0) -> list[T] | None:
     session, group, receives = _session(), cpu_group(), dist.get_rank() == dst
     form, body = encoded(obj, session)
     longest, refused = reduce_ints(np.array([len(body), form == Form.REFUSED], np.int64), "max").tolist()
-    if refused:  # of any rank: told to all of them
+    if refused:  # an error of any rank reaches all of them
         mine = form == Form.REFUSED
         for message, came in _gather_bytes("gather_to", form if mine else Form.RAW, body if mine else b""):
             if message.form == Form.REFUSED:
@@ -215,7 +215,7 @@ def gather_to(obj: T, dst: int = 0) -> list[T] | None:
 
 
 def _came(session: Session, rank: int, data: memoryview) -> Any:
-    """A rank's object, from its first block and the rest of its body."""
+    """Decode a rank's object from its first block and the rest of its body."""
     block = data[:BLOCK]
     message = session.unpack(rank, block, "gather_to")
     body = message.body
@@ -252,7 +252,7 @@ def exchange_ints(values: Sequence[int]) -> list[list[int]]:
 
 
 def reduce_ints(values: np.ndarray[Any, np.dtype[np.int64]], reduce: str) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Integers of all ranks, added up or the greatest of each, on every rank: as many bytes for any number of ranks.
+    """Sum or maximum over ranks of each integer, on every rank; takes the same number of bytes for any number of ranks.
 
     Collective: every rank calls it.
 

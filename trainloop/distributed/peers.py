@@ -1,8 +1,8 @@
-"""Who is at the other end of this process's connections, where that is on the same host.
+"""Find out which users are at the other ends of this process's connections, on the same host.
 
 Gloo's listeners are open to every user of the host, and its protocol asks nobody who they are: a process that connects
-before a rank does takes the rank's place, in gradients too. It has to stay connected for that, and the kernel knows
-whose each end of a local connection is. So the connections that came in while a process group was made are looked up.
+before a rank does takes the rank's place, in gradients too. It has to stay connected, and the kernel knows the owner of
+each end of a local connection. So the connections that came in while a process group was made are looked up.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class _Socket(NamedTuple):
 
 
 def owners_are_known() -> bool:
-    """Whether this host's kernel tells whose a connection is, so that :func:`no_strangers` can see anybody."""
+    """Whether this host's kernel tells the owners of connections, which :func:`no_strangers` needs."""
     return os.access("/proc/self/fd", os.R_OK) and any(os.access(table, os.R_OK) for table in _TABLES)
 
 
 @contextlib.contextmanager
 def no_strangers() -> Iterator[None]:
-    """Make a process group in this context: another user's connection to it is an error that says so.
+    """A context in which to make a process group: another user's connection to it raises an error that says so.
 
     Sees connections between processes of one host (of one network namespace) on Linux; does nothing elsewhere. The
     user's own servers, which listened before, may be connected to by anybody.
@@ -68,7 +68,7 @@ def _check(before: set[int], cause: Exception | None) -> None:
 
 
 def _strangers(own: set[int]) -> list[int]:
-    """Users, other than this process's, at the other ends of connections that listeners among these sockets took."""
+    """Other users that connected to the listeners among these sockets."""
     sockets = _sockets() if own else []  # once: the kernel takes some milliseconds to list them
     listeners = {_port(s.local) for s in sockets if s.state == _LISTEN and s.inode in own}
     owners = {(s.local, s.remote): s.uid for s in sockets}
@@ -104,7 +104,7 @@ def _sockets() -> list[_Socket]:
 
 
 def _address(text: str) -> str:
-    """IPv4 addresses that an IPv6 socket shows mapped as they are."""
+    """An address; one that an IPv6 socket shows as a mapped IPv4 address, as plain IPv4."""
     return text.removeprefix("0000000000000000FFFF0000")
 
 

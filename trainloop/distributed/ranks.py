@@ -1,4 +1,4 @@
-"""Who is who among the processes that train together."""
+"""Rank, local rank and world size of the processes that train together."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _OPS = {"mean": "SUM", "sum": "SUM", "min": "MIN", "max": "MAX"}
 
 
 class _Leaf(NamedTuple):
-    """One tensor of a nested value, as the other ranks need to know it: plain data."""
+    """The description of one tensor in a nested value, for the other ranks; plain data."""
 
     path: str
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class _Leaf(NamedTuple):
 
 
 def _map_leaves(value: Any, leaf: Callable[[Any, str], Any], path: str = "") -> Any:
-    """``value`` with ``leaf(item, path)`` in place of every item that is no container; None stays."""
+    """Replace every item of ``value`` that is no container by ``leaf(item, path)``; None stays."""
     if value is None:
         return None
     parts = parts_of(value)
@@ -75,12 +75,12 @@ def _leaves(value: Any) -> list[tuple[str, Tensor]]:
 
 
 def _rebuilt(value: Any, tensors: Iterator[Any]) -> Any:
-    """``value`` with the given items in place of its leaves, which come in the order of :func:`_leaves`."""
+    """Replace the leaves of ``value`` by the given items, in the order of :func:`_leaves`."""
     return _map_leaves(value, lambda _item, _path: next(tensors))
 
 
 class _Agreed(NamedTuple):
-    """What ranks know of one leaf of each other."""
+    """The description of one leaf on which the ranks agree."""
 
     dtype: torch.dtype
     """The common one."""
@@ -93,7 +93,7 @@ class _Agreed(NamedTuple):
 def _agreed(
     call: str, tensors: dict[str, Tensor], with_gradient: Collection[str] = (), *, rows_may_differ: bool = False
 ) -> dict[str, _Agreed]:
-    """What the exchange of each path is to be, in one order on all ranks.
+    """Agree on the exchange of each path, in the same order on all ranks.
 
     Raises, on every rank, where ranks called different functions or hold values of different structure or shape: the
     collectives below would hang or mix up memory.
@@ -113,7 +113,7 @@ def _agreed(
     first = int(rows_may_differ)
     forms = [[(leaf.path, leaf.shape[first:], leaf.has_gradient) for leaf in leaves] for _, leaves in everyone]
     if any(form != forms[0] for form in forms):
-        # Of values that are alike but for some leaves, show these only.
+        # If the values differ in a few leaves only, show just these.
         common = set.intersection(*(set(form) for form in forms))
         odd = [
             [str(leaf) for leaf, form in zip(leaves, rank_forms, strict=True) if form not in common]
@@ -136,7 +136,7 @@ def _agreed(
 
 
 def _everyone(own: tuple[str, list[_Leaf]] | str, call: str) -> list[tuple[str, list[_Leaf]]]:
-    """What each rank is about to exchange; a rank whose value can't be exchanged gives the reason (str) instead."""
+    """Every rank's description of its value; a rank whose value can't be exchanged gives the reason (str) instead."""
     everyone = gather_object(own)
     for rank, theirs in enumerate(everyone):
         if isinstance(theirs, str):
@@ -188,9 +188,9 @@ def all_gather(value: Any, *, concat: bool = False) -> Any:
 
     A tensor that requires a gradient gets the sum of the gradients that all ranks' losses have with respect to it: one
     all-reduce of the gathered tensor's size in the backward, which every rank must run. No factor is needed to train as
-    one process would on the global batch: be a rank's loss that of all gathered rows, or the mean over its own rows
-    against all, ``DistributedDataParallel`` divides the sum by the number of ranks. Give ``value.detach()`` where no
-    gradient is wanted, for metrics say.
+    one process would on the global batch: whether a rank's loss is that of all gathered rows, or the mean over its own
+    rows against all, ``DistributedDataParallel`` divides the sum by the number of ranks. Give ``value.detach()`` where
+    no gradient is wanted, for metrics say.
 
     Examples
     --------
@@ -227,7 +227,7 @@ def all_gather(value: Any, *, concat: bool = False) -> Any:
 def _exchanged(
     tensors: dict[str, Tensor], agreed: dict[str, _Agreed], paths: list[str], direct: bool
 ) -> dict[str, list[Tensor]]:
-    """Each rank's tensor of each path. One exchange for all, those dtypes too that backends don't know: as bytes."""
+    """Each rank's tensor of each path. One exchange for all, as bytes, so that any dtype works."""
     flat = [_routed(tensors[path], direct).to(agreed[path].dtype).reshape(-1).view(torch.uint8) for path in paths]
     world_size = dist.get_world_size()
     lengths = [
@@ -264,12 +264,12 @@ def _with_gradient(value: Any) -> dict[str, Tensor]:
 
 
 class _Flow(torch.autograd.Function):
-    """What was gathered, as a function of this rank's part."""
+    """Autograd function: the gathered tensors as a function of this rank's part."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, gathered: list[Tensor], where: slice, direct: bool) -> Tensor:
         ctx.shape, ctx.dtype, ctx.where, ctx.direct = own.shape, own.dtype, where, direct
-        return gathered[0]  # in a list, lest autograd take it for an input that is handed through
+        return gathered[0]  # in a list, so that autograd doesn't take it for an input passed through
 
     @staticmethod
     @once_differentiable

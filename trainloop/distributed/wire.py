@@ -1,10 +1,10 @@
-"""Messages between ranks: what a rank believes of the bytes that a socket gave it.
+"""Messages between ranks, checked before their content is used.
 
 A process of another user can take a rank's place at a Gloo connection, since listeners on loopback are open to every
-local user. So a message says whose it is and which in the run's order, and each of these is checked, before sizes are
-believed and long before anything is decoded. Where the run has a key (:mod:`trainloop.distributed.key`), a message
-carries HMACs of all that, under a key of this process group alone: it can be neither made, nor changed, nor repeated,
-nor sent back by who doesn't know the key. Only such messages may hold pickles.
+local user. So a message names its sender and its number, and both are checked before its size is used, and long before
+it is decoded. Where the run has a key (:mod:`trainloop.distributed.key`), a message carries HMACs of all that, under a
+key of this process group alone: without the key nobody can make, change, repeat or send back a message. Only such
+messages may hold pickles.
 
 ::
 
@@ -49,7 +49,7 @@ CALLS = ("the start", "gather_object", "broadcast_object", "exchange_ints", "bar
 
 
 class Form:
-    """How a body is written."""
+    """The encoding of a body."""
 
     RAW, PLAIN, PICKLE, REFUSED = range(4)
 
@@ -68,7 +68,7 @@ class Message:
 
 
 def encoded(obj: object, session: Session) -> tuple[int, bytes | bytearray]:
-    """The form and bytes of an object; where it can't be sent, those of the reason.
+    """The form and bytes of an object; if it can't be sent, those of the reason.
 
     Never raises: a rank that raised here would leave the others waiting in the exchange.
     """
@@ -122,7 +122,7 @@ class Session:
         self._number = 0
         self._largest = _memory_bytes()
         key, group_key = run_key(), None
-        # Nonces of all ranks go into the key: what was said in another group, or another run, is worth nothing here.
+        # Nonces of all ranks go into the key, so messages of another group or run are invalid here.
         hellos = _gathered(os.urandom(31) + bytes([key is not None]), group)
         with_key = [hello[-1] == 1 for hello in hellos]
         if any(have != with_key[0] for have in with_key):
@@ -154,7 +154,7 @@ class Session:
                 shared.close()
 
     def _confirm(self, group: dist.ProcessGroup | None) -> None:
-        """See that all have the same key, all of them now: later one might wait for another that has given up."""
+        """Check now, on all ranks, that all have the same key: later one might wait for another that has given up."""
         assert self.key is not None
         confirmations = _gathered(hmac.digest(self.key, b"c%d" % self._rank, "sha256"), group)
         for rank, confirmation in enumerate(confirmations):
@@ -198,16 +198,16 @@ class Session:
         return Message(rank=rank, call=call, form=form, size=size, tag=tag, body=body)
 
     def check_body(self, message: Message, block: memoryview, body: memoryview) -> None:
-        """See that a body that came in a second exchange is the one that was announced."""
+        """Check that the body of a second exchange is the one that was announced."""
         if not self._same(message.tag, self._body_tag(block[: _FIELDS.size], body)):
             raise self.stranger(message.rank, "a body that was not made with this run's key")
 
     def place(self, call: str) -> int:
-        """The next exchange as a number, for those in which no message tells what it is."""
+        """The next exchange as a number, for exchanges without messages."""
         return self._number * len(CALLS) + CALLS.index(call)
 
     def check_place(self, call: str, same: bool) -> None:
-        """Raise where :meth:`place` was not the same on all ranks."""
+        """Raise if :meth:`place` was not the same on all ranks."""
         if not same:
             raise ValueError(
                 f"ranks are in different exchanges (rank {self._rank}: {call}, its {self._number + 1}th; others are "
@@ -215,13 +215,13 @@ class Session:
             )
 
     def next(self) -> None:
-        """All ranks' messages of one exchange have come."""
+        """Count an exchange: all ranks' messages have come."""
         self._number += 1
 
     def _head_tag(self, block: memoryview, size: int) -> bytes:
         if self.key is None:
             return bytes(_TAG)
-        # 'h' and 'b': a body's tag is never one of a head.
+        # 'h' and 'b' keep a body's tag from being used as a head's.
         return hmac.digest(self.key, b"h" + block[: _HEAD - _TAG] + block[_HEAD : _HEAD + size], "sha256")
 
     def _body_tag(self, fields: bytes | memoryview, body: bytes | bytearray | memoryview) -> bytes:

@@ -1,8 +1,8 @@
-"""One function in many processes: a callable in; local rank 0's result, or the first failure, out.
+"""Run one function in many processes; get local rank 0's result, or the first failure.
 
-:func:`launch` starts the ranks of this node; :func:`join` takes part as the rank that
-``torchrun`` or Slurm started this process as; :func:`joined` tells which of the two is right. Nothing here knows models
-or training: the function gets a :class:`~trainloop.stopping.StopAgreement`, and finds a process group that is up.
+:func:`launch` starts the ranks of this node; :func:`join` runs it in this process, as a rank that ``torchrun`` or Slurm
+started; :func:`joined` tells which of the two is right. Nothing here knows models or training: the function gets a
+:class:`~trainloop.stopping.StopAgreement`, and finds a process group that is up.
 """
 
 from __future__ import annotations
@@ -91,18 +91,18 @@ def launch(
     child_env : dict of str to str, optional
         Environment variables of the ranks, set before their interpreters start.
     start_method : {'auto', 'forkserver', 'spawn'}
-        Whether ranks are forked from a process that has torch loaded (:mod:`trainloop.launch.fork_server`), or each is
-        a fresh interpreter. ``'auto'`` is what ``TRAINLOOP_START_METHOD`` says, else a fork server where one can be.
+        Fork ranks from a process that has torch loaded (:mod:`trainloop.launch.fork_server`), or start each as a fresh
+        interpreter. ``'auto'``: by ``TRAINLOOP_START_METHOD``, else a fork server if possible.
     roots : dict of str to object, optional
         Names that paths in an ``UnpicklableError`` start with.
     on_failure : callable, optional
-        Called when a rank has failed and all have ended, with the first failure and the error that says so. Where it
-        returns, all ranks are started again, with the same payload; by default, and where it raises, the run ends.
+        Called with the first failure and its error, once all ranks have ended. If it returns, all ranks are started
+        again with the same payload; if it raises, and by default, the run ends.
 
     Returns
     -------
     object
-        What the function of local rank 0 returned; tensors of it are on the CPU.
+        The result of local rank 0's function, with its tensors on the CPU.
 
     Raises
     ------
@@ -112,8 +112,8 @@ def launch(
     WorkerFailedError
         A rank raised, exited, was killed or hung, or a host was lost. All ranks have ended by then.
     KeyboardInterrupt
-        At the second Ctrl-C. The first asks the ranks to stop at a step boundary, as SIGTERM and SIGUSR1 do; inside a
-        context of :func:`trainloop.signals.signals` that has heard a signal before ranks are started, none is.
+        At the second Ctrl-C. The first asks the ranks to stop at a step boundary, as SIGTERM and SIGUSR1 do; no rank is
+        started if the surrounding :func:`trainloop.signals.signals` has had a signal before.
 
     Notes
     -----
@@ -136,7 +136,7 @@ def launch(
     environment = dict(child_env or {})
     threads = max(1, usable_cores() // ranks_per_node)
     own_choice = environment.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
-    num_threads: int | None = torch.get_num_threads()  # fewer than these, if the caller chose fewer
+    num_threads: int | None = torch.get_num_threads()  # the caller may have chosen fewer threads
     if not own_choice:
         num_threads = min(threads, torch.get_num_threads())
         environment["OMP_NUM_THREADS"] = str(num_threads)
@@ -189,7 +189,7 @@ def launch(
             settings=dumped_settings(),
             main=main_place(),
         )
-        # A rank's end would not be seen where another process holds its end of a connection.
+        # If another process held a rank's end of a connection, the rank's death would not close it.
         handed_over = [*([] if listener is None else [listener]), *(theirs for _, theirs in lines)]
         ranks = Ranks(spec, token, hosts, lines=[ours for ours, _ in lines], handed_over=handed_over)
         undo.callback(ranks.close)
@@ -211,7 +211,7 @@ def launch(
                 ranks = up or new_ranks(undo)
                 with signals(ranks.stop) as heard:
                     if attempts == 1:
-                        heard.end()  # nothing has begun: no rank has to be started to end it
+                        heard.end()  # nothing has begun, so there is nothing to start and stop
                     if served and up is None:
                         served = _server_is_ready(start_method)
                         if attempts == 1:
@@ -231,7 +231,7 @@ def launch(
                             raise
                         on_failure(ranks.cause, error)
                         continue
-                    heard.note(ranks.stop.requested)  # a rank's own, that came after its last step
+                    heard.note(ranks.stop.requested)  # a signal to a rank after its last step
                 result: T = ranks.result()
                 if kept is not None:
                     ending = undo.pop_all()
@@ -241,7 +241,7 @@ def launch(
 
 
 def _file(undo: contextlib.ExitStack, name: str, size: int = 0) -> int:
-    """Descriptor of a file without a name, closed with ``undo``."""
+    """A descriptor of an unnamed file, closed with ``undo``."""
     fd = anonymous_file(name)
     undo.callback(os.close, fd)
     os.ftruncate(fd, size)
@@ -262,9 +262,9 @@ def _begin_server(start_method: str) -> bool:
 
 
 def _server_is_ready(start_method: str) -> bool:
-    """Wait for it; whether it can serve. Where not, ranks are spawned: now, or from now on if it says why."""
+    """Wait for the server. Returns whether it can serve. If not, ranks are spawned (always, if it says why)."""
     try:
-        for again in (True, False):  # one that somebody has killed is replaced once
+        for again in (True, False):  # a killed server is replaced once
             loading = server()
             try:
                 loading.wait()

@@ -1,4 +1,4 @@
-"""What went wrong in which rank, which of several failures came first, and what to do about it."""
+"""Failures of ranks: which one came first, what it was, and what to do about it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
     "worker_failed_error",
 ]
 
-# What a rank sees when a neighbour left: Gloo (TCP), NCCL, the store that ranks meet at.
+# Errors on a rank whose neighbour has left, from Gloo (TCP), NCCL and the process group's store.
 _LOST_NEIGHBOUR = re.compile(
     r"connection (closed|reset|refused|was likely closed)|broken pipe|socket closed|failed to (recv|send)|"
     r"gloo[/\\]transport|remote process exited|nccl(remote|system|internal) ?error|ncclcomm(was)? ?aborted|"
@@ -39,7 +39,7 @@ _TIMEOUT = re.compile(r"timed out|timeout|wait timeout", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's end, as it recorded it itself, or as the parent saw it."""
+    """A rank's failure, recorded by the rank itself or seen by the parent."""
 
     rank: int
     """Global rank."""
@@ -61,7 +61,7 @@ class Failure:
     """Would come again in a new process: this package refused something, or somebody interrupted it on purpose."""
 
     def to_json(self) -> bytes:
-        """For the way through a file or a socket."""
+        """Text for a file or a socket."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
@@ -71,7 +71,7 @@ class Failure:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """The error and what it was raised from or while handling."""
+    """The error, its cause and its context, and so on."""
     chain: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in chain:
@@ -96,7 +96,7 @@ def _is_communication(error: BaseException) -> bool:
     if isinstance(error, torch.distributed.DistError):
         return True
     # Gloo raises plain RuntimeErrors, whose text begins with the place in its source, but not always ("Application
-    # timeout caused pair closure"), and a store's says "Wait timeout": then it counts where they were raised.
+    # timeout caused pair closure"), and a store's says "Wait timeout": then the place where they were raised decides.
     return isinstance(error, RuntimeError) and (
         bool(re.search(r"gloo[/\\]|nccl|process group|store", str(error), re.IGNORECASE))
         or any(part in _raised_in(error) for part in _COLLECTIVES)
@@ -138,7 +138,7 @@ def failure_of(error: BaseException, rank: int) -> Failure:
 
 
 def described(error: BaseException) -> str:
-    """Type and first line of an exception's text, for a sentence: not its megabytes, and no other exception."""
+    """An exception's type and first line, cut for a sentence; never raises itself."""
     return f"{type(error).__qualname__}: {_first_line(_text_of(error))}"
 
 
@@ -213,7 +213,7 @@ _HINTS = [
 
 
 def hint(failure: Failure) -> str:
-    """What to do, where the cause is known; empty otherwise."""
+    """Advice, if the cause is known; else empty."""
     if failure.timeout:
         return (
             "some rank did not come to a collective that others waited in: the stacks below show who waits where. "
@@ -289,13 +289,13 @@ def worker_failed_error(
         message += f"\nHint: {advice}"
     for rank, stack in sorted((stacks or {}).items()):
         message += f"\n\nPython stack of rank {rank}:\n{stack.rstrip()}"
-    if failure.timeout:  # the stacks have it all
+    if failure.timeout:  # the stacks contain it
         return WorkerFailedError(message, rank=hanging[0] if hanging else failure.rank)
     return WorkerFailedError(message, rank=failure.rank, exitcode=failure.exitcode, traceback=failure.traceback)
 
 
 def deed_of(failure: Failure) -> str:
-    """What a rank did, or what was done to it, to go on after its name; one line."""
+    """One line to follow a rank's name: what it did, or what was done to it."""
     if failure.timeout:
         return "waited for a rank that hangs"
     if failure.type == "SystemExit":
@@ -322,14 +322,14 @@ _MOST_OF_MESSAGE, _MOST_OF_LINE, _MOST_OF_TRACEBACK = 16_384, 4096, 65_536
 
 
 def _shortened(text: str, most: int) -> str:
-    """Begin and end of a text that is longer, with how much is missing between them."""
+    """Begin and end of a long text, and how much is missing between them."""
     if len(text) <= most:
         return text
     return f"{text[: most // 2]} [... {len(text) - 2 * (most // 2):,} characters left out ...] {text[-(most // 2) :]}"
 
 
 def _shortened_traceback(text: str) -> str:
-    """So that a message of megabytes (a tensor's ``repr``, a server's page) does not push all else off the screen."""
+    """Shorten a long message (a tensor's ``repr``, a server's page), so that the rest stays on the screen."""
     if len(text) <= _MOST_OF_LINE:
         return text
     lines = (_shortened(line, _MOST_OF_LINE) for line in text.splitlines(keepends=True))
@@ -337,12 +337,12 @@ def _shortened_traceback(text: str) -> str:
 
 
 def write_record(fd: int, failure: Failure) -> None:
-    """Leave the record where the parent finds it. The first one stays."""
+    """Write the record for the parent to read. A first one is never overwritten."""
     if os.fstat(fd).st_size == 0:
         os.pwrite(fd, failure.to_json(), 0)
 
 
 def read_record(fd: int) -> Failure | None:
-    """What :func:`write_record` left, or ``None``."""
+    """The record of :func:`write_record`, or ``None``."""
     data = os.pread(fd, os.fstat(fd).st_size, 0)
     return Failure.from_json(data) if data else None

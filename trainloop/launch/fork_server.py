@@ -1,18 +1,17 @@
-"""Ranks from a fork server: a process that has torch loaded once, and becomes a rank as often as it is asked.
+"""A fork server for ranks: a process that loads torch once and forks a rank whenever it is asked.
 
-A spawned rank takes seconds of CPU time until its first step, nearly all of them for importing torch. The *server* is
-an interpreter that has done so, and does nothing else: no thread is started in it, no GPU touched, and nothing of the
-caller's is in it but the environment. Asked for a process it forks twice, so that the new one is a child of the caller
-(a subreaper for that moment): the caller waits for it and gets its exit status, and it notices the caller's end as a
-spawned one does. It is given what a spawned process inherits (:mod:`trainloop.launch.forked`) and runs the very program
+A spawned rank takes seconds of CPU time until its first step, nearly all for importing torch. The *server* is an
+interpreter that has imported torch and does nothing else: it starts no thread, touches no GPU, and holds nothing of the
+caller's but the environment. Asked for a process it forks twice, so that the new one is a child of the caller (a
+subreaper for that moment): the caller waits for it and gets its exit status, and it notices the caller's end as a
+spawned one does. It receives what a spawned process inherits (:mod:`trainloop.launch.forked`) and runs the very program
 that ``multiprocessing`` wrote for a fresh interpreter.
 
 Python's own ``multiprocessing.forkserver`` can't be told an environment, descriptors by their number, a folder or CPUs;
 there is one for all libraries of a process, with one list of modules; and its children are not the caller's.
 
-What can't be given to a process that runs already, such as another ``LD_PRELOAD`` or ``CUDA_VISIBLE_DEVICES``, is
-compared: where it differs from what it was when the server started, another server is started. It ends with the caller,
-however that ends.
+Some things can't be changed in a running process, such as ``LD_PRELOAD`` or ``CUDA_VISIBLE_DEVICES``: if they differ
+from when the server started, another server is started. It ends with the caller, however that ends.
 """
 
 from __future__ import annotations
@@ -57,24 +56,24 @@ _ANSWER_S = 60.0  # to fork
 
 
 class ForkServerError(Exception):
-    """No process can be had from a server; the text says why."""
+    """No server can give a process; the text says why."""
 
 
 class ServerGoneError(ForkServerError):
-    """It has been killed, most likely: another one may serve."""
+    """The server is gone, most likely killed: another one may serve."""
 
 
 class ForkFailedError(ForkServerError):
-    """It can't fork now, for want of processes or memory, and may later."""
+    """The server can't fork now, for lack of processes or memory, but may later."""
 
 
 def chosen_method(asked: str = "auto") -> str:
-    """How ranks are to be started: the argument, or the environment where that is ``'auto'``.
+    """The way to start ranks: the argument, or the environment's if that is ``'auto'``.
 
     Raises
     ------
     ConfigurationError
-        If the environment has no such way.
+        If the environment names an unknown one.
     """
     method = asked if asked != "auto" else os.environ.get(METHOD_VARIABLE) or "auto"
     if method not in ("auto", "forkserver", "spawn"):
@@ -83,7 +82,7 @@ def chosen_method(asked: str = "auto") -> str:
 
 
 def no_server(error: ForkServerError | None) -> ConfigurationError:
-    """What is to be raised where a fork server was asked for by name."""
+    """The error to raise where the user asked for a fork server and none can be."""
     return ConfigurationError(
         f"start_method='forkserver': there can be no fork server here: {error}. Use 'spawn', or 'auto', which then "
         "means it."
@@ -96,15 +95,15 @@ def no_server(error: ForkServerError | None) -> ConfigurationError:
 
 
 class ForkServer:
-    """A server of this process, seen from here. It loads its modules meanwhile; :meth:`wait` until it has."""
+    """This process's side of a server. The server loads its modules in the background; :meth:`wait` for it."""
 
     def __init__(self) -> None:
         self.circumstances = circumstances()
         self._ready = False
-        self._reading = threading.Lock()  # fits in several threads wait for the one message that it is ready
+        self._reading = threading.Lock()  # several threads' fits wait for its one message
         folder = "/"
         ours, theirs = connection_pair()
-        with contextlib.suppress(OSError):  # removed: then nothing can be found relative to it
+        with contextlib.suppress(OSError):  # the folder was removed: nothing can be found relative to it
             folder = os.getcwd()
         program = (
             "import json, os, sys; told, fd, caller = json.loads(sys.argv[1]); sys.path[:] = told; "
@@ -113,10 +112,10 @@ class ForkServer:
         told = json.dumps([[os.path.join(folder, path) for path in sys.path], theirs.fileno(), os.getpid()])
         environment = {**os.environ, LAUNCH_VARIABLE: PLACEHOLDER, "OPENBLAS_NUM_THREADS": "1"}
         environment.setdefault("OMP_NUM_THREADS", "1")
-        # The last argument is for those who look at command lines: that is what it will be.
+        # The last argument only describes the process to people who list processes.
         command = [spawn.get_executable(), *interpreter_flags(), "-c", program, told, "--multiprocessing-fork"]
         self._connection = ours
-        # What goes to the whole group, such as Ctrl-C, is not for it, nor while its interpreter starts.
+        # Signals to the whole group, such as Ctrl-C, must not end it, even while its interpreter starts.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             with theirs:
@@ -131,20 +130,20 @@ class ForkServer:
         self.pid: int = self._process.pid
 
     def fileno(self) -> int:
-        """Of the connection to it."""
+        """Descriptor of the connection to the server."""
         return self._connection.fileno()
 
     def ended(self) -> bool:
-        """Whether it has: somebody killed it."""
+        """Whether the server has ended, as one that is killed."""
         return self._process.poll() is not None
 
     def wait(self) -> None:
-        """Return when it can serve.
+        """Return once the server can serve.
 
         Raises
         ------
         ForkServerError
-            If it ended instead, or must not be forked: something that it imported started a thread or took a GPU.
+            If it has ended, or must not be forked, as an import in it started a thread or took a GPU.
         """
         if self._ready:
             return
@@ -156,7 +155,7 @@ class ForkServer:
                 self._ready = True
 
     def start(self, arguments: Sequence[Any], fds: Sequence[int]) -> int:
-        """A new child of this process that runs as a fresh interpreter would; its process number.
+        """Start a child of this process that runs like a fresh interpreter; returns its process number.
 
         Parameters
         ----------
@@ -200,7 +199,7 @@ class ForkServer:
             if not connection.wait([self._connection], timeout_s):
                 raise ServerGoneError(f"it has not answered for {timeout_s:g} s")
             answer = self._connection.recv(1 << 16)
-        except (OSError, ValueError) as error:  # the latter where another thread has closed it
+        except (OSError, ValueError) as error:  # ValueError: another thread has closed it
             raise ServerGoneError(f"it is gone: {error}") from error
         if not answer:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -212,16 +211,16 @@ class ForkServer:
         return answer.decode().strip()
 
     def forget(self) -> None:
-        """In a fork of the process that it belongs to."""
+        """Let go of the server, in a fork of the process that owns it."""
         self._connection.close()
         self._process.returncode = 0  # not this process's to wait for
 
     def close(self) -> None:
         """End it."""
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for it
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for the server
         self._connection.close()
-        if not self._ready:  # it would load torch to the end before it noticed
+        if not self._ready:  # else it would first load all of torch
             self._process.kill()
         try:
             self._process.wait(_END_S)
@@ -237,12 +236,12 @@ _lock = threading.RLock()
 
 
 def server() -> ForkServer:
-    """This process's server, started where there is none, or where it no longer fits; not yet waited for.
+    """This process's server; a new one if there is none or it no longer fits. Does not wait for it.
 
     Raises
     ------
     ForkServerError
-        Where there can't be one: ranks are to be spawned.
+        If there can't be one, so that ranks must be spawned.
     """
     global _current, _cannot
     with _lock:
@@ -265,7 +264,7 @@ def server() -> ForkServer:
 def end_server(objection: str | None = None, *, of: ForkServer | None = None) -> None:
     """End this process's server, or ``of`` if that is it.
 
-    ``objection``: why there shall be no other, unless circumstances change.
+    ``objection``: why none shall follow, unless circumstances change.
     """
     global _current, _cannot
     with _lock:
@@ -290,7 +289,7 @@ os.register_at_fork(after_in_child=_forget_server)
 
 
 def _objection() -> str | None:
-    """Why this process can have no server at all."""
+    """The reason why this process can have no server; else empty."""
     if sys.platform != "linux" or not os.path.exists("/proc/self/status"):
         return "it takes Linux with /proc"
     if getattr(sys, "frozen", False):
@@ -308,7 +307,7 @@ def _objection() -> str | None:
 
 
 class _Popen(popen_spawn_posix.Popen):
-    """A process that is told all that a spawned one is, through the same two pipes."""
+    """Gives a process from the server what a spawned one gets, through the same two pipes."""
 
     _fds: list[int]
 
@@ -327,7 +326,7 @@ class _Popen(popen_spawn_posix.Popen):
             if start is _spawned and not process_obj.may_spawn:
                 raise no_server(objection)
             with contextlib.ExitStack() as failed:
-                # Other pipes each time: a process that the killed one may have made can read nothing.
+                # New pipes each time, so that a process forked by the killed server reads nothing.
                 sentinel, child_w = _pipe(failed)
                 child_r, parent_w = _pipe(failed)
                 command = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=child_r)
@@ -343,7 +342,7 @@ class _Popen(popen_spawn_posix.Popen):
         self.finalizer = util.Finalize(self, _close, (sentinel, parent_w))
         os.close(child_r)
         os.close(child_w)
-        # A process that was killed meanwhile has its exit status, as one that is killed later.
+        # A process killed meanwhile still has its exit status.
         with contextlib.suppress(BrokenPipeError), open(parent_w, "wb", closefd=False) as file:
             file.write(told.getbuffer())
 
@@ -408,7 +407,7 @@ def _closing(fds: Sequence[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _subreaper() -> Iterator[None]:
-    """Orphans below become this process's children: the one whose parent has just ended, for it."""
+    """Let this process adopt orphaned descendants: the fork whose parent has just ended."""
     libc = ctypes.CDLL(None, use_errno=True)
     already = ctypes.c_int(0)
     libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(already), 0, 0, 0)

@@ -1,4 +1,4 @@
-"""The fork server's own process, and how a fork of it becomes what a spawned interpreter would be.
+"""Code of the fork server's process, and of its forks, which become like spawned interpreters.
 
 See :mod:`trainloop.launch.fork_server` for the side that asks.
 """
@@ -30,10 +30,10 @@ LAUNCH_VARIABLE = "TRAINLOOP_LAUNCH"
 PLACEHOLDER = "-" * 64
 """Where a token goes in what ``/proc`` shows as a forked process's environment."""
 
-# What a rank of a TrainLoop imports before the user's own modules; the first two are nearly all of the time.
+# Modules that a rank of a TrainLoop imports before the user's own; the first two take nearly all of the time.
 _PRELOADED = (
     "torch",
-    "torch._dynamo",  # by the constructor of DDP, and by the first call of an optimizer's method
+    "torch._dynamo",  # imported by DDP's constructor, and by the first call of an optimizer's method
     "torch.distributed",
     "torch.multiprocessing.spawn",
     "torch.nn.parallel",
@@ -51,31 +51,31 @@ _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel")
 
 
 def serve(fd: int, caller: int) -> None:
-    """Load modules, say so, then become a process for each request, until the caller has ended.
+    """Load modules, report ready, then fork a process for each request until the caller has ended.
 
-    Returns in processes that were asked for, never in the server: what runs then is the interpreter's own end.
+    Returns in the forked processes only, never in the server, and they then end like any interpreter.
 
     Parameters
     ----------
     fd : int
         The connection's.
     caller : int
-        Process number of who asks.
+        Process number of the caller.
     """
-    # All signals are blocked, as they were in who started it.
+    # All signals are blocked, as in the process that started it.
     shown = _shown_token()
     path = list(sys.path)
     for name in _PRELOADED:
         importlib.import_module(name)
     sys.path[:] = path
     gc.collect()
-    gc.freeze()  # or a rank's first collection would write to, and so copy, all pages with objects in them
+    gc.freeze()  # else a rank's first collection would write to, and so copy, every page with objects
     connection = socket.socket(fileno=fd)
     try:
         connection.send(_objection().encode() or b" ")
     except OSError:  # the caller did not wait
         os._exit(0)
-    # From here on it holds nothing of the caller's: no folder, no terminal.
+    # From here on it holds no folder and no terminal of the caller's.
     os.chdir("/")
     _take_descriptors([os.open(os.devnull, os.O_RDWR)] * 3, [0, 1, 2], keep=[fd])
     asked, fds = _next_request(connection, caller)
@@ -84,7 +84,7 @@ def serve(fd: int, caller: int) -> None:
 
 
 def _objection() -> str:
-    """Why forks of this process would not be sound; empty: they are."""
+    """The reason why this process must not be forked; empty if it may."""
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         return f"{threads - 1} threads were started in it, by what Python or torch load at their start"
@@ -99,14 +99,15 @@ def _objection() -> str:
 
 
 def _next_request(connection: socket.socket, caller: int) -> tuple[dict[str, Any], list[int]]:
-    """In a new process: what it shall be. The server itself stays in here, and ends here."""
+    """Returns in a new process, with the request it was forked for. The server stays in here until it ends."""
     watched: list[Any] = [connection]
     try:
         watched.append(os.pidfd_open(caller))  # a fork of the caller may hold the other end of the connection
     except (AttributeError, OSError):
         pass
     while True:
-        readable = wait(watched, 5.0 if len(watched) == 1 else None)  # select.select knows no number above 1023
+        # select.select would refuse descriptors above 1023.
+        readable = wait(watched, 5.0 if len(watched) == 1 else None)
         if os.getppid() != caller or (connection not in readable and readable):
             os._exit(0)
         if not readable:
@@ -127,7 +128,7 @@ def _next_request(connection: socket.socket, caller: int) -> tuple[dict[str, Any
 
 
 def _fork_for(caller: int) -> bytes | None:
-    """Fork a child of the caller's. ``None`` in it; here its number and its parent's, or why there is none."""
+    """Fork a child of the caller. Returns ``None`` in it; here its number and its parent's, or why it failed."""
     pipes: list[int] = []
     try:
         pipes += os.pipe()
@@ -146,7 +147,7 @@ def _fork_for(caller: int) -> bytes | None:
             os.write(tells, str(error).encode())
             os._exit(1)
         os.close(opens)
-        os.read(gate, 1)  # until the one in between has ended, and this process is the caller's child
+        os.read(gate, 1)  # until the process in between has ended, and the caller has adopted this one
         os.write(tells, f"{os.getpid()} {os.getppid()}".encode())
         if os.getppid() != caller:
             os._exit(1)
@@ -166,7 +167,7 @@ def _fork_for(caller: int) -> bytes | None:
 
 
 def _become(asked: dict[str, Any], fds: list[int], shown: int | None) -> NoReturn:
-    """Take on what a spawned process inherits, and run the program that it would run."""
+    """Apply what a spawned process would inherit, and run the program that it would run."""
     os.fchdir(fds[0])
     _take_descriptors(fds[1:], asked["fds"])
     os.environ.clear()
@@ -187,18 +188,18 @@ def _become(asked: dict[str, Any], fds: list[int], shown: int | None) -> NoRetur
         if number in asked["ignored"] and number not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(number, signal.SIG_IGN)
         elif signal.getsignal(number) is signal.SIG_IGN and number not in _PYTHON_IGNORES:
-            # As the caller had it when the server started.
+            # In the state that the caller had when the server started.
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, asked["mask"])
     main = sys.modules["__main__"].__dict__
     for name in [name for name in main if not name.startswith("__") or name == "__warningregistry__"]:
-        del main[name]  # the server's, which the script's own names must not meet
+        del main[name]  # the server's own, which the script's names must not meet
     exec(program, main)
     sys.exit()
 
 
 def _take_descriptors(fds: list[int], numbers: list[int], keep: list[int] | None = None) -> None:
-    """Have these descriptors by these numbers, and no others but those to keep."""
+    """Give descriptors these numbers, and close all others except those to keep."""
     keep = keep or []
     above = max([*numbers, *keep, *fds, 2]) + 1
     moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, above) for fd in fds]
@@ -214,7 +215,7 @@ def _take_descriptors(fds: list[int], numbers: list[int], keep: list[int] | None
 
 
 def _start_streams() -> None:
-    """``sys.stdout`` and the like for what the descriptors are now: a terminal or not, or closed."""
+    """Make ``sys.stdout`` and the like anew for the present descriptors: a terminal, a file, or closed."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         old = getattr(sys, name)
         stream: Any = None
@@ -243,7 +244,7 @@ def _start_streams() -> None:
 
 
 def _set_threads(environment: Mapping[str, str]) -> None:
-    """As many as the libraries would have taken from the environment when they were loaded."""
+    """Set the number of threads that the libraries would have read from the environment on loading."""
     import torch
 
     def number(*names: str) -> int:
@@ -254,7 +255,7 @@ def _set_threads(environment: Mapping[str, str]) -> None:
         return len(os.sched_getaffinity(0))
 
     torch.set_num_threads(number("OMP_NUM_THREADS"))
-    # numpy's: its threads are made when they are first needed, for OpenBLAS ends them before a fork.
+    # numpy's OpenBLAS ends its threads before a fork and makes new ones when it needs them.
     wanted = number("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
     with open("/proc/self/maps") as file:
         libraries = set(re.findall(r"(/\S*openblas\S*)$", file.read(), re.MULTILINE))
@@ -267,7 +268,7 @@ def _set_threads(environment: Mapping[str, str]) -> None:
 
 
 def _seed() -> None:
-    """Random states of its own, as every fresh process has; ``random`` sees to it by itself."""
+    """Seed the generators anew, as in every fresh process; Python's ``random`` does so by itself."""
     import numpy as np
     import torch
 
@@ -276,7 +277,7 @@ def _seed() -> None:
 
 
 def _shown_token() -> int | None:
-    """Address of the placeholder in what ``/proc`` shows as this process's environment, which no ``putenv`` changes."""
+    """Address of the placeholder within the environment that ``/proc`` shows; ``putenv`` does not change that."""
     libc = ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_void_p
     address: int | None = libc.getenv(LAUNCH_VARIABLE.encode())

@@ -1,4 +1,4 @@
-"""What a process takes over from the one that starts it: read, to be compared or to be taken on by a forked one."""
+"""State that a process inherits from the one that starts it: read here, to compare it or to give it to a fork."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 
 __all__ = ["circumstances", "ignored_signals", "interpreter_flags", "own_cpus", "own_lines", "taken_at_start", "umask"]
 
-# Each rank sets these anew, or they mean nothing to what the server imports: no reason for another server.
+# Variables that each rank sets anew, or that no import of the server reads: they need no other server.
 _NOT_AT_IMPORT = (
     "OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK "
     "MASTER_ADDR MASTER_PORT GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME PWD OLDPWD SHLVL _ COLUMNS LINES"
 ).split()
 _NOT_AT_IMPORT_PREFIXES = ("TRAINLOOP_", "PYTEST_", "WANDB_", "MLFLOW_", "RAY_", "TUNE_", "SLURM_", "JUPYTER_", "JPY_")
-# Lines of /proc/self/status with what is inherited, and can't be taken on by a process that runs.
+# Lines of /proc/self/status about inherited state that a running process can't change.
 _INHERITED = ("Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp", "Mems_allowed_list", "NSpid")
 
 
 def circumstances() -> list[Any]:
-    """All that a process takes over for good when it is started, to be compared with what this one has later."""
+    """All inherited state that a process can't change later, for comparing the server's with this process's."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -47,18 +47,18 @@ _scheduler = getattr(os, "sched_getscheduler", int)  # not on macOS
 
 
 def interpreter_flags() -> list[str]:
-    """Of this process, for another interpreter."""
+    """This interpreter's options, for another one."""
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return flags
 
 
 def own_cpus() -> list[int]:
-    """That this process may run on; none where the system does not tell."""
+    """CPUs that this process may run on; none if the system does not tell."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def own_lines(name: str) -> list[str]:
-    """Of a file of ``/proc/self``; none where it does not exist."""
+    """Lines of a file in ``/proc/self``; none if it does not exist."""
     try:
         with open(f"/proc/self/{name}") as file:
             return file.read().splitlines()
@@ -74,17 +74,17 @@ def _link(path: str) -> str:
 
 
 def taken_at_start() -> list[Any]:
-    """What each process takes over as it is at that moment, and keeps: umask, blocked and ignored signals."""
+    """State that a process inherits when it starts and keeps: umask, blocked and ignored signals."""
     status = own_lines("status")
     return [umask(status), signal.pthread_sigmask(signal.SIG_BLOCK, []), ignored_signals(status)]
 
 
 def umask(status: list[str]) -> int | None:
-    """In the lines of ``/proc/self/status``; it can't be read otherwise without being set."""
+    """The umask from the lines of ``/proc/self/status``; other ways to read it would set it."""
     return next((int(line[6:], 8) for line in status if line.startswith("Umask:")), None)
 
 
 def ignored_signals(status: list[str]) -> list[int]:
-    """In the lines of ``/proc/self/status``: also those that Python was started with."""
+    """Ignored signals from the lines of ``/proc/self/status``, with those from before Python started."""
     mask = next((int(line.split()[1], 16) for line in status if line.startswith("SigIgn:")), 0)
     return [number for number in range(1, signal.NSIG) if mask >> (number - 1) & 1]

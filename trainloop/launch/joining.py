@@ -1,4 +1,4 @@
-"""Taking part as a rank that ``torchrun`` or Slurm started, with the same script."""
+"""Join a run as a rank that ``torchrun`` or Slurm started."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ __all__ = ["join", "joined"]
 T = TypeVar("T")
 
 _INTERACTIVE_JOBS = ("bash", "sh", "zsh", "interactive")
-_FIRST_PORT, _PORTS = 15000, 20000  # below the range that systems take for outgoing connections
+_FIRST_PORT, _PORTS = 15000, 20000  # below the range of ports for outgoing connections
 
 
 def joined(environ: Mapping[str, str] | None = None) -> Rank | None:
-    """The rank that ``torchrun`` or Slurm started this process as; ``None`` where ``fit`` has to start ranks itself.
+    """The rank that ``torchrun`` or Slurm started this process as; ``None`` if ``fit`` has to start ranks itself.
 
     ``torchrun`` is known by ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``; Slurm by ``SLURM_PROCID``
     and an ``SLURM_NTASKS`` above 1, outside interactive shells. A process group that the caller has made counts too.
@@ -130,10 +130,10 @@ def join(
     timeout_s: float = 1800.0,
     devices: Sequence[torch.device] | None = None,
 ) -> T:
-    """Run ``function`` in this process as the rank that :func:`joined` tells, in a process group.
+    """Run ``function`` in this process, as the rank that :func:`joined` returned, in a process group.
 
-    A process group that is there already is used, and left as it is; one made here is destroyed at the end, so that one
-    script may train several times.
+    An existing process group is used and left as it is; one made here is destroyed at the end, so that a script may
+    train several times.
 
     Parameters
     ----------
@@ -198,11 +198,11 @@ _group_number = itertools.count()
 
 
 def _fresh_store(init_method: str, me: Rank, timeout: timedelta) -> dist.Store:
-    """A store for one process group, where no earlier group of these processes has left its addresses.
+    """A store for one process group, without the addresses of earlier groups.
 
-    torchrun's store outlives the groups: in the next one, a rank would read where another *was*, and wait for it there.
-    So a process keeps one store, and each group, the n-th on all ranks alike, has a part of it for itself. It outlives
-    the processes, too, where ``torchrun --max-restarts`` starts them again.
+    torchrun's store outlives process groups: in the next group a rank would read an old address and wait there. So each
+    group, numbered alike on all ranks, has its own part of the store. The store also outlives processes, if ``torchrun
+    --max-restarts`` starts them again.
     """
     if init_method not in _stores:
         _stores[init_method] = next(dist.rendezvous(init_method, me.rank, me.world_size, timeout=timeout))[0]
@@ -218,10 +218,11 @@ def _common_words(me: Rank) -> memoryview | None:
             os.ftruncate(fd, 8 * SharedStop.num_words(me.world_size))
         pid, number, inode = exchange_ints([os.getpid(), fd, os.fstat(fd).st_ino if me.rank == 0 else 0])[0]
         words = None
-        # Another container's process may have that number: the file's own number tells.
+        # A process in another container may have the same number; the file's own number tells them apart.
         with contextlib.suppress(OSError), open(f"/proc/{pid}/fd/{number}", "r+b", buffering=0) as file:
             found = os.fstat(file.fileno())
-            if found.st_ino == inode and found.st_uid == os.geteuid():  # whoever said so, it is this user's file
+            # Whoever named the path, the file has to be this user's.
+            if found.st_ino == inode and found.st_uid == os.geteuid():
                 words = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
         barrier()  # rank 0 keeps the file open until all have mapped it
         return words
@@ -232,7 +233,7 @@ def _common_words(me: Rank) -> memoryview | None:
 
 @contextlib.contextmanager
 def _agreement(me: Rank, timeout_s: float) -> Iterator[StopAgreement]:
-    """Through shared memory where all ranks have one, else through a Gloo group of its own."""
+    """The stop agreement: through shared memory if all ranks share some, else through a Gloo group of its own."""
     if me.world_size == 1:
         yield LocalStop()
         return

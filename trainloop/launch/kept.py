@@ -1,4 +1,4 @@
-"""Ranks that outlive the call that started them, and are given the next call's work.
+"""Ranks that outlive the call that started them and do the next calls' work.
 
 ::
 
@@ -32,7 +32,7 @@ __all__ = ["KeptRanks", "Work", "kept_here", "keeping", "next_work"]
 
 @dataclass(frozen=True)
 class Work:
-    """What ranks that are up are given to do, and what a process that was started for it would have inherited."""
+    """Work for ranks that are up, with the state that a newly started process would inherit."""
 
     parcel: Parcel
     inherited: tuple[int, ...]
@@ -47,12 +47,12 @@ class Work:
     """The caller's; ``None`` where they are those of the work before."""
 
     def send_over(self, line: socket.socket) -> None:
-        """Give it to the rank at the other end."""
+        """Send the work to a rank."""
         send(line, pickle.dumps(self), self.inherited)
 
     def take_place(self) -> None:
-        """In a rank: be where the caller is now."""
-        # Changes alone: what the rank's own code and libraries have set stays, as they do.
+        """In a rank: enter the caller's present folder, environment and so on."""
+        # Only what the caller changed, so that settings of the rank's own code and libraries stay.
         for name, value in self.environment.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -67,10 +67,10 @@ class Work:
 
 
 def next_work(line: socket.socket) -> tuple[Work, dict[int, int]] | None:
-    """In a rank: wait for the next work, and the numbers that its descriptors have here; ``None`` at the end."""
+    """In a rank: wait for the next work and the numbers of its descriptors here; ``None`` at the end."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    # The sentinel, too: a process that the caller has forked may hold the line's other end.
+    # The sentinel too, as a fork of the caller may hold the line's other end.
     ready = connection.wait([line, parent.sentinel])
     message = receive(line) if line in ready else None
     if message is None:
@@ -81,7 +81,7 @@ def next_work(line: socket.socket) -> tuple[Work, dict[int, int]] | None:
 
 
 class KeptRanks:
-    """Of one block: the ranks that are up now, if any."""
+    """The ranks of one block that are up, if any."""
 
     def __init__(self) -> None:
         self._ranks: Ranks | None = None
@@ -89,13 +89,13 @@ class KeptRanks:
         self._undo = contextlib.ExitStack()
 
     def fitting(self, terms: object) -> Ranks | None:
-        """Ranks that were started under the same terms and are all up; others are ended."""
+        """Ranks with the same settings that are all up; others are ended."""
         if self._ranks is not None and (self._terms != terms or not self._ranks.are_up()):
             self.close()
         return self._ranks
 
     def keep(self, ranks: Ranks, terms: object, undo: contextlib.ExitStack) -> None:
-        """Have these from now on; ``undo`` ends them and takes back what was made for them."""
+        """Keep these ranks; ``undo`` ends them and removes what was made for them."""
         self._ranks, self._terms, self._undo = ranks, terms, undo
 
     def close(self) -> None:
@@ -104,18 +104,18 @@ class KeptRanks:
         self._undo.close()
 
 
-_here = threading.local()  # fits may run in threads, each with ranks of its own
+_here = threading.local()  # several threads may call fit, each with its own ranks
 
 
 def kept_here() -> KeptRanks | None:
-    """The innermost block's, where this thread is in one."""
+    """The ranks of this thread's innermost block, if it is in one."""
     kept: KeptRanks | None = getattr(_here, "kept", None)
     return kept if kept is not None and _here.pid == os.getpid() else None
 
 
 @contextlib.contextmanager
 def keeping() -> Iterator[None]:
-    """Keep ranks up between the calls of :func:`~trainloop.launch.launch` in this block; in a block inside, go on."""
+    """Keep ranks up between the calls of :func:`~trainloop.launch.launch` in this block; an inner block shares them."""
     if kept_here() is not None:
         yield
         return

@@ -1,8 +1,8 @@
-"""What hosts say to each other: JSON objects, one a line, and how two of them that share a key know each other.
+"""Messages between hosts: JSON objects, one a line, and a handshake for two hosts that share a key.
 
-With a key the one that comes says who it is, and a nonce; the one that was there answers with a nonce of its own and a
-proof. Both derive a key of this connection from all of that and the key they share. A proof is an HMAC by it, and so is
-the end of each later line, over the line's direction and number: what a third party says, repeats or alters shows.
+With a key, the connecting host sends its name and a nonce; the listening one answers with its own nonce and a proof.
+Both derive this connection's key from all of that and the shared key. A proof is an HMAC with that key. So is the end
+of each later line, over its direction and number, which reveals lines that a third party makes, repeats or alters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class NoProof(ConnectionError):
 
 
 class Line:
-    """A connection to another host, which is a stranger until :meth:`introduce` or :meth:`challenge` has returned.
+    """A connection to another host, not to be trusted until :meth:`introduce` or :meth:`challenge` has returned.
 
     Parameters
     ----------
@@ -58,14 +58,14 @@ class Line:
     # -- who is it -------------------------------------------------------------------------------------------------
 
     def introduce(self, hello: dict[str, Any], key: bytes | None, timeout_s: float) -> dict[str, Any]:
-        """Say who this host is; what the other says to it, once it has proved itself.
+        """Say who this host is; returns the other's answer, once it has proved its key.
 
         Raises
         ------
         NoProof
             If it has another key, or none.
         OSError, ValueError
-            If it went away, was silent for too long, or says what is no message.
+            If it went away, was silent for too long, or sent something else than a message.
         """
         if key is None:
             self.send(hello)
@@ -84,7 +84,7 @@ class Line:
         return self.receive(timeout_s)
 
     def challenge(self, hello: dict[str, Any], key: bytes | None, timeout_s: float) -> None:
-        """Let the host that has said ``hello`` prove that it has the key; a no-op without one.
+        """Let the host that sent ``hello`` prove that it has the key; does nothing without a key.
 
         Raises
         ------
@@ -112,7 +112,7 @@ class Line:
     # -- messages --------------------------------------------------------------------------------------------------
 
     def send(self, message: dict[str, Any]) -> None:
-        """Say something."""
+        """Send a message."""
         data = json.dumps(message).encode()
         if self._key is not None:
             self._sent += 1
@@ -120,7 +120,7 @@ class Line:
         self._socket.sendall(data + b"\n")
 
     def read(self) -> list[dict[str, Any]]:
-        """What has come.
+        """The messages that have arrived.
 
         Raises
         ------
@@ -170,7 +170,7 @@ class Line:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give it back."""
+        """Close the connection."""
         self._socket.close()
 
 

@@ -1,14 +1,14 @@
-"""Which rank hangs: decided from what the launching process reads, with no process asked for anything but its stack.
+"""Find the rank that hangs, from what the launching process can read; processes are asked for their stacks only.
 
 Each rank writes the number of its last step boundary and its state into shared memory (see :mod:`trainloop.stopping`);
 a change of either is a sign of life. The rule:
 
-* Ranks that work are left alone however long it takes, as long as no rank waits for another: the first compilation, a
+* Working ranks may take any time, as long as no rank waits for another: the first compilation, a
   long evaluation, a checkpoint that all write.
 * A rank that waits in a collective or at a step boundary waits ``timeout`` seconds. It notices by itself.
-* A rank that is done waits for the others' end without noticing it. So its launching process counts: a rank that gives
+* A rank that is done can't notice that it waits for others. So the launching process counts: a rank that gives
   no sign of life for ``timeout`` seconds after another is done ends the run.
-* Where all are done, one whose process does not end for ``timeout`` seconds is ended; nothing is lost by it.
+* When all are done, a process that does not end within ``timeout`` seconds is killed; nothing is lost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Liveness", "Sign", "hanging_ranks"]
 
 
 class Sign(NamedTuple):
-    """What a rank shows of itself."""
+    """What a rank shows from outside: its state and its last boundary."""
 
     boundary: int
     """Step boundaries that it came to."""
@@ -29,7 +29,7 @@ class Sign(NamedTuple):
 
 
 class Liveness:
-    """Since when each of a node's ranks has given no sign of life.
+    """How long each of a node's ranks has shown no sign of life.
 
     Parameters
     ----------
@@ -43,12 +43,12 @@ class Liveness:
         self._since: list[float] = []
 
     def overdue(self, signs: Sequence[Sign], now: float, *, done_elsewhere_since: float | None = None) -> list[int]:
-        """Local ranks that others, which are done, have waited for too long; where all are done, those not ended.
+        """Local ranks for which finished ranks have waited too long; once all have finished, those still running.
 
         Parameters
         ----------
         signs : sequence of Sign
-            Of each local rank, now.
+            The present sign of each local rank.
         now : float
             Monotonic clock.
         done_elsewhere_since : float, optional
@@ -86,7 +86,7 @@ def hanging_ranks(stacks: dict[int, str], boundaries: dict[int, int]) -> list[in
     """
     innermost = {rank: _innermost_file(stack) for rank, stack in stacks.items()}
     hanging = [rank for rank, file in innermost.items() if not any(part in file for part in _WAITS)]
-    # Who is a step ahead waits for who is not, whatever its stack looks like.
+    # A rank that is a step ahead waits for the others, whatever its stack looks like.
     behind = [rank for rank in hanging if boundaries.get(rank, 0) == min(boundaries.values(), default=0)]
     surely = [rank for rank in hanging if not any(part in innermost[rank] for part in _MAY_WAIT)]
     for narrower in (behind, surely):

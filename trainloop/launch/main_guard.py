@@ -1,4 +1,4 @@
-"""The main module while ranks are started: not run again in them, and its guard looked after."""
+"""The main module: check its guard before ranks start, and keep ranks from running it again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_main_guard() -> None:
     Raises
     ------
     ConfigurationError
-        With the guard, as it is to be written.
+        With the guard to write.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         # A process that is just being started imports the script it came from.
@@ -47,14 +47,14 @@ def check_main_guard() -> None:
     path = frame.f_code.co_filename
     try:
         tree = ast.parse("".join(linecache.getlines(path)))
-    except (SyntaxError, ValueError):  # not the text that runs
+    except (SyntaxError, ValueError):  # the file has changed since
         return
     if tree.body and not _is_guarded(tree, frame.f_lineno):
         raise ConfigurationError(_MESSAGE.format(where=f"{path}, line {frame.f_lineno},"))
 
 
 def _main_frame(frame: FrameType | None) -> FrameType | None:
-    """The frame of the running script's top level, if a script is what runs."""
+    """The frame of the running script's top level, if there is one."""
     main = sys.modules.get("__main__")
     main_file = getattr(main, "__file__", None)
     if main is None or not main_file or hasattr(sys, "ps1") or not os.path.isfile(main_file):
@@ -86,7 +86,7 @@ def _is_guarded(tree: ast.Module, line: int) -> bool:
 
 
 def _compares_main(test: ast.expr) -> bool | None:
-    """True: the test holds in the main module only; False: everywhere else; None: it is about something else."""
+    """True if the test holds in the main module only, False if everywhere else, None if it tests something else."""
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
         return True if any(_compares_main(value) for value in test.values) else None
     if not isinstance(test, ast.Compare) or len(test.ops) != 1:
@@ -102,14 +102,14 @@ def _compares_main(test: ast.expr) -> bool | None:
 
 
 def main_place() -> tuple[str | None, str | None]:
-    """File of the running script, and its name where ``python -m`` runs it; ``None`` for what there isn't."""
+    """File of the running script, and its module name under ``python -m``; ``None`` for what is missing."""
     main = sys.modules["__main__"]
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
     return (os.path.abspath(file) if file else None), (spec.name if spec is not None else None)
 
 
 def take_main_place(file: str | None, name: str | None) -> None:
-    """Let a rank's ``__main__`` be known as the script's, without running it.
+    """Make a rank's ``__main__`` look like the script's, without running the script.
 
     A DataLoader's workers that the rank spawns (``multiprocessing_context='spawn'``) then import the script, as they do
     in any PyTorch program, and find its classes.
@@ -123,7 +123,7 @@ def take_main_place(file: str | None, name: str | None) -> None:
 
 @contextlib.contextmanager
 def main_not_imported_again() -> Iterator[None]:
-    """Processes that are started in this context don't run the main module again.
+    """Keep processes started in this context from running the main module again.
 
     ``multiprocessing`` sends them its name or path, for pickles that name its classes. What ``launch`` sends holds
     them by value, which also works where there is no path: notebooks, standard input.

@@ -1,6 +1,6 @@
-"""Bytes and descriptors over a socket between processes of one user, as long and as many as they may be.
+"""Send bytes and descriptors of any number over a socket between processes of one user.
 
-The bytes travel as a file without a name: an environment is longer than what a socket takes at once.
+The bytes travel as a file without a name: an environment is longer than what a socket accepts at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def connection_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def send(connection: socket.socket, content: bytes, fds: Sequence[int] = ()) -> None:
-    """Send bytes, and descriptors that the receiver then has, by other numbers."""
+    """Send bytes and descriptors; the receiver's descriptors have other numbers."""
     file = anonymous_file("message")
     try:
         write_all(file, memoryview(content), 0)
@@ -37,7 +37,7 @@ def send(connection: socket.socket, content: bytes, fds: Sequence[int] = ()) -> 
 
 
 def receive(connection: socket.socket) -> tuple[bytes, list[int]] | None:
-    """What was sent; ``None`` when nobody is there any more."""
+    """Receive bytes and descriptors; ``None`` if the other end is closed."""
     fds: list[int] = []
     while True:
         part = array.array("i")

@@ -1,4 +1,4 @@
-"""What ranks print: global rank 0 as it is, the others' errors with their rank before each line."""
+"""Output of ranks: global rank 0's as it is, the others' errors with their rank before each line."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class _Prefixed(io.TextIOBase):
 
 
 def quieten_log_streams(me: Rank) -> None:
-    """Of the logs that the caller sends to its standard streams, ranks other than global rank 0 show warnings only."""
+    """On other ranks than global rank 0, show only warnings of the logs that go to the standard streams."""
     if me.rank == 0 or _all_output_shown():
         return
     for log in (logging.root, *logging.root.manager.loggerDict.values()):
@@ -72,7 +72,7 @@ def _all_output_shown() -> bool:
 
 @contextlib.contextmanager
 def rank_streams(me: Rank) -> Iterator[None]:
-    """Global rank 0 writes as it is; others' errors are prefixed, and their output is shown on request only."""
+    """Leave global rank 0's output as it is; prefix the others' errors and show their output on request only."""
     if me.rank == 0:
         yield
         return

@@ -1,4 +1,4 @@
-"""A rank that ``launch`` started: from its first line to its last."""
+"""The life of a rank that ``launch`` started."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ STACK_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else None
 """Makes a rank write its Python stacks: a real-time signal, which programs leave alone."""
 
 _STACK_WAIT_S = 2.0  # a rank whose collective timed out stays in place so long, for the parent to ask all for stacks
-_DAEMONS_S = 5.0  # at a rank's end, for loaders' workers to end
-_ORPHAN_GRACE_S = 5.0  # a rank whose parent was killed unwinds for so long, then is killed
+_DAEMONS_S = 5.0  # at a rank's end, until loaders' workers have ended
+_ORPHAN_GRACE_S = 5.0  # a rank whose parent was killed may unwind for so long
 
 
 class State:
-    """How far a rank is; one word of shared memory for each, written by the rank alone."""
+    """The state of a rank: one word of shared memory each, which only the rank writes."""
 
     STARTING, RUNNING, DONE, FAILED, TIMED_OUT = range(5)
 
 
 @dataclass(frozen=True)
 class RankSpec:
-    """All that a rank is told; small: the work itself is in the payload."""
+    """The arguments of a rank. They are small; the work itself is in the payload."""
 
     rank: int
     """Global rank of local rank 0."""
@@ -98,7 +98,7 @@ class RankSpec:
     """The script that runs, see :func:`~trainloop.launch.main_guard.main_place`."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Pickled while the process is being started: what it must inherit is said here.
+        # Pickled while the process is being started, so this is the place to name descriptors to inherit.
         popen = get_spawning_popen()
         if popen is not None:
             own = [self.words_fd, self.store_fd, self.result_fd, *self.record_fds, *self.stack_fds, *self.inherited]
@@ -108,7 +108,7 @@ class RankSpec:
         return _make_spec, (self.__dict__,)
 
     def rank_of(self, local_rank: int) -> Rank:
-        """Place of one of this node's ranks among all."""
+        """The place of one of this node's ranks among all."""
         return Rank(
             rank=self.rank + local_rank,
             world_size=self.world_size,
@@ -140,7 +140,7 @@ def started_by_launch() -> bool:
 
 
 def run_rank(local_rank: int, spec: RankSpec) -> None:
-    """The whole life of a rank; what the process that was started for it calls."""
+    """The main function of a rank's process."""
     global _started
     _started = True
     me = spec.rank_of(local_rank)
@@ -165,7 +165,7 @@ def run_rank(local_rank: int, spec: RankSpec) -> None:
     received: dict[int, int] = {}
     while (exitcode := _work(spec, me, words, received)) == 0 and line is not None:
         os.close(received.get(spec.parcel.fd, spec.parcel.fd))
-        gc.collect()  # what the caller shared is its own again
+        gc.collect()  # the caller has its shared memory back
         with contextlib.suppress(OSError):  # it has gone, as the next line finds out
             line.send(b"1")
         given = next_work(line)
@@ -179,7 +179,7 @@ def run_rank(local_rank: int, spec: RankSpec) -> None:
 
 
 def _work(spec: RankSpec, me: Rank, words: memoryview, received: Mapping[int, int]) -> int:
-    """One piece of work, from its being opened to its result; the exit code, 0 where it went well."""
+    """Do one piece of work, from opening it to its result; returns the exit code, 0 for success."""
     stop = SharedStop(words, me.local_rank, spec.local_world_size, spec.timeout_s)
     state = SharedStop.num_words(spec.local_world_size) + me.local_rank
     with (
@@ -282,7 +282,7 @@ def _fail(error: BaseException, spec: RankSpec, me: Rank, stop: SharedStop, word
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             break
     if failure.timeout:
-        # Stay, so that the others stay where they hang until the parent has asked them for their stacks.
+        # Stay, so that the others stay where they hang until the parent has their stacks.
         words[state] = State.TIMED_OUT
         deadline = time.monotonic() + _STACK_WAIT_S
         while not stop.aborted and time.monotonic() < deadline:
@@ -293,11 +293,10 @@ def _fail(error: BaseException, spec: RankSpec, me: Rank, stop: SharedStop, word
 
 
 def _leave(exitcode: int) -> None:
-    """End this process with all that belongs to an orderly end, but without taking the interpreter apart.
+    """End this process in order, but without finalizing the interpreter.
 
-    Native threads may still be there, of a process group that something holds, say. One that asks for the lock of an
-    interpreter that is being taken apart is ended by it in the midst of C++ code, which aborts the process: seldom, and
-    when all work is done.
+    Native threads may still run, of a process group for instance. A thread that requests the lock of a finalizing
+    interpreter is ended in the midst of C++ code, which can abort the process although all work is done.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # joins threads
     _kill_stuck_daemons()
@@ -331,7 +330,7 @@ def _write_result(fd: int, result: Any) -> None:
 
 
 def _allow_many_descriptors() -> None:
-    """As many as may be: each tensor of a DataLoader's worker is one, whichever way torch is told to share them."""
+    """Allow as many descriptors as possible: each tensor from a DataLoader's worker takes one, in any sharing mode."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -354,10 +353,10 @@ def parent_is_gone() -> bool:
 
 
 def end_with_parent() -> None:
-    """See to it that this process ends when its parent does, however that ends."""
+    """Make this process end when its parent does, however that ends."""
     # At once, and so that finally blocks run (Linux; the signal comes when the thread that spawned us ends).
     torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
-    if parent_is_gone():  # before the line above
+    if parent_is_gone():  # it may have ended before the line above
         os._exit(1)
     threading.Thread(target=_outlive_parent_briefly, name="trainloop-parent-watch", daemon=True).start()
 

@@ -1,9 +1,9 @@
-"""Hosts of one run: they meet at an address, and tell each other when one of them fails.
+"""Hosts of one run meet at an address, and tell each other when one of them fails.
 
 The launching process of node 0 listens at the rendezvous point, on that interface only; those of the other nodes
-connect to it and stay connected for as long as the run lasts. Where they share a key, each proves that it has it, and
-what they say bears it (:mod:`trainloop.launch.lines`). Ranks don't use these connections: they get the address
-of a store, on the same interface, and what they exchange goes over Gloo or NCCL.
+connect to it and stay connected for as long as the run lasts. If they share a key, each proves that it has it, and
+signs its messages (:mod:`trainloop.launch.lines`). Ranks don't use these connections: they get the address of a store,
+on the same interface, and what they exchange goes over Gloo or NCCL.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RENDEZVOUS_WAIT_S = 600.0
 """How long hosts wait for each other at the start, at most; less where the run's time-out is less."""
 
 _BEAT_S = 1.0
-_ANSWER_S = 5.0  # for one who has connected to say what is due
+_ANSWER_S = 5.0  # for a new connection's first message
 _MOST_STRANGERS = 64  # at a time
 _MOST_TOLD = 20
 SILENCE_S = 15.0
@@ -84,8 +84,7 @@ class Rendezvous:
     wait_s : float
         How long to wait for all to come.
     key : bytes, optional
-        What all hosts share, and nobody else: each proves that it has it. Without one, whoever says to be a node is
-        believed.
+        A secret that all hosts share, and prove to have. Without one, whoever claims to be a node is believed.
 
     Raises
     ------
@@ -146,13 +145,13 @@ class Rendezvous:
         self.store_listener = _listener(here, 0)
         address: tuple[str, int] = self.store_listener.getsockname()[:2]
         for peer in self._peers.values():
-            with contextlib.suppress(OSError):  # one that has gone is lost, as in the run
+            with contextlib.suppress(OSError):  # a host that has gone is lost, as during the run
                 peer.send({"store": address})
         return address
 
     @contextlib.contextmanager
     def _reception(self) -> Iterator[Callable[[socket.socket], None]]:
-        """What to do with a new connection: each has a thread, so that one who says nothing keeps nobody waiting."""
+        """Handle a new connection in a thread of its own, so that a silent one keeps nobody waiting."""
         threads: list[tuple[threading.Thread, Line]] = []
 
         def receive(connection: socket.socket) -> None:
@@ -195,7 +194,8 @@ class Rendezvous:
                     self._peers[int(hello["node_rank"])] = line
                     return
             line.send({"refused": refusal})
-        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:  # whoever it is may say anything
+        # It may be anybody, and may send anything.
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             if not proved:
                 self._tell_of_stranger(line, error)
         line.close()
@@ -266,18 +266,18 @@ class Rendezvous:
     # -- during the run --------------------------------------------------------------------------------------------
 
     def failure(self) -> Failure | None:
-        """What happened on another host, if something did."""
+        """The failure of another host, if there was one."""
         return self._failures[0] if self._failures else None
 
     def wait_for_failure(self, seconds: float) -> Failure | None:
-        """The same, after waiting for it for a while."""
+        """The failure of another host, after waiting for it for a while."""
         deadline = time.monotonic() + seconds
         while not self._failures and time.monotonic() < deadline:
             time.sleep(0.05)
         return self.failure()
 
     def tell(self, failure: Failure) -> None:
-        """Tell all other hosts what happened on this one."""
+        """Tell all other hosts of this host's failure."""
         self._send_all({"failed": json.loads(failure.to_json())})
 
     def _send_all(self, message: dict[str, Any], but: int = -1) -> None:
@@ -303,7 +303,7 @@ class Rendezvous:
                 del open_lines[node]
 
     def _hear(self, node: int, line: Line) -> bool:
-        """Take in what came; whether more may come."""
+        """Process the messages that came; returns whether more may come."""
         try:
             messages = line.read()
         except (OSError, ValueError) as error:
@@ -362,8 +362,8 @@ def _listener(host: str, port: int) -> socket.socket:
             f"node 0 can't listen at {host}:{port}: {error}. Give an address of this host."
         ) from None
     if ipaddress.ip_address(address[0]).is_loopback and host not in ("localhost", address[0]):
-        # Some systems give their own name a loopback address, which other hosts can't reach; which interface is meant
-        # is then not known.
+        # Some systems resolve their own name to a loopback address, which other hosts can't reach; then the interface
+        # is unknown.
         address = ("::" if family == socket.AF_INET6 else "0.0.0.0", *address[1:])
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,9 +1,8 @@
 """Process-wide settings of the caller, which its ranks take over.
 
 A script chooses precision, determinism, log levels and the like in ``main()``, in the process that calls ``fit``. A
-rank is another process: it is told what the caller's readings are, and sets what differs from its own. Loaders' workers
-that are forked from the rank have the same, others are told by :class:`SettingsInit`. The caller's settings are read,
-never changed.
+rank is another process: it receives the caller's settings and sets those that differ from its own. Workers forked from
+the rank have the same; others get them by :class:`SettingsInit`. The caller's settings are read, never changed.
 
 To add one, add a line to :data:`SETTINGS`.
 """
@@ -31,7 +30,7 @@ __all__ = ["SETTINGS", "Setting", "SettingsInit", "apply_settings", "dumped_sett
 
 @dataclass(frozen=True)
 class Setting:
-    """One thing that a process has once."""
+    """One process-wide setting."""
 
     name: str
     """Its name in the documentation: the function or attribute by which a user sets it."""
@@ -45,14 +44,14 @@ def read_settings() -> dict[str, Any]:
     """The present values of all settings that this process has, by name."""
     values = {}
     for setting in SETTINGS:
-        # torch refuses to read an old switch when its successor was used: the successor is in the table, too.
+        # torch refuses to read an old switch after its successor was used; the table has the successor too.
         with contextlib.suppress(AttributeError, RuntimeError, ImportError):
             values[setting.name] = setting.read()
     return values
 
 
 def dumped_settings() -> bytes:
-    """What :func:`read_settings` gives, for :func:`apply_settings` in another process."""
+    """The settings as bytes, for :func:`apply_settings` in another process."""
     values = read_settings()
     try:
         return _dumped(values)
@@ -74,7 +73,7 @@ def _dumped(value: Any) -> bytes:
 
 
 def apply_settings(dumped: bytes) -> None:
-    """Set what another process had, in the order of the table; what is the same here is left alone."""
+    """Set another process's settings, in the order of the table; those that are equal here are left alone."""
     values: dict[str, Any] = pickle.loads(dumped)
     own = {setting.name: setting for setting in SETTINGS}
     for name, value in values.items():
@@ -91,7 +90,7 @@ def apply_settings(dumped: bytes) -> None:
 
 
 class SettingsInit:
-    """A ``worker_init_fn`` that takes over the settings of the process it was sent from, then calls the user's own."""
+    """A ``worker_init_fn`` that applies the settings of the sending process, then calls the user's own."""
 
     def __init__(self, users: Callable[[int], None] | None) -> None:
         self.users = users
@@ -192,7 +191,7 @@ def _write_default_validation(value: bool) -> None:
 
 def _write_warning_filters(filters: list[Any]) -> None:
     warnings.filters[:] = filters  # type: ignore[index]  # the list itself: other modules hold it
-    # Adding one tells the interpreter that they have changed, in all versions; it is taken away again.
+    # Adding and removing a filter tells the interpreter, in all versions, that filters have changed.
     warnings.simplefilter("ignore", _NoWarning)
     warnings.filters.remove(("ignore", None, _NoWarning, None, 0))  # type: ignore[attr-defined]
 
@@ -263,7 +262,7 @@ def _write_log_streams(handlers: dict[str, list[tuple[str, int, Any]]]) -> None:
 # --------------------------------------------------------------------------------------------------------------------
 
 SETTINGS: list[Setting] = [
-    # first, so that they hold for whatever the others say
+    # first, so that they apply to the others' warnings
     Setting("warnings.filterwarnings", lambda: list(warnings.filters), _write_warning_filters),
     Setting("logging.disable", lambda: logging.root.manager.disable, logging.disable),
     Setting("logging.Logger.setLevel", _read_log_levels, _write_log_levels),

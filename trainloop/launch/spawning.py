@@ -1,4 +1,4 @@
-"""This node's ranks, seen from the process that starts them: started, watched, ended, their result fetched."""
+"""Start, watch and end this node's ranks, and fetch their result."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from trainloop.transfer import Parcel, load_state
 __all__ = ["Ranks"]
 
 _POLL_S = 0.1
-_UNWIND_S = 1.0  # after a failure: for the others' own errors to reach them
-_TERMINATE_S = 5.0  # after SIGTERM: for finally blocks
+_UNWIND_S = 1.0  # after a failure, until the others' own errors have arrived
+_TERMINATE_S = 5.0  # after SIGTERM, for finally blocks
 _KILL_S = 2.0
-_HEAR_S = 3.0  # for another host to tell what happened there
+_HEAR_S = 3.0  # for another host's message about its failure
 _DUMP_S = 1.0  # for the stacks of a rank
 
-_environment_lock = threading.Lock()  # os.environ and __main__ are the process's, and fits may run in threads
+_environment_lock = threading.Lock()  # os.environ and __main__ belong to the process, and several threads may call fit
 
 
 class Ranks:
@@ -53,9 +53,9 @@ class Ranks:
     hosts : Rendezvous, optional
         The other hosts of the run.
     lines : sequence of socket, optional
-        To each rank, by which it is given more work after the first.
+        A line to each rank, for further work.
     handed_over : sequence of socket, optional
-        What the ranks inherit, and this process is to have no longer then.
+        Sockets that the ranks inherit; closed here afterwards.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Ranks:
         served : bool
             From this process's :mod:`~trainloop.launch.fork_server`; else each is a fresh interpreter.
         may_spawn : bool
-            Whether a rank may be one where the server fails.
+            Whether to start fresh interpreters if the server fails.
         """
         before = set(multiprocessing.active_children())
         resource_tracker.ensure_running()  # it lives as long as this process: not with a launch's environment
@@ -141,7 +141,7 @@ class Ranks:
             if self._hosts is not None and self._hosts.failure() is not None:
                 self.fail()
             if not self._alive():
-                if self._notice():  # the last one was killed since
+                if self._notice():  # the last server was killed since
                     self.fail()
                 return
             if self._lines and not busy and all(self._state(r) == State.DONE for r in self._locals()):
@@ -154,7 +154,7 @@ class Ranks:
                 self.fail(overdue)
 
     def are_up(self) -> bool:
-        """Whether all wait for more work."""
+        """Whether all ranks wait for more work."""
         return bool(self._lines) and len(self._alive()) == self._spec.local_world_size
 
     def begin_again(self) -> None:
@@ -201,7 +201,7 @@ class Ranks:
         return self._liveness.overdue(signs, time.monotonic(), done_elsewhere_since=elsewhere)
 
     def _notice(self, ended_by_us: frozenset[int] = frozenset()) -> bool:
-        """Take note of ranks that failed; whether there are any."""
+        """Record ranks that failed; returns whether there are any."""
         for r in self._locals():
             process = self._processes[r]
             if r in self._failures:
@@ -226,7 +226,7 @@ class Ranks:
     # -- ending ----------------------------------------------------------------------------------------------------
 
     def fail(self, overdue: Sequence[int] = ()) -> None:
-        """End all ranks and raise what the first failure was; ``overdue``: ranks that gave no sign of life."""
+        """End all ranks and raise the first failure's error; ``overdue``: ranks without a sign of life."""
         stacks: dict[int, str] = {}
         hanging: list[int] = []
         elsewhere = self._hosts.failure() if self._hosts is not None else None
@@ -234,7 +234,7 @@ class Ranks:
         if timed_out or overdue or (elsewhere and elsewhere.timeout):
             self._notice()
             first = self._spec.rank
-            told = {first + r for r in self._failures}  # before the signal, which may wake who hangs in a system call
+            told = {first + r for r in self._failures}  # before the signal, which may wake a rank from a system call
             stacks = self._stacks()
             boundaries = {first + r: self.stop.boundary_of(r) for r in self._locals()}
             hanging = hanging_ranks({r: stack for r, stack in stacks.items() if r not in told}, boundaries)
@@ -257,9 +257,9 @@ class Ranks:
         )
 
     def _end_lingering(self, ranks: list[int]) -> None:
-        """All work is done, and the result is here; some process does not end."""
+        """Kill processes that don't end although all work is done and the result is here."""
         stacks = self._stacks(ranks=ranks)
-        still = [self._spec.rank + r for r in ranks if self._processes[r].is_alive()]  # others were just ending
+        still = [self._spec.rank + r for r in ranks if self._processes[r].is_alive()]  # the others were about to end
         self.end()
         if not still:
             return
@@ -273,7 +273,7 @@ class Ranks:
         )
 
     def _first_failure(self) -> Failure:
-        """This host's first failure, or another's where that is the cause."""
+        """This host's first failure, or another host's if that is the cause."""
         own = first_failure(list(self._failures.values())) if self._failures else None
         if self._hosts is None:
             assert own is not None
@@ -289,7 +289,7 @@ class Ranks:
         return elsewhere
 
     def end(self) -> list[int]:
-        """End all ranks, gently first; global ranks that were not done by themselves before."""
+        """End all ranks, gently first; returns the global ranks that had not finished by themselves."""
         running = [self._spec.rank + r for r in self._locals() if self._state(r) != State.DONE]
         self.stop.abort()
         self._join(_UNWIND_S)
@@ -320,7 +320,7 @@ class Ranks:
                 os.kill(process.pid, number)
 
     def _stacks(self, *, ask: bool = True, ranks: list[int] | None = None) -> dict[int, str]:
-        """Python stacks of all ranks: asked for now, or left by a crash, or from the error that ended the rank."""
+        """Python stacks of all ranks: requested now, left by a crash, or from the error that ended the rank."""
         ranks = list(self._locals()) if ranks is None else ranks
         fds = self._spec.stack_fds
         told = {r: failure.traceback for r, failure in self._failures.items()}
@@ -345,7 +345,7 @@ class Ranks:
         return stacks
 
     def result(self) -> Any:
-        """What local rank 0's function returned."""
+        """The result of local rank 0's function."""
         fd = self._spec.result_fd
         with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as data:
             result = load_state(data[:])
@@ -353,7 +353,7 @@ class Ranks:
         return result
 
     def close(self) -> None:
-        """Give back what belongs to the processes; those that wait for more work end, no others may be alive."""
+        """Release the processes' resources. Ranks that wait for more work end; no others may be alive."""
         for line in self._lines:
             line.close()
         if self._lines and self._alive():
@@ -368,14 +368,14 @@ class Ranks:
 
 
 def _has_answered(line: socket.socket) -> bool:
-    """Takes the word of a rank that is ready for more; or it has gone, which its process tells."""
+    """Read a rank's message that it is ready for more work. If it has died instead, its process tells."""
     with contextlib.suppress(OSError):
         line.recv(1)
     return True
 
 
 def _process_state(process: Any) -> str:
-    """Why a rank wrote no stack."""
+    """The reason why a rank wrote no stack."""
     if not process.is_alive():
         return f"it ended with {exit_text(process.exitcode)}"
     try:
@@ -402,7 +402,7 @@ def _variables(environment: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Children inherit the blocked signals, and let them in once they can handle them."""
+    """Block signals; children inherit that, and unblock them once they can handle them."""
     numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:

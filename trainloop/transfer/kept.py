@@ -1,4 +1,4 @@
-"""Which attributes an object itself lets travel."""
+"""The attributes that an object keeps when it is pickled."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["kept_attributes", "unparametrized_class"]
 def kept_attributes(obj: object) -> dict[str, Any]:
     """The attributes that pickling an object keeps, as its ``__getstate__`` gives them.
 
-    What the object leaves out (weak references, locks, files) is missing, and what it replaces is as it replaced it:
-    an attribute travels as it is where ``kept_attributes(obj)[name] is obj.__dict__[name]``. Empty where the state is
-    no dictionary, or where the object refuses.
+    Attributes that it leaves out (weak references, locks, files) are missing, and replaced ones are there as replaced:
+    an attribute travels unchanged if ``kept_attributes(obj)[name] is obj.__dict__[name]``. Empty if the state is no
+    dictionary, or pickling is refused.
     """
     kind = unparametrized_class(type(obj))
     get_state = getattr(kind, "__getstate__", None)
@@ -22,15 +22,15 @@ def kept_attributes(obj: object) -> dict[str, Any]:
         return dict(getattr(obj, "__dict__", {}))
     try:
         state = get_state(obj)
-    except Exception:  # whatever a user's __getstate__ raises: it is for pickling itself to tell
+    except Exception:  # whatever a user's __getstate__ raises: pickling itself will report it
         return {}
-    if isinstance(state, tuple) and len(state) == 2:  # attributes, and those in slots
+    if isinstance(state, tuple) and len(state) == 2:  # a pair: attributes, and those in slots
         state = state[0]
     return dict(state) if isinstance(state, dict) else {}
 
 
 def unparametrized_class(kind: type) -> type:
-    """The class that a parametrized module had before; any other class itself.
+    """The class that a parametrized module had before; any other class unchanged.
 
     ``torch.nn.utils.parametrize`` gives a module a class of its own, whose ``__getstate__`` refuses.
     """

@@ -14,7 +14,7 @@ __all__ = ["PAGE", "MovedPages", "anonymous_file", "anonymous_path", "write_all"
 
 PAGE = mmap.PAGESIZE
 _CHUNK = 32 << 20  # bytes copied before the memory they came from is given back: the peak above one copy
-_MAP_COUNT_MARGIN = 8192  # mappings left to everybody else
+_MAP_COUNT_MARGIN = 8192  # mappings left for everything else
 
 _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS = 0x02, 0x10, 0x20
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
@@ -23,7 +23,7 @@ _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 def anonymous_file(name: str) -> int:
-    """A descriptor of an empty file that has no name, so that nothing is left of it when its users end, however.
+    """A descriptor of an empty file without a name, which leaves nothing behind however its users end.
 
     In memory where the system can (``memfd_create``: not counted against ``/dev/shm``, which is 64 MiB in many
     containers), else an unlinked temporary file. Not inherited by programs that are started unless passed to them.
@@ -42,7 +42,7 @@ def anonymous_file(name: str) -> int:
 
 
 def anonymous_path(fd: int) -> str:
-    """A path under which this process can open the file of ``fd`` anew, with a position of its own."""
+    """A path by which this process can open the file of ``fd`` again, with a position of its own."""
     return f"/proc/self/fd/{fd}"
 
 
@@ -62,7 +62,7 @@ class MovedPages:
     :meth:`restore` puts ordinary memory back.
 
     Only private anonymous memory is moved (the heap, and what ``malloc`` maps for large arrays), which nothing has
-    locked. Whatever is unusual stays where it is and costs a second copy. A thread that writes into the array at the
+    locked. Any other memory stays where it is and costs a second copy. A thread that writes into the array at the
     very moment it is moved (some milliseconds) may lose that write; ``fit`` reads the data at that moment anyhow.
 
     Parameters
@@ -183,7 +183,7 @@ def _movable_memory() -> tuple[list[int], list[int]]:
 
 
 def _locked_memory() -> bool:
-    """Whether this process has locked memory (mlock), which may be known to a device by its physical place."""
+    """Whether this process has locked memory (mlock); a device may use its physical address."""
     try:
         with open("/proc/self/status") as file:
             return any(line.startswith("VmLck:") and int(line.split()[1]) for line in file)

@@ -1,4 +1,4 @@
-"""One object, sent once to all ranks of a node: a stream and its arrays in one file that every rank maps."""
+"""Send one object to all ranks of a node: a pickle stream and its arrays, in one file that every rank maps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Parcel:
-    """What a rank needs to know to read the payload; small, picklable."""
+    """What a rank needs to open the payload; small and picklable."""
 
     fd: int
     """Descriptor of the payload's file, the same number in every rank."""
@@ -52,9 +52,9 @@ class Parcel:
         device : torch.device, optional
             Where tensors go that were on a CUDA device.
         received : mapping of int to int, optional
-            Own numbers of descriptors by those of the sender, where they were sent rather than inherited.
+            This process's descriptors by the sender's numbers, if they were sent and not inherited.
         """
-        # MAP_PRIVATE: a rank's writes (into parameters, say) stay its own.
+        # MAP_PRIVATE: writes of a rank (into parameters, say) stay private.
         fd = (received or {}).get(self.fd, self.fd)
         mapped = mmap.mmap(fd, self.size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         view = memoryview(mapped)
@@ -70,7 +70,7 @@ class Parcel:
             names = unpickler.load()
         main = sys.modules["__main__"].__dict__
         for name, definition in names.items():
-            if name not in main or name in _sent_to_main:  # a script's or a cell's newest
+            if name not in main or name in _sent_to_main:  # the newest definitions of a script or cell
                 main[name] = definition
                 _sent_to_main.add(name)
         return obj
@@ -104,18 +104,18 @@ class _Reader:
 
 
 class Payload:
-    """The sender's side: what was sent, kept alive until :meth:`close`.
+    """The sender's side of a payload, which keeps it alive until :meth:`close`.
 
     Parameters
     ----------
     parcel : Parcel
-        What the ranks are told.
+        What the ranks receive.
     inherited : list of int
         Descriptors that the ranks must inherit, the payload's own among them.
     pages : MovedPages
         The sender's memory that lies in the file.
     alive : list of object
-        What that memory belongs to.
+        The owners of that memory.
     """
 
     def __init__(self, parcel: Parcel, inherited: list[int], pages: MovedPages, alive: list[Any]) -> None:
@@ -127,7 +127,7 @@ class Payload:
         self._alive = alive
 
     def close(self) -> None:
-        """Take the memory back, and give the file up. The ranks have ended."""
+        """Take the memory back and close the file. The ranks must have ended."""
         try:
             self._pages.restore()
         finally:
@@ -227,7 +227,7 @@ def _lay_out(
 
 
 def _regions(begin: Any, end: Any) -> tuple[Any, Any, Any]:
-    """Overlapping spans joined: for each span its region's index, and each region's begin and end."""
+    """Join overlapping spans; returns each span's region, and each region's begin and end."""
     if not len(begin):
         return begin, begin, end
     order = np.argsort(begin, kind="stable")
@@ -251,7 +251,7 @@ def _view(address: int, nbytes: int) -> memoryview:
 
 
 def _pinned(address: int, nbytes: int) -> bool:
-    """Whether a GPU knows this memory by its physical place."""
+    """Whether the memory is pinned, so that a GPU uses its physical address."""
     if not torch.cuda.is_initialized():
         return False
     return torch.frombuffer(_view(address, nbytes), dtype=torch.uint8).is_pinned()
@@ -264,7 +264,7 @@ def _pinned(address: int, nbytes: int) -> bool:
 
 @contextlib.contextmanager
 def pickled_for_spawning() -> Iterator[list[int]]:
-    """multiprocessing's own objects may be pickled in this context; gives the descriptors they need inherited."""
+    """Allow pickling of multiprocessing's own objects; yields the descriptors that must be inherited for them."""
     before = get_spawning_popen()
     spawning = _CollectedDescriptors()
     set_spawning_popen(spawning)  # type: ignore[arg-type]  # what they ask of it, it has

@@ -1,7 +1,7 @@
-"""Pickling what ``pickle`` can't name, with the data of arrays and tensors beside the stream.
+"""Pickle objects that have no importable name, with the data of arrays and tensors beside the stream.
 
 Classes and functions of ``__main__``, notebook cells and closures travel by value (cloudpickle). The bytes of numpy
-arrays and of torch storages travel as protocol 5's out-of-band buffers, so that whoever reads decides where they live.
+arrays and of torch storages travel as protocol 5's out-of-band buffers, so that the reader decides where they live.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def load_device(device: torch.device | None) -> Iterator[None]:
         yield
     finally:
         _loading.device = before
-        # torch notes sparse tensors while they are rebuilt, for torch.load to check them, and keeps them until then.
+        # torch keeps a list of the sparse tensors it rebuilds, until torch.load checks them.
         torch._utils._validate_loaded_sparse_tensors()
 
 
 class Pickler(cloudpickle.Pickler):
     """cloudpickle's pickler, with the memory of storages and arrays as buffers.
 
-    Refuses what cloudpickle would quietly turn into something else, such as an open file.
+    Refuses objects that cloudpickle would silently change, such as open files.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ class Pickler(cloudpickle.Pickler):
             self._by_value.clear()
 
     def reducer_override(self, obj: Any) -> Any:
-        """How ``obj`` is pickled; ``NotImplemented`` for the usual way."""
+        """The reduction of ``obj``; ``NotImplemented`` for the usual way."""
         # Called for every object that is not of a simple built-in type: what is right for its class is looked up once.
         kind = type(obj)
         try:
@@ -99,14 +99,14 @@ class Pickler(cloudpickle.Pickler):
     def _reduce_definition(self, obj: Any) -> Any:
         self._note_definition(obj)
         reduced = super().reducer_override(obj)
-        if reduced is not NotImplemented and isinstance(obj, types.FunctionType):  # by value, then
+        if reduced is not NotImplemented and isinstance(obj, types.FunctionType):  # then by value
             context = compile_context_of(obj)
             if context is not None:
                 return reduce_compiled_function(obj, context)
         return reduced
 
     def _note_definition(self, obj: Any) -> None:
-        """Remember what ``__main__`` has of it; let modules that a new process couldn't import travel by value."""
+        """Remember definitions of ``__main__``; pickle by value those of modules that a new process couldn't import."""
         name = getattr(obj, "__module__", None)
         if not isinstance(name, str):
             return
@@ -119,7 +119,7 @@ class Pickler(cloudpickle.Pickler):
             self._by_value[name] = module is not None and not _importable(module)
             if self._by_value[name]:
                 if name in cloudpickle.list_registry_pickle_by_value():
-                    self._by_value[name] = False  # the user's own registration stays
+                    self._by_value[name] = False  # keep the user's own registration
                 else:
                     cloudpickle.register_pickle_by_value(module)
 
@@ -130,7 +130,7 @@ class Pickler(cloudpickle.Pickler):
             return _meta_storage, (storage.nbytes(),)
         on_cpu = storage.device.type == "cpu"
         if self.keeps_shared and on_cpu and storage.is_shared() and getattr(storage, "filename", None) is None:
-            # The user shares it between processes on purpose (an epoch counter for workers, say): it stays shared.
+            # The user shares it between processes (an epoch counter for workers, say), so it stays shared.
             return reduce_storage(storage)
         data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu().numpy()
         if not on_cpu:
@@ -174,12 +174,12 @@ class Pickler(cloudpickle.Pickler):
 
 
 def _reducer_of(kind: type) -> Callable[[Pickler, Any], Any] | None:
-    """How objects of a class are pickled here; ``None`` for the usual way."""
+    """The function that pickles objects of a class; ``None`` for the usual way."""
     for base, reduce in _SPECIAL:
         if issubclass(kind, base):
             return reduce
-    # Connections, shared values and the like, as multiprocessing sends them to a process it starts; its module
-    # `reduction` is about sockets and methods, which are not wanted.
+    # Connections, shared values and the like, as multiprocessing sends them to a process it starts; not by its module
+    # `reduction`, which is about sockets and methods.
     theirs = ForkingPickler._extra_reducers.get(kind)  # type: ignore[attr-defined]
     if theirs is None or not theirs.__module__.startswith("multiprocessing.") or "reduction" in theirs.__module__:
         return reducer_for(kind)
@@ -194,7 +194,7 @@ def _importable(module: types.ModuleType) -> bool:
     top = module.__name__.partition(".")[0]
     for finder in sys.meta_path:
         find_spec = getattr(finder, "find_spec", None)
-        with contextlib.suppress(Exception):  # a finder of somebody else's
+        with contextlib.suppress(Exception):  # another library's finder
             if find_spec is not None and find_spec(top, None) is not None:
                 return True
     return importlib.machinery.PathFinder.find_spec(top, None) is not None
@@ -213,7 +213,7 @@ def _refuse(pickler: Pickler, obj: Any) -> Any:
 
 
 def _without_iterator(pickler: Pickler, loader: DataLoader[Any]) -> Any:
-    """A loader with persistent workers that has run keeps its iterator, which belongs to this process."""
+    """Pickle a loader without the iterator that persistent workers leave in it, which belongs to this process."""
     if getattr(loader, "_iterator", None) is None:
         return NotImplemented
     reduced = list(object.__reduce_ex__(loader, 4))
@@ -234,7 +234,7 @@ def _bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
 
 
 def _reduce_memmap(array: np.memmap[Any, Any]) -> Any:
-    """An array in a mapped file is mapped from the file there, too; ``None`` if it may show other values there."""
+    """Pickle an array in a mapped file by its path, to be mapped again; ``None`` if its values may differ there."""
     source = getattr(array, "_mmap", None)
     path = getattr(array, "filename", None)
     # Mode 'c' may hold changes that the file has not.
@@ -261,7 +261,7 @@ _SPECIAL: list[tuple[Any, Callable[[Any, Any], Any]]] = [
     (np.ndarray, lambda pickler, obj: pickler._reduce_array(obj)),
     (memoryview, _reduce_memoryview),
     (io.TextIOBase, lambda pickler, obj: pickler._reduce_text_stream(obj)),
-    ((torch.Stream, torch.Event), _refuse),  # they would be others there
+    ((torch.Stream, torch.Event), _refuse),  # the values may be others there
     (DataLoader, _without_iterator),
 ]
 
@@ -381,7 +381,7 @@ class StateUnpickler(pickle.Unpickler):
     known : sequence of objects
         This side's own, in the other's order.
     buffers : iterable of buffers, optional
-        Those that went beside the stream.
+        The buffers that went beside the stream.
     """
 
     def __init__(self, file: Any, known: Sequence[object], buffers: Iterable[Any] | None = None) -> None:
@@ -418,6 +418,6 @@ def dump_state(state: object, known: Sequence[object] = ()) -> bytes:
 
 
 def load_state(data: bytes, known: Sequence[object] = ()) -> Any:
-    """What :func:`dump_state` was given, with this side's ``known`` in the other's places. Tensors are on the CPU."""
+    """The inverse of :func:`dump_state`, with this side's objects for the other's ``known``. Tensors are on the CPU."""
     with load_device(None):
         return StateUnpickler(io.BytesIO(data), known).load()

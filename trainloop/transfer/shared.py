@@ -1,8 +1,8 @@
-"""The objects that sender and receiver both have, and how what one of them became is put into the other.
+"""Write changes of objects from one process into their copies in another.
 
-What is reached from some roots is walked in the same way on both sides: modules and tensors, optimizers, lists,
-dictionaries and instances in each other. A part that both have keeps its identity: its contents come back into the very
-object that was sent, so that an averaged model or an optimizer's state is, after ``fit``, where its owner left it.
+Both sides walk the same objects from the same roots: modules, tensors, optimizers, lists, dictionaries and instances,
+however nested. A part that both have keeps its identity: its contents come back into the very object that was sent, so
+that an averaged model or an optimizer's state is, after ``fit``, where its owner left it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from trainloop.transfer.torch_objects import optimizer_state
 __all__ = ["changed_parts", "dumped_parts", "parts_now", "put_into", "shared_parts"]
 
 _MOST_PARTS = 20_000
-_LONG = 1000  # items; a longer list is data, and travels as a whole
+_LONG = 1000  # items; a longer list is treated as data, and travels whole
 _MISSING = object()
-# What every nn.Module has and torch keeps in order; its three dictionaries of parts are walked.
+# Attributes of every nn.Module that torch itself maintains; the dictionaries of parts are walked.
 _TORCH_OWN = frozenset(nn.Module().__dict__) - {"training", "_parameters", "_buffers", "_modules"}
 _LEAVES = (str, bytes, bytearray, int, float, complex, type(None), type, types.ModuleType, types.BuiltinFunctionType)
 _DATA = (np.ndarray, np.generic, torch.dtype, torch.device, torch.Generator, DataLoader, Dataset, Sampler)
 
-_OTHERS = ("torch._", "logging", "threading", "multiprocessing")  # what is in their objects is no user's
+_OTHERS = ("torch._", "logging", "threading", "multiprocessing")  # modules whose objects hold nothing of the user's
 
 
 def shared_parts(roots: Mapping[str, object], apart: Mapping[int, object]) -> dict[str, Any]:
@@ -45,10 +45,10 @@ def shared_parts(roots: Mapping[str, object], apart: Mapping[int, object]) -> di
     roots : mapping of str to object
         By the names that paths start with.
     apart : mapping of int to object
-        By their id, objects that are somebody else's concern: neither they nor what they hold are parts.
+        Objects to leave out, by their id: neither they nor their contents are parts.
     """
-    # Not by trainloop.nested, which goes down trees: here objects hold each other in circles, and attributes, closures
-    # and arguments of functions are ways too. Breadth first, so that a part has its shortest path.
+    # Not by trainloop.nested, which goes down trees: here objects hold each other in circles, and the walk also follows
+    # attributes, closures and functions' arguments. Breadth first, so that a part has its shortest path.
     found: dict[str, Any] = {}
     seen = set(apart)
     queue = deque(roots.items())
@@ -67,7 +67,7 @@ def shared_parts(roots: Mapping[str, object], apart: Mapping[int, object]) -> di
         elif (contents := _contents(obj)) is not None:
             found[path] = obj
             items = contents.items() if isinstance(contents, dict) else enumerate(contents)
-            # Keys may be parameters: their place tells them apart on both sides.
+            # Keys may be parameters, so their position identifies them on both sides.
             queue.extend((f"{path}.{key if isinstance(key, str) else i}", v) for i, (key, v) in enumerate(items))
     return found
 
@@ -90,7 +90,7 @@ def _held(obj: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _contents(obj: Any) -> dict[Any, Any] | list[Any] | None:
-    """What an object holds, as far as it is its own and may be written; ``None`` where it is a value."""
+    """The contents of an object that may be overwritten; ``None`` for a value without contents."""
     if isinstance(obj, (list, deque)):
         return list(obj) if len(obj) <= _LONG else None
     if isinstance(obj, dict):
@@ -104,13 +104,13 @@ def _contents(obj: Any) -> dict[Any, Any] | list[Any] | None:
     return {
         name: value
         for name, value in kept_attributes(obj).items()
-        # What the object itself leaves out of its state, or replaces there, is each process's own.
+        # Attributes that the object leaves out of its state, or replaces in it, are each process's own.
         if name not in torch_own and attributes.get(name, _MISSING) is value
     }
 
 
 def dumped_parts(parts: Mapping[str, Any], known: list[object]) -> dict[str, bytes | None]:
-    """What each part holds now, for :func:`changed_parts` to compare with; ``None`` for what can't be pickled."""
+    """Each part's present contents as bytes, for :func:`changed_parts`; ``None`` if they can't be pickled."""
     return {path: _dumped(_contents(obj), known) for path, obj in parts.items() if not isinstance(obj, torch.Tensor)}
 
 
@@ -122,7 +122,7 @@ def _dumped(value: Any, known: list[object]) -> bytes | None:
 
 
 def changed_parts(parts: Mapping[str, Any], before: Mapping[str, bytes | None], known: list[object]) -> dict[str, Any]:
-    """What parts hold that is another than before, for :func:`put_into`; tensors always, on the CPU."""
+    """The contents of parts that have changed, for :func:`put_into`; those of tensors always, on the CPU."""
     changed: dict[str, Any] = {}
     for path, obj in parts.items():
         if isinstance(obj, torch.Tensor):
@@ -132,7 +132,7 @@ def changed_parts(parts: Mapping[str, Any], before: Mapping[str, bytes | None], 
         dumped = _dumped(now, known)
         if dumped is not None and dumped != before.get(path):
             changed[path] = now
-        elif dumped is None and isinstance(now, dict):  # each for itself, then
+        elif dumped is None and isinstance(now, dict):  # then each entry by itself
             can = {key: value for key, value in now.items() if _dumped((key, value), known) is not None}
             if before.get(path) is not None:
                 lost = ", ".join(str(key) for key in now if key not in can)
@@ -142,7 +142,7 @@ def changed_parts(parts: Mapping[str, Any], before: Mapping[str, bytes | None], 
 
 
 def parts_now(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """What each part holds now, for :func:`put_into`: the live objects, none of them copied."""
+    """Each part's present contents, for :func:`put_into`: the live objects, not copied."""
     return {
         path: (obj.detach(), obj.requires_grad) if isinstance(obj, torch.Tensor) else _contents(obj)
         for path, obj in parts.items()
@@ -159,7 +159,7 @@ def put_into(
     parts, changed : mapping
         By path.
     kept : mapping from str to collection, optional
-        Names, by path, that stay as they are although they are not in the new contents.
+        By path, names to keep although the new contents lack them.
     """
     kept = kept or {}
     for path, contents in changed.items():
@@ -195,7 +195,7 @@ def _put_tensor(own: torch.Tensor, value: torch.Tensor, requires_grad: bool) -> 
 
 
 def _state_to_parameters(optimizer: Optimizer) -> None:
-    """State that came from a rank's device goes to its parameter's; step counters stay where torch keeps them."""
+    """Move state from a rank's device to its parameter's; step counters stay where torch keeps them."""
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, torch.Tensor) and isinstance(state, dict) and parameter.device.type != "cpu":
             for key, value in state.items():

@@ -1,8 +1,8 @@
-"""Snapshots in memory that outlives the processes which write them: two slots in turn, each whole or not there.
+"""Snapshots in memory that outlives their writers: two slots used in turn, each either whole or invalid.
 
-The launching process makes a :class:`SnapshotMemory` and sends it to its ranks, which inherit its files. A snapshot is
-as many parts as there are writers, all with the same number; each part is a pickle stream, the buffers beside it, and a
-head that is written last. What a killed process was writing has no head, and the slot before it is whole still::
+The launching process makes a :class:`SnapshotMemory` and sends it to its ranks, which inherit its files. A snapshot has
+one part for each writer, all with the same number; a part is a pickle stream, its buffers, and a head that is written
+last. If a writer is killed, its part has no head, and the other slot is still whole::
 
     words     a status of each rank; then, for each slot and part, its head
     parts     stream | buffers | table of the buffers         one file for each slot and part, as large as it must be
@@ -30,7 +30,7 @@ from trainloop.transfer.pickling import StatePickler, StateUnpickler, load_devic
 __all__ = ["Packed", "SnapshotMemory", "Snapshotter", "arrived_classes"]
 
 _SLOTS = 2
-_ALL = "*"  # of an entry, in the place of a name
+_ALL = "*"  # stands for an entry's name
 _IN_STREAM = 256  # bytes; below, a buffer's own bookkeeping costs more than copying it
 _ALIGNMENT = 64
 _CHUNK = 4 << 20  # bytes summed while they are still in the CPU's cache
@@ -47,14 +47,14 @@ class Packed(NamedTuple):
 
 
 class SnapshotMemory:
-    """Two slots for the parts of a snapshot, and what a launching process and its ranks tell each other about them.
+    """Two slots for the parts of a snapshot, and shared words for the launching process and its ranks.
 
     Parameters
     ----------
     parts : int
         Writers of one snapshot.
     statuses : int
-        Words that ranks write at will.
+        Number of words that ranks may write at any time.
     """
 
     def __init__(self, parts: int, statuses: int) -> None:
@@ -86,7 +86,7 @@ class SnapshotMemory:
         return _inherited, (self._parts, self._statuses, self._words_fd, self._notice_fd, self._fds)
 
     def close(self) -> None:
-        """Give all of it back. No rank is alive, or will be."""
+        """Release everything. No rank may be alive, or start later."""
         self.status.release()
         self._words.release()
         self._mapped.close()
@@ -100,13 +100,13 @@ class SnapshotMemory:
     # -- what ranks are told -----------------------------------------------------------------------------------------
 
     def give_notice(self, notice: dict[str, Any] | None) -> None:
-        """What ranks that are started from now on find by :meth:`notice`; plain types."""
+        """Leave a notice of plain types for ranks that start later; they read it by :meth:`notice`."""
         data = b"" if notice is None else json.dumps(notice).encode()
         os.ftruncate(self._notice_fd, 0)
         write_all(self._notice_fd, memoryview(data), 0)
 
     def notice(self) -> dict[str, Any] | None:
-        """What the launching process told last."""
+        """The launching process's latest notice."""
         data = os.pread(self._notice_fd, os.fstat(self._notice_fd).st_size, 0)
         found: dict[str, Any] | None = json.loads(data) if data else None
         return found
@@ -121,7 +121,7 @@ class SnapshotMemory:
         return self._words[begin : begin + _HEAD]
 
     def write(self, number: int, part: int, step: int, packed: Packed) -> int:
-        """Write a part of a snapshot, over that of the one before the last; its bytes.
+        """Write a part of a snapshot over the snapshot before last; returns its size in bytes.
 
         Nobody may write snapshot ``number`` before all parts of ``number - 1`` are there.
 
@@ -130,7 +130,7 @@ class SnapshotMemory:
         number : int
             Of the snapshot, counted from 1 over all starts.
         part, step : int
-            Whose part; the step that it was made at.
+            The writer, and the step at which the part was made.
         packed : Packed
         """
         head, fd = self._head(number, part), self._file(number, part)
@@ -154,7 +154,7 @@ class SnapshotMemory:
         return place + len(entries)
 
     def newest(self) -> tuple[int, int] | None:
-        """Number and step of the newest snapshot whose parts are all there and whole; ``None`` where there is none."""
+        """Number and step of the newest snapshot with all parts whole; ``None`` if there is none."""
         for number in sorted({self._head(slot, 0)[_NUMBER] for slot in range(_SLOTS)} - {0}, reverse=True):
             heads = [self._head(number, part) for part in range(self._parts)]
             same = all(
@@ -168,8 +168,7 @@ class SnapshotMemory:
         return None
 
     def forget_all_but(self, number: int) -> None:
-        """No part of any other snapshot is there any more: what is left of one that was not finished could be taken
-        for a part of a later one."""
+        """Invalidate all other snapshots: parts of an unfinished one could be taken for those of a later one."""
         for slot in range(_SLOTS):
             for part in range(self._parts):
                 head = self._head(slot, part)
@@ -193,10 +192,10 @@ class SnapshotMemory:
         return np.frombuffer(data, np.int64).reshape(-1, 2)
 
     def read(self, number: int, part: int, known: Sequence[object], device: torch.device | None = None) -> Any:
-        """A part of a whole snapshot, as this process's own objects; ``known`` as in :class:`Snapshotter`."""
+        """Load a part of a whole snapshot as objects of this process; ``known`` as in :class:`Snapshotter`."""
         head, fd = self._head(number, part), self._file(number, part)
         stream = os.pread(fd, head[_STREAM], 0)
-        # Each in memory of its own: the slot is written over, and what is not kept goes.
+        # Each buffer in its own memory: the slot will be overwritten, and unused buffers are freed.
         buffers = (_copied(fd, place, nbytes) for place, nbytes in self._table(number, part).tolist())
         with load_device(device):
             return StateUnpickler(io.BytesIO(stream), known, buffers).load()
@@ -226,12 +225,12 @@ def _copied(fd: int, place: int, nbytes: int) -> np.ndarray[Any, Any]:
 
 
 def arrived_classes() -> frozenset[str]:
-    """Classes that came to this process by value, and so come to each process that gets the same payload."""
+    """Classes that came to this process by value, and do so in each process with the same payload."""
     return frozenset(cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID)
 
 
 class _SnapshotPickler(StatePickler):
-    """Memory that processes share is copied, too: the snapshot is of now."""
+    """Copies shared memory too, as the snapshot must not change."""
 
     def __init__(
         self,
@@ -250,14 +249,14 @@ class _SnapshotPickler(StatePickler):
 
 
 class Snapshotter:
-    """Pickles states for :class:`SnapshotMemory`; what can't be pickled is left out, and seldom tried again.
+    """Pickles states for :class:`SnapshotMemory`; values that can't be pickled are left out, and seldom tried again.
 
     Parameters
     ----------
     known : sequence of object
         Travel as references; on the other side they are that side's own, listed in the same order.
     classes : frozenset of str
-        What :func:`arrived_classes` gave when this process's payload was there.
+        The result of :func:`arrived_classes` right after this process's payload was opened.
     """
 
     def __init__(self, known: Sequence[object], classes: frozenset[str]) -> None:
@@ -266,7 +265,7 @@ class Snapshotter:
         self._packs, self._next_try = 0, 4
 
     def refused_of(self, state: dict[Any, dict[Any, Any]]) -> list[tuple[Any, Any, Any, Any]]:
-        """Section, key, name and value of what was left out of ``state`` since it can't be pickled."""
+        """Section, key, name and value of everything left out of ``state``, as it can't be pickled."""
         found = []
         for section, key, name in self._refused:
             value = state.get(section, {}).get(key)
@@ -287,14 +286,14 @@ class Snapshotter:
         Parameters
         ----------
         state : dict of dict
-            Comes back with a list of all that is missing, as (section, key, name), under ``'omitted'``.
+            When loaded, it lists everything missing as (section, key, name) under ``'omitted'``.
         optional : sequence
-            Sections from whose dictionaries, and dictionaries in these, what refuses to be pickled is left out.
+            Sections from whose dictionaries, and dictionaries inside these, values that can't be pickled are left out.
         omitted : collection of (section, key, name)
-            What is to be left out as well.
+            More values to leave out.
         """
         self._packs += 1
-        if self._packs == self._next_try:  # more and more seldom: to try costs the time of a pack or two
+        if self._packs == self._next_try:  # less and less often, as each try costs the time of a pack or two
             self._next_try *= 2
             self._refused.clear()
         try:

@@ -1,4 +1,4 @@
-"""How objects of torch travel that torch itself does not let be pickled.
+"""Pickling of torch objects that torch itself can't pickle.
 
 Module-like objects and operators by their names, compiled code by what was compiled and how, parametrized and scripted
 modules by their parts. Private names of torch that this needs are all here, as they are in 2.6 to 2.13.
@@ -27,7 +27,7 @@ _EVAL_FRAME = "torch._dynamo.eval_frame"
 
 
 def reducer_for(kind: type) -> Callable[[Any, Any], Any] | None:
-    """How objects of a class are pickled, as a function of pickler and object; ``None`` for the usual way."""
+    """The function of (pickler, object) that pickles a class's objects; ``None`` for the usual way."""
     if issubclass(kind, types.ModuleType):
         return _reduce_module_like if kind is not types.ModuleType else None
     if issubclass(kind, nn.Module):
@@ -54,7 +54,7 @@ def _named(path: str) -> Any:
 
 
 def _reduce_module_like(pickler: Any, module: types.ModuleType) -> Any:
-    """``torch.backends.cudnn``, ``torch.ops``, a library's lazily importing module: found there by its name."""
+    """Pickle ``torch.backends.cudnn``, ``torch.ops`` or a library's lazy module by its name."""
     name = getattr(module, "__name__", None)
     if not isinstance(name, str):
         return NotImplemented
@@ -77,7 +77,7 @@ def _reduce_number_info(pickler: Any, info: Any) -> Any:
 
 
 def _reduce_generator(pickler: Any, generator: torch.Generator) -> Any:
-    # The process's own one is each process's own.
+    # A process's default generator becomes the other process's default one.
     return (_named, ("torch.default_generator",)) if generator is torch.default_generator else NotImplemented
 
 
@@ -99,10 +99,10 @@ _BY_KIND: dict[type, Callable[[Any, Any], Any]] = {
 
 
 def compile_context_of(function: types.FunctionType) -> Any:
-    """How a function was compiled, or kept from it, if it is what ``torch.compile`` gave; else ``None``."""
+    """How ``torch.compile`` compiled (or disabled) a function; ``None`` for any other function."""
     if _EVAL_FRAME not in sys.modules or not hasattr(function, "_torchdynamo_orig_callable"):
         return None
-    # Whoever wraps a compiled function with functools.wraps copies its attributes, but not its closure.
+    # functools.wraps copies a compiled function's attributes, but not its closure.
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if name == "self" and type(cell.cell_contents).__module__ == _EVAL_FRAME:
             return cell.cell_contents
@@ -114,7 +114,7 @@ def _apply(context: Any, compiled: Any) -> Any:
 
 
 def reduce_compiled_function(function: types.FunctionType, context: Any) -> Any:
-    """What was compiled, to be compiled there in the same way."""
+    """Pickle the original function and its compile options, to compile it there again."""
     return _apply, (context, function._torchdynamo_orig_callable)  # type: ignore[attr-defined]
 
 
@@ -135,7 +135,7 @@ def _reduce_compile_context(pickler: Any, context: Any) -> Any:
         "recompile_limit": getattr(callback, "_recompile_limit", None),
         "isolate_recompiles": getattr(context, "_isolate_recompiles_id", -1) != -1 or None,
     }
-    # Only what was chosen: older versions don't know all of them.
+    # Only the options that were set: older versions don't know all of them.
     return _compile_context, ({**options, **{name: value for name, value in further.items() if value is not None}},)
 
 
@@ -155,7 +155,7 @@ def _compile_context(options: dict[str, Any]) -> Any:
 
 
 def _reduce_backend(backend: Any) -> Any:
-    """A backend of torch's by its name: some are made of things that can't be pickled."""
+    """Pickle one of torch's backends by its name: some hold things that can't be pickled."""
     from torch._dynamo.backends.registry import list_backends, lookup_backend
 
     name = backend.compiler_name
@@ -176,7 +176,7 @@ def _backend(state: dict[str, Any]) -> Any:
 
 
 def _reduce_compiled_module(pickler: Any, module: Any) -> Any:
-    # What was compiled may refer to what it was compiled to, hence in two steps.
+    # The original may refer to its compiled version, so in two steps.
     return _new, (type(module),), (module._orig_mod, module.dynamo_ctx), None, None, _set_compiled_module
 
 
@@ -243,13 +243,13 @@ def _reduce_optimizer(pickler: Any, optimizer: torch.optim.Optimizer) -> Any:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, hooks: bool = True) -> dict[str, Any]:
-    """All attributes of an optimizer; torch's own state has three of them, unless a class says what it keeps.
+    """All attributes of an optimizer (torch's pickled state has three), or those that its class chooses to keep.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
     hooks : bool
-        Functions to be called before and after steps, too.
+        Whether to include the hooks before and after steps.
     """
     kind = type(optimizer)
     if kind.__getstate__ is not torch.optim.Optimizer.__getstate__:
@@ -263,7 +263,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, hooks: bool = True) -> dic
 
 
 def _reduce_script_module(pickler: Any, module: Any) -> Any:
-    """Code as TorchScript's archive; parameters and buffers beside it, so that an optimizer has the same there."""
+    """Pickle code as TorchScript's archive, and parameters and buffers beside it, so that an optimizer shares them."""
     file = io.BytesIO()
     torch.jit.save(module, file)
     tensors = {

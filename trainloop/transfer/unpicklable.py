@@ -1,4 +1,4 @@
-"""What in an object can't be pickled: its path, its type, and what to do."""
+"""Find what in an object can't be pickled: its path, its type, and what to do."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def find_unpicklable(roots: Mapping[str, object]) -> list[Unpicklable]:
             continue
         visited.add(id(obj))
         advice = _known_advice(obj)
-        # What is known to belong to one process is named as a whole: a thread, not the lock in it.
+        # Name a thing that belongs to one process as a whole: a thread, not the lock in it.
         parts = [] if advice else _failing((path + suffix, part) for suffix, part in _parts(obj))
         keep += parts
         queue.extend(parts)
@@ -73,9 +73,9 @@ def explain(roots: Mapping[str, object], error: Exception) -> str:
     Parameters
     ----------
     roots : mapping of str to object
-        What was sent, by the names that paths start with.
+        The objects that were sent, by the names that paths start with.
     error : Exception
-        What pickling raised; told where nothing is found.
+        The error of pickling, shown if no culprit is found.
     """
     found = find_unpicklable(roots)
     if not found:
@@ -119,7 +119,7 @@ def _error_of(obj: object) -> Exception | None:
 
 
 def _failing(parts: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Those parts that can't be pickled, found by halving: most can, and a list may have millions."""
+    """The parts that can't be pickled, found by halving, as a list may have millions and most can be."""
     parts = list(parts)
     if not parts or _error_of([part for _, part in parts]) is None:
         return []
@@ -279,7 +279,7 @@ _ADVICE = {
 
 
 def _known_advice(obj: object) -> str:
-    """What to do about a thing of this type; empty where the type is not known to belong to one process."""
+    """Advice about an object of this type; empty unless the type is known to belong to one process."""
     for base in type(obj).__mro__[:-1]:
         for name in (base.__module__.partition(".")[0], base.__name__):
             if name in _ADVICE:
