@@ -115,14 +115,22 @@ class Job:
                 found.append(pid)
         return found
 
+    def _keep_stack(self, pid: int) -> None:
+        """What a process that should have ended is doing, beside its trial's output."""
+        py_spy = Path(sys.executable).with_name("py-spy")
+        if py_spy.exists():
+            said = subprocess.run([py_spy, "dump", "--native", "--pid", str(pid)], capture_output=True, text=True)
+            (self.where / f"stack-{pid}").write_text(said.stdout + said.stderr)
+
     def left(self) -> list[str]:
         """What is left once it has ended, after a moment's patience; processes are then killed."""
         deadline = time.monotonic() + GONE_S
         while (alive := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        for pid in alive:
-            _kill(pid, signal.SIGKILL)
         lines = [f"process {command[:80]}" for command in alive.values()]
+        for pid in alive:
+            self._keep_stack(pid)
+            _kill(pid, signal.SIGKILL)
         pids = {self.process.pid, *self.ranks().values()}
         for name in os.listdir("/dev/shm"):
             if any(name.startswith((f"sem.mp-{pid}-", f"torch_{pid}_")) for pid in pids):
