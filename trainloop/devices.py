@@ -178,7 +178,7 @@ class DeviceChoice(NamedTuple):
     indices: list[int]
     """In rank order. For ``cpu`` one 0 a process."""
     note: str = ""
-    """What the user should be told about the choice; empty where there is nothing to tell."""
+    """A hint for the user about the choice; empty if there is none."""
 
 
 def choose_devices(

@@ -36,7 +36,7 @@ class History(Mapping[str, list[float]]):
         self._step_indices: dict[str, array[int]] = {}
         self._step_values: dict[str, array[float]] = {}
         self.unagreed: dict[str, list[int]] = {}
-        """Places of values that this rank has put in and the others don't know yet; written by the loop only."""
+        """Positions of values that the other ranks don't know yet; only the loop writes here."""
 
     def __getitem__(self, name: str) -> list[float]:
         try:

@@ -325,7 +325,7 @@ def _open_mark(path: str) -> _Mark | None:
 
 
 _mark: _Mark | None = None
-"""This process's while it handles signals; in a worker, that of the process it serves."""
+"""This process's mark while it handles signals; in a worker, the mark of the process that it serves."""
 
 
 class WorkerInit:

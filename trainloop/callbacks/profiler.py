@@ -203,7 +203,7 @@ class ThroughputMonitor(AbstractCallback):
         self.flops = flops
         self.peak_flops = peak_flops
         self.flops_per_step: float | None = None
-        """Of this rank, as counted in the first step."""
+        """FLOPs of this rank's first step."""
         self._counter: FlopCounterMode | None = None
         self._windows, self._last_step = 0, 0
         self._reset()

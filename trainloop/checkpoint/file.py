@@ -57,7 +57,7 @@ class CheckpointInfo:
     """Optimizer steps done."""
 
     run: str = ""
-    """Who wrote it: kept by a run over all its resumptions, and by no other run."""
+    """Identifies the run: the same over all its resumptions, and different for other runs."""
 
     stamp: int = 0
     """Nanoseconds since 1970, moved on where needed to be later than every older checkpoint in the same folder."""

@@ -102,7 +102,7 @@ class Position(Protocol):
     """
 
     goes_on: bool
-    """Whether the next items are the rest of an epoch, so that none are to be passed over."""
+    """Whether the next items are the rest of an epoch, so that none must be skipped."""
 
     def now(self) -> Any:
         """The position now; :meth:`state` takes it later, after further batches."""

@@ -37,7 +37,7 @@ from trainloop.rng import derive_seed
 from trainloop.sharding import BatchPlan, Order, index_blocks, shard_size
 
 RankSizes = tuple[int, ...]
-"""Samples of each rank in one global batch; -1 where only the rank itself will know."""
+"""Samples of each rank in one global batch; -1 if only that rank can know."""
 
 # The order of these is fixed when the epoch begins, so reading ahead can't change it. A user's own sampler may look at
 # what the training has done so far, and is asked for one global batch at a time.
@@ -57,10 +57,10 @@ class RankShard:
 
     epoch: int = 0
     digest: int | None = None
-    """Of the order, once read, where it has to be the same on all ranks; None where no rank can have another one."""
+    """A checksum of the order, once read, which must agree on all ranks; None where it can't differ."""
 
     sizes_known: bool = True
-    """Whether the sizes that :meth:`batches` gives are those of all ranks; else each rank's own only."""
+    """Whether :meth:`batches` yields the sizes of all ranks; else only this rank's."""
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle as in epoch ``epoch`` from the next iteration on; every rank calls it."""

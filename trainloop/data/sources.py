@@ -48,7 +48,7 @@ class Source:
     """Samples of a full global batch; None where there is no such thing."""
 
     position: Position | None = None
-    """By what the user's stream or loader says of itself; None where neither has a state."""
+    """The position by the user's stream's or loader's own state; None where neither has one."""
 
     @property
     def order_digest(self) -> int | None:

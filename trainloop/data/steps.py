@@ -10,7 +10,7 @@ from trainloop.data.samplers import RankSizes
 from trainloop.sharding import weigh_step
 
 ExchangeInts = Callable[[list[int]], list[list[int]]]
-"""Collective: this rank's integers in, those of every rank out."""
+"""A collective that takes this rank's integers and returns those of every rank."""
 
 _NONE = -1  # in an exchange: no batch
 

@@ -28,9 +28,9 @@ class StreamPart:
         self.size = size
         """Samples in ``batch``; -1 where the rank has none."""
         self.place = place
-        """The worker, and where it stands after this, pickled; None where the dataset has no state."""
+        """The worker and its position after this part, pickled; None if the dataset has no state."""
         self.is_turn = is_turn
-        """Whether this is no global batch, but a worker's turn without one."""
+        """True for a worker's turn without a global batch."""
 
     def pin_memory(self, *args: Any) -> StreamPart:
         """Called by a loader with ``pin_memory``."""
@@ -216,7 +216,7 @@ class PartCollate:
         self.rank = rank
         self.world_size = world_size
         self.epoch_seed = 0
-        """Set before each epoch, for loading without workers; to workers it comes with the indices."""
+        """Set before each epoch, for loading without workers; workers get it with their indices."""
 
     def __call__(self, group: tuple[list[Any] | None, int, Place | None]) -> StreamPart:
         samples, group_index, place = group

@@ -83,11 +83,11 @@ class _Agreed(NamedTuple):
     """The description of one leaf on which the ranks agree."""
 
     dtype: torch.dtype
-    """The common one."""
+    """The common dtype."""
     direct: bool
-    """Whether its device's own backend takes it."""
+    """Whether the device's own backend can exchange it."""
     shapes: list[tuple[int, ...]]
-    """On each rank."""
+    """The shape on each rank."""
 
 
 def _agreed(

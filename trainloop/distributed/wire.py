@@ -136,7 +136,7 @@ class Session:
         if key is not None:
             group_key = hmac.digest(key, b"trainloop session\0" + b"".join(hellos), "sha256")
         self.key = group_key
-        """Known to the ranks of this group alone; ``None`` where the run has no key."""
+        """A key that only the ranks of this group know; ``None`` if the run has no key."""
         if key is not None:
             self._confirm(group)
 

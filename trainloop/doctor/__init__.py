@@ -1,4 +1,4 @@
-"""What this machine and this installation have to say before a training does: ``python -m trainloop doctor``.
+"""Check the machine and the installation before a training: ``python -m trainloop doctor``.
 
 * :func:`examine`: every check, as a :class:`Report` that prints as a table, ``ok``, ``attention`` or ``problem`` a line
 * ``checks.py``: the checks, each a decision over readings
@@ -27,14 +27,14 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no problem; what wants attention is none."""
+        """Whether no check found a problem; ``attention`` is none."""
         return all(check.status != "problem" for check in self.checks)
 
     def __getitem__(self, name: str) -> Check:
         return next(check for check in self.checks if check.name == name)
 
     def to_json(self) -> str:
-        """For programs: ``{"ok": bool, "checks": [{"name", "status", "found", "remedy"}, ...]}``."""
+        """As JSON for programs: ``{"ok": bool, "checks": [{"name", "status", "found", "remedy"}, ...]}``."""
         return json.dumps({"ok": self.ok, "checks": [asdict(check) for check in self.checks]}, indent=2)
 
     def __str__(self) -> str:
@@ -52,12 +52,12 @@ class Report:
 
 
 def examine(readings: probe.Readings | None = None) -> Report:
-    """Look at the machine and the installation, in some seconds; changes nothing.
+    """Check the machine and the installation, in some seconds; changes nothing.
 
     Parameters
     ----------
     readings : Readings, optional
-        Stand in for those of this machine.
+        Used in place of this machine's.
     """
     readings = probe.read() if readings is None else readings
     return Report(tuple(found for check in checks.CHECKS for found in check(readings)))

@@ -1,4 +1,4 @@
-"""The checks: each takes the readings, and gives one line or several. All of them decide, none of them reads."""
+"""The checks: each takes the readings and returns one or more lines. They decide and read nothing themselves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Check:
     status: Status
     found: str
     remedy: str = ""
-    """What to do; empty where nothing is."""
+    """What to do; empty if there is nothing to do."""
 
 
 def check_python(r: Readings) -> Iterator[Check]:
@@ -177,13 +177,13 @@ def _devices(torch: dict[str, Any]) -> Iterator[Check]:
 
 
 def check_cuda_packages(r: Readings) -> Iterator[Check]:
-    """NVIDIA's packages: torch pins each to one version, and another one is loaded all the same."""
+    """Check NVIDIA's packages: torch pins each to one version, but loads any that is installed."""
     wrong = []
     for requirement in r.torch_requirements:
         pinned = re.match(r"(nvidia-[\w-]+)\s*\(?==\s*([\w.]+)", requirement)
         if pinned and "extra ==" not in requirement and "platform" in requirement:
             have = r.versions.get(pinned[1])
-            # What a marker leaves out here (another processor) is missing, too: that counts where torch fails only.
+            # A package may be missing as its marker excludes it (another processor): that counts only if torch fails.
             if have != pinned[2] and (have is not None or r.torch.found is None):
                 wrong.append((f"{pinned[1]}=={pinned[2]}", have or "missing"))
     if wrong:
@@ -325,7 +325,7 @@ def check_launcher(r: Readings) -> Iterator[Check]:
 
 
 def _line(text: str) -> str:
-    """The text in one line, cut where it is long."""
+    """The text in one line, cut if it is long."""
     line = " ".join(text.split())
     return line if len(line) <= 200 else f"{line[:197]}..."
 

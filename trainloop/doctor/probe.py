@@ -1,4 +1,4 @@
-"""What the checks look at. Libraries are imported in processes of their own: an import may fail, hang or crash."""
+"""Read the machine for the checks. Libraries are imported in other processes: an import may fail, hang or crash."""
 
 from __future__ import annotations
 
@@ -72,30 +72,30 @@ print("\\n" + json.dumps(found))
 
 @dataclass(frozen=True)
 class Imported:
-    """What importing something in a process of its own gave."""
+    """The result of an import in a process of its own."""
 
     found: dict[str, Any] | None
-    """What it printed; ``None`` where it failed."""
+    """Its output; ``None`` if it failed."""
     error: str = ""
-    """Then, how."""
+    """The error, if it failed."""
 
 
 @dataclass(frozen=True)
 class Readings:
-    """All that the checks look at; a test gives others."""
+    """All input of the checks; a test gives its own."""
 
     torch: Imported
     imports: Imported
-    """Of what the package requires: a message for each module that can't be imported."""
+    """A message for each module required by the package that can't be imported."""
     torch_requirements: tuple[str, ...] = ()
-    """Of the installed torch, as its metadata has them."""
+    """Requirements of the installed torch, from its metadata."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Installed distributions that torch requires, by name."""
     environ: Mapping[str, str] = field(default_factory=dict)
     python: tuple[int, int, int] = (3, 10, 0)
     platform: str = "Linux"
     driver: str | None = None
-    """NVIDIA's, as the kernel tells it; ``None`` where there is none."""
+    """Version of NVIDIA's driver, from the kernel; ``None`` if there is none."""
     shm: tuple[int, int] | None = None
     """Total and free bytes of ``/dev/shm``."""
     temporary: tuple[str, int] = ("/tmp", 2**40)
@@ -112,7 +112,7 @@ class Readings:
 
 
 def read() -> Readings:
-    """This machine's."""
+    """Read this machine."""
     torch_requirements = _requirements("torch")
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     folder = tempfile.gettempdir()
@@ -136,7 +136,7 @@ def read() -> Readings:
 
 
 def in_process(code: str, *arguments: str, timeout_s: float = IMPORT_TIMEOUT_S) -> Imported:
-    """What Python prints for ``code``, in its last line, as JSON."""
+    """Run ``code`` in another Python; returns the last line of its output, parsed as JSON."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False

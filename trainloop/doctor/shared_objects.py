@@ -1,4 +1,4 @@
-"""From ``libcudnn.so.9: cannot open shared object file`` to what is to be installed. Pure: text in, text out."""
+"""From ``libcudnn.so.9: cannot open shared object file`` to the package to install. Pure: text in, text out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 __all__ = ["missing_library", "package_of", "remedy_for"]
 
-# What NVIDIA's packages on PyPI are called before their suffix, by the libraries in them.
+# Names of NVIDIA's packages on PyPI without their suffix, by the libraries in them.
 _NVIDIA = {
     "libcudnn": "nvidia-cudnn",
     "libcudart": "nvidia-cuda-runtime",
@@ -41,7 +41,7 @@ _TORCH = ("libtorch", "libc10", "libshm")
 
 
 def missing_library(message: str) -> str | None:
-    """The file that a loader's message is about: ``libcudnn.so.9``; ``None`` where it is about something else."""
+    """The file named by a loader's message, ``libcudnn.so.9``; ``None`` for another message."""
     found = re.search(
         r"(lib[\w+.-]*?\.so(?:\.\d+)*): (?:cannot open shared object|undefined symbol|version `)", message
     )
@@ -51,14 +51,14 @@ def missing_library(message: str) -> str | None:
 
 
 def package_of(library: str, requirements: Sequence[str] = ()) -> str | None:
-    """What a library comes with: a requirement for pip, ``apt:NAME``, ``driver``, or ``torch``; ``None`` if unknown.
+    """The source of a library: a requirement for pip, ``apt:NAME``, ``driver``, or ``torch``; ``None`` if unknown.
 
     Parameters
     ----------
     library : str
         ``libcudnn.so.9``.
     requirements : sequence of str
-        Of the torch that is installed: they say which suffix and version suit it.
+        The installed torch's requirements, which tell the suffix and version.
     """
     stem = library.partition(".so")[0]
     if stem.startswith("libcudnn_"):  # libcudnn_ops.so.9 and others are parts of one package
@@ -78,7 +78,7 @@ def package_of(library: str, requirements: Sequence[str] = ()) -> str | None:
 
 
 def _suffix(stem: str, library: str) -> str:
-    """Where torch doesn't say: of the runtime and cuBLAS the number is CUDA's own; from 13 on there is no suffix."""
+    """The suffix if torch doesn't tell: the runtime and cuBLAS have CUDA's number; from 13 on there is none."""
     number = re.search(r"\.so\.(\d+)", library)
     if stem in ("libcudart", "libcublas", "libcublasLt", "libnvrtc", "libnvJitLink", "libcupti") and number:
         return "" if int(number[1]) >= 13 else f"-cu{number[1]}"
@@ -86,7 +86,7 @@ def _suffix(stem: str, library: str) -> str:
 
 
 def remedy_for(library: str, requirements: Sequence[str] = ()) -> str:
-    """What to do about a library that can't be loaded, as a sentence."""
+    """Advice, as a sentence, for a library that can't be loaded."""
     package = package_of(library, requirements)
     if package is None:
         return f"find the package that holds {library} (apt-file search {library}), or reinstall what imports it."

@@ -46,19 +46,19 @@ class Failure:
     time_ns: int
     """Monotonic clock of that node."""
     type: str | None
-    """Name of the exception's class; ``None`` where the process died without a word."""
+    """Name of the exception's class; ``None`` if the process died without an exception."""
     message: str = ""
     """The exception's text."""
     traceback: str = ""
     """As Python would have printed it."""
     exitcode: int | None = None
-    """Exit code; negative is a signal's number; ``None`` where the process did not end by itself."""
+    """Exit code; negative is a signal's number; ``None`` if the process did not end by itself."""
     consequence: bool = False
-    """Looks like the loss of another rank, hence not the cause."""
+    """Whether it looks like the loss of another rank, and so is not the cause."""
     timeout: bool = False
-    """A collective, or the wait at a step boundary, ran out of time: some rank hangs."""
+    """Whether a collective, or the wait at a step boundary, timed out: some rank hangs."""
     final: bool = False
-    """Would come again in a new process: this package refused something, or somebody interrupted it on purpose."""
+    """Whether it would come again in a new process: this package refused something, or somebody interrupted the run."""
 
     def to_json(self) -> bytes:
         """Text for a file or a socket."""

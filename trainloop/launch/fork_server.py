@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 METHOD_VARIABLE = "TRAINLOOP_START_METHOD"
-"""Stands for ``start_method='auto'`` where it is set."""
+"""Replaces ``start_method='auto'``, if it is set."""
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _END_S = 5.0
@@ -231,7 +231,7 @@ class ForkServer:
 
 _current: ForkServer | None = None
 _cannot: tuple[str, list[Any]] | None = None
-"""Why there can be none, and under which circumstances that was so."""
+"""The reason why there can be no server, and the circumstances of that."""
 _lock = threading.RLock()
 
 
@@ -351,7 +351,7 @@ class ServedProcess(context.SpawnProcess):
     """A ``multiprocessing`` process from this process's server."""
 
     may_spawn = True
-    """Whether it may be a fresh interpreter where that fails at the last moment; else a ConfigurationError says why."""
+    """Whether to start a fresh interpreter if the server fails at the last moment, rather than raise."""
 
     @staticmethod
     def _Popen(process_obj: Any) -> _Popen:

@@ -25,10 +25,10 @@ from trainloop.launch.messages import receive
 __all__ = ["LAUNCH_VARIABLE", "PLACEHOLDER", "serve"]
 
 LAUNCH_VARIABLE = "TRAINLOOP_LAUNCH"
-"""In the environment of ranks and of all that they start: the token of their launch."""
+"""Variable with a launch's token, in the environment of its ranks and of all processes that they start."""
 
 PLACEHOLDER = "-" * 64
-"""Where a token goes in what ``/proc`` shows as a forked process's environment."""
+"""Replaced by the token in the environment that ``/proc`` shows for a forked process."""
 
 # Modules that a rank of a TrainLoop imports before the user's own; the first two take nearly all of the time.
 _PRELOADED = (

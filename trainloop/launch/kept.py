@@ -40,11 +40,11 @@ class Work:
     settings: bytes
     main: tuple[str | None, str | None]
     environment: dict[str, str | None]
-    """What has changed in the caller's since the work before; ``None``: no longer set."""
+    """Changes of the caller's environment since the work before; ``None`` removes a variable."""
     folder: str | None
-    """The current one; ``None`` where it was removed."""
+    """The current folder; ``None`` if it was removed."""
     cpus: list[int] | None
-    """The caller's; ``None`` where they are those of the work before."""
+    """The caller's CPUs; ``None`` if they are the same as for the work before."""
 
     def send_over(self, line: socket.socket) -> None:
         """Send the work to a rank."""

@@ -23,9 +23,9 @@ class Sign(NamedTuple):
     """What a rank shows from outside: its state and its last boundary."""
 
     boundary: int
-    """Step boundaries that it came to."""
+    """The step boundaries it has reached."""
     working: bool
-    """Its work has not ended, by success or failure."""
+    """Whether its work has neither succeeded nor failed yet."""
 
 
 class Liveness:

@@ -89,11 +89,11 @@ class RankSpec:
     inherited: tuple[int, ...] = ()
     """Further descriptors that the payload refers to."""
     key: bytes | None = field(default=None, repr=False)
-    """By which ranks know each other's messages; see :mod:`trainloop.distributed.key`."""
+    """Key with which ranks sign their messages; see :mod:`trainloop.distributed.key`."""
     settings: bytes = b""
-    """What :func:`~trainloop.launch.settings.dumped_settings` gave in the caller."""
+    """The caller's :func:`~trainloop.launch.settings.dumped_settings`."""
     line_fds: tuple[int, ...] = ()
-    """For each local rank, a connection by which it is given further work; empty: it ends after the first."""
+    """For each local rank, a connection for further work; empty if it ends after the first."""
     main: tuple[str | None, str | None] = (None, None)
     """The script that runs, see :func:`~trainloop.launch.main_guard.main_place`."""
 

@@ -30,14 +30,14 @@ from trainloop.launch.lines import Line, NoProof
 __all__ = ["Rendezvous", "rendezvous_point"]
 
 RENDEZVOUS_WAIT_S = 600.0
-"""How long hosts wait for each other at the start, at most; less where the run's time-out is less."""
+"""The longest time that hosts wait for each other at the start; a shorter time-out of the run counts."""
 
 _BEAT_S = 1.0
 _ANSWER_S = 5.0  # for a new connection's first message
 _MOST_STRANGERS = 64  # at a time
 _MOST_TOLD = 20
 SILENCE_S = 15.0
-"""A host that is not heard of for so long is lost: its link was cut, or it is down."""
+"""A host that is silent for so long is lost: its link was cut, or it is down."""
 
 
 def rendezvous_point(init_method: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
@@ -112,7 +112,7 @@ class Rendezvous:
         self._strangers = 0
         self._over = threading.Event()
         self.done_since: float | None = None
-        """When another host told first that its ranks were done (monotonic clock)."""
+        """Time of the first message that another host's ranks were done (monotonic clock)."""
         self.store_listener: socket.socket | None = None
         """Node 0 only: where the ranks' store is to listen."""
         try:
@@ -121,7 +121,7 @@ class Rendezvous:
             self._close()
             raise
         self.interface = os.environ.get("GLOO_SOCKET_IFNAME") or _interface_of(next(iter(self._peers.values())).here)
-        """Name of the network interface that leads to the others; ``None`` where it can't be told."""
+        """Name of the network interface to the other hosts; ``None`` if unknown."""
         self._thread = threading.Thread(target=self._listen, name="trainloop-hosts", daemon=True)
         self._thread.start()
 

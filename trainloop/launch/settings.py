@@ -35,9 +35,9 @@ class Setting:
     name: str
     """Its name in the documentation: the function or attribute by which a user sets it."""
     read: Callable[[], Any]
-    """Its present value, which can be compared and pickled. Raises where this version or build does not have it."""
+    """Returns the present value, which can be compared and pickled. Raises if this version or build lacks it."""
     write: Callable[[Any], object]
-    """Sets what ``read`` gave."""
+    """Sets a value that ``read`` returned."""
 
 
 def read_settings() -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Values logged in a loop: kept on their device, read in bulk, averaged over samples and ranks.
 
-A logged value is copied into a slot on its own device and nothing else, so that a step never waits for the device.
+Logging only copies a value into a slot on its own device, so that a step never waits for the device.
 :meth:`Recorder.compact` reads all slots in one transfer; :meth:`Recorder.exchange_steps` and
-:meth:`Recorder.finish_epoch` tell all ranks what they need, whatever each of them logged. What is kept of an epoch is
-a few numbers a metric, however long it is.
+:meth:`Recorder.finish_epoch` exchange the ranks' values, whatever each of them logged. An epoch takes a few numbers for
+each metric, however long it is.
 
 * ``slots.py``: where values wait on their device
 * ``recorder.py``: what one rank logs

@@ -1,4 +1,4 @@
-"""One metric's part of an exchange of sums: words of 64 bits, as many on every rank, which an all-reduce adds up."""
+"""One metric's part of an exchange of sums: 64-bit words, as many on every rank, for an all-reduce to add up."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 HEADER = 7
-"""Numbers that ranks agree on before: the negative first step and the last; whether a number is not finite; the
+"""Numbers on which ranks agree first: the negative first step and the last; whether a number is not finite; the
 exponents of the bits of values, and of weights."""
 _NEVER = exact.NO_SPAN[0]
 
 
 class Block:
-    """Some cells: one for each step from the first on that any rank has a value of; or a single one, of an epoch.
+    """Cells of sums: one for each step from the first with a value on any rank; or a single one, for an epoch.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ class Block:
     places : array of int
         Steps of this rank's entries; empty where it has none.
     columns : list of (array of int, array of float)
-        What is added up, with the step of each: values or products, and for a mean weights.
+        The numbers to add up, with the step of each: values or products, and for a mean weights.
     lone : array of float, optional
         Values as they were logged, where a step's mean is that of a single entry: multiplying and dividing may round.
     """
@@ -52,25 +52,25 @@ class Block:
 
     @classmethod
     def of_steps(cls, options: Options, entry: tuple[Options, Ints, Floats, Floats] | None) -> Block:
-        """Of one rank's step values: options, steps, values and weights."""
+        """Make a block of one rank's step values: options, steps, values and weights."""
         nothing = np.zeros(0)
         _, steps, values, weights = entry or (options, nothing.astype(np.int64), nothing, nothing)
         if options.reduce != "mean":
             return cls(options, steps, [(steps, values)])
-        with np.errstate(invalid="ignore", over="ignore"):  # nan is an answer, here as elsewhere
+        with np.errstate(invalid="ignore", over="ignore"):  # nan is a valid result, here as elsewhere
             products = np.where(weights == 0, 0.0, values * weights)
         return cls(options, steps, [(steps, products), (steps, weights)], values)
 
     @classmethod
     def of_epoch(cls, options: Options, entry: tuple[Options, list[float], list[float]] | None) -> Block:
-        """Of one rank's epoch: options, total and weight."""
+        """Make a block of one rank's epoch: options, total and weight."""
         _, *parts = entry or (options, [], [])
         columns = [np.array(part, np.float64) for part in parts][: 2 if options.reduce == "mean" else 1]
         places = np.zeros(int(entry is not None), np.int64)
         return cls(options, places, [(np.zeros(len(column), np.int64), column) for column in columns])
 
     def header(self) -> list[int]:
-        """What ranks agree on by the greatest."""
+        """The numbers on which ranks agree by the maximum."""
         if not len(self._places):
             return [_NEVER, _NEVER, 0, *exact.NO_SPAN, *exact.NO_SPAN]
         spans = [exact.span(values) for _, values in self._columns] if self.reduces_by == "sum" else []
@@ -79,7 +79,7 @@ class Block:
         return [-int(self._places.min()), int(self._places.max()), int(not finite), *flat]
 
     def agree(self, header: list[int]) -> bool:
-        """Take what ranks agreed on; False where none has a value."""
+        """Take the agreed numbers; returns False if no rank has a value."""
         negative_first, last, special, *spans = header
         if last == _NEVER:
             return False
@@ -89,7 +89,7 @@ class Block:
         return True
 
     def words(self) -> Ints:
-        """This rank's; shape ``(words a cell, cells)``, the same on all ranks."""
+        """This rank's words; shape ``(words a cell, cells)``, the same on all ranks."""
         cells, first = self._cells, self._first
         if self.reduces_by == "max":
             ((places, values),) = self._columns
@@ -97,7 +97,7 @@ class Block:
         own = self._places - first
         rows = [np.bincount(own, minlength=cells)[None]]
         if self._lone is not None:
-            # Of several entries the sum is meaningless, and may wrap around; nobody looks at it.
+            # With several entries the sum is meaningless, may overflow, and is not used.
             bits = np.zeros(cells, np.int64)
             np.add.at(bits, own, self._lone.view(np.int64))
             rows.append(bits[None])
@@ -108,7 +108,7 @@ class Block:
         return np.concatenate(rows)
 
     def _sums(self) -> list[tuple[Ints, Ints | None]]:
-        """Limbs of each column, and the words that tell what is not finite."""
+        """Limbs of each column, and words that mark values that are not finite."""
         at = 1 if self._lone is None else 2
         found = []
         for low, high in self._spans[: len(self._columns)]:

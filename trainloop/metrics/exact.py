@@ -1,4 +1,4 @@
-"""Sums of floats over ranks that are exact, whoever adds them in whatever order: as integers, cut into limbs.
+"""Exact sums of floats over ranks, in any order of addition: as integers, cut into limbs.
 
 An all-reduce adds in an order of its own, which depends on the number of ranks and on where a number stands in the
 message, and floats that are added in another order round to another sum. Integers don't. So ranks agree on the
@@ -37,7 +37,7 @@ Ints = npt.NDArray[np.int64]
 _BITS = 32
 _MASK = 2**_BITS - 1
 NO_SPAN = (-(2**40), -(2**40))
-"""Of no numbers at all; less than any other, so that the greatest over ranks is that of those that have some."""
+"""The span of no numbers: less than any other, so that the maximum over ranks ignores it."""
 
 
 def _parts(values: Floats) -> tuple[Floats, Ints, Ints]:
@@ -53,8 +53,10 @@ def _finite(values: Floats) -> npt.NDArray[np.bool_]:
 
 
 def span(values: Floats) -> tuple[int, int]:
-    """``(-low, high)``: finite values are multiples of ``2**low`` and less than ``2**high``. The greatest of each over
-    ranks is that of all their values."""
+    """``(-low, high)``: finite values are multiples of ``2**low`` and less than ``2**high``.
+
+    The maximum of each over ranks holds for the values of all of them.
+    """
     values = values[_finite(values)]
     if not len(values):
         return NO_SPAN
@@ -69,7 +71,7 @@ def num_limbs(low: int, high: int) -> int:
 
 def to_limbs(values: Floats, places: Ints, cells: int, low: int, high: int) -> Ints:
     """The sum of the finite values at each place, in limbs from the lowest on; shape ``(limbs, cells)``."""
-    limbs = np.zeros((num_limbs(low, high) + 2, cells), np.int64)  # two more, to which nothing but zeros is added
+    limbs = np.zeros((num_limbs(low, high) + 2, cells), np.int64)  # two limbs more, which only ever get zeros
     chosen = _finite(values)
     values, places = values[chosen], places[chosen]
     if len(values):
@@ -84,7 +86,7 @@ def to_limbs(values: Floats, places: Ints, cells: int, low: int, high: int) -> I
 
 
 def from_limbs(limbs: Ints, low: int) -> Floats:
-    """The sums, each rounded once, to the nearest float and to the even one of two."""
+    """The sums, each rounded once to the nearest float, ties to even."""
     if not len(limbs):
         return np.zeros(limbs.shape[1])
     limbs = _carried(np.concatenate([limbs, np.zeros((1, limbs.shape[1]), np.int64)]))
@@ -94,7 +96,7 @@ def from_limbs(limbs: Ints, low: int) -> Floats:
     tops = len(limbs) - 1 - np.argmax(limbs[::-1] != 0, axis=0)  # the highest limb that isn't 0
     cells = np.arange(limbs.shape[1])
     top, middle, bottom = padded[tops + 2, cells], padded[tops + 1, cells], padded[tops, cells]
-    below = np.cumsum(padded != 0, axis=0)[tops, cells] - (bottom != 0) > 0  # anything under these three
+    below = np.cumsum(padded != 0, axis=0)[tops, cells] - (bottom != 0) > 0  # whether any bit below these is set
     lengths = np.frexp(top.astype(np.float64))[1].astype(np.uint64)
     shift = np.uint64(_BITS) - np.maximum(lengths, np.uint64(1))
     words = ((top << np.uint64(_BITS) | middle) << shift) | (bottom >> (np.uint64(_BITS) - shift))
@@ -103,12 +105,12 @@ def from_limbs(limbs: Ints, low: int) -> Floats:
     half = np.uint64(2**10)
     kept += (rest > half) | ((rest == half) & (below | (kept & np.uint64(1) == 1)))
     exponents = low + _BITS * (tops - 1) - shift.astype(np.int64) + 11
-    with np.errstate(over="ignore"):  # inf is an answer
+    with np.errstate(over="ignore"):  # inf is a valid result
         return signs * np.ldexp(kept.astype(np.float64), np.where(top == 0, 0, exponents).astype(np.int32))
 
 
 def _carried(limbs: Ints) -> Ints:
-    """The same sums with limbs from 0 to 2**32 - 1, but for the highest."""
+    """The same sums with carries done: limbs from 0 to 2**32 - 1, except the highest."""
     limbs = limbs.copy()
     for i in range(len(limbs) - 1):
         limbs[i + 1] += limbs[i] >> _BITS
@@ -137,7 +139,7 @@ _NAN, _PLUS, _MINUS = 0, 21, 42  # the first bit of each rank's word; 2**21 rank
 
 
 def specials(values: Floats, places: Ints, cells: int) -> Ints:
-    """A word for each place that tells which of nan, inf and -inf are among its values; ranks' words are added."""
+    """A word for each place that counts the ranks with nan, inf and -inf among its values; ranks' words are added."""
     words = np.zeros(cells, np.int64)
     for bit, which in ((_NAN, np.isnan(values)), (_PLUS, values == np.inf), (_MINUS, values == -np.inf)):
         here = np.zeros(cells, np.int64)
@@ -147,7 +149,7 @@ def specials(values: Floats, places: Ints, cells: int) -> Ints:
 
 
 def with_specials(sums: Floats, words: Ints | None) -> Floats:
-    """The sums of all values, those too that are no finite numbers; ``None``: there are none."""
+    """The sums of all values, including nan and infinities; ``words`` is ``None`` if there are none."""
     if words is None:
         return sums
     fields = {bit: words >> bit & (2**21 - 1) != 0 for bit in (_NAN, _PLUS, _MINUS)}
@@ -162,7 +164,7 @@ _NAN_KEY = 2**63 - 1
 
 
 def ordered_keys(values: Floats, places: Ints, cells: int, *, least: bool) -> Ints:
-    """Integers of which the greatest is that of each place's greatest (least) value; of nan, where there is one."""
+    """Integers ordered like floats, so that their maximum is that of the greatest (least) value; nan is above all."""
     bits = (values + 0.0).view(np.int64)  # -0.0 as 0.0
     keys = np.where(bits < 0, bits ^ (2**63 - 1), bits)
     keys = np.where(np.isnan(values), _NAN_KEY, ~keys if least else keys)
@@ -172,7 +174,7 @@ def ordered_keys(values: Floats, places: Ints, cells: int, *, least: bool) -> In
 
 
 def from_keys(keys: Ints, *, least: bool) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """The values, and where there is one."""
+    """The inverse of :func:`ordered_keys`: values, and where there are any."""
     plain: Any = ~keys if least else keys
     values = np.where(plain < 0, plain ^ (2**63 - 1), plain).view(np.float64)
     return np.where(keys == _NAN_KEY, np.nan, values), keys != _ABSENT

@@ -1,9 +1,9 @@
-"""How ranks tell each other what they logged: a few gather it whole, many add it up.
+"""Exchanges of logs between ranks: a few ranks gather all values, many add them up.
 
-:class:`Gathered` sends every rank's values to every rank, in one exchange: the quickest way among a few, whose bytes
-grow with the square of their number over the job. :class:`Reduced` sends sums: two exchanges, as large for a thousand
-ranks as for two. Both give the same on every rank, and the same as each other but for a step's sum, which
-:class:`Gathered` rounds at each rank, and :class:`Reduced` once.
+:class:`Gathered` sends every rank's values to every rank, in one exchange: the fastest way for a few ranks, but its
+traffic grows with the square of their number. :class:`Reduced` sends sums: two exchanges, as large for a thousand ranks
+as for two. Both give the same result on every rank. They differ from each other in a step's sum only, which
+:class:`Gathered` rounds on each rank, and :class:`Reduced` once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OwnTotal = tuple[Options, list[float], list[float]]
 
 
 class Exchanged(NamedTuple):
-    """What all ranks logged, the same on each but for what a rank keeps to itself."""
+    """The logs of all ranks; the same on each, except for values that a rank keeps to itself."""
 
     steps: StepValues
     totals: dict[str, list[OwnTotal]]
@@ -50,10 +50,10 @@ class Exchange(Protocol):
     def __call__(
         self, steps: Mapping[str, OwnSteps], totals: Mapping[str, OwnTotal] | None = None, attachment: Any = None
     ) -> Exchanged:
-        """Step values, and with ``totals`` an epoch's; what is not shared comes back as it is."""
+        """Exchange step values and, with ``totals``, an epoch's; values that are not shared are returned as given."""
 
     def parts(self, totals: Mapping[str, OwnTotal]) -> Mapping[str, OwnTotal]:
-        """What this rank is to keep of its half-done epoch, so that all ranks' parts make the whole."""
+        """This rank's part of an unfinished epoch for a checkpoint; all ranks' parts make the whole."""
 
 
 class Gathered:
@@ -83,30 +83,30 @@ class Gathered:
         return Exchanged(step_values(found[0]), found[1], [theirs for _, theirs in everyone])
 
     def parts(self, totals: Mapping[str, OwnTotal]) -> Mapping[str, OwnTotal]:
-        """All of this rank's; no exchange."""
+        """All of this rank's values, without an exchange."""
         return totals
 
 
 class Collectives(Protocol):
-    """What :class:`Reduced` needs of a process group; :mod:`trainloop.distributed` has it."""
+    """The collectives that :class:`Reduced` needs; :mod:`trainloop.distributed` has them."""
 
     def reduce_ints(self, values: Ints, reduce: str) -> Ints:
-        """The sum (``'sum'``) or the greatest (``'max'``) over ranks, entry by entry, on every rank."""
+        """The sum (``'sum'``) or maximum (``'max'``) over ranks of each entry, on every rank."""
 
     def gather_object(self, obj: Any) -> list[Any]:
         """Every rank's object, on every rank."""
 
     def get_rank(self) -> int:
-        """Of this process."""
+        """The rank of this process."""
 
 
 class Reduced:
-    """Sums of all ranks' values on all ranks: bytes by the number of metrics, not of ranks.
+    """Sums of all ranks' values on all ranks; traffic grows with the number of metrics, not of ranks.
 
     Ranks keep a common table of metrics. Each exchange begins with a header of a few numbers for each of them: whether
-    anybody has values, of which steps, and how many bits hold them; then all values go in one all-reduce. A name that
-    isn't in the table yet is put there on every rank without another word where all ranks have the same new ones, as
-    they mostly do; else new names are gathered, once.
+    anybody has values, of which steps, and how many bits hold them; then all values go in one all-reduce. If all ranks
+    have the same new names, as they mostly do, every rank adds them to the table without an exchange; else new names
+    are gathered, once.
 
     Parameters
     ----------
@@ -134,7 +134,7 @@ class Reduced:
         return Exchanged(seen[0], seen[1], attachments)
 
     def parts(self, totals: Mapping[str, OwnTotal]) -> Mapping[str, OwnTotal]:
-        """The whole on rank 0; elsewhere what is not shared. Collective."""
+        """All values on rank 0; elsewhere only those that are not shared. Collective."""
         whole = self({}, dict(_shared(totals))).totals
         own = dict(_unshared(totals))
         if self._collectives.get_rank() == 0:
@@ -144,7 +144,7 @@ class Reduced:
     def _reduced(
         self, steps: Mapping[str, OwnSteps], totals: Mapping[str, OwnTotal] | None, attachment: Any
     ) -> tuple[list[tuple[bool, str, Block]], list[Any]]:
-        """Blocks in which any rank has values, filled with all ranks'; whether they are of an epoch, and their name."""
+        """Blocks in which any rank has values, with the values of all: ``(whether it is an epoch's, name, block)``."""
         while True:
             new = [key for key in _keys(steps, totals) if key not in self._table]
             blocks = [(False, key[0], Block.of_steps(key[1], _of(steps, key))) for key in self._table]
@@ -177,14 +177,14 @@ class Reduced:
         return found, attachments
 
     def _raise_unequal(self, *tables: Mapping[str, Any]) -> None:
-        """On every rank: all know that some name came with two sets of options, and now learn from whom."""
+        """Raise on every rank, with the ranks that logged one name with different options."""
         mine = [{name: entry[:1] for name, entry in _shared(table)} for table in tables]
         for of_all_ranks in zip(*self._collectives.gather_object(mine)):
             by_name(of_all_ranks)
 
 
 def exchange_of(collectives: Collectives, world_size: int) -> Exchange:
-    """The one for so many ranks."""
+    """The exchange for so many ranks."""
     if world_size == 1:
         return Gathered()
     return Gathered(collectives.gather_object) if world_size <= MOST_THAT_GATHER else Reduced(collectives)
@@ -204,6 +204,6 @@ def _keys(*tables: Mapping[str, Any] | None) -> Iterator[tuple[str, Options]]:
 
 
 def _of(table: Mapping[str, Any], key: tuple[str, Options]) -> Any:
-    """This rank's entry of a metric; ``None`` where it has none, or one with other options."""
+    """This rank's entry of a metric; ``None`` if it has none, or has other options."""
     entry = table.get(key[0])
     return entry if entry is not None and entry[0] == key[1] else None

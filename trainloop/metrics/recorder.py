@@ -1,4 +1,4 @@
-"""One rank's logs: taken in step by step, read in bulk, exchanged all together."""
+"""One rank's logs: recorded step by step, read in bulk, exchanged all together."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ class Asked(NamedTuple):
 
 
 class EpochEnd(NamedTuple):
-    """What :meth:`Recorder.finish_epoch` found, over all ranks."""
+    """The result of :meth:`Recorder.finish_epoch`, over all ranks."""
 
     steps: StepValues
     losses: dict[str, float]
     """The loop's own loss under ``''``, and its parts under their names."""
     metrics: dict[str, float]
-    """What was logged."""
+    """The metrics that were logged."""
     attachments: list[Any]
-    """What each rank sent along; one entry where many ranks sent the same."""
+    """What each rank sent along; one entry if all sent the same."""
 
 
 class _Series:
-    """One metric on this rank: what is still in slots, step values not yet exchanged, and the epoch so far."""
+    """One metric on this rank: values still in slots, step values not yet exchanged, and the epoch so far."""
 
     def __init__(self, name: str, options: Options, asked: Asked | None = None) -> None:
         self.name = name
@@ -71,7 +71,7 @@ class _Series:
         self.weight: list[float] = []
 
     def settle(self, numbers: Mapping[int, float]) -> None:
-        """Take in what is pending; ``numbers`` holds those in slots, by the slot's id."""
+        """Process pending values; ``numbers`` has those of slots, by the slot's id."""
         pending, self.pending = self.pending, []
         steps, kept_values, kept_weights = zip(*pending)
         values: list[Any] = list(map(numbers.get, map(id, kept_values), kept_values))
@@ -86,7 +86,7 @@ class _Series:
                 self._settle_outside(steps, values, weights)
         if self.options.on_epoch:
             if self.options.reduce == "mean":
-                if not all(weights):  # nothing weighs nothing, even where it is nan: the mean over no samples
+                if not all(weights):  # a value without weight does not count, not even nan, the mean over no samples
                     values = [value for value, weight in zip(values, weights) if weight]
                     weights = [weight for weight in weights if weight]
                 values = list(map(mul, values, weights))
@@ -95,7 +95,7 @@ class _Series:
             self.count += len(pending)
 
     def _settle_outside(self, steps: Sequence[int], values: Sequence[float], weights: Sequence[float]) -> None:
-        """Step values, where some were logged between two steps: those count as such only if it was asked for."""
+        """Process step values, some logged between steps: those are step values only if ``on_step`` was asked for."""
         wanted = self.asked is not None and (bool(self.asked.on_step) or self.asked.on_epoch is False)
         for step, value, weight in zip(steps, values, weights):
             if step > 0 or wanted:
@@ -237,10 +237,10 @@ class Recorder:
         return self._parts.setdefault(part, series)
 
     def _register(self, name: str, value: Any, asked: Asked) -> _Series:
-        """The series of a name that is logged for the first time, or with other options than before."""
+        """The series of a name logged for the first time, or with other options than before."""
         with self._registering:
             before = self._logged.get(name)
-            if before is not None and before.asked == asked:  # by another thread
+            if before is not None and before.asked == asked:  # another thread has registered it
                 return before
             self._check(name, value, asked, before)
             key = name if name.startswith(self._prefix) else self._prefix + name
@@ -248,7 +248,7 @@ class Recorder:
             series = self._series.get(key)
             if (series is not None and series.options.part is not None) or key in self._reserved:
                 raise ConfigurationError(_is_the_loops_own(name))
-            if series is None or series.options != options:  # else the epoch of a checkpoint goes on
+            if series is None or series.options != options:  # else the epoch continues from a checkpoint
                 series = self._series[key] = _Series(key, options)
             series.asked = asked
             if asked.rank_zero_only:
@@ -287,7 +287,7 @@ class Recorder:
     # -- between steps -------------------------------------------------------------------------------------------------
 
     def between_steps(self, step: int) -> None:
-        """From here on no step is running; ``step`` is the one that values belong to whose step is asked for."""
+        """Mark that no step is running; ``step`` is used for values whose step is asked for."""
         self.step, self.batch_size = -step, 1
 
     @property
@@ -310,7 +310,7 @@ class Recorder:
         return {s.name: float(s.pending[-1][1]) if s.pending else s.latest for s in shown}
 
     def compact(self) -> None:
-        """Read all that is in slots, in one transfer for each device. Waits for the device; no exchange."""
+        """Read all slots, in one transfer for each device. Waits for the device; exchanges nothing."""
         numbers: dict[int, float] = {}
         for slots in self._slots.values():
             numbers.update(slots.read())
@@ -321,7 +321,7 @@ class Recorder:
     def exchange_steps(self) -> StepValues:
         """Step values since the last call, over all ranks. Collective where there are several ranks.
 
-        Nothing is exchanged, nor returned, where no step was begun since the last exchange: all ranks know that alike.
+        If no step has begun since the last exchange, which all ranks know alike, nothing is exchanged or returned.
         """
         self.compact()
         if self.step == self._exchanged_step:
@@ -339,7 +339,7 @@ class Recorder:
         attachment : object
             Sent along to all ranks.
         late : bool
-            What was logged since the last call belongs to the same epoch: the metrics that were, of the whole epoch.
+            The logs since the last call belong to the same epoch: returns their metrics, over the whole epoch.
         """
         self.compact()
         steps, epoch, attachments = self._exchange(self._new_steps(), self._totals(), attachment)
@@ -367,17 +367,17 @@ class Recorder:
         return {s.name: (s.options, s.total, s.weight) for s in self._series.values() if s.count}
 
     def state_dict(self, *, once: bool = False) -> dict[str, Any]:
-        """This rank's part of the half-done epoch, as plain types. Call after :meth:`exchange_steps`.
+        """This rank's part of the unfinished epoch, as plain types. Call after :meth:`exchange_steps`.
 
         Parameters
         ----------
         once : bool
-            Where logs go as sums, rank 0 has what all ranks logged together, and the others what is not shared only.
-            Collective then.
+            If logs are exchanged as sums, rank 0's state has all ranks' shared values, and the others' only those not
+            shared. Then collective.
         """
         totals = self._exchange.parts(self._totals()) if once else self._totals()
         return {
-            # A rank that keeps it for all may have logged nothing itself.
+            # Rank 0 may hold a value for all ranks without having logged one itself.
             name: {"options": list(options), "count": max(1, self._count(name)), "total": total, "weight": weight}
             for name, (options, total, weight) in totals.items()
         }
@@ -386,14 +386,14 @@ class Recorder:
         return self._series[name].count if name in self._series else 0
 
     def load_state_dict(self, own: dict[str, Any], others: Iterable[dict[str, Any]] = ()) -> None:
-        """Go on with a half-done epoch.
+        """Continue an unfinished epoch.
 
         Parameters
         ----------
         own : dict
-            What :meth:`state_dict` gave on this rank.
+            The :meth:`state_dict` of this rank.
         others : iterable of dict
-            States of ranks that are no more: what they had to share is added to this one's.
+            States of ranks that no longer exist: their shared values are added to this rank's.
         """
         for i, state in enumerate((own, *others)):
             for name, saved in state.items():
@@ -418,7 +418,7 @@ def _joined(name: str, before: list[Any], entries: list[Any]) -> list[Any]:
 
 
 def named_losses(losses: Mapping[str, float], prefix: str = "") -> dict[str, float]:
-    """Losses by the names that they have in the history."""
+    """Losses by their names in the history."""
     return {f"{prefix}loss_{part}" if part else f"{prefix}loss": value for part, value in losses.items()}
 
 

@@ -40,9 +40,9 @@ class Options(NamedTuple):
     on_epoch: bool
     reduce: str
     shared: bool
-    """Over all ranks; else this rank keeps its own."""
+    """Whether the value is over all ranks; else each rank keeps its own."""
     part: str | None
-    """Of the loop's own loss: the part's name, empty for the whole. ``None``: a metric that the user logs."""
+    """For the loop's own loss: the part's name, empty for the whole. ``None`` for the user's metrics."""
 
 
 def exact_sum(values: Iterable[float]) -> list[float]:
@@ -63,15 +63,15 @@ def exact_sum(values: Iterable[float]) -> list[float]:
             parts.append(rest)
             rest = math.fsum([*values, *(-part for part in parts)])
         return [rest] if rest else parts
-    except (OverflowError, ValueError):  # fsum refuses inf - inf, and sums that are too large on the way
+    except (OverflowError, ValueError):  # fsum raises for inf - inf, and where an intermediate sum overflows
         return [sum(values)]
 
 
 def reduced(reduce: str, values: list[float]) -> list[float]:
-    """The values as fewer with the same sum, least or greatest; reducing some first makes no difference."""
+    """Fewer values with the same sum, minimum or maximum; the order of reducing makes no difference."""
     if reduce in ("mean", "sum"):
         return exact_sum(values)
-    # Not Python's min and max: they let nan pass or not depending on where it stands.
+    # Not Python's min and max: with them the position of a nan decides whether it counts.
     return [float(np.min(values) if reduce == "min" else np.max(values))] if values else []
 
 
@@ -81,7 +81,7 @@ def by_name(everyone: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     Parameters
     ----------
     everyone : sequence of dict
-        What each rank has: entries by name, each beginning with its :class:`Options`.
+        Each rank's entries by name, each beginning with its :class:`Options`.
 
     Raises
     ------
@@ -129,7 +129,7 @@ def _reduced_in_steps(
             products = np.where(weights == 0, 0.0, values * weights)
             result = np.bincount(places, products) / np.bincount(places, weights)
             lone = (counts[places] == 1) & (weights > 0)
-            result[places[lone]] = values[lone]  # as it was logged: multiplying and dividing may round
+            result[places[lone]] = values[lone]  # exactly as logged, since multiplying and dividing may round
         elif reduce == "sum":
             result = np.bincount(places, values).astype(np.float64)
         else:

@@ -1,4 +1,4 @@
-"""Where logged values wait on their device."""
+"""Slots in which logged values wait on their device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Slots:
         self._growing = threading.Lock()
 
     def keep(self, value: Tensor) -> Tensor:
-        """A slot with the value as it is now. To be called by any thread."""
+        """Copy a value into a slot. Any thread may call it."""
         if value.requires_grad:
             value = value.detach()
         slot = next(self._free, None)
@@ -34,7 +34,7 @@ class Slots:
             slot = self._grown()
         try:
             return slot.copy_(value)
-        except RuntimeError:  # asking first for what is nearly always so would cost every value
+        except RuntimeError:  # nearly always right, and a check would cost time for every value
             if not value.ndim or value.numel() != 1:
                 raise
             return slot.copy_(value.reshape(()))
@@ -44,7 +44,7 @@ class Slots:
             slot = next(self._free, None)  # another thread may have been here
             if slot is None:
                 dtype = torch.float32 if self._device.type == "mps" else torch.float64
-                with torch.inference_mode(False):  # else the slots could be used in that mode only
+                with torch.inference_mode(False):  # slots made in inference mode could be used in that mode only
                     block = torch.empty(max(256, len(self._slots)), dtype=dtype, device=self._device)
                     slots = block.unbind()
                 self._blocks.append(block)
@@ -54,7 +54,7 @@ class Slots:
             return slot
 
     def read(self) -> dict[int, float]:
-        """The number in each slot that is taken, by the slot's id; all are free afterwards. Waits for the device."""
+        """Read and free all used slots; returns their numbers by the slot's id. Waits for the device."""
         taken = len(self._slots) - length_hint(self._free)
         if not taken:
             return {}

@@ -69,7 +69,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     >>> wrapper.get_loss(batch, criterion, wrapper.device).backward()  # doctest: +SKIP
     """
 
-    # Methods of DistributedDataParallel that nothing calls any more; a model's own ones of these names are reachable.
+    # Methods of DistributedDataParallel that this class doesn't use; a model may have its own by these names.
     scatter = SharedName("scatter", DistributedDataParallel.scatter)
     gather = SharedName("gather", DistributedDataParallel.gather)
     to_kwargs = SharedName("to_kwargs", DistributedDataParallel.to_kwargs)
@@ -131,7 +131,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             return function(*args, **kwargs)
         if yields_losses(self.module, method):
             return self._passes(function(*args, **kwargs), args, kwargs)
-        # The body of DistributedDataParallel.forward, with another function in the place of the module.
+        # The body of DistributedDataParallel.forward, with another function in place of the module.
         with (
             torch.autograd.profiler.record_function(f"DistributedDataParallel.{method}"),
             self._first_of_static_graph(),
@@ -162,7 +162,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             return super().forward(*inputs, **kwargs)
 
     def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments on the wrapper's GPU, as DDP moves them; on the CPU as they are."""
+        """The arguments, moved to the wrapper's GPU as DDP does; on the CPU unchanged."""
         if not self.device_ids:
             return args, kwargs
         moved_args, moved_kwargs = self.to_kwargs(args, kwargs, self.device_ids[0])
@@ -179,8 +179,8 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         """Exchange gradients in the first two backwards of a static graph, also under ``no_sync()``.
 
         torch's reducer (to 2.13 at least) counts in the first backward how often each parameter is used, and takes all
-        backwards up to the second exchange for the first: accumulation from the start fails an internal assertion, or
-        leaves it waiting for uses that don't come. To average a sum of gradients in parts comes to the same.
+        backwards up to the second exchange for the first: accumulation from the start then fails an internal assertion,
+        or waits forever. Averaging a sum of gradients in parts gives the same result.
         """
         before = self.require_backward_grad_sync
         if self.static_graph and self._tt_static_passes < 2 and torch.is_grad_enabled():
@@ -193,10 +193,10 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
 
     @contextlib.contextmanager
     def no_exchange(self) -> Iterator[None]:
-        """Within, neither gradients nor buffers are exchanged: forward and backward are this rank's alone.
+        """In this context neither gradients nor buffers are exchanged: forward and backward are this rank's alone.
 
         For a step in which ranks have unequal numbers of batches, or none: ``no_sync()`` exchanges no gradients, but
-        its first forward broadcasts buffers, which waits for ranks that have no forward to run. Every rank calls
+        its first forward broadcasts buffers, and waits for ranks that run no forward. Every rank calls
         :func:`reduce_gradients` after its last backward of the step.
         """
         before, self._tt_exchanges = self._tt_exchanges, False
@@ -206,15 +206,15 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             self._tt_exchanges = before
 
     def share_buffers(self) -> None:
-        """Copy rank 0's buffers to all ranks, as DDP's forward does; nothing where that doesn't either. Collective."""
+        """Copy rank 0's buffers to all ranks, if DDP's forward does so. Collective."""
         if self.broadcast_buffers and self.modules_buffers:
             self._sync_buffers()
 
     def check_reduced(self) -> None:
         """Check that the backward just done averaged the gradients of all parameters over the ranks.
 
-        Otherwise DDP tells at the next forward only, when an optimizer step has been taken with gradients that differ
-        between ranks, and never if it was the last step.
+        DDP itself reports it only at the next forward, after an optimizer step with gradients that differ between
+        ranks, and never for the last step.
 
         Raises
         ------
@@ -227,8 +227,8 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             raise _explained(e, self) from e
 
 
-# What TTDistributedDataParallel uses of torch beyond its public face; unchanged since torch 2.1. Without one of them
-# gradients would not be averaged, or in another order after a resume, and nobody would notice: so there is no going on.
+# Private names of torch that TTDistributedDataParallel uses; unchanged since torch 2.1. Without one of them gradients
+# would silently not be averaged, or in another order after a resume: so a missing one is an error.
 _TORCHS_OWN = (
     (
         DistributedDataParallel,
@@ -250,18 +250,17 @@ for _owner, _names in _TORCHS_OWN:
 def comm_hooks_of(wrapper: DistributedDataParallel) -> Sequence[tuple[Any, Any]]:
     """The communication hooks, with their states, that were registered with a wrapper.
 
-    torch has no public way to read them; none where it keeps them elsewhere, which only ``register_comm_hook`` would
-    show (read in torch 2.6 to 2.13).
+    torch has no public way to read them (read in torch 2.6 to 2.13); if it keeps them elsewhere, none are found.
     """
     return getattr(wrapper, "_comm_hooks", ())
 
 
 def _explained(error: RuntimeError, wrapper: TTDistributedDataParallel) -> RuntimeError:
-    """DDP's error about unused parameters, with their names and what to do; another one as it is."""
+    """DDP's error about unused parameters, with their names and advice; any other error unchanged."""
     text = str(error)
     if "find_unused_parameters" not in text:
         return error
-    # In the order of the reducer.
+    # in the reducer's order
     names = [
         name
         for name, p in wrapper.module.named_parameters()
@@ -271,7 +270,7 @@ def _explained(error: RuntimeError, wrapper: TTDistributedDataParallel) -> Runti
         names.reverse()
     found = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", text)
     indices = [int(index) for index in found[1].split()] if found else []
-    indices.sort(reverse=wrapper._tt_reversed)  # as the model has them
+    indices.sort(reverse=wrapper._tt_reversed)  # as DDP was given them
     unused = ", ".join(names[i] for i in indices if i < len(names)) or "see below"
     return RuntimeError(
         f"These parameters got no gradient in the last backward on rank {dist.get_rank(wrapper.process_group)}, so the "
@@ -308,7 +307,7 @@ def reduce_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | No
     if not dist.is_available() or not dist.is_initialized():
         return
     world_size = dist.get_world_size(group)
-    trained = list(parameters)  # frozen ones too: a get_loss may freeze them again after it has used them
+    trained = list(parameters)  # frozen ones too, as a get_loss may freeze parameters after using them
     if world_size == 1 or not trained:
         return
     # 0: no gradient, 1: dense, 2: sparse; the most of any rank counts.
@@ -348,7 +347,7 @@ def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
 def _reduce_sparse(parameters: list[Tensor], world_size: int, group: dist.ProcessGroup | None) -> None:
     if not parameters:
         return
-    # Entries differ in number from rank to rank, and NCCL knows no sparse sum: gathered, padded to the longest.
+    # Ranks differ in their number of entries, and NCCL has no sparse sum: gather them, padded to the longest.
     own = [None if p.grad is None else (p.grad if p.grad.is_sparse else p.grad.to_sparse(1)) for p in parameters]
     own = [None if grad is None else grad.detach().coalesce() for grad in own]
     counts = [[-1, 1] if grad is None else [grad._nnz(), grad.sparse_dim()] for grad in own]
@@ -365,7 +364,7 @@ def _reduce_sparse(parameters: list[Tensor], world_size: int, group: dist.Proces
         all_indices, all_values = _gathered(indices, world_size, group), _gathered(values, world_size, group)
         indices = torch.cat([all_indices[rank][:, : counts[rank][0]] for rank in present], dim=1)
         values = torch.cat([all_values[rank][: counts[rank][0]] for rank in present]) / world_size
-        # Checked: an index that a socket gave must not lie outside of the weights.
+        # Check indices that came over a socket: they must lie inside the weights.
         summed = torch.sparse_coo_tensor(indices, values, p.shape, device=p.device, check_invariants=True)
         p.grad = summed.coalesce()
 

@@ -78,7 +78,7 @@ class TTDataParallel(Transparent, DataParallel):
     torch.Size([7, 1])
     """
 
-    # The steps of DataParallel.forward, which this class makes in its own way; a model's own ones are reachable.
+    # Methods of DataParallel.forward that this class replaces; a model may have its own by these names.
     scatter = SharedName("scatter", DataParallel.scatter)
     replicate = SharedName("replicate", DataParallel.replicate)
     parallel_apply = SharedName("parallel_apply", DataParallel.parallel_apply)
@@ -105,11 +105,11 @@ class TTDataParallel(Transparent, DataParallel):
             self.module = module
             self.device_ids = []
             self._tt_devices = [torch.device("cpu")] * devices
-        self.dim = dim  # DataParallel leaves it out where there is no GPU
+        self.dim = dim  # DataParallel does not set it without a GPU
         self._become_transparent()
 
-    _tt_summed = True  # whether the last loss was a sum over samples, where the criterion is one
-    _tt_devices: list[torch.device]  # of the replicas; empty: call the module as it is
+    _tt_summed = True  # whether the last loss was a sum over samples, if the criterion gives sums
+    _tt_devices: list[torch.device]  # devices of the replicas; empty: call the module itself
     _tt_output_device: torch.device
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -141,7 +141,7 @@ class TTDataParallel(Transparent, DataParallel):
             return self._loss_of_all(outputs, sizes, criterion)
 
     def _outputs(self, calls: list[Callable[[], Any]], devices: list[torch.device]) -> list[Any]:
-        """What each replica's call returns, on the device of outputs."""
+        """Each replica's result, on the output device."""
         outputs = _in_threads(calls, devices)
         if devices[0].type != "cpu":
             outputs = [_on_device(output, self._tt_output_device) for output in outputs]
@@ -152,7 +152,7 @@ class TTDataParallel(Transparent, DataParallel):
         rule = sum_rule(self.module, criterion)
         if rule is None or isinstance(losses[0], tuple):
             return parts.combine_losses(losses, sizes)
-        # Without a graph the last one counts: evaluation's first batch has one.
+        # Without a graph, reuse the last answer: evaluation's first batch has a graph.
         if torch.is_grad_enabled() or rule.certain:
             self._tt_summed = rule(losses[0])
         return parts.combine_losses(losses, sizes, self._tt_summed)
@@ -221,7 +221,7 @@ def _on_device(value: Any, device: torch.device) -> Any:
 
 
 def _on_devices(cut: list[Any], devices: list[torch.device]) -> list[Any]:
-    """Part i on device i: its tensors, the ``device`` that user code is given, and a criterion that holds tensors."""
+    """Part i on device i: its tensors, the ``device`` argument, and a criterion that holds tensors."""
     if devices[0].type == "cpu":
         return cut
     criteria: dict[nn.Module, list[nn.Module]] = {}
@@ -245,7 +245,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _replicas(module: nn.Module, devices: list[torch.device], sizes: list[int]) -> list[nn.Module]:
-    """A replica for so many samples on each device; in autograd the module's own parameters are its source."""
+    """A replica on each device for its number of samples; in autograd its parameters derive from the module's own."""
     if devices[0].type == "cpu":
         replicas = [_cpu_replica(module, shares_buffers=i == 0) for i in range(len(devices))]
     else:
@@ -255,16 +255,16 @@ def _replicas(module: nn.Module, devices: list[torch.device], sizes: list[int]) 
             part.__dict__["_log_batch_size"] = size  # what TTModel.log weighs by
             # torch leaves parameters() of a replica empty, and a penalty on the weights in get_loss would be lost.
             part._parameters.update(part.__dict__.get("_former_parameters", {}))
-            # It would run the module that was compiled, which is not this one.
+            # It would run the compiled module, which is not this replica.
             part.__dict__.pop("_compiled_call_impl", None)
     return replicas
 
 
 def _renew(replicas: list[nn.Module], with_weights_of: list[nn.Module]) -> None:
-    """Give replicas that are in the middle of a method the parameters of newer ones, attribute by attribute."""
+    """Give replicas in the middle of a method the parameters of newer replicas, attribute by attribute."""
     for replica, newer in zip(replicas, with_weights_of, strict=True):
         for part, newer_part in zip(replica.modules(), newer.modules(), strict=True):
-            part._parameters.clear()  # else a tensor can't be set where there is a parameter
+            part._parameters.clear()  # else a tensor can't replace a parameter
             for name, tensor in newer_part.__dict__["_former_parameters"].items():
                 setattr(part, name, tensor)  # by setattr: an RNN keeps its list of weights by it
             part.__dict__["_former_parameters"] = newer_part.__dict__["_former_parameters"]
@@ -272,7 +272,7 @@ def _renew(replicas: list[nn.Module], with_weights_of: list[nn.Module]) -> None:
 
 
 def _cpu_replica(module: nn.Module, shares_buffers: bool) -> nn.Module:
-    """What torch.nn.parallel.replicate makes of a module, for the CPU, which it refuses; after its code."""
+    """A replica on the CPU, which torch.nn.parallel.replicate refuses; modelled on its code."""
     copies = {part: part._replicate_for_data_parallel() for part in module.modules()}
     views: dict[Tensor, Tensor] = {}  # tied parameters stay tied
     for part, copy in copies.items():
@@ -294,7 +294,7 @@ def _cpu_replica(module: nn.Module, shares_buffers: bool) -> nn.Module:
 
 
 def _in_threads(calls: list[Callable[[], Any]], devices: list[torch.device]) -> list[Any]:
-    """What each call returns, made in a thread of its own; the first exception, if any, is raised here."""
+    """Run each call in a thread of its own and return the results; the first exception, if any, is raised here."""
     results: list[Any] = [None] * len(calls)
     settings = _thread_settings()
 
@@ -322,9 +322,9 @@ def _in_threads(calls: list[Callable[[], Any]], devices: list[torch.device]) -> 
 
 
 def _thread_settings() -> Callable[[torch.device], contextlib.AbstractContextManager[None]]:
-    """What torch keeps for each thread, of this one, to be set in others.
+    """This thread's settings in torch, for other threads.
 
-    ``nn.parallel.parallel_apply`` takes along whether autocast is on but not its dtype, so that bf16 becomes fp16.
+    ``nn.parallel.parallel_apply`` passes on whether autocast is on, but not its dtype, so that bf16 becomes fp16.
     """
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     cache = torch.is_autocast_cache_enabled()

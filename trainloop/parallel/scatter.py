@@ -41,7 +41,7 @@ def batch_length(value: Any, dim: int = 0) -> int | None:
 
 
 def scatter(value: Any, num_chunks: int, dim: int = 0) -> list[Any]:
-    """A nested value cut along the batch, as many parts as ``torch.chunk`` gives (which may be fewer than asked for).
+    """Cut a nested value along the batch, into as many parts as ``torch.chunk`` makes (maybe fewer than asked for).
 
     Parameters
     ----------
@@ -87,8 +87,8 @@ def _length(item: Any, dim: int) -> int | None:
 def _list_length(item: Any) -> int | None:
     """Length of a list that holds an item for each sample; None for all else, also for a list of lists or tensors.
 
-    The list ``[x, y]`` that a DataLoader makes of pairs is no list of two samples, so a list that holds what can be
-    cut itself is taken for structure.
+    The list ``[x, y]`` that a DataLoader makes of pairs is no list of two samples, so a list whose items can be cut
+    themselves is taken for structure.
     """
     if type(item) not in (list, tuple) or not item or any(_is_structure(entry) for entry in item):
         return None
@@ -119,12 +119,12 @@ def _first(value: Any, length: Callable[[Any], int | None]) -> int | None:
 
 
 def combine_losses(losses: Sequence[Any], sizes: Sequence[int], summed: bool = False) -> Any:
-    """The loss of the whole batch from those of its parts.
+    """Combine the losses of a batch's parts into that of the whole batch.
 
     Parameters
     ----------
     losses : sequence
-        What ``get_loss`` gave for each part: a 0-d tensor, a ``MultiLoss`` or dict of these, or ``(loss, weight)``.
+        Each part's result of ``get_loss``: a 0-d tensor, a ``MultiLoss`` or dict of these, or ``(loss, weight)``.
     sizes : sequence of int
         Samples in each part.
     summed : bool
@@ -162,8 +162,8 @@ def _mean(losses: Sequence[Any], weights: Sequence[Any], total: Any) -> Any:
 
 
 def _weighted(loss: Tensor, weight: Any, total: Any) -> Tensor:
-    # A part of no weight (nothing but padding) may have a loss of 0 / 0, which must not spread. On a GPU the value of
-    # the weight is not looked at, as that would wait for the device.
+    # A part of no weight (nothing but padding) may have a loss of 0 / 0, which must not spread. On a GPU the weight's
+    # value is not read, as that would wait for the device.
     if isinstance(weight, Tensor):
         factor = (weight / total).to(loss.dtype)
         return torch.where(weight == 0, torch.zeros_like(loss), loss) * torch.where(weight == 0, 0 * factor, factor)
@@ -179,7 +179,7 @@ def _wrong_loss(loss: Any) -> ConfigurationError:
 
 
 def combine_predictions(parts: Sequence[Any], dim: int = 0) -> Any:
-    """The predictions of the whole batch from those of its parts.
+    """Join the predictions of a batch's parts into those of the whole batch.
 
     Tensors and arrays are concatenated, lists are rows and are joined, dicts and tuples go by their entries; a tuple of
     plain items is rows too. Scalars, strings and other objects are taken from the first part.
@@ -207,7 +207,7 @@ def combine_predictions(parts: Sequence[Any], dim: int = 0) -> Any:
 
 
 def gather(outputs: Sequence[Any], dim: int = 0) -> Any:
-    """What ``nn.DataParallel`` returns of its replicas' outputs: tensors concatenated, within dicts, lists and tuples.
+    """Join replicas' outputs as ``nn.DataParallel`` does: tensors concatenated, inside dicts, lists and tuples.
 
     0-d tensors become a vector of one entry a replica.
     """

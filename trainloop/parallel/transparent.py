@@ -1,4 +1,4 @@
-"""Whose attribute is it: the wrapper's, or the wrapped model's?"""
+"""Attributes of a wrapper that are the wrapped model's, and those that are its own."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
 
 METHODS = frozenset(("get_loss", "get_loss_eval", "get_predictions"))
-"""The model's methods that run through a wrapper instead of past it."""
+"""The model's methods that run through the wrapper's forward."""
 
-# Set when the wrapper is complete: until then every attribute written is the wrapper's.
+# Set when the wrapper is complete: until then every attribute is the wrapper's.
 _READY = "_tt_ready"
 
 
@@ -25,8 +25,8 @@ class SharedName:
 
     ``DistributedDataParallel`` keeps some thirty public attributes (``device``, ``dim``, ``logger``, ``reducer``, ...)
     that its own methods read from ``self`` at every step. The model must not lose its own of such a name, and torch
-    must not find the model's. What tells the two apart is who asks, so this is what is asked here: torch's code gets
-    torch's value, all other code the model's where it has one.
+    must not find the model's. The calling code decides: torch's gets torch's value, all other code the model's, if it
+    has one.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ class SharedName:
 
 
 class Transparent(nn.Module):
-    """Half of a wrapper: names that are not the wrapper's own are the model's, to read, write and delete.
+    """Base of wrappers: names that are not the wrapper's own are the model's, to read, write and delete.
 
     The wrapper's own are ``module``, the methods of ``nn.Module`` and of torch's wrapper, and names with a leading
     underscore that the model doesn't know. Every other public name is the model's, a new one too.
@@ -73,11 +73,11 @@ class Transparent(nn.Module):
     """The model's, run as the wrapper runs ``forward``."""
 
     def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call the model's method by the way of the wrapper's forward."""
+        """Call the model's method through the wrapper's forward."""
         raise NotImplementedError
 
     def _become_transparent(self) -> None:
-        """To be called when the wrapper is complete: once a constructor, once an unpickling."""
+        """Called when the wrapper is complete: at the end of its constructor, and of unpickling."""
         for name in vars(self):
             if not name.startswith("_") and name != "training" and not hasattr(type(self), name):
                 setattr(type(self), name, SharedName(name))
@@ -88,10 +88,10 @@ class Transparent(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             module = _wrapped(self)
-            # copy and pickle look for special methods on the instance: those of the model would stand in for ours.
+            # copy and pickle look for special methods on the instance, and must not find the model's.
             if module is None or (name.startswith("__") and name.endswith("__")):
                 raise
-        attribute = getattr(module, name)  # where there is none, the error names the model's class
+        attribute = getattr(module, name)  # if there is none, the error names the model's class
         return functools.partial(self._run, name) if name in METHODS else attribute
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -125,19 +125,19 @@ class Transparent(nn.Module):
 
 
 def model_has(wrapper: nn.Module, name: str) -> bool:
-    """Whether the wrapped model has such an attribute; no property of it is evaluated."""
+    """Whether the wrapped model has such an attribute; evaluates no property."""
     module = _wrapped(wrapper)
     if module is None:
         return False
     registered = (vars(module), module._parameters, module._buffers, module._modules)
     if any(name in names for names in registered) or hasattr(type(module), name):
         return True
-    # A compiled module, or another wrapper: it has what the one inside has.
+    # A compiled module, or another wrapper, has the attributes of the module inside.
     return type(module).__getattr__ is not nn.Module.__getattr__ and hasattr(module, name)
 
 
 def check_not_lazy(module: nn.Module, wrapper: str) -> None:
-    """Raise ConfigurationError where parameters or buffers of the module have no shape yet."""
+    """Raise ConfigurationError if parameters or buffers of the module have no shape yet."""
     lazy = [
         name for tensors in (module.named_parameters(), module.named_buffers()) for name, t in tensors if is_lazy(t)
     ]
@@ -158,7 +158,7 @@ def with_plain_dicts(output: Any) -> Any:
 
 
 def with_multi_losses(opened: Any, output: Any) -> Any:
-    """The inverse: ``opened`` with a MultiLoss wherever ``output`` has one."""
+    """The inverse of :func:`with_plain_dicts`: ``opened`` with a MultiLoss wherever ``output`` has one."""
     if isinstance(output, MultiLoss):
         tensors = iter(opened.values())
         return output.map(lambda _: next(tensors))

@@ -1,7 +1,7 @@
-"""A quota in force: CPUs, threads, GPU memory and main memory of this process and its children; and then not any more.
+"""Enforce a quota on the CPUs, threads, GPU memory and main memory of this process and its children, and undo it.
 
-:func:`applied` is the one place that changes the process, and takes every change back however its block ends. What it
-applies is decided by the functions above it, which return values.
+:func:`applied` is the one place that changes the process, and undoes every change however its block ends. The functions
+above it decide what to apply, and only return values.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 
 def check_quota(quota: ResourceQuota, *, ranks: int = 1, machine: Resources | None = None) -> None:
-    """Whether this machine can meet what one run asks for itself.
+    """Raise if this machine can't meet a run's quota.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ def check_quota(quota: ResourceQuota, *, ranks: int = 1, machine: Resources | No
     Raises
     ------
     ResourceError
-        If it asks for more than there is (a clamp would hide that), for CPUs fewer than ranks, or for a fraction of
+        If it asks for more than there is (a clamp would hide that), for fewer CPUs than ranks, or for a fraction of
         GPUs that one model can't have.
     """
     if not isinstance(quota, ResourceQuota):
@@ -105,14 +105,14 @@ def devices_under(quota: ResourceQuota | None, devices: list[torch.device], aske
     quota : ResourceQuota or None
         Of the run on this node.
     devices : list of torch.device
-        What :func:`trainloop.devices.resolve` gave.
+        The devices that :func:`trainloop.devices.resolve` chose.
     asked : object
         The user's ``devices``: ``'auto'`` follows the quota, an explicit request must fit it.
 
     Returns
     -------
     list of torch.device
-        At most as many GPUs as the quota has, a fraction counting as one; the CPU where it has none.
+        At most the quota's number of GPUs, a fraction counting as one; the CPU if it has none.
 
     Raises
     ------
@@ -135,7 +135,7 @@ def devices_under(quota: ResourceQuota | None, devices: list[torch.device], aske
 
 
 def cpu_shares(quota: ResourceQuota | None, ranks: int, cpus: Sequence[int] | None = None) -> list[list[int]]:
-    """CPUs of each rank: disjoint, as equal as they go, the first ranks one more.
+    """CPUs of each rank: disjoint and as equal as possible, the first ranks with one more.
 
     Parameters
     ----------
@@ -149,7 +149,7 @@ def cpu_shares(quota: ResourceQuota | None, ranks: int, cpus: Sequence[int] | No
     Returns
     -------
     list of list of int
-        Where there are fewer CPUs than ranks all of them share all.
+        If there are fewer CPUs than ranks, every rank gets all.
     """
     own = list(_affinity() if cpus is None else cpus)
     if quota is not None and quota.num_cpus != "auto":
@@ -210,7 +210,7 @@ def cap_workers(num_workers: int | Literal["auto"], quota: ResourceQuota | None,
     Parameters
     ----------
     num_workers : int or 'auto'
-        What the loader has; ``'auto'`` is all CPUs but the main process's.
+        The loader's number; ``'auto'`` is all CPUs but the main process's.
     quota : ResourceQuota or None
         Of the run on this node; without one, or with ``num_cpus='auto'``, a number stays as it is.
     ranks : int
@@ -260,8 +260,8 @@ def applied(
     quota : ResourceQuota or None
         Of the run on this node. Without one, ranks of ``ddp`` divide the machine and one process changes nothing.
     local_rank : int or None
-        Which share; None for the process that starts ``ranks`` others and itself only waits: it takes the CPUs of all
-        of them, which they inherit and divide.
+        The rank whose share to apply; None for the process that starts ``ranks`` others and only waits: it takes the
+        CPUs of all of them, which they inherit and divide.
     ranks : int
         Processes that train on this node.
     device : torch.device, optional
@@ -276,17 +276,17 @@ def applied(
 
     Notes
     -----
-    Affinity: CPUs that no other trainloop run has leased are taken first, and leased for as long as the block runs;
-    where too few are free the others are shared. The memory fraction bounds torch's caching allocator, not the CUDA
-    context nor other libraries; only MIG or MPS are walls. The memory limit is of this process's private memory
-    (``RLIMIT_DATA``, Linux), beyond which an allocation fails; children have the same limit each.
+    Affinity: CPUs that no other trainloop run has leased are taken first, and leased for the length of the block; if
+    too few are free, others are shared. The memory fraction bounds torch's caching allocator, not the CUDA context nor
+    other libraries; only MIG or MPS are walls. The memory limit is on this process's private memory (``RLIMIT_DATA``,
+    Linux): allocations beyond it fail. Each child has the same limit.
     """
     if quota is None and ranks == 1:
         yield
         return
     if quota is not None:
         check_quota(quota, ranks=ranks)
-    threads = _threads(quota, ranks)  # Before the affinity shrinks what is available.
+    threads = _threads(quota, ranks)  # before the affinity reduces the available CPUs
     with contextlib.ExitStack() as undo:
         share = _narrow_affinity(quota, local_rank, ranks, undo)
         if local_rank is not None:
@@ -303,7 +303,7 @@ def applied(
 def _narrow_affinity(
     quota: ResourceQuota | None, local_rank: int | None, ranks: int, undo: contextlib.ExitStack
 ) -> int:
-    """Set the affinity; the number of CPUs it then has."""
+    """Set the affinity; returns its number of CPUs."""
     before = _affinity()
     cpus = before
     if local_rank is not None and ranks > 1:
@@ -318,11 +318,11 @@ def _narrow_affinity(
 
 
 def free_cpus(number: int, allowed: list[int], undo: contextlib.ExitStack) -> list[int]:
-    """So many of the CPUs, leased until ``undo`` is; where too few are free, others are shared, from the last on."""
+    """Lease so many of the CPUs until ``undo`` runs; if too few are free, share others, from the last on."""
     free: list[int] = []
     if not lease.inherited():
         pool = [f"cpu-{cpu}" for cpu in allowed]
-        # Refused where all are taken; an OSError is a machine without a place for locks, and that still trains.
+        # ResourceError: all are taken. OSError: the machine has no place for locks, but can still train.
         with contextlib.suppress(ResourceError, OSError):
             held = undo.enter_context(lease.acquire({"cpu": lease.Request(number, pool, least=1)}, timeout_s=0))
             free = [allowed[pool.index(name)] for name in held.names["cpu"]]
@@ -331,9 +331,9 @@ def free_cpus(number: int, allowed: list[int], undo: contextlib.ExitStack) -> li
 
 
 def _set_threads(threads: int, undo: contextlib.ExitStack, *, at_most: bool = False) -> None:
-    # Where torch comes later, or never (a fold of scikit-learn), it takes its threads from the environment.
+    # If torch is imported later, it reads the environment; a fold of scikit-learn may never import it.
     torch = sys.modules.get("torch")
-    if at_most and torch is not None:  # Nobody asked for a number: a lower one that is set stays.
+    if at_most and torch is not None:  # Without a requested number, a lower one that is set stays.
         threads = min(threads, torch.get_num_threads())
     before = 0 if torch is None else torch.get_num_threads()
     values = _thread_variables(threads, os.environ)
@@ -375,10 +375,10 @@ def _bound_gpu_memory(quota: ResourceQuota, device: torch.device | None, undo: c
 
 
 def _bound_memory(quota: ResourceQuota, ranks: int, undo: contextlib.ExitStack) -> None:
-    """Let this process's memory grow up to the quota from what it holds now.
+    """Limit this process's memory to the quota, counted from its present use.
 
-    RLIMIT_DATA counts reserved pages too, of which an idle interpreter has many, so the limit is what is reserved now
-    and as much more as the quota leaves over what is held.
+    RLIMIT_DATA counts reserved pages too, of which an idle interpreter has many, so the limit is the present
+    reservation plus the part of the quota that is not yet in use.
     """
     if quota.memory == "auto" or not sys.platform.startswith("linux"):
         return

@@ -1,4 +1,4 @@
-"""Train on the GPU where the library has one, on the CPU where its build has none."""
+"""Train on the GPU, or on the CPU if the library's build can't use one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NO_GPU = re.compile(
 
 
 def gpu_or_cpu(fit_on_gpu: Callable[[], T], fit_on_cpu: Callable[[], T]) -> T:
-    """Train on the GPU, or from the start on the CPU where the library was built without one or finds no device.
+    """Train on the GPU; start again on the CPU if the library was built without GPUs or finds no device.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def gpu_or_cpu(fit_on_gpu: Callable[[], T], fit_on_cpu: Callable[[], T]) -> T:
     Returns
     -------
     object
-        What the callable that succeeded returned.
+        The result of the callable that succeeded.
 
     Raises
     ------
@@ -51,7 +51,7 @@ def gpu_or_cpu(fit_on_gpu: Callable[[], T], fit_on_cpu: Callable[[], T]) -> T:
     Warns
     -----
     UserWarning
-        Once, with the cause and the mend, if the CPU is used.
+        Once, with the cause and the remedy, if the CPU is used.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""GPUs by names that mean the same device in every process, who else is on them, and the choice of free ones.
+"""Names of GPUs that mean the same in every process, the number of other users on them, and a choice of free ones.
 
 An index counts within a process's own mask, and NVML's order is not CUDA's; only the UUID is the same everywhere.
 """
@@ -18,7 +18,7 @@ __all__ = ["lease_usable", "names", "other_processes"]
 def names(count: int) -> list[str]:
     """UUIDs of the visible GPUs, in CUDA's order; no context is created on any.
 
-    Where torch can't tell, the entry of ``CUDA_VISIBLE_DEVICES``, or the index.
+    If torch can't tell, the entry of ``CUDA_VISIBLE_DEVICES``, or the index.
     """
     mask = visible_devices()
     found = []
@@ -39,7 +39,7 @@ def _uuid(index: int) -> str | None:
 
 
 def other_processes(names: Sequence[str]) -> dict[str, int]:
-    """How many processes besides this one compute on each GPU; nothing where NVML can't tell.
+    """The number of other processes that compute on each GPU; empty if NVML can't tell.
 
     Needs ``nvidia-ml-py`` (``pip install trainloop[gpu]``). Matched by UUID.
     """
@@ -47,7 +47,7 @@ def other_processes(names: Sequence[str]) -> dict[str, int]:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # not installed, no driver, no permission: all the same here
+    except Exception:  # not installed, no driver or no permission
         return {}
     found = {}
     try:
@@ -63,15 +63,15 @@ def other_processes(names: Sequence[str]) -> dict[str, int]:
     return found
 
 
-_own_leases: dict[str, lease.Lease] = {}  # on GPUs, by name; for the life of this process
+_own_leases: dict[str, lease.Lease] = {}  # leases on GPUs by name, for the life of this process
 
 
 def lease_usable(num_devices: int, count: int) -> list[int]:
-    """What :func:`trainloop.devices.find_usable_cuda_devices` does, once its argument is checked."""
+    """The body of :func:`trainloop.devices.find_usable_cuda_devices`, after the check of its argument."""
     found = names(count)
     others = other_processes(found)
     candidates = sorted(range(count), key=lambda index: (others.get(found[index], 0) > 0, index))
-    # One run chooses at a time: two that each took some of the GPUs and tried on would both end with too few.
+    # One run chooses at a time: two runs that each hold some GPUs and try for more could both fail.
     with lease.one_at_a_time("choosing-gpus"):
         return _first_usable(num_devices, candidates, found)
 
@@ -112,8 +112,8 @@ def _first_usable(num_devices: int, candidates: Sequence[int], names: Sequence[s
 
 
 def _leased(name: str) -> lease.Lease | None:
-    """A lease on the GPU, or None where another run has it; empty where there is no place for locks."""
-    if lease.inherited():  # What this process sees is its parent's lease.
+    """A lease on the GPU, or None if another run has it; an empty lease if there is no place for locks."""
+    if lease.inherited():  # The GPUs that this process sees belong to its parent's lease.
         return lease.Lease({}, [])
     try:
         return lease.acquire({"gpu": lease.Request(1, [name])}, timeout_s=0)

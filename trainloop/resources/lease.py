@@ -1,6 +1,6 @@
 """Shares of one machine that no two runs hold at once: leases on CPUs and GPUs by locked files.
 
-The operating system drops a file lock when its process ends, by whatever cause; a file with a process's number in it
+The operating system drops a file lock when its process ends, for any cause; a file with a process's number in it
 would outlive a SIGKILL. A lease therefore ends with its owner, and nothing has to be cleaned up after one.
 
 * A request is granted whole or not at all, so that two half-served runs can't wait for each other.
@@ -9,9 +9,9 @@ would outlive a SIGKILL. A lease therefore ends with its owner, and nothing has 
 * All decisions of a user fall under one short lock on the user's folder. Nobody waits for a device while holding that.
 * Each user has a folder of one's own, whose owner and mode are checked, so that nobody else can put links there. Runs
   of different users see each other's leases by whether the others' files are locked; a device is taken first and looked
-  up second, so that two who want it at once may both step back, but never both keep it.
+  up second, so that two runs that want it at once may both step back, but never both keep it.
 
-Children of a run draw from their parent's lease: :func:`inherit` tells a child so, and it then leases nothing itself.
+Children of a run use their parent's lease: after :func:`inherit` a process leases nothing itself.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ if TYPE_CHECKING:
 
 __all__ = ["Lease", "Request", "UnsafeFolderError", "acquire", "folder", "inherit", "inherited", "one_at_a_time"]
 
-_POLL_S = (0.02, 0.25)  # a waiter looks again after this long at first, and at most
+_POLL_S = (0.02, 0.25)  # first and longest time between two looks of a waiter
 _DAY_S = 86400.0
-_DESK_S = 60.0  # the desk is held for moments
+_DESK_S = 60.0  # waiting for the desk, which is held for moments only
 
-_FOLDER = "trainloop-leases-"  # and the user's number
+_FOLDER = "trainloop-leases-"  # followed by the user's number
 
 _inherited = False
 
 
 class UnsafeFolderError(ResourceError):
-    """Another user can change what this user's leases are kept in."""
+    """Another user can write to this user's folder of leases."""
 
 
 class Request(NamedTuple):
-    """So many of these."""
+    """A number of devices, from a pool."""
 
     number: int
     """How many, 0 or more."""
     pool: Sequence[str]
     """Names to choose from, best first: ``cpu-3``, ``GPU-<uuid>``. The same device has one name in all runs."""
     least: int | None = None
-    """With so many it is content, if there are not ``number``; None: with no fewer."""
+    """The smallest number that is enough, if fewer than ``number`` are there; None: ``number`` itself."""
 
     @property
     def enough(self) -> int:
-        """The number that satisfies it."""
+        """The number of devices that satisfies the request."""
         return self.number if self.least is None else self.least
 
 
@@ -74,7 +74,7 @@ class Lease:
         self._locks = locks
 
     def release(self) -> None:
-        """Give the devices back; again does nothing."""
+        """Give the devices back; a second call does nothing."""
         while self._locks:
             self._locks.pop().release()
 
@@ -89,7 +89,7 @@ class Lease:
 
 
 def folder() -> Path:
-    """Where the users' folders of leases are: ``TRAINLOOP_LEASE_DIR``, or one place that all users share."""
+    """The folder that holds each user's folder of leases: ``TRAINLOOP_LEASE_DIR``, or a place that all users share."""
     named = os.environ.get("TRAINLOOP_LEASE_DIR")
     if named:
         return Path(named)
@@ -107,13 +107,13 @@ def acquire(requests: Mapping[str, Request], *, timeout_s: float | None = None, 
     timeout_s : float, optional
         Seconds to wait; 0 takes what is free now or fails; a day by default.
     where : Path, optional
-        Where the folders of leases are, if not :func:`folder`.
+        The folder to use in place of :func:`folder`.
 
     Raises
     ------
     ResourceError
-        At once where a pool is smaller than its request, or where another user has made this user's folder; else when
-        the time is over. It names who holds the devices.
+        At once if a pool is smaller than its request, or if another user has made this user's folder; else after the
+        time-out. It names who holds the devices.
     """
     for kind, request in requests.items():
         if request.enough > len(request.pool):
@@ -141,7 +141,7 @@ def acquire(requests: Mapping[str, Request], *, timeout_s: float | None = None, 
                 return lease
             if late:
                 raise _refusal(requests, timeout_s, ahead, taken, desk)
-            # Waiters that woke together would meet at the desk together again.
+            # A random delay, as waiters that wake together would collide again.
             wait = pause * random.uniform(0.8, 1.2)
             time.sleep(max(0.0, min(wait, deadline - time.monotonic())))
             pause = min(2 * pause, _POLL_S[1])
@@ -186,7 +186,7 @@ class _Desk:
                 f"leases would be kept in {str(self._where)!r}, but there is a {what} of {_user(found.st_uid)}, who "
                 "could change them. Have it removed, or set TRAINLOOP_LEASE_DIR to a folder that is yours."
             )
-        if stat.S_IMODE(found.st_mode) != 0o755:  # by the umask; others look into it, and write nothing
+        if stat.S_IMODE(found.st_mode) != 0o755:  # made by mkdir under the umask; others may read it, not write
             self._where.chmod(0o755)
 
     @contextlib.contextmanager
@@ -210,7 +210,7 @@ class _Desk:
     def stand_in_line(self, requests: Mapping[str, Request]) -> _Ticket:
         number = 1 + max(self._numbers(), default=0)
         pools = [name for request in requests.values() if request.number for name in request.pool]
-        with open(self._pools_file(number), "x") as file:  # 'x': never through a link that somebody left here
+        with open(self._pools_file(number), "x") as file:  # 'x' never follows a link that somebody left here
             json.dump(pools, file)
         self._pools_file(number).chmod(0o644)
         lock = self.lock(f"ticket-{number}.lock", mode=0o600)
@@ -229,7 +229,7 @@ class _Desk:
             if number >= ticket.number:
                 continue
             lock = self._try(f"ticket-{number}.lock")
-            if lock is not None:  # Its owner is gone.
+            if lock is not None:  # its owner is gone
                 self._forget(number)
                 lock.release()
             elif wanted.intersection(self._pools_of(number)):
@@ -237,7 +237,7 @@ class _Desk:
         return ahead
 
     def take(self, requests: Mapping[str, Request]) -> tuple[Lease | None, dict[str, list[str]]]:
-        """All of the requests or nothing, and the names that others hold."""
+        """Take all requested devices or none; returns also the names that others hold."""
         locks: list[filelock.BaseFileLock] = []
         names: dict[str, list[str]] = {}
         taken: dict[str, list[str]] = {}
@@ -292,16 +292,16 @@ class _Desk:
     def lock(self, name: str, mode: int = 0o644) -> filelock.BaseFileLock:
         import filelock
 
-        # Others may read what tells them that a device is held, no more. A lease may end in another thread.
+        # Others may read that a device is held, no more. A lease may end in another thread.
         return filelock.FileLock(str(self._where / name), mode=mode, thread_local=False)
 
     def holders(self, device: str) -> list[str]:
-        """Who holds a device, of this user's runs and of others', as far as the system tells."""
+        """The holders of a device, of this user and of others, as far as the system tells."""
         paths = [self._where / _held(device), *self._of_others(device)]
         return [holder for path in paths for holder in _holders(path)]
 
     def _of_others(self, device: str) -> Iterator[Path]:
-        """The file of a device in each other user's folder that is really that user's."""
+        """A device's file in each other user's folder, if that folder really is that user's."""
         for path in self._base.glob(f"{_FOLDER}*"):
             with contextlib.suppress(OSError):
                 found = os.lstat(path)
@@ -323,7 +323,7 @@ def _is_locked(path: Path) -> bool:
     except (ImportError, OSError):
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two who look are in nobody's way
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a shared lock, so that two processes may look at once
     except OSError:
         return stat.S_ISREG(os.fstat(fd).st_mode)
     finally:
@@ -367,7 +367,7 @@ def _user(uid: int) -> str:
 def one_at_a_time(name: str, where: Path | None = None) -> Iterator[None]:
     """Let one process of this user at a time run the block, for a choice that takes several steps.
 
-    A machine without a place for locks lets all of them, and so does one where somebody takes a minute.
+    Without a place for locks, or after a minute of waiting, the block runs all the same.
     """
     try:
         import filelock
@@ -384,7 +384,7 @@ def one_at_a_time(name: str, where: Path | None = None) -> Iterator[None]:
 
 
 def inherit() -> None:
-    """Mark this process as one that works within its parent's lease, and leases nothing itself."""
+    """Make this process work within its parent's lease and lease nothing itself."""
     global _inherited
     _inherited = True
 

@@ -1,7 +1,7 @@
-"""What this machine lets the process use: affinity, cgroups, Slurm, memory, visible GPUs. Reads, decides nothing.
+"""Read what this process may use of the machine: affinity, cgroups, Slurm, memory, visible GPUs.
 
-A container shows the host's CPUs to ``os.cpu_count``, and a job step those of the node, so each limit that can be read
-is, and the least counts. A cgroup's limit binds its descendants: every ancestor is read, not the root alone.
+``os.cpu_count`` shows the host's CPUs inside a container, and the node's inside a job step, so all limits are read and
+the lowest counts. A cgroup's limit binds its descendants: every ancestor is read, not the root alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def available(
     memory: int | None = None,
     num_gpus: int | None = None,
 ) -> Resources:
-    """What this process may use. Creates no CUDA context.
+    """The resources that this process may use. Creates no CUDA context.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ def available(
     Returns
     -------
     Resources
-        The least of all limits, never below 1 CPU; ``print`` it to see which one decided.
+        The lowest of all limits, never below 1 CPU; ``print`` it to see which one decided.
 
     Notes
     -----
@@ -91,7 +91,7 @@ def available(
 
 
 def _positive(text: str | None) -> int | None:
-    """The positive int that ``text`` is; None for all else, which is as if it were not set."""
+    """``text`` as a positive int; None for anything else, which counts as not set."""
     if text is None or re.fullmatch(r"[0-9]{1,18}", text.strip()) is None:
         return None
     return int(text) or None
@@ -123,7 +123,7 @@ class _Cgroups:
         self._root = root
         # Controllers of version 1 by name, and '' for version 2: the path of the process's group.
         self._groups: dict[str, PurePosixPath] = {}
-        # Where it can't be read, the mounts themselves are all there is to go by.
+        # If it can't be read, only the mounts themselves tell.
         listing = _read(root / "proc/self/cgroup") or "0::/\n1:cpu,cpuset,memory:/"
         for line in listing.splitlines():
             _, _, rest = line.partition(":")
@@ -157,7 +157,7 @@ class _Cgroups:
         for mount, top in self._mounts.get(controller, self._usual_mounts(controller)):
             # In a container the path may be the host's; `top` says which of its groups is mounted here.
             inside = group.relative_to(top) if group.is_relative_to(top) else PurePosixPath()
-            if ".." in inside.parts:  # The process stands outside its cgroup namespace: only the mount can be read.
+            if ".." in inside.parts:  # The process is outside its cgroup namespace: only the mount can be read.
                 inside = PurePosixPath()
             folder = mount / inside
             while folder != mount:
@@ -193,7 +193,7 @@ def _read(path: Path) -> str | None:
 
 
 def _limit(path: Path, parse: Callable[[str], int | None], after: str = "") -> Iterator[Limit]:
-    """The file's limit; nothing where it is absent, unlimited or malformed."""
+    """The file's limit; none if it is absent, unlimited or malformed."""
     text = _read(path)
     if text is None:
         return

@@ -1,6 +1,6 @@
 """Masks of CUDA devices: ``CUDA_VISIBLE_DEVICES`` read as CUDA reads it, and composed for child processes.
 
-Below everything that speaks of devices, so that readings of the machine and :mod:`trainloop.devices` can both use it.
+In a module of its own, so that readings of the machine and :mod:`trainloop.devices` can both use it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def visible_devices(environ: Mapping[str, str] | None = None) -> list[str] | Non
     Returns
     -------
     list of str or None
-        Ordinals or UUIDs in their order; an empty list where all are hidden; None where nothing is.
+        Ordinals or UUIDs in their order; an empty list if all devices are hidden; None if none is.
         The list ends at a negative entry and at the first of another kind; one that repeats an entry is empty.
     """
     text = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")

@@ -1,7 +1,7 @@
-"""What a machine has and what a run may use of it, as values: no reading, no enforcing.
+"""The resources of a machine, and a run's quota of them, as values: no reading, no enforcing.
 
-GPUs are counted exactly. A binary fraction is not trusted: ``1 // 0.1`` is 9, but ten models of 0.1 do fit one GPU.
-:func:`exact` gives the fraction that a float means, and all arithmetic of this package is on those.
+GPUs are counted exactly. Floats would be wrong: ``1 // 0.1`` is 9, but ten models of 0.1 do fit one GPU.
+:func:`exact` gives the fraction that a float means, and all arithmetic here uses these.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ for _power, _letter in enumerate("kmgtp", start=1):
 
 
 class Limit(NamedTuple):
-    """One figure that bounds a resource, and where it was read."""
+    """One limit of a resource, and where it was read."""
 
     value: int
     """CPUs, GPUs or bytes."""
     source: str
-    """The file, variable or call that says so."""
+    """The file, variable or call it was read from."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What this process may use of the machine; ``print`` it to see which limit decided."""
+    """The resources that this process may use; ``print`` it to see which limits decided."""
 
     num_cpus: int
     """CPUs, at least 1."""
@@ -79,7 +79,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class ResourceQuota:
-    """What a run, a bag of models or one model may use. Immutable and comparable.
+    """The resources that a run, a bag of models or one model may use. Immutable and comparable.
 
     Parameters
     ----------
@@ -143,7 +143,7 @@ def exact(num_gpus: object) -> Fraction:
             # Fractions of such denominators lie 1e-6 apart, and a single-precision float 3e-8 off what it means.
             if abs(simple - Fraction(value)) <= Fraction(1, 10**7) and (simple or not value):
                 return simple
-            return Fraction(repr(value))  # The decimal that was written.
+            return Fraction(repr(value))  # the decimal as written
     raise ResourceError(
         f"num_gpus={num_gpus!r}: must be a finite number of 0 or more: 0.5 is half of one GPU, 2 are two; "
         "or 'auto' for all visible."
@@ -151,7 +151,7 @@ def exact(num_gpus: object) -> Fraction:
 
 
 def as_number(fraction: Fraction) -> float:
-    """An int where it is whole, else the nearest float: what a user reads; ``exact`` of it is the fraction again."""
+    """For users: an int if it is whole, else the nearest float, of which ``exact`` gives the fraction again."""
     return int(fraction) if fraction.denominator == 1 else float(fraction)
 
 
@@ -161,7 +161,7 @@ def as_text(figure: int | Fraction) -> str:
 
 
 def checked_count(name: str, value: object, least: int) -> int:
-    """``value`` as an int, if it is one of ``least`` or more; a bool is none."""
+    """``value`` as an int; refuse anything but an int of at least ``least`` (a bool is none)."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         raise ResourceError(f"{name}={value!r}: must be an int of {least} or more.")
     return int(value)

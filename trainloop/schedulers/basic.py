@@ -1,6 +1,6 @@
 """A callback for each of torch's most used schedulers, by AIToolbox's names.
 
-:class:`~trainloop.callbacks.train_schedule.LRScheduler` takes any scheduler; these say less in their arguments.
+:class:`~trainloop.callbacks.train_schedule.LRScheduler` takes any scheduler; these need fewer arguments.
 """
 
 from __future__ import annotations

@@ -134,8 +134,8 @@ class HardRestartsCosineWithWarmupScheduler(_WarmupScheduler):
         super().__init__(factor, num_warmup_steps, last_epoch, **kwargs)
 
 
-# Factors are module-level functions under functools.partial, not closures: they can be pickled, and a resumed run goes
-# by the arguments it is given, where attributes of callable objects would be taken from the checkpoint by LambdaLR.
+# Factors are module-level functions under functools.partial, not closures: they can be pickled, and a resumed run uses
+# its own arguments. (LambdaLR would load attributes of callable objects from the checkpoint.)
 
 
 def _warmed_up(factor: Any, num_warmup_steps: int, step: int) -> float:

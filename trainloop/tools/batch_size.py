@@ -28,16 +28,16 @@ _WORDS = ("out of memory", "OutOfMemoryError", "can't allocate memory", "Cannot 
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """What :func:`find_batch_size` found; sizes are per process."""
+    """The result of :func:`find_batch_size`; sizes are per process."""
 
     tried: dict[int, float | None]
     """Samples a second of one process at each size; ``None`` where memory was short."""
     limit: str
-    """Why no larger one was tried."""
+    """The reason why no larger size was tried."""
 
     @property
     def suggestion(self) -> int | None:
-        """The largest for which there was memory; ``None`` if there was for none."""
+        """The largest size that fit into memory; ``None`` if none did."""
         return max((size for size, speed in self.tried.items() if speed is not None), default=None)
 
     def __str__(self) -> str:
@@ -54,19 +54,19 @@ def find_batch_size(
     """Try training steps with batches of twice the size again and again, until memory is short or data end.
 
     It runs in the loop's own mode, on its devices, on copies of model and optimizer; the loop stays as it is. A GPU
-    that is out of memory is freed again. On the CPU every try is a process of its own, which the kernel ends in the
-    loop's stead, so that a script needs its ``if __name__ == '__main__':``.
+    that is out of memory is freed again. On the CPU every try is a process of its own, which the kernel may kill; so a
+    script needs ``if __name__ == '__main__':``.
 
     Parameters
     ----------
     loop : TrainLoop
         Its ``train_loader`` cuts batches by size: a ``DataLoader`` with a ``batch_size``.
     smallest : int, optional
-        Where to begin; the loader's own batch size by default.
+        The first size; the loader's own batch size by default.
     largest : int, optional
-        Where to end; each process's share of the dataset in any case.
+        The last size; each process's share of the dataset in any case.
     steps : int
-        Optimizer steps at each size. The first one is not among those whose time is taken.
+        Optimizer steps at each size. The first one is not timed.
 
     Returns
     -------
@@ -109,7 +109,7 @@ def find_batch_size(
             if most is not None and size >= most:
                 limit = "largest" if most == largest else "each process's share of the dataset"
             size = min(2 * size, most) if most is not None else 2 * size
-        if tried[min(tried)] is None:  # too large from the start: downwards, then
+        if tried[min(tried)] is None:  # the first size was too large: go down
             while size > 1 and tried[size] is None:
                 size //= 2
                 tried[size] = _samples_per_second(loop, size, steps)
@@ -123,7 +123,7 @@ def _samples_per_second(loop: TrainLoop[Any], size: int, steps: int) -> float | 
     if loop.site.devices[0].type == "cpu" and loop.gpu_mode == "single":
         trial.options = _in_a_process(trial.options)
     try:
-        # In cycles where the data are few: batches of the size are what counts.
+        # Repeat the data if they are few: only the batches' size matters.
         trial.fit(num_iterations=steps, callbacks=[clock])
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError and WorkerFailedError are RuntimeErrors
         if not _is_about_memory(error):
@@ -131,7 +131,7 @@ def _samples_per_second(loop: TrainLoop[Any], size: int, steps: int) -> float | 
         return None
     finally:
         del trial
-        gc.collect()  # the traceback's frames hold what didn't fit
+        gc.collect()  # the traceback's frames hold the tensors that didn't fit
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
     return size / max(clock.seconds_per_step, 1e-9)
@@ -144,7 +144,7 @@ def _in_a_process(options: Any) -> Any:
 def _is_about_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    if isinstance(error, WorkerFailedError) and error.exitcode == -9:  # so the kernel ends whoever takes too much
+    if isinstance(error, WorkerFailedError) and error.exitcode == -9:  # how the kernel ends a process for its memory
         return True
     return any(word in str(error) for word in _WORDS)
 
@@ -155,7 +155,7 @@ def _with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
 
 
 class _Clock(AbstractCallback):
-    """Seconds of a step but the first; and whom the kernel is to end where memory is short."""
+    """Times the steps after the first; and offers this process to the kernel when memory is short."""
 
     def __init__(self) -> None:
         super().__init__("find_batch_size")
@@ -179,7 +179,7 @@ class _Clock(AbstractCallback):
 
 @contextlib.contextmanager
 def _off_the_gpu(loop: TrainLoop[Any]) -> Iterator[None]:
-    """The loop's own model and optimizer in the host's memory meanwhile: the training will not have two of them."""
+    """Move the loop's own model and optimizer to host memory meanwhile: a training has them once, too."""
     tensors = [*loop.model.parameters(), *loop.model.buffers()]
     for optimizer in optimizers_of(loop.optimizer):
         tensors += [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]

@@ -19,17 +19,17 @@ __all__ = ["LearningRates", "find_lr"]
 SMOOTHING = 0.9
 """Share of the old mean in the smoothed loss; with 100 steps it looks back over some ten."""
 SKIPPED = 5
-"""Of the first losses, over which the mean is of too few to tell a slope."""
+"""The number of first losses to skip, as their mean is of too few for a slope."""
 
 
 @dataclass(frozen=True)
 class LearningRates:
-    """What :func:`find_lr` found."""
+    """The result of :func:`find_lr`."""
 
     rates: tuple[float, ...]
-    """Of each step."""
+    """The learning rate of each step."""
     losses: tuple[float, ...]
-    """Of each step, over all ranks, before the step."""
+    """The loss of each step, over all ranks, before the step."""
     diverged: bool
     """Whether the loss ran away before the largest rate."""
 
@@ -86,19 +86,19 @@ def find_lr(
 ) -> LearningRates:
     """Train copies with a learning rate that grows from step to step.
 
-    It runs in the loop's own mode, on its devices, with its batches, again from the first ones where they are few. The
-    loop stays as it is: set what was found yourself, ``optimizer.param_groups[0]["lr"] = found.suggestion``.
+    It runs in the loop's own mode, on its devices and with its batches, which are repeated if they are few. The
+    loop stays as it is: set the rate yourself: ``optimizer.param_groups[0]["lr"] = found.suggestion``.
 
     Parameters
     ----------
     loop : TrainLoop
     smallest, largest : float
-        Between these, in equal ratios. Of several parameter groups this is the first one's rate; the others keep their
+        The range, in steps of equal ratio. With several parameter groups it is the first one's; the others keep their
         ratio to it.
     steps : int
         Optimizer steps.
     diverges_at : float
-        End early where a loss is that many times the smallest so far, or is not finite.
+        End early if a loss is that many times the smallest so far, or not finite.
 
     Returns
     -------
@@ -112,7 +112,7 @@ def find_lr(
 
     Notes
     -----
-    Memory: a second model and optimizer. A stream is read from its beginning, and is left wherever it is then.
+    Memory: a second model and optimizer. A stream is read from its beginning, and left where the sweep ended.
 
     Examples
     --------
@@ -157,7 +157,7 @@ class _Sweep(AbstractCallback):
 
     def _set(self, rate: float) -> None:
         for group, ratio in zip(self.train_loop_obj.optimizer.param_groups, self.ratios, strict=True):
-            if isinstance(group["lr"], torch.Tensor):  # of a capturable optimizer, which reads it on the device
+            if isinstance(group["lr"], torch.Tensor):  # a capturable optimizer reads its rate on the device
                 group["lr"].fill_(rate * ratio)
             else:
                 group["lr"] = rate * ratio

@@ -1,4 +1,4 @@
-"""What a model is made of, and what a training step of it takes."""
+"""The layers of a model, and the memory and FLOPs of its training step."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ class Layer:
     kind: str
     """Its class."""
     output: str
-    """Shape of what it gave, ``?`` where it wasn't called."""
+    """Shape of its output, ``?`` if it wasn't called."""
     parameters: int
-    """Of it and all inside, those that are tied once."""
+    """Parameters of it and all modules inside, tied ones counted once."""
     trainable: int
-    """Those of them that require gradients."""
+    """Parameters of these that require gradients."""
     bytes: int
-    """Of these parameters and of buffers."""
+    """Bytes of these parameters and of buffers."""
     flops: int
-    """Of its forward pass: two for a multiplication with an addition."""
+    """FLOPs of its forward pass: two for a multiplication with an addition."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What :func:`summary` found; prints as a table."""
+    """The result of :func:`summary`; prints as a table."""
 
     layers: tuple[Layer, ...]
     """The model, then its modules in order."""
     samples: int
-    """In the batch that was tried."""
+    """Samples in the batch."""
     forward_flops: int
-    """Of the batch."""
+    """FLOPs of the batch's forward pass."""
     step_flops: int | None
     """Forward and backward of the batch; ``None`` where no loss was computed."""
     weight_bytes: int
@@ -110,9 +110,9 @@ def summary(loop: TrainLoop[Any], batch: Any = None, *, depth: int = 3) -> Summa
         It stays as it is, as do random generators.
     batch : optional
         A batch as the loader gives it, for which ``get_loss`` is called; or a single tensor, the model's input, for
-        which ``forward`` is. By default the first batch of ``train_loader``.
+        which ``forward`` is. Default: the first batch of ``train_loader``.
     depth : int
-        How deep modules are listed; what is deeper is counted in the module that holds it.
+        Depth of the listed modules; deeper ones count in the module that holds them.
 
     Returns
     -------
@@ -197,7 +197,7 @@ def _layers(
             sum(p.numel() for p in parameters),
             sum(p.numel() for p in parameters if p.requires_grad),
             _bytes([*parameters, *module.buffers()]),
-            # get_loss calls submodules, too, outside of the model's own forward: the whole is the whole.
+            # get_loss may call submodules outside of the model's own forward: all of it counts.
             flops.get(f"{root}.{name}", flops.get(name, 0)) if name else forward,
         )
 
@@ -224,7 +224,7 @@ def _shapes_of(model: nn.Module) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def _saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
-    """How many bytes autograd keeps for the backward pass, of storages that are no weights."""
+    """The bytes that autograd keeps for the backward pass, without storages of weights."""
     own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
     kept: dict[int, int] = {}
 
@@ -239,12 +239,12 @@ def _saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
 
 
 def _optimizer_bytes(optimizer: Any) -> int:
-    """Of its state after a step, taken with the copies' gradients."""
+    """The bytes of the optimizer's state after a step with the copies' gradients."""
     found = 0
     for single in optimizers_of(optimizer) if optimizer is not None else ():
         try:
             single.step()
-        except TypeError:  # needs a closure: what it keeps depends on how often it calls it
+        except TypeError:  # needs a closure: its state depends on how often it calls that
             pass
         found += _bytes(_tensors(list(single.state.values())))
     return found

@@ -27,11 +27,11 @@ class AmpOptions:
     """The settings that ``use_amp`` stands for."""
 
     dtype: torch.dtype | None = None
-    """Of autocast; ``None``: off."""
+    """The dtype of autocast; ``None``: off."""
     scaler: dict[str, Any] = field(default_factory=dict)
     """Arguments of the ``GradScaler``."""
     chosen: bool = True
-    """Whether the user named the dtype; else it depends on the device, see :meth:`on`."""
+    """Whether the user chose the dtype; else it depends on the device, see :meth:`on`."""
 
     def on(self, device: torch.device) -> AmpOptions:
         """The options on this device: bf16 where it is fast, else fp16."""
@@ -81,7 +81,7 @@ class RestartOptions:
     most: int
     """Restarts; -1 for no limit."""
     every: int | None = None
-    """Steps between two snapshots; ``None``: as the time they take asks for."""
+    """Steps between two snapshots; ``None``: chosen by the time that they take."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ class End(NamedTuple):
     """A callback's request to end training."""
 
     kind: str
-    """The callback's class; with its name, as checkpoints tell callbacks apart."""
+    """The callback's class; with the name it identifies the callback in checkpoints."""
     name: str
     reason: str = ""
     """In words, if it gave one."""

@@ -26,7 +26,7 @@ class Placement:
     model: Any
     """The user's own."""
     wrapper: Any
-    """What training calls ``get_loss`` of: the model itself, or its wrapper."""
+    """The object whose ``get_loss`` training calls: the model itself, or its wrapper."""
     device: torch.device
     """Where this rank's batches go."""
     autocast: AbstractContextManager[Any]

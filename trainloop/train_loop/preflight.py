@@ -44,15 +44,15 @@ class Finding:
     """The result of one check."""
 
     check: str
-    """What was looked at."""
+    """The subject of the check."""
     ok: bool
-    """Whether it may stay as it is."""
+    """Whether the check passed."""
     detail: str
     """What was found, and what to do."""
     seconds: float
     """How long the check took."""
     traceback: str = ""
-    """Of the rank that failed; not shown in the table."""
+    """Traceback of the rank that failed; not shown in the table."""
 
 
 @dataclass(frozen=True)

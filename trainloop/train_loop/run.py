@@ -74,17 +74,17 @@ class Run:
         self.seed = loop.seed if loop.seed is not None or not parallel else loop.drawn_seed
         self.gather: Callable[[Any], list[Any]] | None = distributed.gather_object if parallel else None
         self.exchange = exchange_of(distributed, loop.world_size if parallel else 1)
-        """Of logs, for all recorders: it keeps what ranks know of each other's metrics."""
+        """Exchanges logs, for all recorders; it remembers which metrics the ranks share."""
         self.progress = Progress(loop.progress_bar and loop.is_global_zero)
         self.recorder = Recorder()
         self.sink: Callable[..., None] | None = None
-        """What takes in logs now: that of the training, or of the evaluation inside it."""
+        """The recorder that receives logs now: the training's, or that of an evaluation inside it."""
         self.history_epoch = max(loop.epoch - 1, 0)
-        """To which what is recorded now belongs; outside of training, the last one."""
+        """The epoch that logs belong to now; outside of training, the last one."""
         self.records_evaluations = False
-        """Whether their values go into the history: those inside a training do."""
+        """Whether values of evaluations go into the history: those inside a training do."""
         self.epoch_steps = 0
-        """Of a training, since the epoch began."""
+        """Steps since the epoch began."""
         self.undo = ExitStack()
         """Closed when the run ends."""
         self._eval_feeds: dict[int, Any] = {}

@@ -29,7 +29,7 @@ class Site:
     num_nodes: int = 1
     node_rank: int = 0
     backend: str | None = None
-    """Of the process group; ``None``: what suits the devices."""
+    """Backend of the process group; ``None``: chosen for the devices."""
     init_method: str | None = None
     """Where several nodes meet; ``None``: at ``MASTER_ADDR`` and ``MASTER_PORT``."""
 

@@ -69,17 +69,17 @@ class Training(Run):
         self.epoch_batches = 0
         self.epoch_finished = False
         self.ended = False
-        """By a callback, before the checkpoint that is resumed."""
+        """Whether a callback ended the training before the checkpoint that is resumed."""
         self.finished = False
-        """With all that is to be done at the end, but for the last checkpoint."""
+        """Whether everything at the end is done, except for the last checkpoint."""
         self.skip_steps = 0
-        """Of the next epoch, which a checkpoint has behind it."""
+        """Steps of the next epoch that are done already, by a loaded checkpoint."""
         self.began_with: dict[str, dict[str, bool]] = {}
-        """Flags of parameters and modules."""
+        """Flags of parameters and modules when training began."""
         self.checkpointed = False
-        """A checkpoint was made since the last snapshot."""
+        """Whether a checkpoint was made since the last snapshot."""
         self.snapshots: Snapshots | None = None
-        """Of a run that survives failures."""
+        """Set for a run that survives failures."""
         self._job = job
         self._same_callbacks = True
         self._kept_in_eval: list[torch.nn.Module] | None = None

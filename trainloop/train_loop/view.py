@@ -34,9 +34,9 @@ class LoopView:
     model: Any
     train_loader: Any
     options: Options
-    """What the loop was given."""
+    """The loop's arguments."""
     site: Site
-    """Where its runs take place."""
+    """Mode, devices and nodes of its runs."""
 
     def __init__(self) -> None:
         self.callbacks: list[AbstractCallback] = []
@@ -68,7 +68,7 @@ class LoopView:
         self.restarts: list[Restart] = []
         """Failures that the last ``fit(max_restarts=...)`` has survived."""
         self.running: Run | None = None
-        """What exists only while this process trains or evaluates."""
+        """The present run, while this process trains or evaluates."""
 
     # -- what users and callbacks read -------------------------------------------------------------------------------
 

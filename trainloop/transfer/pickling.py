@@ -69,7 +69,7 @@ class Pickler(cloudpickle.Pickler):
         self.main_names: dict[str, Any] = {}
         """Classes and functions of ``__main__`` that were sent, by their name there."""
         self.copies: list[np.ndarray[Any, Any]] = []
-        """Arrays that were made for the stream, so that their memory is no user's."""
+        """Copies of arrays made for the stream, whose memory is not the user's."""
         self._by_value: dict[str, bool] = {}
         # Functions of (pickler, object): a method bound to the pickler would make a cycle, and so keep memory for long.
         self._reducers: dict[type, Callable[[Pickler, Any], Any] | None] = {}

@@ -29,7 +29,7 @@ class Unpicklable:
     type: str
     """Name of its class."""
     reason: str
-    """What pickling it raised."""
+    """The error that pickling it raised."""
     advice: str
     """What to do."""
 

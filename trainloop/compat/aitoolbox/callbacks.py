@@ -42,7 +42,7 @@ _CLOUD = ("cloud_save_mode", "bucket_name", "cloud_dir_prefix")
 
 
 def experiment_in(given: Sequence[Any], arguments: dict[str, Any]) -> tuple[Any, Any, Any, Any, Any, Any]:
-    """Where an experiment is: what was given for it in order, and what is taken out of arguments by name."""
+    """An experiment's names and folders, from positional arguments and those taken out of ``arguments``."""
     names = (*_EXPERIMENT, *_CLOUD)
     if len(given) > len(names):
         raise TypeError(f"{given[len(names)]!r} comes after {names[-1]}, the last argument in order: give it by name.")

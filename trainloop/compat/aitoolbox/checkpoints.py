@@ -36,7 +36,7 @@ def _model_of(loop: Any) -> Any:
 
 
 class _Saves(AbstractCallback):
-    """Of an experiment: where, and the hyperparameters' files."""
+    """Base of callbacks that save: where an experiment is, and the files of its hyperparameters."""
 
     train_loop_obj: Any  # the loop of this package, which has more
 

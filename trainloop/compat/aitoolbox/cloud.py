@@ -320,7 +320,7 @@ class FullPyTorchExperimentGoogleStorageSaver(FullPyTorchExperimentS3Saver):
 def experiment_saver(
     cloud_save_mode: str | None, project: str, experiment: str, bucket: str | None, prefix: str | None, folder: str
 ) -> Any:
-    """Where a model and its results go."""
+    """The saver for a model and its results."""
     if bucket_of(cloud_save_mode, bucket, prefix) is None:
         return FullPyTorchExperimentLocalSaver(project, experiment, folder)
     google = cloud_save_mode in gcs_available_options
@@ -424,7 +424,7 @@ class EmailNotification(AbstractCallback):
         return _html_list({name: results[-1] for name, results in history.items() if results})
 
     def get_hyperparams_html(self) -> str:
-        """Those of a tracking loop."""
+        """A tracking loop's hyperparameters as HTML."""
         hyperparams = getattr(self.train_loop_obj, "hyperparams", None)
         return "Not given" if hyperparams is None else _html_list(hyperparams)
 

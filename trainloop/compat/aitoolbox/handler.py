@@ -25,7 +25,7 @@ _HOOKS = {
 
 
 class CallbacksHandler:
-    """What was registered before ``fit`` runs in it, before the callbacks that ``fit`` is given.
+    """Registers callbacks before ``fit``, where they run before those that are passed to ``fit``.
 
     ``execute_train_begin()``, ``execute_epoch_end()`` and so on call the callbacks' hooks from outside of a training.
 

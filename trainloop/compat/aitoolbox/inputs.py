@@ -1,4 +1,4 @@
-"""What AIToolbox takes as it comes: loaders that are lists of anything, optimizers of a script's own kind."""
+"""Inputs that AIToolbox accepts: loaders that are lists of anything, optimizers of a script's own kind."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class OwnOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """What is kept for each parameter."""
+        """The state of each parameter."""
         return self._of_inner("state")
 
     @state.setter

@@ -71,7 +71,7 @@ class _IsTransparent(type):
 
 
 class TTParallelBase(Transparent, metaclass=_IsTransparent):
-    """What both wrappers are instances of; by itself it runs the model's methods where they are."""
+    """Base class of both wrappers; by itself it calls the model's methods directly."""
 
     def __init__(self, module: TTModel, default_model_methods: Sequence[str] = ()) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which module of AIToolbox has which names, and where they are here; a finder that answers for ``aitoolbox``."""
+"""The names in AIToolbox's modules and their homes here, and a finder that imports ``aitoolbox`` from these."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _WARMUP = {
 _PACKAGES = {"results": "BinaryClassificationResultPackage ClassificationResultPackage RegressionResultPackage"}
 _CLOUDS = {"cloud": "s3_available_options gcs_available_options"}
 
-# What AIToolbox imports at its top, and so what `from aitoolbox import *` gives.
+# Names that AIToolbox imports at its top, and that `from aitoolbox import *` gives.
 _TORCHTRAIN: dict[str, dict[str, str]] = {
     "model": {"models": "TTModel MultiGPUModelWrap ModelWrap AbstractModelFeedDefinition TTDataParallel BasicDataset"},
     "loops": {"loop": "TrainLoop", **_TRACKED, **_LOSSES},

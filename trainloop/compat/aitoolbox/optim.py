@@ -84,7 +84,7 @@ class MultiLoss(core.MultiLoss):
         return other
 
     def assigned_to(self, optimizer: core.MultiOptimizer) -> core.MultiLoss:
-        """As the core's losses; for an optimizer of the core."""
+        """The losses as the core's, for an optimizer of the core."""
         return core.MultiLoss(self.loss_dict, self.loss_optimizer_map, self.retain_graph_until_last).assigned_to(
             optimizer
         )
@@ -115,7 +115,7 @@ class MultiLoss(core.MultiLoss):
 
     @property
     def device(self) -> dict[str, torch.device]:
-        """Of each loss."""
+        """The device of each loss."""
         return {name: loss.device for name, loss in self.loss_dict.items()}
 
     def get_loss_dict(self) -> dict[str, Any]:
@@ -180,7 +180,8 @@ class MultiTraining(Training):
         loop, scaler, optimizer = self.loop, self.place.scaler, optimizers[index]
         parameters = parameters_of(optimizer)
         if self.gather is not None:
-            # What other optimizers' losses left here goes along: each parameter is averaged once between two steps.
+            # With the gradients that other optimizers' losses left here: each parameter is averaged once between two
+            # steps.
             reduce_gradients(parameters)
         self.gradients.show_and_clip([(index, optimizer)], parameters)
         optimizers.step(index, _iteration(loop), scaler)

@@ -98,7 +98,7 @@ class AbstractResultPackage(ABC):
         return self.results_dict
 
     def get_hyperparameters(self) -> dict[str, Any] | None:
-        """What ``prepare_result_package`` was given."""
+        """The hyperparameters that ``prepare_result_package`` was given."""
         self.qa_check_hyperparameters_dict()
         return self.hyperparameters
 

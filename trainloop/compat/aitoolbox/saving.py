@@ -90,7 +90,7 @@ class PyTorchLocalModelSaver(AbstractLocalModelSaver):
 
     @property
     def folder_name(self) -> str:
-        """Of the folder within the experiment's."""
+        """Name of the folder within the experiment's."""
         return "checkpoint_model" if self.checkpoint_model else "model"
 
     def create_experiment_local_models_folder(
@@ -208,7 +208,7 @@ class PyTorchLocalModelLoader(AbstractLocalModelLoader):
         return dict(state)
 
     def check_if_model_loaded(self) -> dict[str, Any]:
-        """What was read; an error where nothing was."""
+        """The model that was read; raises if none was."""
         if self.model_representation is None:
             raise ConfigurationError("no model has been loaded yet: call load_model() first.")
         return self.model_representation
@@ -313,7 +313,7 @@ class BaseLocalResultsSaver:
         return file_name_w_type + ending, file_local_path_w_type + ending
 
 
-# What files of results hold, beside results.
+# Entries of result files, beside the results.
 _LABELS = ("y_true", "y_predicted")
 _PLACE = ("experiment_name", "experiment_results_local_path")
 
