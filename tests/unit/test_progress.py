@@ -23,8 +23,13 @@ from torch import Tensor
 from places import IMPORTS
 from small_loop import Net, make_loop
 from trainloop import AbstractCallback, TrainLoop
+from trainloop import screen as screens
 from trainloop.train_loop import display
 from trainloop.train_loop.display import Progress
+from trainloop.train_loop.timings import Timings
+
+MEASURED = Timings(steps=5, samples=100, seconds=0.05, data=0.0125, other=0.0375)
+LAST = ["seconds", "samples/s", "data", "wait"]
 
 
 class Screen(io.StringIO):
@@ -61,9 +66,9 @@ def test_bar_is_drawn_by_the_clock(monkeypatch: pytest.MonkeyPatch, clock: list[
     assert "10/40" in screen.getvalue()
     assert shown.next_look == pytest.approx(clock[0] + display.REDRAW_S)
     clock[0] += 0.5
-    shown.look(20, lambda: {"loss": 0.123456, "accuracy": 1.0})
+    shown.look(20, lambda: {"loss": 0.123456, "accuracy": 1.0}, lambda: MEASURED)
     assert "20/40" in screen.getvalue()
-    assert "loss=0.1235, accuracy=1" in screen.getvalue()
+    assert "loss=0.1235, accuracy=1, samples/s=2,000, data wait=25%" in screen.getvalue()
     assert shown.next_look == pytest.approx(clock[0] + display.REDRAW_S)
     shown.end_epoch()
     assert shown.next_look == math.inf
@@ -74,7 +79,7 @@ def test_lengths_may_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = on_screen(monkeypatch)
     shown = Progress(True)
     shown.begin_epoch(0, 0, None)
-    shown.look(3, dict)
+    shown.look(3, dict, Timings)
     shown.end_epoch()
     assert "epoch 1: 3batch" in screen.getvalue()
 
@@ -85,7 +90,7 @@ def test_without_a_screen_there_is_no_bar(monkeypatch: pytest.MonkeyPatch) -> No
         shown = Progress(True)
         shown.begin_epoch(0, 1, 10)
         assert shown.next_look == math.inf
-        shown.look(1, lambda: pytest.fail("nobody looks"))
+        shown.look(1, lambda: pytest.fail("nobody looks"), Timings)
         shown.end_epoch()
         assert stream is None or stream.getvalue() == ""
 
@@ -95,7 +100,7 @@ def test_disabled_shows_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     shown = Progress(False)
     shown.say("hello")
     shown.begin_epoch(0, 1, 10)
-    shown.row({"epoch": 1})
+    shown.row({"epoch": 1}, Timings())
     assert shown.next_look == math.inf
     assert screen.getvalue() == capsys.readouterr().out == ""
 
@@ -106,10 +111,10 @@ def test_a_notebook_is_known_by_its_kernel(config: Any, found: bool, monkeypatch
     shell = None if config is None else types.SimpleNamespace(config=config)
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))  # type: ignore[arg-type]
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert display.in_notebook() is found
-    assert display._has_screen() is found
+    assert screens.in_notebook() is found
+    assert screens.has_screen() is found
     monkeypatch.delitem(sys.modules, "IPython")
-    assert display.in_notebook() is False
+    assert screens.in_notebook() is False
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -120,14 +125,14 @@ def test_rows_stand_under_their_head(capsys: pytest.CaptureFixture[str], clock: 
     for epoch, values in enumerate([{"loss": -1.23456e-5}, {"loss": 2.0}, {"loss": 1.0, "a_long_metric": 0.5}]):
         shown.begin_epoch(epoch, 3, 1)
         clock[0] += 1.25
-        shown.row({"epoch": epoch + 1, **values})
+        shown.row({"epoch": epoch + 1, **values}, MEASURED)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines] == [
-        ["epoch", "loss", "seconds"],
-        ["1", "-1.2346e-05", "1.2"],
-        ["2", "2", "1.2"],
-        ["epoch", "loss", "a_long_metric", "seconds"],
-        ["3", "1", "0.5", "1.2"],
+        ["epoch", "loss", *LAST],
+        ["1", "-1.2346e-05", "1.2", "2,000", "25%"],
+        ["2", "2", "1.2", "2,000", "25%"],
+        ["epoch", "loss", "a_long_metric", *LAST],
+        ["3", "1", "0.5", "1.2", "2,000", "25%"],
     ]
     for block in (lines[:3], lines[3:]):
         assert len({len(line) for line in block}) == 1
@@ -143,7 +148,7 @@ def shown_loop(**arguments: Any) -> TrainLoop:
 
 
 def is_table(lines: list[str], epochs: int, names: list[str]) -> bool:
-    return lines[0].split() == ["epoch", *names, "seconds"] and [line.split()[0] for line in lines[1:]] == [
+    return lines[0].split() == ["epoch", *names, *LAST] and [line.split()[0] for line in lines[1:]] == [
         str(epoch) for epoch in range(1, epochs + 1)
     ]
 
@@ -217,6 +222,8 @@ if __name__ == "__main__":
     tl = make_loop(gpu_mode="ddp", devices=2)
     tl.progress_bar = True
     tl.fit(num_epochs=2)
+    # Of rank 0's steps, and the samples of both.
+    assert [(found.steps, found.samples) for found in (tl.timings, *tl.timings.epochs)] == [(8, 202), (4, 101), (4, 101)]
 """
 
 
@@ -239,8 +246,10 @@ def test_of_two_ranks_one_shows_the_run(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": IMPORTS, "OMP_NUM_THREADS": "1"}
+    environment.pop("COLUMNS", None)
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))  # on none of 0 columns tqdm draws
+    # As in many containers: the terminal says that it has 0 columns, on which tqdm would draw an empty line.
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read_all, ours)
         try:

@@ -15,6 +15,7 @@ optimizer step for them all, then every second loss. So the step is that of one 
 from __future__ import annotations
 
 from collections.abc import Generator
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class AlternatingTraining(Training):
     def backward(self, step: StepBatches, **_: Any) -> None:
         """Run the micro-batches' generators to their ends, with the optimizers' steps in between."""
         loop, hooks, place, recorder, gradients = self.loop, self.hooks, self.place, self.recorder, self.gradients
+        clock = self.clock
         counts, count = self.micro_batches_of_ranks(step)
         recorder.step = loop.global_step + 1
         # Where this rank has no batch, what hooks log weighs nothing.
@@ -57,10 +59,14 @@ class AlternatingTraining(Training):
             index, weights = whose
             optimizer = gradients.optimizers[index]
             parameters = parameters_of(optimizer) if len(gradients.optimizers) > 1 else gradients.parameters
+            clock.backward -= perf_counter_ns()
             gradients.complete(parameters, weights, by_hand=True, ragged=step.ragged)
+            clock.backward += perf_counter_ns()
+            clock.optimizer -= perf_counter_ns()
             gradients.show_and_clip([(index, optimizer)], parameters)
             gradients.take_steps([optimizer])
             drop_gradients(optimizer)
+            clock.optimizer += perf_counter_ns()
             found_inf += loop.found_inf
         loop.found_inf = found_inf
         for size, losses in zip(step.sizes, shown, strict=True):
@@ -89,8 +95,10 @@ class AlternatingTraining(Training):
         for i, generator in enumerate(generators):
             self.recorder.batch_size = step.sizes[i]
             with self.place.alone(counts, i):
+                self.clock.forward -= perf_counter_ns()
                 with self.place.autocast:
                     item = next(generator, _ENDED)
+                self.clock.forward += perf_counter_ns()
                 if item is _ENDED:
                     indices.add(_ENDED)
                     continue
@@ -98,7 +106,9 @@ class AlternatingTraining(Training):
                 index = _index_of(self.loop.optimizer, yielded.optimizer)
                 indices.add(index)
                 is_sum = sums is not None and yielded.weight is None and sums(yielded.loss)
+                self.clock.backward -= perf_counter_ns()
                 self._backward_of(step, i, index, yielded, is_sum)
+                self.clock.backward += perf_counter_ns()
             weights.append(yielded.weight)
             value = per_sample(yielded.loss, step.sizes[i]) if is_sum else yielded.loss.detach()
             shown[i].append(yielded._replace(loss=value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class ClosureTraining(Training):
 
     def step(self) -> None:
         """Step the optimizer, which evaluates the closure as often as it likes."""
-        gradients = self.gradients
+        gradients, clock = self.gradients, self.clock
         (optimizer,) = gradients.optimizers
         backward = super().backward
         first = True
@@ -39,18 +40,22 @@ class ClosureTraining(Training):
         def closure() -> Tensor:
             nonlocal first
             drop_gradients(optimizer)
+            clock.optimizer += perf_counter_ns()
             with torch.enable_grad(), nullcontext() if first else self.listening(Recorder()):
                 value = backward(self._batches, first=first, wants_loss=True)
+                clock.optimizer -= perf_counter_ns()
                 # In every run, not once a step: otherwise a line search would compare clipped gradients with others.
                 gradients.show_and_clip(enumerate(gradients.optimizers), gradients.parameters)
             first = False
             assert value is not None  # as asked for
             return value
 
+        clock.optimizer -= perf_counter_ns()
         if getattr(optimizer, "needs_closure", False):
             closure()  # its step begins with gradients, and asks for further ones
         optimizer.step(closure)  # type: ignore[arg-type]  # torch says float, and calls float() on what it gets
         drop_gradients(optimizer)
+        clock.optimizer += perf_counter_ns()
         self.count_step()
         for hook in self.hooks.on_batch_end:
             hook()

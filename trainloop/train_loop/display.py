@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from trainloop.screen import bar_size, has_screen
+from trainloop.train_loop.timings import Timings
+
 __all__ = ["Progress"]
 
 REDRAW_S = 0.1
+_KNOWN_LENGTH = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
 
 class Progress:
@@ -54,7 +57,7 @@ class Progress:
         if not self.enabled:
             return
         self._epoch_began = time.perf_counter()
-        if not _has_screen():
+        if not has_screen():
             return
         from tqdm.auto import tqdm
 
@@ -62,14 +65,15 @@ class Progress:
             total=num_batches,
             initial=batches_done,
             desc=f"epoch {epoch + 1}/{num_epochs}" if num_epochs else f"epoch {epoch + 1}",
-            unit="batch",
             leave=False,
-            dynamic_ncols=True,
+            # Without tqdm's rate of batches, which would push samples a second off a narrow screen.
+            bar_format=_KNOWN_LENGTH if num_batches else "{desc}: {n_fmt}batch [{elapsed}{postfix}]",
             mininterval=0,  # this class decides when to draw
+            **bar_size(),
         )
         self.next_look = time.perf_counter() + REDRAW_S
 
-    def look(self, batches: int, values: Callable[[], Mapping[str, float]]) -> None:
+    def look(self, batches: int, values: Callable[[], Mapping[str, float]], timings: Callable[[], Timings]) -> None:
         """Redraw.
 
         Parameters
@@ -78,9 +82,12 @@ class Progress:
             Batches done in this epoch.
         values : callable
             Gives the metrics to show: it waits for the device.
+        timings : callable
+            Gives what the epoch's steps have taken so far.
         """
         if self._bar is not None:
-            self._bar.set_postfix({name: f"{value:.4g}" for name, value in values().items()}, refresh=False)
+            shown = {name: f"{value:.4g}" for name, value in values().items()}
+            self._bar.set_postfix({**shown, **_speed(timings())}, refresh=False)
             self._bar.update(batches - self._bar.n)
             self.next_look = time.perf_counter() + REDRAW_S
 
@@ -91,27 +98,29 @@ class Progress:
         self._bar = None
         self.next_look = math.inf
 
-    def row(self, row: Mapping[str, float]) -> None:
+    def row(self, row: Mapping[str, float], timings: Timings) -> None:
         """Print an epoch's row, and the head of the table where its columns are new."""
         if not self.enabled:
             return
         cells = {name: str(value) if isinstance(value, int) else f"{value:.5g}" for name, value in row.items()}
         cells["seconds"] = f"{time.perf_counter() - self._epoch_began:.1f}"
+        cells |= _speed(timings)
         if list(cells) != self.columns:
             self.columns = list(cells)
             print("  ".join(name.rjust(_width(name)) for name in cells), flush=True)
         print("  ".join(cell.rjust(_width(name)) for name, cell in cells.items()), flush=True)
 
 
+def _speed(timings: Timings) -> dict[str, str]:
+    speed = timings.samples_per_s
+    return {
+        "samples/s": f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}",
+        "data wait": f"{timings.share('data'):.0%}",
+    }
+
+
 def _width(name: str) -> int:
-    return max(len(name), 5 if name in ("epoch", "seconds") else len("-1.2345e-05"))
+    return max(len(name), 5 if name in _NARROW else len("-1.2345e-05"))
 
 
-def _has_screen() -> bool:
-    return in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
-
-
-def in_notebook() -> bool:
-    """Whether this process is a notebook's kernel."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return shell is not None and "IPKernelApp" in shell.config
+_NARROW = ("epoch", "seconds", "samples/s", "data wait")

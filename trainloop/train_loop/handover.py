@@ -30,7 +30,7 @@ __all__ = [
     "stateful_attributes",
 ]
 
-COUNTERS = ("epoch", "global_step", "total_iteration_idx", "early_stop", "message_service")
+COUNTERS = ("epoch", "global_step", "total_iteration_idx", "early_stop", "message_service", "timings_of_last_fit")
 # What every nn.Module has in its __dict__ and torch itself keeps in order.
 _MISSING = object()
 _TORCH_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"_log_sink", "_log_batch_size", "_compiled_call_impl"}

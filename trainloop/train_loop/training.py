@@ -19,7 +19,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from time import perf_counter
+from time import perf_counter, perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +37,7 @@ from trainloop.train_loop.gradients import Gradients
 from trainloop.train_loop.losses import explain_backward, per_sample, split_loss
 from trainloop.train_loop.placement import Placement
 from trainloop.train_loop.run import STEPS_BETWEEN_FLUSHES, Run
+from trainloop.train_loop.timings import StepClock, Timings
 from trainloop.train_loop.trained import about_eval_mode, begin_training, training_flags
 
 if TYPE_CHECKING:
@@ -80,13 +81,14 @@ class Training(Run):
         """Whether a checkpoint was made since the last snapshot."""
         self.snapshots: Snapshots | None = None
         """Set for a run that survives failures."""
+        self.clock = StepClock(place.device)
         self._job = job
         self._same_callbacks = True
         self._kept_in_eval: list[torch.nn.Module] | None = None
 
     def train(self) -> int:
         """Epoch after epoch; returns why it ended, 0 for as planned."""
-        loop, progress, stop = self.loop, self.progress, self.stop
+        loop, progress, stop, clock = self.loop, self.progress, self.stop, self.clock
         try:
             with self.listening(self.recorder):
                 self._prepare()
@@ -94,18 +96,29 @@ class Training(Run):
                 ended_by = 0
                 while not (ended_by or self.ended or self.is_done()):
                     last_iteration = self._last_iteration
-                    for batches in self._begin_epoch():
+                    steps = self._begin_epoch()
+                    clock.whole -= perf_counter_ns()
+                    clock.data -= perf_counter_ns()
+                    for batches in steps:
+                        clock.data += perf_counter_ns()
                         self.backward(batches)
                         self.step()
+                        clock.steps += 1
+                        clock.samples += batches.total
                         if self.epoch_steps % STEPS_BETWEEN_FLUSHES == 0:
                             self.flush_logs()
                         if perf_counter() >= progress.next_look:
-                            progress.look(self.epoch_batches, self._bar_values)
+                            progress.look(self.epoch_batches, self._bar_values, clock.read)
                         if loop.asked_to_end:
                             stop.request(EARLY_STOP)
                         ended_by = stop.reached()
                         if ended_by or loop.total_iteration_idx >= last_iteration:
                             break
+                        if clock.on_device:
+                            clock.between_steps()
+                        clock.data -= perf_counter_ns()
+                    else:
+                        clock.data += perf_counter_ns()
                     if not ended_by & ~EARLY_STOP:
                         self._finish_epoch()
                         ended_by |= self._agree_at_epoch_end()
@@ -180,6 +193,8 @@ class Training(Run):
                 if save is not None:
                     save()
             return
+        if self.clock.steps:  # in the midst of an epoch
+            self._end_timing()
         if ended_by & (TERMINATE | CHECKPOINT):
             for callback in loop.callbacks:
                 save = getattr(callback, "save_now", None)
@@ -217,6 +232,7 @@ class Training(Run):
         """End workers that loaders would keep."""
         if "feed" in self.__dict__:
             self.feed.close()
+        self.loop.timings_of_last_fit = Timings.over(self.clock.epochs)
         self.loop.scaler_state = self.place.scaler.state_dict()
 
     # -- an epoch ----------------------------------------------------------------------------------------------------
@@ -259,15 +275,21 @@ class Training(Run):
         self.gradients.check_alike()
         self.recorder.between_steps(loop.global_step)
         self._record_epoch()
+        self._end_timing()
         if loop.end_auto_eval and loop.validation_loader is not None and (loop.epoch + 1) % loop.end_auto_eval == 0:
             self.evaluate(loop.validation_loader, "validation_loader", "validation", losses_into_history=True)
         self.epoch_finished = True
         self._call_in_turn("on_epoch_end")
         loop.message_service.end_of_epoch_trigger()
         if self.progress.enabled:
-            self.progress.row(loop.history.row(loop.epoch))
+            self.progress.row(loop.history.row(loop.epoch), self.clock.epochs[-1])
         loop.epoch += 1
         self.epoch_finished, self.epoch_steps, self.epoch_batches = False, 0, 0
+
+    def _end_timing(self) -> None:
+        """Of an epoch's steps, once its logs are read: by then the device has done them."""
+        self.clock.whole += perf_counter_ns()
+        self.clock.end_epoch()
 
     def _agree_at_epoch_end(self) -> int:
         """Stop after this epoch if a callback of any rank wants it, or a signal came."""
@@ -291,7 +313,7 @@ class Training(Run):
         wants_loss : bool
             Return the step's loss over all micro-batches and ranks, the same on every rank.
         """
-        loop, place, recorder, gradients = self.loop, self.place, self.recorder, self.gradients
+        loop, place, recorder, gradients, clock = self.loop, self.place, self.recorder, self.gradients, self.clock
         batches, sizes, scales, _, ragged = step
         by_hand = ragged or gradients.reduce_by_hand
         if by_hand:
@@ -307,8 +329,11 @@ class Training(Run):
             model = place.model if by_hand else place.wrapper
             with place.alone(counts, i) if by_hand else place.gradient_sync(i == count - 1):
                 if i < len(batches):
+                    clock.forward -= perf_counter_ns()
                     with place.autocast:
                         output = model.get_loss(batches[i], loop.criterion, place.device)
+                    clock.forward += perf_counter_ns()
+                    clock.backward -= perf_counter_ns()
                     loss, weight = (output, None) if isinstance(output, Tensor) else split_loss(output)
                     is_sum = gradients.sums is not None and weight is None and gradients.sums(loss)
                     scaled = gradients.scaled(loss, weight, None if scales is None else scales[i], count, is_sum=is_sum)
@@ -317,13 +342,16 @@ class Training(Run):
                     except RuntimeError:
                         explain_backward(loss)
                         raise
+                    clock.backward += perf_counter_ns()
                     if first:
                         shown = per_sample(loss, sizes[i]) if is_sum else loss
                         loop.last_loss = recorder.add_loss(shown, sizes[i] if weight is None else weight)
                     weights.append(weight)
                     if wants_loss:
                         scaled_losses.append(scaled.detach())
+        clock.backward -= perf_counter_ns()
         factor = gradients.complete(gradients.learned, weights, by_hand=by_hand, ragged=ragged)
+        clock.backward += perf_counter_ns()
         return gradients.loss_over_ranks(scaled_losses, factor) if wants_loss else None
 
     @staticmethod
@@ -350,11 +378,13 @@ class Training(Run):
 
     def step(self) -> None:
         """Step the optimizers and drop gradients; then the hooks of a step's end."""
-        gradients = self.gradients
+        gradients, clock = self.gradients, self.clock
+        clock.optimizer -= perf_counter_ns()
         gradients.show_and_clip(enumerate(gradients.optimizers), gradients.parameters)
         gradients.take_steps(gradients.optimizers)
         for optimizer in gradients.optimizers:
             drop_gradients(optimizer)
+        clock.optimizer += perf_counter_ns()
         self.count_step()
         for hook in self.hooks.on_batch_end:
             hook()

@@ -17,6 +17,7 @@ from trainloop.train_loop.arguments import Options, loader_batch_size
 from trainloop.train_loop.ending import End, who_asks
 from trainloop.train_loop.names import attribute_hint
 from trainloop.train_loop.site import Site
+from trainloop.train_loop.timings import StepClock, Timings
 
 if TYPE_CHECKING:
     from trainloop.train_loop.run import Run
@@ -67,6 +68,7 @@ class LoopView:
         self.scaler_state: dict[str, Any] = {}
         self.restarts: list[Restart] = []
         """Failures that the last ``fit(max_restarts=...)`` has survived."""
+        self.timings_of_last_fit = Timings()
         self.running: Run | None = None
         """The present run, while this process trains or evaluates."""
 
@@ -137,6 +139,12 @@ class LoopView:
     def step_skipped(self) -> bool:
         """Whether AMP skipped the last optimizer step. Waits for the device where there is a scaler."""
         return any(bool(found.item()) for found in self.found_inf)
+
+    @property
+    def timings(self) -> Timings:
+        """Where the time of the last ``fit`` went, or of the one that is running: ``print(tl.timings)``."""
+        clock = getattr(self.running, "clock", None)
+        return clock.timings() if isinstance(clock, StepClock) else self.timings_of_last_fit
 
     @property
     def effective_batch_size(self) -> int | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainloop.resources import Plan
+from trainloop.screen import bar_size
 from trainloop.tuning.result import State, Trial, best_of
 
 __all__ = ["Running", "View"]
@@ -95,7 +96,7 @@ class View:
 
             total = self._plan.num_trials * self._plan.num_folds
             shape = "{desc} |{bar}| {n_fmt}/{total_fmt} folds [{elapsed}]{postfix}"
-            self._bar = tqdm(total=total, desc="tune", bar_format=shape, dynamic_ncols=True, file=sys.stderr)
+            self._bar = tqdm(total=total, desc="tune", bar_format=shape, file=sys.stderr, **bar_size())
         return self
 
     def __exit__(self, *exc_info: object) -> None:

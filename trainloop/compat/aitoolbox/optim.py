@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -148,7 +149,9 @@ class MultiTraining(Training):
                     loss = self._loss(step, i, count)
             for index in range(len(optimizer)):
                 if loss is not None:
+                    self.clock.backward -= perf_counter_ns()
                     loss.backward(index, _iteration(loop), place.scaler)
+                    self.clock.backward += perf_counter_ns()
                 if i == count - 1:
                     self._take_step(optimizer, index)
         place.scaler.update()
@@ -162,8 +165,10 @@ class MultiTraining(Training):
 
     def _loss(self, step: StepBatches, i: int, count: int) -> MultiLoss:
         loop, place = self.loop, self.place
+        self.clock.forward -= perf_counter_ns()
         with place.autocast:
             output = place.evaluated.get_loss(step.batches[i], loop.criterion, place.device)
+        self.clock.forward += perf_counter_ns()
         if not isinstance(output, MultiLoss):
             raise ConfigurationError(
                 f"get_loss returned a {type(output).__name__}: with a MultiOptimizer of aitoolbox it must return a "
@@ -183,8 +188,10 @@ class MultiTraining(Training):
             # With the gradients that other optimizers' losses left here: each parameter is averaged once between two
             # steps.
             reduce_gradients(parameters)
+        self.clock.optimizer -= perf_counter_ns()
         self.gradients.show_and_clip([(index, optimizer)], parameters)
         optimizers.step(index, _iteration(loop), scaler)
+        self.clock.optimizer += perf_counter_ns()
         last = index == len(optimizers) - 1
         for hook in self.hooks.on_after_optimizer_step:
             if last or not isinstance(getattr(hook, "__self__", None), AbstractScheduler):  # these count steps
