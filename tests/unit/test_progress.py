@@ -223,7 +223,8 @@ if __name__ == "__main__":
     tl.progress_bar = True
     tl.fit(num_epochs=2)
     # Of rank 0's steps, and the samples of both.
-    assert [(found.steps, found.samples) for found in (tl.timings, *tl.timings.epochs)] == [(8, 202), (4, 101), (4, 101)]
+    found = tl.timings
+    assert [(part.steps, part.samples) for part in (found, *found.epochs)] == [(8, 202), (4, 101), (4, 101)], found
 """
 
 

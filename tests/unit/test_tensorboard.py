@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
+import re
 import struct
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +17,14 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.context import RequestContext
+from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor, nn, optim
 from torch.utils.tensorboard import SummaryWriter
@@ -390,14 +397,60 @@ def test_histogram_of_weights_that_are_no_numbers(tmp_path: Path) -> None:
     assert event_files(tmp_path)
 
 
-def test_without_options_nothing_but_scalars(tmp_path: Path) -> None:
-    make_loop().fit(num_epochs=1, callbacks=[TensorBoard(tmp_path, 1)])
+def test_without_options_scalars_and_what_the_run_is(tmp_path: Path) -> None:
+    make_loop(seed=3).fit(num_epochs=2, callbacks=[TensorBoard(tmp_path, 1)], grad_accumulation=2)
     reader = EventAccumulator(str(tmp_path))
     reader.Reload()
     tags = reader.Tags()
     assert not tags["graph"]
     assert not tags["histograms"]
-    assert not tags["tensors"]
+    assert not tags["images"]
+    assert set(tags["tensors"]) == {"run/text_summary", "custom_scalars__config__"}
+    [text] = reader.Tensors("run/text_summary")
+    shown = text.tensor_proto.string_val[0].decode()
+    for word in ("single on cpu", "effective batch 16", f"torch {torch.__version__}", "| optimizer | SGD |"):
+        assert word in shown
+    session = reader.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    for name in (b"gpu_mode", b"single", b"lr", b"effective_batch_size", b"grad_accumulation", b"seed"):
+        assert name in session
+
+
+def test_one_quantity_is_one_chart(tmp_path: Path) -> None:
+    """By TensorBoard's own plugin: training, validation and test values of all that is logged, in sections."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what it brings along
+        from tensorboard.plugins.custom_scalar.custom_scalars_plugin import CustomScalarsPlugin
+
+    class Adds(AbstractCallback):
+        def on_epoch_end(self) -> None:
+            if self.train_loop_obj.epoch == 1:  # the layout was written already
+                self.log("late/metric", 1.0)
+                self.log("f.1+", 1.0)
+
+    loop = make_loop()
+    loop.test_loader = loop.validation_loader
+    loop.fit(num_epochs=2, callbacks=[TensorBoard(tmp_path, 1), Adds()])
+    tags = set(read(tmp_path))
+    multiplexer = EventMultiplexer({"run": str(tmp_path)})
+    multiplexer.Reload()
+    context = TBContext(data_provider=MultiplexerDataProvider(multiplexer, str(tmp_path)))
+    layout = CustomScalarsPlugin(context).layout_impl(RequestContext(), "")
+    charts = {
+        section["title"]: {
+            chart["title"]: {tag for pattern in chart["multiline"]["tag"] for tag in tags if re.match(pattern, tag)}
+            for chart in section["chart"]
+        }
+        for section in json.loads(layout)["category"]
+    }
+    assert charts == {
+        "loss": {"loss": {"loss", "epoch/loss", "val_loss", "test_loss"}},
+        "accuracy": {"accuracy": {"accuracy", "epoch/accuracy", "val_accuracy", "test_accuracy"}},
+        "late": {"late/metric": {"late/metric"}},
+        "metrics": {"f.1+": {"f.1+"}},
+        "lr": {"lr": {"lr"}},
+    }
+    assert list(charts)[:2] == ["loss", "accuracy"]
+    assert set().union(*(of_chart for section in charts.values() for of_chart in section.values())) == tags
 
 
 @pytest.mark.parametrize(

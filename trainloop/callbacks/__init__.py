@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trainloop.callbacks.basic import FunctionOnTrainLoop as FunctionOnTrainLoop
     from trainloop.callbacks.basic import ListRegisteredCallbacks as ListRegisteredCallbacks
     from trainloop.callbacks.checkpoint import ModelCheckpoint as ModelCheckpoint
+    from trainloop.callbacks.confusion import ConfusionMatrix as ConfusionMatrix
     from trainloop.callbacks.ddp import InMultiProcessDataLoad as InMultiProcessDataLoad
     from trainloop.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from trainloop.callbacks.early_stopping import ThresholdEarlyStopping as ThresholdEarlyStopping
@@ -65,6 +66,7 @@ _HOMES = {
         "callbacks.abstract": "AbstractExperimentCallback",
         "callbacks.basic": "AllPredictionsSame DataSubsetTestRun FunctionOnTrainLoop ListRegisteredCallbacks",
         "callbacks.checkpoint": "ModelCheckpoint",
+        "callbacks.confusion": "ConfusionMatrix",
         "callbacks.ddp": "InMultiProcessDataLoad",
         "callbacks.early_stopping": "EarlyStopping ThresholdEarlyStopping TimeLimit",
         "callbacks.ema": "ExponentialMovingAverage",

@@ -1,7 +1,8 @@
-"""Scalars, learning rates, histograms, hyperparameters and the graph, for TensorBoard."""
+"""Scalars, learning rates, histograms, hyperparameters, figures and the graph, for TensorBoard."""
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import time
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
+from trainloop.callbacks.board_pages import chart_layout, description_of, quantity_of, settings_of
 from trainloop.callbacks.epoch_values import EpochValues
 from trainloop.callbacks.event_file import EventFile
 from trainloop.callbacks.train_schedule import learning_rate_names
@@ -30,6 +32,9 @@ class TensorBoard(AbstractCallback):
     A metric's step values are under its name; its epoch values too, or under ``epoch/<name>`` where step values have
     the name. Learning rates are under ``lr`` (see :class:`~trainloop.callbacks.train_schedule.LearningRateMonitor`).
 
+    The page *Custom scalars* has a chart for each quantity, with its training, validation and test values together; the
+    page *Text* says what the run is; *HParams* compares runs by their settings.
+
     Parameters
     ----------
     log_dir : str or path, optional
@@ -41,8 +46,9 @@ class TensorBoard(AbstractCallback):
     histograms_every_n_epochs : int, optional
         Histograms of all parameters, every n epochs. Default: none.
     hyperparameters : mapping, optional
-        Shown in TensorBoard's table of runs, beside the epoch values. Numbers, texts and booleans stay what they are,
-        anything else is written as text. Default: none, or those of a tracking loop.
+        Shown in TensorBoard's table of runs, beside the epoch values and what the loop itself knows (mode, effective
+        batch, optimizer, learning rates, ...). Numbers, texts and booleans stay what they are, anything else is written
+        as text. Default: those of a tracking loop, if it is one.
     graph_input : Tensor or tuple, optional
         Inputs of ``model.forward`` with which to draw the model's graph. Default: none.
 
@@ -115,6 +121,8 @@ class TensorBoard(AbstractCallback):
         self._rates: dict[int, list[Any]] = {}
         self._rate_names: list[str] = []
         self._once_written = False
+        self._settings: dict[str, Any] = {}
+        self._charted: set[str] = set()  # quantities that have a chart
         self._owner = ""  # part of the names of this fit's files
         self._first_of_fit = 0  # the step that this fit began after
         self._place: tuple[str, int] | None = None  # in a snapshot: the file, and how long it was
@@ -139,6 +147,7 @@ class TensorBoard(AbstractCallback):
         self._rate_names = learning_rate_names(loop.optimizer)
         self._rates, self._first_step, self._failed = {}, None, False
         self._first_of_fit, self._place = loop.global_step, None
+        self._settings, self._charted = settings_of(loop), set()
         if loop.global_step == 0:
             self._epoch_values.clear()
             self._last_step = None
@@ -217,9 +226,10 @@ class TensorBoard(AbstractCallback):
         every = self.histograms_every_n_epochs
         if every is not None and (loop.epoch + 1) % every == 0:
             self._write_histograms()
+        self._write_layout()
         if not self._once_written:
             self._once_written = True
-            self._write_hyperparameters()
+            self._write_settings()
             self._write_graph()
 
     def _write_epoch_values(self) -> None:
@@ -247,18 +257,42 @@ class TensorBoard(AbstractCallback):
                 summary = histogram(f"parameters/{name}", values.numpy(), bins=64)
                 self._events.write_summary(summary, loop.global_step)
 
-    def _write_hyperparameters(self) -> None:
-        if not self.hyperparameters:
-            return
-        from torch.utils.tensorboard.summary import hparams
+    def _write_layout(self) -> None:
+        """Anew where a quantity has come: TensorBoard takes the last one."""
+        names = [*self.train_loop_obj.history, *sorted(self._step_names)]
+        if self.learning_rate and self.log_every_n_steps is not None:
+            names += self._rate_names
+        quantities = set(map(quantity_of, names))
+        if not quantities <= self._charted:
+            self._charted |= quantities
+            self._events.write_summary(chart_layout(names), self.train_loop_obj.global_step)
 
+    def _write_settings(self) -> None:
+        from torch.utils.tensorboard.summary import hparams, text
+
+        given = {**self._settings, **(self.hyperparameters or {})}
+        self._events.write_summary(text("run", description_of(self.train_loop_obj, given)))
         plain = {
-            name: value if isinstance(value, (bool, int, float, str)) else str(value)
-            for name, value in self.hyperparameters.items()
+            name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in given.items()
         }
         metrics = {self._epoch_tag(name): 0.0 for name in self.train_loop_obj.history}
         for summary in hparams(plain, metrics):
             self._events.write_summary(summary)
+
+    def write_figure(self, tag: str, figure: Any) -> None:
+        """Write a ``matplotlib.figure.Figure`` as an image at this step; on ranks without a file it does nothing."""
+        if self._failed or not self.train_loop_obj.is_global_zero:
+            return
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        png = io.BytesIO()
+        figure.savefig(png, format="png", dpi=100)
+        width, height = (round(100 * inches) for inches in figure.get_size_inches())
+        image = Summary.Image(encoded_image_string=png.getvalue(), width=width, height=height, colorspace=4)
+        with self._writing():
+            self._events.write_summary(
+                Summary(value=[Summary.Value(tag=tag, image=image)]), self.train_loop_obj.global_step
+            )
 
     def _write_graph(self) -> None:
         if self.graph_input is None:

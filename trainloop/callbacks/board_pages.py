@@ -1,0 +1,97 @@
+"""What TensorBoard shows beside curves: which of them share a chart, what the run was, and with which settings."""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from trainloop import __version__
+from trainloop.callbacks.train_schedule import learning_rate_names
+from trainloop.optim import optimizers_of
+
+__all__ = ["chart_layout", "description_of", "quantity_of", "settings_of"]
+
+_DATASETS = "train|val|test"
+# Sections that come first, by a word in a quantity's name; the others are named by what stands before a slash.
+_SECTIONS = {"loss": "loss", "acc": "accuracy"}
+
+
+def quantity_of(name: str) -> str:
+    """What a metric measures, whichever data it was measured on."""
+    return re.sub(f"^({_DATASETS})_", "", name)
+
+
+def chart_layout(names: Iterable[str]) -> Any:
+    """The ``Summary`` of a layout for TensorBoard's page of custom scalars.
+
+    A chart for each quantity, with its values by steps, by epochs, and those of all data sets, whenever they come;
+    charts stand in sections: ``loss``, ``accuracy``, whatever has a name before a slash (``lr/group0``), ``metrics``.
+
+    Parameters
+    ----------
+    names : iterable of str
+        Of metrics, without the prefixes that only this file's reader puts before them.
+    """
+    from torch.utils.tensorboard.summary import custom_scalars
+
+    sections: dict[str, dict[str, list[Any]]] = {section: {} for section in _SECTIONS.values()}
+    for quantity in dict.fromkeys(map(quantity_of, names)):
+        tags = f"^(epoch/)?(({_DATASETS})_)?{re.escape(quantity)}$"
+        sections.setdefault(_section(quantity), {})[quantity] = ["Multiline", [tags]]
+    sections["lr"] = sections.pop("lr", {})  # the last one
+    return custom_scalars({section: charts for section, charts in sections.items() if charts})
+
+
+def _section(quantity: str) -> str:
+    for word, section in _SECTIONS.items():
+        if word in quantity.lower():
+            return section
+    first, slash, _ = quantity.partition("/")
+    return first if slash or first == "lr" else "metrics"
+
+
+def settings_of(loop: Any) -> dict[str, Any]:
+    """What most tables of runs compare: mode, batch, optimizer and learning rates, as far as the loop knows them."""
+    optimizers = optimizers_of(loop.optimizer)
+    device = loop.site.devices[0]
+    settings = {
+        "gpu_mode": loop.gpu_mode,
+        "devices": f"{len(loop.site.devices) * loop.num_nodes} x {device.type}",
+        "effective_batch_size": loop.effective_batch_size,
+        "grad_accumulation": loop.grad_accumulation,
+        "amp": loop.options.amp.described(device).removeprefix(", AMP ") or "off",
+        "seed": loop.seed,
+        "optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers),
+    }
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for name, group in zip(learning_rate_names(loop.optimizer), groups, strict=True):
+        settings[name] = float(group.get("initial_lr", group["lr"]))
+    if "weight_decay" in groups[0]:
+        settings["weight_decay"] = float(groups[0]["weight_decay"])
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def description_of(loop: Any, settings: Mapping[str, Any]) -> str:
+    """The run in Markdown: where it runs, with what, of which versions."""
+    devices = [str(device) for device in loop.site.devices]
+    if loop.device.type == "cuda":
+        devices.append(torch.cuda.get_device_name(loop.device))
+    rows = {
+        "loop": repr(loop),
+        "devices": ", ".join(devices),
+        "host": platform.node(),
+        "versions": f"trainloop {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        "command": " ".join(sys.argv),
+        **settings,
+    }
+    lines = [f"| {_cell(name)} | {_cell(value)} |" for name, value in rows.items()]
+    return "\n".join(["| | |", "|---|---|", *lines])
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")

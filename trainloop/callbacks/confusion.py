@@ -1,0 +1,186 @@
+"""Which classes are taken for which: a confusion matrix of the predictions, as numbers and as a picture."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trainloop.callbacks.base import AbstractCallback
+from trainloop.errors import ConfigurationError
+
+__all__ = ["ConfusionMatrix"]
+
+
+class ConfusionMatrix(AbstractCallback):
+    """Count which class was predicted for which, over a whole data set, each sample once over all ranks.
+
+    The matrix goes to :class:`~trainloop.callbacks.TensorBoard` as an image, where there is one in ``callbacks``.
+
+    Parameters
+    ----------
+    dataset : {'validation', 'test'}
+        The validation set at the end of epochs, or the test set at the end of training.
+    every_n_epochs : int
+        Of the validation set.
+    class_names : sequence of str, optional
+        What the picture calls the classes. Default: their numbers.
+    path : str or path, optional
+        A file for the newest picture, too; its ending gives the format.
+
+    Attributes
+    ----------
+    matrix : Tensor or None
+        The newest one: ``matrix[i, j]`` samples of class ``i`` were taken for class ``j``.
+
+    Raises
+    ------
+    ConfigurationError
+        At ``fit``, if the loop has no such loader, or matplotlib is missing for a picture; during it, if
+        ``get_predictions`` gives neither classes nor a score for each class.
+
+    Notes
+    -----
+    One pass of predictions over the data each time. Pictures need matplotlib: ``pip install 'trainloop[plot]'``.
+
+    Examples
+    --------
+    >>> matrix = ConfusionMatrix(class_names=["cat", "dog"])
+    >>> tl.fit(num_epochs=1, callbacks=[TensorBoard("runs/first"), matrix])
+    >>> matrix.matrix.diagonal().sum() / matrix.matrix.sum()  # accuracy
+    """
+
+    def __init__(
+        self,
+        dataset: Literal["validation", "test"] = "validation",
+        every_n_epochs: int = 1,
+        *,
+        class_names: Sequence[str] | None = None,
+        path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__("ConfusionMatrix", execution_order=500)  # before who writes its picture
+        if dataset not in ("validation", "test"):
+            raise ConfigurationError(f"ConfusionMatrix: dataset={dataset!r}: must be 'validation' or 'test'.")
+        if isinstance(every_n_epochs, bool) or not isinstance(every_n_epochs, int) or every_n_epochs < 1:
+            raise ConfigurationError(
+                f"ConfusionMatrix: every_n_epochs={every_n_epochs!r}: must be an int of 1 or more."
+            )
+        self.dataset = dataset
+        self.every_n_epochs = every_n_epochs
+        self.class_names = None if class_names is None else [str(name) for name in class_names]
+        self.path = None if path is None else Path(os.path.expanduser(os.fspath(path)))
+        self.matrix: Tensor | None = None
+
+    def on_train_loop_registration(self) -> None:
+        loop = self.train_loop_obj
+        if getattr(loop, f"{self.dataset}_loader") is None:
+            raise ConfigurationError(
+                f"ConfusionMatrix(dataset={self.dataset!r}): the loop has no {self.dataset}_loader. Pass one to "
+                "TrainLoop."
+            )
+        if self.path is not None or self._writers():
+            _figure_type()
+
+    def on_epoch_end(self) -> None:
+        if self.dataset == "validation" and (self.train_loop_obj.epoch + 1) % self.every_n_epochs == 0:
+            self._take(*self.train_loop_obj.predict_on_validation_set()[:2])
+
+    def on_train_end(self) -> None:
+        if self.dataset == "test":
+            self._take(*self.train_loop_obj.predict_on_test_set()[:2])
+
+    def _take(self, y_pred: Any, y_true: Any) -> None:
+        self.matrix = confusion_matrix(y_pred, y_true, 0 if self.class_names is None else len(self.class_names))
+        if not self.train_loop_obj.is_global_zero:
+            return
+        writers = self._writers()
+        if self.path is None and not writers:
+            return
+        figure = self.draw()
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(self.path, dpi=150)
+        for writer in writers:
+            writer.write_figure(f"confusion_matrix/{self.dataset}", figure)
+
+    def _writers(self) -> list[Any]:
+        return [callback for callback in self.train_loop_obj.callbacks if hasattr(callback, "write_figure")]
+
+    def draw(self) -> Any:
+        """The newest matrix as a ``matplotlib.figure.Figure``, shaded by the share of each true class."""
+        if self.matrix is None:
+            raise ConfigurationError("ConfusionMatrix.draw: nothing was predicted yet. Call fit first.")
+        counts = self.matrix
+        number = len(counts)
+        names = [*(self.class_names or []), *map(str, range(len(self.class_names or []), number))]
+        shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
+        side = min(4 + 0.4 * number, 14)
+        figure = _figure_type()(figsize=(side, side), layout="constrained")
+        axes = figure.add_subplot()
+        axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
+        axes.set(xlabel="predicted", ylabel="true", title=f"{self.dataset}, {int(counts.sum()):,} samples")
+        if number <= _MOST_NAMES:
+            axes.set_xticks(range(number), names, rotation=45, ha="right")
+            axes.set_yticks(range(number), names)
+            for i in range(number):
+                for j in range(number):
+                    if counts[i, j]:
+                        color = "white" if shares[i, j] > 0.5 else "black"
+                        axes.text(j, i, f"{int(counts[i, j])}", ha="center", va="center", color=color)
+        return figure
+
+
+_MOST_NAMES = 30  # beyond, names and numbers cover each other
+
+
+def confusion_matrix(y_pred: Any, y_true: Any, num_classes: int = 0) -> Tensor:
+    """Counts by true (rows) and predicted (columns) class.
+
+    Parameters
+    ----------
+    y_pred, y_true : Tensor or array
+        Classes, or a score for each class in the last of two dimensions.
+    num_classes : int
+        At least so many.
+    """
+    predicted, true = (_classes(rows, name) for rows, name in ((y_pred, "y_pred"), (y_true, "y_true")))
+    if len(predicted) != len(true):
+        raise ConfigurationError(
+            f"ConfusionMatrix: get_predictions gave {len(predicted)} predictions and {len(true)} targets. It needs a "
+            "class for each sample in both."
+        )
+    number = max(num_classes, *(int(classes.max()) + 1 for classes in (predicted, true) if len(classes)), 1)
+    return torch.bincount(true * number + predicted, minlength=number * number).reshape(number, number)
+
+
+def _classes(rows: Any, name: str) -> Tensor:
+    try:
+        values = torch.as_tensor(rows).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"ConfusionMatrix: get_predictions gave {name} of type {type(rows).__name__}: must be classes, as whole "
+            "numbers from 0, or a score for each class."
+        ) from error
+    if values.ndim == 2 and values.shape[1] > 1:
+        values = values.argmax(1)
+    values = values.reshape(-1) if values.ndim == 2 else values
+    whole = not values.is_floating_point() or bool((values == values.round()).all())
+    if values.ndim != 1 or not whole or (len(values) and values.min() < 0):
+        shape = tuple(torch.as_tensor(rows).shape)
+        raise ConfigurationError(
+            f"ConfusionMatrix: get_predictions gave {name} of shape {shape} that are no classes: must be whole numbers "
+            "from 0, shape (samples,), or a score for each class, shape (samples, classes)."
+        )
+    return values.long()
+
+
+def _figure_type() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigurationError("ConfusionMatrix needs matplotlib: pip install 'trainloop[plot]'.") from error
+    return Figure
