@@ -33,6 +33,7 @@ LAYERS = [
     ["train_loop"],
     ["tools"],
     ["tuning"],
+    ["tabular"],
     ["compat"],
     ["doctor"],
     ["__main__"],

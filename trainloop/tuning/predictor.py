@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainloop.errors import CheckpointError
 from trainloop.tuning import fitting
-from trainloop.tuning.storage import dumps, loads, read_own, write_bytes
+from trainloop.tuning.storage import read_checked, write_checked
 
 __all__ = ["BaggedPredictor"]
 
@@ -48,8 +46,7 @@ class BaggedPredictor:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the models into one file, whole or not at all."""
-        body = dumps(self.models, "models")
-        write_bytes(Path(path), _HEAD + hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+        write_checked(Path(path), _HEAD, self.models, "models")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, trusted: bool = False) -> BaggedPredictor:
@@ -72,20 +69,7 @@ class BaggedPredictor:
         ConfigurationError
             If others may have written it.
         """
-        try:
-            data = read_own(Path(path), trusted=trusted)
-        except OSError as error:
-            raise CheckpointError(
-                f"no predictor at {os.fspath(path)!r}: {error}. Give the path that save() got."
-            ) from error
-        head, digest, body = data[: len(_HEAD)], data[len(_HEAD) : len(_HEAD) + 64], data[len(_HEAD) + 65 :]
-        if head != _HEAD:
-            raise CheckpointError(
-                f"{os.fspath(path)!r} is no bagged predictor. Give a file that BaggedPredictor.save() wrote."
-            )
-        if hashlib.sha256(body).hexdigest().encode() != digest:
-            raise CheckpointError(f"{os.fspath(path)!r} is damaged: its checksum differs. Save the predictor again.")
-        return cls(loads(body))
+        return cls(read_checked(Path(path), _HEAD, "bagged predictor", "BaggedPredictor.save()", trusted=trusted))
 
     def __len__(self) -> int:
         return len(self.models)

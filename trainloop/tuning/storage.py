@@ -18,6 +18,7 @@ them.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -26,12 +27,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainloop.errors import ConfigurationError, UnpicklableError
+from trainloop.errors import CheckpointError, ConfigurationError, UnpicklableError
 
 if TYPE_CHECKING:
     import filelock
 
-__all__ = ["Storage", "dumps", "loads", "make_folder", "read", "read_own", "write", "write_bytes"]
+__all__ = [
+    "Storage",
+    "dumps",
+    "loads",
+    "make_folder",
+    "read",
+    "read_checked",
+    "read_own",
+    "write",
+    "write_bytes",
+    "write_checked",
+]
 
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
@@ -159,6 +171,34 @@ def make_folder(folder: Path) -> None:
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     for path in reversed(missing):
         path.mkdir(mode=0o755, exist_ok=True)
+
+
+def write_checked(path: Path, head: bytes, value: object, root: str) -> None:
+    """Pickle ``value`` into a file that says what it is and knows whether it is whole."""
+    body = dumps(value, root)
+    write_bytes(path, head + hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+
+
+def read_checked(path: Path, head: bytes, what: str, writer: str, *, trusted: bool) -> Any:
+    """What :func:`write_checked` wrote under this head; read as :func:`read` reads.
+
+    Raises
+    ------
+    CheckpointError
+        If the file is absent, damaged, or something else.
+    ConfigurationError
+        If others may have written it.
+    """
+    try:
+        data = read_own(path, trusted=trusted)
+    except OSError as error:
+        raise CheckpointError(f"no {what} at {str(path)!r}: {error}. Give the path that save() got.") from error
+    found, digest, body = data[: len(head)], data[len(head) : len(head) + 64], data[len(head) + 65 :]
+    if found != head:
+        raise CheckpointError(f"{str(path)!r} is no {what}. Give a file that {writer} wrote.")
+    if hashlib.sha256(body).hexdigest().encode() != digest:
+        raise CheckpointError(f"{str(path)!r} is damaged: its checksum differs. Save the predictor again.")
+    return loads(body)
 
 
 class Storage:

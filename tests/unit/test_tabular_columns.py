@@ -1,0 +1,360 @@
+"""Tables without processes: what columns are, what is refused, targets, metrics, settings, the plan of the snippets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from sklearn import metrics as sk
+from sklearn.linear_model import Perceptron
+from tables import kinds_of_columns, mixed
+
+import trainloop.tabular.predictor as predictor_module
+import trainloop.tabular.training as training_module
+from trainloop.errors import CheckpointError, ConfigurationError, ResourceError
+from trainloop.resources import ResourceQuota, Resources, plan
+from trainloop.tabular import TabularPredictor, get_hyperparameter_config, list_image_models, list_text_presets
+from trainloop.tabular.columns import Columns, read_table
+from trainloop.tabular.specs import parse_hyperparameters
+from trainloop.tabular.targets import Target, find_metric
+from trainloop.tabular.training import greedy_weights
+
+# -- columns ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_column_is() -> None:
+    columns = Columns.learn(kinds_of_columns())
+    by_kind: dict[str, list[str]] = {}
+    for name, kind in columns.kinds.items():
+        by_kind.setdefault(kind, []).append(name)
+    assert by_kind == {
+        "number": ["float", "infinite", "object ints", "texts of numbers", "seconds", "counting up"],
+        "boolean": ["nullable", "object flags"],
+        "category": ["ints as categories", "postcodes", "of both"],
+        "date": ["texts of dates", "dates", "zoned", "months"],
+        "text": ["sentences"],
+        "picture": ["pictures"],
+    }
+    assert columns.dropped == {
+        "names": "it is different in each row, as an identifier is",
+        "row_id": "it is different in each row, as an identifier is",
+        "same": "all its values are the same",
+        "missing": "all its values are missing",
+    }
+
+
+def test_a_cleaned_table_has_floats_and_texts() -> None:
+    frame = kinds_of_columns()
+    clean = Columns.learn(frame).clean(frame)
+    assert np.isnan(clean["infinite"]).sum() == 40
+    assert clean["seconds"].tolist() == list(range(60))
+    assert clean["texts of numbers"].tolist() == pytest.approx([i / 3 for i in range(60)])
+    assert clean["nullable"][:2].tolist() == [1, 0]
+    assert np.isnan(clean["nullable"][2])
+    assert clean["postcodes"][1] == "0001"
+    assert clean["of both"][:2].tolist() == ["a", "1"]
+    for name in ("texts of dates", "dates"):
+        expected = pd.to_datetime(frame[name])
+        assert clean[f"{name}.day_of_week"].tolist() == expected.dt.day_of_week.tolist()
+        assert clean[f"{name}.seconds"].tolist() == [stamp.timestamp() for stamp in expected]
+    # in UTC, an hour before
+    assert clean["zoned.day"][0] == 31
+
+
+def test_a_row_at_a_time_is_cleaned_as_all_are() -> None:
+    """Types of a single row differ: an int where the column had gaps and was float, an object where it was a string."""
+    frame = kinds_of_columns()
+    columns = Columns.learn(frame)
+    whole = columns.clean(frame)
+    for row in (0, 1, 7):
+        alone = pd.DataFrame([dict(frame.iloc[row])])
+        assert columns.clean(alone).iloc[0].equals(whole.iloc[row].rename(0)), row
+    ints_with_gaps = pd.DataFrame({"c": pd.Series([1.0, 2.0, None, 1.0]), "x": [1.0, 2.0, 3.0, 4.0]})
+    columns = Columns({"c": "category"}, {})
+    assert columns.clean(ints_with_gaps)["c"].tolist() == ["1", "2", "", "1"]
+    assert columns.clean(pd.DataFrame({"c": [2]}))["c"].tolist() == ["2"]
+
+
+@pytest.mark.parametrize(
+    "data, what",
+    [
+        (lambda f: f.drop(columns="class"), r"no column 'class', the label; it has 'number', 'count'"),
+        (lambda f: f.assign(**{"class": "yes"}), r"label 'class' has only one value, 'yes'"),
+        (lambda f: f.assign(**{"class": None}), r"label 'class' is missing in all 120 rows"),
+        (lambda f: f.head(0), r"train_data has no rows"),
+        (lambda f: f.set_axis([*f.columns[:-2], "number", "class"], axis=1), r"more than one column 'number'"),
+        (lambda f: f[["class", "constant", "key"]], r"no column is left.*'constant': all its values are the same"),
+        (lambda f: f.assign(lists=[[i] for i in range(len(f))]), r"column 'lists' holds values that are no scalars"),
+        (lambda f: f.to_numpy(), r"train_data is a ndarray: must be a pandas DataFrame"),
+        (lambda f: "nowhere.csv", r"train_data='nowhere.csv' can't be read"),
+        (lambda f: f[f["class"] == "yes"].head(1), r"has only one value"),
+    ],
+)
+def test_data_that_can_t_be_learnt_from(data: Callable[[pd.DataFrame], Any], what: str) -> None:
+    with pytest.raises(ConfigurationError, match=what):
+        TabularPredictor("class").fit(data(mixed()))
+
+
+def test_a_csv_file_and_a_parquet_file_are_read(tmp_path: Path) -> None:
+    frame = mixed()
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    frame.to_parquet(tmp_path / "t.parquet")
+    kinds = [Columns.learn(read_table(tmp_path / name)).kinds for name in ("t.csv", "t.parquet")]
+    assert kinds[0] == kinds[1] == Columns.learn(frame).kinds
+
+
+def test_other_columns_at_prediction_are_named() -> None:
+    frame = mixed()
+    columns = Columns.learn(frame.drop(columns="class"))
+    with pytest.raises(ConfigurationError, match="lacks the columns 'number', 'colour' of the training data"):
+        columns.clean(frame.drop(columns=["number", "colour", "key"]))
+    with pytest.raises(ConfigurationError, match="column 'number' of data holds 'many', but numbers in training"):
+        columns.clean(frame.assign(number="many"))
+    assert columns.clean(frame.assign(more=1))["number"].equals(columns.clean(frame)["number"])
+    unknown = columns.clean(frame.assign(colour="purple"))
+    assert set(unknown["colour"]) == {"purple"}
+
+
+# -- what is predicted -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "values, problem",
+    [
+        (["a", "b"] * 20, "binary"),
+        ([0, 1] * 20, "binary"),
+        ([0.0, 2.5] * 20, "binary"),
+        ([True, False] * 20, "binary"),
+        (["a", "b", "c"] * 20, "multiclass"),
+        ([0, 1, 2] * 20, "multiclass"),
+        ([0.0, 1.0, 2.0] * 20, "multiclass"),
+        (list(range(60)), "regression"),
+        ([0.5, 1.0, 2.0] * 20, "regression"),
+        ([*range(70)] * 15, "regression"),
+        (pd.Categorical([*range(20)] * 3), "multiclass"),
+    ],
+)
+def test_the_problem_is_inferred(values: Any, problem: str) -> None:
+    assert Target.learn("y", pd.Series(values), None).problem == problem
+
+
+def test_classes_come_back_as_they_were() -> None:
+    for classes in (["b", "a", "c"], [3, 1, 2], [True, False], ["a", 1]):
+        values = pd.Series(classes * 10)
+        target = Target.learn("y", values, "multiclass")
+        chances = np.eye(len(classes))[target.encode(values)]
+        assert target.decode(chances).tolist() == values.tolist()
+    with pytest.raises(ConfigurationError, match="label 'y' holds 'd', which was no class in training"):
+        Target.learn("y", pd.Series(["a", "b"]), None).encode(pd.Series(["a", "d"]))
+    with pytest.raises(ConfigurationError, match="no finite numbers"):
+        Target.learn("y", pd.Series(["a", "b", "c"]), "regression")
+    with pytest.raises(ConfigurationError, match="has 3 classes, and problem_type='binary' has two"):
+        Target.learn("y", pd.Series(["a", "b", "c"]), "binary")
+    with pytest.raises(ConfigurationError, match="problem_type='ranking': must be one of binary"):
+        TabularPredictor("y", problem_type="ranking")  # type: ignore[arg-type]
+
+
+def test_scores_are_those_of_scikit_learn_and_greater_is_better() -> None:
+    rng = np.random.default_rng(0)
+    truth, chances = rng.integers(0, 3, 90), rng.dirichlet(np.ones(3), 90)
+    classes = chances.argmax(1)
+    assert find_metric(None, "multiclass")(truth, chances) == sk.accuracy_score(truth, classes)
+    assert find_metric("log_loss", "multiclass")(truth, chances) == pytest.approx(-sk.log_loss(truth, chances))
+    expected = sk.roc_auc_score(truth, chances, multi_class="ovo")
+    assert find_metric("roc_auc", "multiclass")(truth, chances) == pytest.approx(expected)
+    assert find_metric("f1_macro", "multiclass")(truth, chances) == sk.f1_score(truth, classes, average="macro")
+    two, of_two = truth % 2, chances[:, :2] / chances[:, :2].sum(1, keepdims=True)
+    assert find_metric("roc_auc", "binary")(two, of_two) == pytest.approx(sk.roc_auc_score(two, of_two[:, 1]))
+    y, found = rng.normal(size=50), rng.normal(size=50)
+    assert find_metric("rmse", "regression")(y, found) == -sk.root_mean_squared_error(y, found)
+    assert find_metric("r2", "regression")(y, found) == sk.r2_score(y, found)
+    assert find_metric(lambda truth, found: float(len(truth)), "regression")(y, found) == 50
+    with pytest.raises(ConfigurationError, match=r"eval_metric='r2': a binary problem has accuracy, .*roc_auc"):
+        find_metric("r2", "binary")
+
+
+def test_an_ensemble_is_never_worse_than_its_best_model() -> None:
+    rng = np.random.default_rng(0)
+    truth = rng.normal(size=200)
+    models = [truth + rng.normal(size=200) * scale for scale in (0.5, 0.6, 3.0)]
+    metric = find_metric(None, "regression")
+    weights = greedy_weights(models, truth, metric, metric)
+    assert sum(weights) == pytest.approx(1)
+    mixed_rows = sum(weight * rows for weight, rows in zip(weights, models))
+    assert metric(truth, mixed_rows) > max(metric(truth, rows) for rows in models)
+    assert weights[2] < 0.05
+    assert greedy_weights([truth], truth, metric, metric) == [1.0]
+
+
+# -- settings --------------------------------------------------------------------------------------------------------
+
+COLUMNS = Columns({"x": "number", "c": "category"}, {})
+TUNED = {"num_trials": 2}
+
+
+@pytest.mark.parametrize(
+    "given, what",
+    [
+        ({"hyperparameters": {"XGB": {}}}, r"the model 'XGB': there are LR, RF, XT, GBM, NN_TORCH"),
+        ({"hyperparameters": {}}, "must map models to settings"),
+        ({"hyperparameters": "huge"}, "hyperparameters 'huge' is not known: there are default, light"),
+        ({"hyperparameters": {"GBM": 3}}, r"hyperparameters\['GBM'\] has 3: must be a dict"),
+        ({"hyperparameters": {3: {}}}, "the key 3: must be one of"),
+        ({"hyperparameters": {"GBM": {"num_leaves": [8, 16]}}}, "has a search space .*num_leaves.*no search is asked"),
+        ({"hyperparameters": {"GBM": {"ag_args_fit": {"cpus": 1}}}}, "takes num_cpus, num_gpus and memory_limit"),
+        ({"hyperparameters": {"AG_IMAGE_NN": {}}}, "no model is left .*ImagePredictor: the table has no columns"),
+        ({"hyperparameters": {"AG_TEXT_NN": ["huge"]}}, "text preset 'huge' is not known: there are default"),
+        ({"hyperparameter_tune_kwargs": {"trials": 2}}, "takes searcher .* and num_trials"),
+        ({"hyperparameter_tune_kwargs": {"num_trials": 0}}, "num_trials=0: must be an int of 1 or more"),
+        ({"hyperparameter_tune_kwargs": {"scheduler": "slurm"}}, r"scheduler \('local', 'ray'\)"),
+        ({"presets": "huge"}, "preset 'huge' is not known: there are medium_quality"),
+        ({"num_bag_folds": -1}, "num_bag_folds=-1"),
+        ({"time_limit": 0}, "time_limit=0: must be a number of seconds"),
+        ({"ag_args_ensemble": {"folds": 1}}, "ag_args_ensemble=.*takes 'ag_args_fit'"),
+        ({"eval_metric": "r2"}, "a binary problem has accuracy"),
+        ({"tuning_data": "same", "num_bag_folds": 2}, "tuning_data with num_bag_folds"),
+        ({"num_cpus": 10_000}, "num_cpus=10000: this process may use"),
+        ({"num_cpus": 0}, "num_cpus=0: must be an int of 1 or more"),
+        ({"num_gpus": -1}, "num_gpus=-1: must be a finite number"),
+        ({"memory_limit": 10_000_000}, "memory=.*this process may use"),
+        ({"memory_limit": "much"}, "memory='much': must be bytes"),
+        ({"num_cpus": 1, "ag_args_fit": {"num_cpus": 2}}, "per_model num_cpus=2 is more than num_cpus=1"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:num_gpus=-1. no GPU is visible")
+def test_settings_that_can_t_be_are_refused_before_any_process(given: dict[str, Any], what: str) -> None:
+    frame = mixed()
+    if "AG_TEXT_NN" not in str(given):
+        frame = frame.drop(columns="said")
+    if given.get("tuning_data") == "same":
+        given = {**given, "tuning_data": frame}
+    metric = given.pop("eval_metric", None) if "eval_metric" in given else None
+    with pytest.raises(ConfigurationError, match=what):
+        TabularPredictor("class", eval_metric=metric).fit(frame, verbosity=0, **given)
+
+
+def test_settings_become_models_with_names_of_their_own() -> None:
+    large = get_hyperparameter_config("multimodal")["GBM"]
+    specs, skipped = parse_hyperparameters({"GBM": [*large, {}], Perceptron: {"alpha": 0.1}}, COLUMNS, searches=False)
+    assert [spec.name for spec in specs] == ["LightGBM", "LightGBMXT", "LightGBMLarge", "LightGBM_2", "Perceptron"]
+    assert not skipped
+    specs, _ = parse_hyperparameters(
+        {"GBM": {"num_leaves": [4, 8]}, "NN_TORCH": {"dropout": 0.0}}, COLUMNS, searches=True
+    )
+    assert specs[0].space == {"num_leaves": [4, 8]}
+    assert "dropout" not in specs[1].space
+    assert specs[1].fixed == {"dropout": 0.0}
+
+
+def test_presets_are_plain_settings_to_be_changed() -> None:
+    hyperparameters = get_hyperparameter_config("multimodal")
+    hyperparameters["AG_TEXT_NN"] = [list_text_presets()[0]]
+    assert get_hyperparameter_config("multimodal")["AG_TEXT_NN"] != hyperparameters["AG_TEXT_NN"]
+    assert list_text_presets() == [
+        "default",
+        "medium_quality_faster_train",
+        "high_quality",
+        "best_quality",
+        "multilingual",
+    ]
+    with pytest.raises(ValueError, match="'multi' is not known: there are default, light, toy, multimodal"):
+        get_hyperparameter_config("multi")
+
+
+def test_pictures_names_are_those_of_timm(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    stand_in = SimpleNamespace(list_models=lambda pretrained: [f"model{i}" for i in range(20)])
+    monkeypatch.setitem(sys.modules, "timm", stand_in)
+    assert list_image_models()[:10] == [f"model{i}" for i in range(10)]
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(ConfigurationError, match=r"needs timm.*pip install 'trainloop\[multimodal\]'"):
+        list_image_models()
+
+
+@pytest.mark.parametrize("module, extra", [("lightgbm", "tabular"), ("pandas", "tabular")])
+def test_what_is_not_installed_is_named_with_its_extra(
+    module: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    frame = mixed()
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigurationError, match=rf"needs {module}: pip install 'trainloop\[{extra}\]'"):
+        TabularPredictor("class").fit(frame, hyperparameters={"GBM": {}}, verbosity=0)
+
+
+# -- the documented calls, on the machine that they are documented for -----------------------------------------------
+
+
+class Planned(Exception):
+    """What ``tune`` was asked for."""
+
+
+@pytest.fixture
+def large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*args: Any, **asked: Any) -> None:
+        raise Planned(asked)
+
+    machine = Resources(32, 4, 2**37)
+    monkeypatch.setattr(predictor_module, "available", lambda: machine)
+    monkeypatch.setattr(predictor_module, "applied", lambda quota: nullcontext())
+    monkeypatch.setattr(training_module, "tune", stop)
+
+
+@pytest.mark.usefixtures("large_machine")
+def test_the_documented_shares_of_32_cpus_and_4_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    predictor, train_data = TabularPredictor(label="class"), mixed()
+    with pytest.raises(Planned) as caught:
+        predictor.fit(
+            train_data,
+            num_cpus=32,
+            num_gpus=4,
+            hyperparameters={"NN_TORCH": {}},
+            num_bag_folds=2,
+            ag_args_ensemble={"ag_args_fit": {"num_cpus": 10, "num_gpus": 2}},
+            ag_args_fit={"num_cpus": 4, "num_gpus": 0.5},
+            hyperparameter_tune_kwargs={"searcher": "random", "scheduler": "local", "num_trials": 2},
+        )
+    asked = caught.value.args[0]
+    names = ("total", "num_trials", "num_bag_folds", "per_bag", "per_model")
+    p = plan(**{name: asked[name] for name in names})
+    assert (p.trials_in_parallel, p.folds_in_parallel, p.cpus_granted, p.gpus_granted) == (2, 2, 20, 4)
+    assert (p.cpus_used, p.gpus_used) == (16, 2)
+    assert str(p) in capsys.readouterr().out
+    assert asked["backend"] == "local"
+
+
+@pytest.mark.usefixtures("large_machine")
+def test_models_that_can_t_use_a_gpu_get_none() -> None:
+    found = []
+    for hyperparameters in ({"RF": {}}, {"GBM": {}}, {"NN_TORCH": {}}):
+        with pytest.raises(Planned) as caught:
+            TabularPredictor("class").fit(mixed(), num_cpus=8, hyperparameters=hyperparameters, verbosity=0)
+        found.append(caught.value.args[0]["per_model"])
+    assert found == [ResourceQuota(num_gpus=0), ResourceQuota(num_gpus=0), None]
+    with pytest.raises(Planned) as caught:
+        TabularPredictor("class").fit(mixed(), num_gpus=1, hyperparameters={"GBM": {}}, verbosity=0)
+    assert caught.value.args[0]["per_model"] is None  # as it was asked for
+    with pytest.raises(ResourceError, match="num_gpus=5: 4 are visible here"):
+        TabularPredictor("class").fit(mixed(), num_gpus=5, verbosity=0)
+
+
+# -- not trained, not there ------------------------------------------------------------------------------------------
+
+
+def test_a_predictor_that_is_not_trained_says_so(tmp_path: Path) -> None:
+    predictor = TabularPredictor("class")
+    for call in (lambda: predictor.predict(mixed()), predictor.leaderboard, predictor.save, predictor.fit_summary):
+        with pytest.raises(ConfigurationError, match=re.escape("is not trained. Call fit(train_data) first")):
+            call()
+    with pytest.raises(CheckpointError, match="no tabular predictor at"):
+        TabularPredictor.load(tmp_path)
+    assert repr(predictor) == "TabularPredictor(label='class', not trained)"

@@ -1,0 +1,13 @@
+"""Tables, texts and pictures under one quota: a predictor as AutoGluon's ``TabularPredictor`` is used.
+
+:class:`TabularPredictor` trains several models by :func:`trainloop.tuning.tune`, each in a process of its own, under a
+plan that it prints, and weighs them into an ensemble. It needs the extra ``tabular``; texts and pictures need
+``multimodal``.
+"""
+
+from __future__ import annotations
+
+from trainloop.tabular.predictor import TabularPredictor
+from trainloop.tabular.presets import get_hyperparameter_config, list_image_models, list_text_presets
+
+__all__ = ["TabularPredictor", "get_hyperparameter_config", "list_image_models", "list_text_presets"]

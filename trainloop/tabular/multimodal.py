@@ -1,0 +1,166 @@
+"""Texts and pictures: a transformers or timm architecture as a ``TTModel``, with weights from a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from trainloop.errors import ConfigurationError
+from trainloop.model import TTBasicModel, TTModel
+from trainloop.tabular.network import NeuralAdapter
+from trainloop.tabular.presets import import_timm
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["PictureNetwork", "TextNetwork"]
+
+_HELD_BYTES = 2**29  # decoded pictures up to this size stay in memory
+
+
+class Texts(TTBasicModel):
+    """A transformers model, from tokens to logits."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        logits: Tensor = self.module(input_ids=input_ids, attention_mask=attention_mask).logits
+        return logits
+
+
+class TextNetwork(NeuralAdapter):
+    """A transformers architecture over all text columns, one after another."""
+
+    defaults = {"weight_decay": 1e-3, "patience": 3, "max_length": 128}
+
+    def prepare(self, table: pd.DataFrame) -> None:
+        from transformers import AutoTokenizer
+
+        self._names = self.given.columns.of("text")
+        self._tokenizer = AutoTokenizer.from_pretrained(self.params["model"], local_files_only=True)
+
+    def build(self) -> TTModel:
+        return Texts(_of_transformers("AutoModelForSequenceClassification", self.params, self.given.target.num_outputs))
+
+    def inputs(self, table: pd.DataFrame) -> Sequence[Tensor]:
+        separator = f" {self._tokenizer.sep_token or ''} "
+        texts = [separator.join(row) for row in table[self._names].astype(str).itertuples(index=False)]
+        length = self.params["max_length"]
+        tokens = self._tokenizer(texts, padding=True, truncation=True, max_length=length, return_tensors="pt")
+        return tokens["input_ids"], tokens["attention_mask"]
+
+
+def _of_transformers(kind: str, params: dict[str, Any], num_outputs: int) -> nn.Module:
+    import transformers
+
+    module: nn.Module = getattr(transformers, kind).from_pretrained(
+        params["model"], num_labels=num_outputs, ignore_mismatched_sizes=True, local_files_only=True
+    )
+    return module
+
+
+class Pictures(TTBasicModel):
+    """Logits of pictures of 0 to 255; the mean over a row's pictures."""
+
+    def __init__(self, module: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        self.module = module
+        self.mean: Tensor
+        self.std: Tensor
+        self.register_buffer("mean", torch.tensor(mean).view(1, -1, 1, 1))
+        self.register_buffer("std", torch.tensor(std).view(1, -1, 1, 1))
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        rows, several = pictures.shape[:2]
+        found = self.module((pictures.flatten(0, 1).float() / 255 - self.mean) / self.std)
+        logits: Tensor = getattr(found, "logits", found)
+        return logits.view(rows, several, -1).mean(dim=1)
+
+
+class PictureNetwork(NeuralAdapter):
+    """A timm or transformers architecture, or a module that the user's function makes, over all picture columns."""
+
+    defaults = {
+        "learning_rate": 3e-4,
+        "weight_decay": 1e-4,
+        "num_epochs": 30,
+        "patience": 5,
+        "batch_size": None,
+        "mean": (0.485, 0.456, 0.406),  # ImageNet's
+        "std": (0.229, 0.224, 0.225),
+        "size": None,
+    }
+
+    def prepare(self, table: pd.DataFrame) -> None:
+        self._names = self.given.columns.of("picture")
+        known: dict[str, Any] = {}
+        if not callable(self.params["model"]):
+            folder = Path(self.params["model"])
+            for name in ("preprocessor_config.json", "config.json"):
+                if (folder / name).exists():
+                    known = {**json.loads((folder / name).read_text()), **known}
+        known = {**known, **known.get("pretrained_cfg", {})}
+        size = known.get("size") or known.get("input_size") or known.get("image_size") or 224
+        if isinstance(size, dict):
+            size = size.get("shortest_edge") or size["height"]
+        given = {name: value for name, value in self.given.params.items() if value is not None}
+        self._size = int(given.get("size") or (size[-1] if isinstance(size, (list, tuple)) else size))
+        self._mean_of = given.get("mean") or known.get("mean") or known.get("image_mean") or self.defaults["mean"]
+        self._std_of = given.get("std") or known.get("std") or known.get("image_std") or self.defaults["std"]
+
+    def build(self) -> TTModel:
+        outputs, model = self.given.target.num_outputs, self.params["model"]
+        if callable(model):
+            module = model(outputs)
+        elif "model_type" in json.loads((Path(model) / "config.json").read_text()):
+            module = _of_transformers("AutoModelForImageClassification", self.params, outputs)
+        else:
+            timm = import_timm("AG_IMAGE_NN")
+            module = timm.create_model(f"local-dir:{model}", pretrained=True, num_classes=outputs)
+        return Pictures(module, self._mean_of, self._std_of)
+
+    def inputs(self, table: pd.DataFrame) -> Sequence[Tensor] | Dataset[Any]:
+        paths = table[self._names].astype(str).to_numpy().tolist()
+        files = _Files(paths, self._size)
+        if len(paths) * len(self._names) * 3 * self._size**2 > _HELD_BYTES:
+            return files
+        return (torch.stack([files[row][0] for row in range(len(paths))]),)
+
+
+class _Files(Dataset[Any]):
+    """Pictures read when they are needed; one that is missing in the table is black."""
+
+    def __init__(self, paths: list[list[str]], size: int) -> None:
+        self._paths = paths
+        self._size = size
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, row: int) -> tuple[Tensor]:
+        return (torch.stack([self._read(path) for path in self._paths[row]]),)
+
+    def _read(self, path: str) -> Tensor:
+        if not path:
+            return torch.zeros(3, self._size, self._size, dtype=torch.uint8)
+        from PIL import Image
+
+        try:
+            with Image.open(path) as file:
+                picture = np.asarray(file.convert("RGB").resize((self._size, self._size)))
+        except OSError as error:
+            raise ConfigurationError(
+                f"the picture {path!r} can't be read ({error}); paths are taken from {os.getcwd()!r}. "
+                "Mend the path, or leave the cell empty."
+            ) from error
+        return torch.from_numpy(picture.copy()).permute(2, 0, 1)
