@@ -74,7 +74,7 @@ class Mistake:
 
 MISTAKES = [
     Mistake("A mode in capitals", "TrainLoop(model, loader, **common, gpu_mode='DDP')"),
-    Mistake("A mode that is not offered", "TrainLoop(model, loader, **common, gpu_mode='fsdp')"),
+    Mistake("A mode that is not offered", "TrainLoop(model, loader, **common, gpu_mode='deepspeed')"),
     Mistake("A plain module", "TrainLoop(nn.Linear(4, 2), loader, **common)"),
     Mistake("A dataset where a loader belongs", "TrainLoop(model, data, **common)"),
     Mistake("Neither epochs nor iterations", "TrainLoop(model, loader, **common).fit()"),

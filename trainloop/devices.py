@@ -39,7 +39,7 @@ __all__ = [
     "world_size",
 ]
 
-Mode = Literal["single", "dp", "ddp"]
+Mode = Literal["single", "dp", "ddp", "fsdp"]
 Kind = Literal["cuda", "mps", "cpu"]
 
 _ACCELERATORS = ("auto", "gpu", "cuda", "mps", "cpu")
@@ -337,13 +337,15 @@ _MODES: dict[str, Mode] = {
     "ddp_spawn": "ddp",
     "ddp_notebook": "ddp",
     "ddp_fork": "ddp",
+    "fsdp": "fsdp",
+    "fsdp2": "fsdp",
 }
 _REPLACED: dict[str, str] = {
     "ddp2": "it was dropped in Lightning 1.8; use gpu_mode='ddp'",
     "horovod": "use gpu_mode='ddp', under torchrun or Slurm for several machines",
-    "ddp_sharded": "use gpu_mode='ddp', which keeps a whole copy of the model on each device",
-    "fsdp": "sharded models are not offered; use gpu_mode='ddp' where the model fits one device",
-    "deepspeed": "it is not offered; use gpu_mode='ddp' where the model fits one device",
+    "ddp_sharded": "use gpu_mode='fsdp', which shards parameters, gradients and the optimizer's state",
+    "fsdp_native": "use gpu_mode='fsdp'",
+    "deepspeed": "use gpu_mode='fsdp', which shards parameters, gradients and the optimizer's state",
 }
 
 
@@ -353,12 +355,12 @@ def resolve_mode(name: object, num_devices: int, num_nodes: int = 1, *, kind: st
     Parameters
     ----------
     name : str
-        ``'single'``, ``'dp'``, ``'ddp'``, ``'auto'`` (``single`` for one device and node, else ``ddp``), or one of
-        Lightning's names for ``ddp`` in processes: ``'ddp_spawn'``, ``'ddp_notebook'``, ``'ddp_fork'``.
+        ``'single'``, ``'dp'``, ``'ddp'``, ``'fsdp'``, ``'auto'`` (``single`` for one device and node, else ``ddp``), or
+        one of Lightning's names for ``ddp`` in processes: ``'ddp_spawn'``, ``'ddp_notebook'``, ``'ddp_fork'``.
     num_devices, num_nodes : int
         Devices on each node, and nodes.
     kind : str, optional
-        Kind of the devices (``torch.device.type``), where it is known: ``mps`` has no ``dp`` and no ``ddp``.
+        Kind of the devices (``torch.device.type``), where it is known: ``mps`` has ``single`` only.
 
     Raises
     ------
@@ -376,14 +378,20 @@ def resolve_mode(name: object, num_devices: int, num_nodes: int = 1, *, kind: st
         replaced = next((known for known in _REPLACED if word == known or word.startswith(f"{known}_")), None)
         if replaced is not None:
             raise ConfigurationError(f"gpu_mode={_shown(name)}: {_REPLACED[replaced]}.")
-        raise ConfigurationError(f"gpu_mode={_shown(name)}: must be 'single', 'dp', 'ddp' or 'auto'.")
-    if num_nodes > 1 and mode != "ddp":
+        raise ConfigurationError(f"gpu_mode={_shown(name)}: must be 'single', 'dp', 'ddp', 'fsdp' or 'auto'.")
+    if num_nodes > 1 and not has_ranks(mode):
         raise ConfigurationError(
-            f"gpu_mode={_shown(name)} with num_nodes={num_nodes}: it works on one node only. Use gpu_mode='ddp'."
+            f"gpu_mode={_shown(name)} with num_nodes={num_nodes}: it works on one node only. "
+            "Use gpu_mode='ddp' or 'fsdp'."
         )
     if kind == "mps" and mode != "single":
         raise ConfigurationError(f"gpu_mode={_shown(name)} on mps: an Apple GPU is one device. Use gpu_mode='single'.")
     return mode
+
+
+def has_ranks(mode: object) -> bool:
+    """Whether a mode runs as one process a device."""
+    return mode in ("ddp", "fsdp")
 
 
 def check_num_nodes(num_nodes: object) -> int:
@@ -400,7 +408,7 @@ def check_num_nodes(num_nodes: object) -> int:
 
 
 def world_size(num_devices: int, num_nodes: int = 1) -> int:
-    """Ranks of a ``ddp`` run over all nodes."""
+    """Ranks of a ``ddp`` or ``fsdp`` run over all nodes."""
     return num_devices * check_num_nodes(num_nodes)
 
 
@@ -412,7 +420,8 @@ def global_rank(node_rank: int, num_devices: int, local_rank: int) -> int:
 def effective_batch_size(mode: str, batch_size: int, num_devices: int, num_nodes: int = 1) -> int:
     """Samples of one global batch, for loaders of ``batch_size``.
 
-    ``batch_size`` is per process: ``ddp`` multiplies it by its ranks, ``single`` and ``dp`` (which splits it) don't.
+    ``batch_size`` is per process: ``ddp`` and ``fsdp`` multiply it by their ranks, ``single`` and ``dp`` (which splits
+    it) don't.
     Gradient accumulation multiplies the samples of an optimizer step, not this.
 
     Raises
@@ -421,7 +430,7 @@ def effective_batch_size(mode: str, batch_size: int, num_devices: int, num_nodes
         For more than one node in a mode that works on one.
     """
     mode = resolve_mode(mode, num_devices, num_nodes)
-    return batch_size * world_size(num_devices, num_nodes) if mode == "ddp" else batch_size
+    return batch_size * world_size(num_devices, num_nodes) if has_ranks(mode) else batch_size
 
 
 def dp_chunks(batch_size: int, num_devices: int) -> list[int]:

@@ -88,7 +88,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "optimizer of another model": (lambda: fit({"optimizer": other_optimizer()}), ["optimizer", "parameters"]),
     "gpu_mode in capitals": (lambda: make(gpu_mode="DDP"), ["gpu_mode='DDP'", "'single', 'dp', 'ddp'"]),
     "gpu_mode is None": (lambda: make(gpu_mode=None), ["gpu_mode=None"]),
-    "gpu_mode not offered": (lambda: make(gpu_mode="fsdp"), ["fsdp"]),
+    "gpu_mode not offered": (lambda: make(gpu_mode="deepspeed"), ["deepspeed", "gpu_mode='fsdp'"]),
     "gpu_mode of old": (lambda: make(gpu_mode="ddp2"), ["ddp2", "'ddp'"]),
     "accelerator unknown": (lambda: make(accelerator="tpu"), ["tpu", "cpu"]),
     "accelerator is a number": (lambda: make(accelerator=1), ["accelerator", "1"]),

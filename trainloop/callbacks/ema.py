@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from trainloop import distributed
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.errors import CheckpointError, ConfigurationError
+from trainloop.parallel.shards import local_part, shard_like
 
 __all__ = ["ExponentialMovingAverage", "WeightAverage"]
 
@@ -48,9 +50,11 @@ class WeightAverage(AbstractCallback):
 
     def on_train_begin(self) -> None:
         weights = self._weights()
+        self.average = _like(self.average, weights)
         if self._trained is not None:
             # A second fit. If the model still holds the average, training goes on where it was.
-            if all(torch.equal(weights[name].cpu(), value.cpu()) for name, value in self.average.items()):
+            same = all(_equal(weights[name], value) for name, value in self.average.items())
+            if all(theirs for (theirs,) in distributed.exchange_ints([int(same)])):  # each may have a part only
                 _copy(weights, self._trained)
             self._trained = None
         if not self.average:
@@ -64,7 +68,7 @@ class WeightAverage(AbstractCallback):
 
     def _pair(self, weights: dict[str, Tensor]) -> None:
         self.average = {name: self.average[name].to(weight.device) for name, weight in weights.items()}
-        self._pairs = (list(self.average.values()), list(weights.values()))
+        self._pairs = (list(map(local_part, self.average.values())), list(map(local_part, weights.values())))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -105,7 +109,7 @@ class WeightAverage(AbstractCallback):
                 f"the average in the checkpoint is of another model: it differs in {', '.join(missing[:5])}. "
                 "Resume with the model it was made with."
             )
-        self.average = {name: value.clone() for name, value in state["average"].items()}
+        self.average = _like({name: value.clone() for name, value in state["average"].items()}, weights)
         self.updates = state["updates"]
         if state["trained"]:
             _copy(weights, state["trained"])  # what training goes on from
@@ -205,4 +209,13 @@ def _to_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 @torch.no_grad()
 def _copy(targets: dict[str, Tensor], sources: dict[str, Tensor]) -> None:
     for name, target in targets.items():
-        target.copy_(sources[name])
+        local_part(target).copy_(local_part(shard_like(sources[name], target)))
+
+
+def _like(average: dict[str, Tensor], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """An average that comes whole, each rank's part of it where the weights are sharded."""
+    return {name: shard_like(value, weights[name]) if name in weights else value for name, value in average.items()}
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(local_part(one).cpu(), local_part(other).cpu())

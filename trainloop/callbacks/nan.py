@@ -14,6 +14,7 @@ from trainloop.callbacks.monitor import Monitor
 from trainloop.callbacks.norms import norms_of
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiOptimizer, parameters_of
+from trainloop.parallel.shards import local_part
 
 __all__ = ["NonFinite", "TerminateOnNaN"]
 
@@ -118,7 +119,9 @@ class TerminateOnNaN(AbstractCallback):
             gradient = parameter.grad
             if gradient is not None and gradient.numel():
                 names.append(name)
-                gradients.append(gradient._values() if gradient.is_sparse else gradient)
+                # Of a sharded one each rank looks at its part: who finds something ends the training for all.
+                part = local_part(gradient)
+                gradients.append(part._values() if part.is_sparse else part)
         if gradients:
             # The largest absolute value, unlike the sum of squares, overflows for no finite gradient.
             self._values += norms_of(gradients, math.inf)

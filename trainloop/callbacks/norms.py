@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from trainloop.parallel.shards import is_sharded, whole
+
 
 def norms_of(tensors: Sequence[Tensor], order: float = 2) -> Sequence[Tensor]:
     """The norm of each tensor, on a GPU by a few kernels for all of them.
@@ -14,6 +16,13 @@ def norms_of(tensors: Sequence[Tensor], order: float = 2) -> Sequence[Tensor]:
     The function is private to torch, whose ``get_total_norm`` and optimizers use it (read in 2.6 to 2.13). Where it is
     missing, each tensor has a kernel of its own.
     """
+    if any(map(is_sharded, tensors)):
+        return _norms_over_ranks(tensors, order)
     if hasattr(torch, "_foreach_norm"):
         return torch._foreach_norm(list(tensors), order)
     return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
+
+
+def _norms_over_ranks(tensors: Sequence[Tensor], order: float) -> Sequence[Tensor]:
+    """Of whole tensors, of which ranks have parts; one exchange a tensor. Collective."""
+    return [whole(torch.linalg.vector_norm(tensor, order)) for tensor in tensors]

@@ -131,6 +131,11 @@ class TensorBoard(AbstractCallback):
 
     def on_train_loop_registration(self) -> None:
         loop = self.train_loop_obj
+        if self.histograms_every_n_epochs is not None and loop.gpu_mode == "fsdp":
+            raise ConfigurationError(
+                f"TensorBoard(histograms_every_n_epochs={self.histograms_every_n_epochs}) with gpu_mode='fsdp': "
+                "rank 0, which writes, holds a part of each parameter only. Leave it out, or use GradientStats."
+            )
         self._owner = f"{os.getpid()}.{next(_fits)}"
         if self._chosen and (self.log_dir is None or loop.global_step == 0):
             self.log_dir = _new_folder(type(loop.model).__name__)

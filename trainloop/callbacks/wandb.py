@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.epoch_values import EpochValues
+from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
 
 __all__ = ["AlertConfig", "WandBTracking"]
@@ -139,7 +140,7 @@ class WandBTracking(AbstractCallback):
         self.experiment_name = self.experiment_name or getattr(loop, "experiment_name", None)
         if self.hyperparams is None:
             self.hyperparams = getattr(loop, "hyperparams", None)
-        if self.wandb_pre_initialized and loop.gpu_mode == "ddp":
+        if self.wandb_pre_initialized and has_ranks(loop.gpu_mode):
             raise ConfigurationError(
                 "WandBTracking(wandb_pre_initialized=True): the run that is active here does not exist in the ranks of "
                 "ddp. Leave it out: the run is then started on rank 0."

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from trainloop.errors import ConfigurationError
 from trainloop.model import yields_losses
+from trainloop.parallel.shards import is_sharded
 from trainloop.parallel.transparent import Transparent, check_not_lazy, with_multi_losses, with_plain_dicts
 from trainloop.parallel.units import units_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["TTFullyShardedDataParallel", "is_sharded", "local_part"]
+__all__ = ["TTFullyShardedDataParallel"]
 
 
 class _Call:
@@ -183,6 +184,11 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
 
     # -- what the loop asks ------------------------------------------------------------------------------------------
 
+    @property
+    def whole_parameters(self) -> set[nn.Parameter]:
+        """Parameters that each rank holds whole: the scalars."""
+        return self._tt_whole
+
     def share_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks, as DDP's forward does. Collective."""
         for buffer in self.module.buffers():
@@ -259,20 +265,6 @@ def _groups_of(state: Any) -> list[Any]:
     if groups is None:
         groups = [state._fsdp_param_group]
     return [group for group in groups if group is not None]
-
-
-# -- tensors and their shards ------------------------------------------------------------------------------------------
-
-
-def is_sharded(tensor: object) -> bool:
-    """Whether it is a ``DTensor``; asked without importing what makes them, which takes half a second."""
-    return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
-
-
-def local_part(tensor: Any) -> Tensor:
-    """What of a tensor is on this rank, sharing its memory; a plain tensor is whole."""
-    part: Tensor = tensor._local_tensor if is_sharded(tensor) else tensor
-    return part.detach()
 
 
 # -- construction ------------------------------------------------------------------------------------------------------

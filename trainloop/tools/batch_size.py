@@ -16,6 +16,7 @@ from trainloop.callbacks.base import AbstractCallback
 from trainloop.data.loaders import is_stream, plain_batches
 from trainloop.data.samplers import length_of
 from trainloop.data.twins import twin
+from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError, WorkerFailedError
 from trainloop.optim import optimizers_of
 from trainloop.train_loop.loop import TrainLoop
@@ -93,7 +94,7 @@ def find_batch_size(
     for name, value, least in (("smallest", smallest, 1), ("largest", largest, 1), ("steps", steps, 2)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise ConfigurationError(f"find_batch_size: {name}={value!r}: must be an int of {least} or more.")
-    processes = len(loop.site.devices) if loop.gpu_mode == "ddp" else 1
+    processes = len(loop.site.devices) if has_ranks(loop.gpu_mode) else 1
     samples = None if is_stream(loader) else length_of(loader.sampler)
     most = max(1, samples // processes) if samples is not None else None
     if largest is not None:
@@ -163,7 +164,7 @@ class _Clock(AbstractCallback):
         self._began = 0.0
 
     def on_train_begin(self) -> None:
-        if self.train_loop_obj.gpu_mode == "ddp":
+        if has_ranks(self.train_loop_obj.gpu_mode):
             with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
                 file.write("1000")
 

@@ -52,8 +52,12 @@ class AlternatingTraining(Training):
             for hook in hooks.on_batch_begin:
                 hook()
         # In ddp the model itself: its gradients are reduced by hand, as DDP's reducer expects one backward a forward.
-        generators = [place.evaluated.get_loss(batch, loop.criterion, place.device) for batch in step.batches]
-        shown: list[list[Yielded]] = [[] for _ in generators]
+        batches = step.batches
+        if counts and place.collective:  # every rank runs as many
+            given = [self.idle.given(batches, counts, i) for i in range(count)]
+            batches = [*batches, *given[len(batches) :]]
+        generators = [place.evaluated.get_loss(batch, loop.criterion, place.device) for batch in batches]
+        shown: list[list[Yielded]] = [[] for _ in step.batches]
         found_inf: list[torch.Tensor] = []
         while (whose := self._backward_of_next(step, generators, counts, shown)) is not None:
             index, weights = whose
@@ -93,6 +97,10 @@ class AlternatingTraining(Training):
         indices: set[int] = set()
         weights: list[Any] = []
         for i, generator in enumerate(generators):
+            if i >= len(step.batches):
+                with self.place.alone(counts, i), self.idle.nothing_shows():
+                    self._nothing_of(generator)
+                continue
             self.recorder.batch_size = step.sizes[i]
             with self.place.alone(counts, i):
                 self.clock.forward -= perf_counter_ns()
@@ -130,13 +138,8 @@ class AlternatingTraining(Training):
         gradients, (_, loss, weight) = self.gradients, yielded
         scale = None if step.scales is None else step.scales[i]
         scaled = gradients.scaled(loss, weight, scale, len(step.batches), is_sum=is_sum)
-        # A loss reaches the parameters of its own optimizer: those of the others, which it passes through, keep none.
-        own = None
-        if len(gradients.optimizers) > 1:
-            own = [p for p in parameters_of(gradients.optimizers[index]) if p.requires_grad]
         try:
-            if own is None or own:  # torch refuses to differentiate by nothing
-                self.place.scaler.scale(scaled).backward(inputs=own)
+            self._differentiate(index, scaled)
         except RuntimeError as error:
             explain_backward(loss)
             if "a second time" in str(error) or "modified by an inplace operation" in str(error):
@@ -146,6 +149,23 @@ class AlternatingTraining(Training):
                     f"needs, or detach() what is to be kept. torch says: {error}"
                 ) from error
             raise
+
+    def _differentiate(self, index: int, loss: torch.Tensor) -> None:
+        """A loss reaches the parameters of its own optimizer: those of others, which it passes through, keep none."""
+        optimizers = self.gradients.optimizers
+        backward = self.place.scaler.scale(loss).backward
+        if len(optimizers) == 1:
+            backward()
+        elif any(p.requires_grad for p in parameters_of(optimizers[index])):  # torch refuses to differentiate by none
+            self.gradients.backward_into(backward, optimizers[index])
+
+    def _nothing_of(self, generator: Generator[Any, None, None]) -> None:
+        """The next loss of a batch that is another rank's, with gradients of zero."""
+        with self.place.autocast:
+            item = next(generator, None)
+        if item is not None:
+            yielded = split_yielded(item)
+            self._differentiate(_index_of(self.loop.optimizer, yielded.optimizer), yielded.loss * 0.0)
 
 
 def _index_of(multi_optimizer: Any, optimizer: int | str | None) -> int:

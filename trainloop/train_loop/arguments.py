@@ -90,6 +90,7 @@ class FitJob:
 
     dp_model_args: dict[str, Any] = field(default_factory=dict)
     ddp_model_args: dict[str, Any] = field(default_factory=dict)
+    fsdp_model_args: dict[str, Any] = field(default_factory=dict)
     resume: dict[str, Any] | None = None
     """State of the checkpoint to go on from."""
     restarts: RestartOptions | None = None
@@ -105,7 +106,8 @@ def check_model(model: Any) -> Any:
         raise ConfigurationError(f"model={model.__name__}: this is a class. Pass an instance, {model.__name__}(...).")
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise ConfigurationError(
-            f"model is a {type(model).__name__} already. Pass the model itself; gpu_mode='dp' or 'ddp' wraps it."
+            f"model is a {type(model).__name__} already. Pass the model itself; gpu_mode='dp', 'ddp' or 'fsdp' "
+            "wraps it."
         )
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"model={short(model)}: must be a TTModel.")

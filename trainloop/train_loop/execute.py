@@ -1,7 +1,7 @@
 """One piece of work of a loop: done here, in ranks that are started for it, or as a rank that others have started.
 
 :func:`execute` is the only way from a :class:`~trainloop.TrainLoop` to a run: in one process the run is made here; for
-``ddp`` the loop is sent to the ranks, each makes a run of its own, and their state comes back.
+``ddp`` and ``fsdp`` the loop is sent to the ranks, each makes a run of its own, and their state comes back.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 from trainloop import distributed, rng
 from trainloop.data.orders import generators_of
+from trainloop.devices import has_ranks
 from trainloop.distributed import Rank
 from trainloop.model import yields_losses
 from trainloop.optim import needs_closure, optimizers_of
@@ -42,7 +43,7 @@ __all__ = ["execute", "sent_parts"]
 
 
 def execute(loop: TrainLoop[Any], work: Callable[..., Any], *args: Any, job: FitJob | None = None) -> Any:
-    """What ``work(run, *args)`` returns, on a run made here or, in ``ddp``, on one in every rank.
+    """What ``work(run, *args)`` returns, on a run made here or, in ``ddp`` and ``fsdp``, on one in every rank.
 
     Parameters
     ----------
@@ -55,7 +56,7 @@ def execute(loop: TrainLoop[Any], work: Callable[..., Any], *args: Any, job: Fit
     job : FitJob, optional
         What a training is to do; without one the run can only evaluate.
     """
-    if loop.gpu_mode != "ddp" and (job is None or job.restarts is None):
+    if not has_ranks(loop.gpu_mode) and (job is None or job.restarts is None):
         stop = LocalStop()
         applied_here = applied(
             loop.options.quota, device=loop.site.devices[0], loader_workers=_loader_workers(loop, ranks=1)
@@ -75,7 +76,7 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
     departure = Departure(loop)
     site = loop.site
     options = {"timeout_s": loop.timeout, "backend": site.backend, "init_method": site.init_method}
-    here = launch.joined() if loop.gpu_mode == "ddp" else None
+    here = launch.joined() if has_ranks(loop.gpu_mode) else None
     if here is not None:
         loop.site = site = as_launched(site, loop.options.devices, here)
         if job is not None and job.restarts is not None and here.rank == 0:
@@ -86,7 +87,7 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
             )
         as_rank = partial(_as_rank, loop, work, args, job, departure.paths, joined=True)
         return launch.join(as_rank, devices=site.devices, **options)
-    ranks, quota = len(site.devices) if loop.gpu_mode == "ddp" else 1, loop.options.quota
+    ranks, quota = len(site.devices) if has_ranks(loop.gpu_mode) else 1, loop.options.quota
     with _supervisor(loop, job, ranks) as supervisor, applied(quota, local_rank=None, ranks=ranks):
         data = launch.launch(
             partial(
@@ -97,7 +98,7 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
                 job,
                 departure.paths,
                 memory=None if supervisor is None else supervisor.memory,
-                caller=None if loop.gpu_mode == "ddp" else CallersRandomness.of(loop),
+                caller=None if has_ranks(loop.gpu_mode) else CallersRandomness.of(loop),
             ),
             ranks_per_node=ranks,
             num_nodes=site.num_nodes,
@@ -196,7 +197,7 @@ def _as_rank(
     )
     if caller is not None:
         caller.put_into(loop)
-    with applied_here, running(loop, stop, job) as run:
+    with applied_here, running(loop, stop, job, joined=joined) as run:
         if memory is not None:
             from trainloop.train_loop.snapshots import Snapshots
 
@@ -212,13 +213,13 @@ def _as_rank(
 
 
 @contextmanager
-def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None) -> Iterator[Run]:
+def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None, *, joined: bool = False) -> Iterator[Run]:
     """A run of this process, for training (``job``) or for evaluation only: ``loop.running`` while it lasts."""
     devices = loop.site.devices if loop.gpu_mode == "dp" else [loop.site.devices[loop.process.local_rank]]
     wrapper_args, over_ranks = None, False
     if job is not None:
-        wrapper_args = job.dp_model_args if loop.gpu_mode == "dp" else job.ddp_model_args
-        over_ranks = loop.sync_batchnorm and loop.gpu_mode == "ddp" and loop.world_size > 1
+        wrapper_args = {"dp": job.dp_model_args, "fsdp": job.fsdp_model_args}.get(loop.gpu_mode, job.ddp_model_args)
+        over_ranks = loop.sync_batchnorm and has_ranks(loop.gpu_mode) and loop.world_size > 1
     place_of_model = placed(
         loop.model,
         loop.criterion,
@@ -230,6 +231,7 @@ def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None) -> It
         sync_batchnorm_over_ranks=over_ranks,
         compile_args=loop.options.compile_args,
         checkpoint_modules=loop.options.checkpoint_modules if job is not None else None,
+        gives_back="none" if job is None else "all" if joined else "main",
     )
     with nullcontext() if job is None else _own_randomness(loop), place_of_model as place:
         loop.running = run = Run(loop, place, stop) if job is None else _kind_of_training(loop)(loop, place, stop, job)
@@ -252,7 +254,7 @@ def _kind_of_training(loop: TrainLoop[Any]) -> type[Training]:
 @contextmanager
 def _own_randomness(loop: TrainLoop[Any]) -> Iterator[None]:
     """A seeded run draws from generators of its own; without a seed, the caller's go on as in any PyTorch loop."""
-    seed = loop.seed if loop.seed is not None or loop.gpu_mode != "ddp" else loop.drawn_seed
+    seed = loop.seed if loop.seed is not None or not has_ranks(loop.gpu_mode) else loop.drawn_seed
     if seed is None:
         yield
         return

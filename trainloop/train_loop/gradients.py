@@ -7,7 +7,8 @@ only when all parts are there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from trainloop import distributed
+from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss, optimizers_of, parameters_of, take_step
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
+from trainloop.parallel.shards import clip_gradients, is_sharded, local_part
 from trainloop.reduction import sum_rule
+from trainloop.train_loop.losses import split_loss
 from trainloop.train_loop.trained import TrainedParameters
 
 if TYPE_CHECKING:
@@ -46,14 +50,14 @@ class Gradients:
         These, and those of the criterion.
     trained : TrainedParameters or None
         In ``ddp``: watches what is frozen or unfrozen.
-    reduce_by_hand : bool
-        Whether gradients are reduced after backward, since DDP's reducer, which expects one backward a forward, can't.
+    shares_buffers : bool
+        Whether a step begins with rank 0's buffers on all ranks, as DDP's forward sees to it by itself.
     """
 
     def __init__(self, training: Training) -> None:
         loop = training.loop
         self._training = training
-        self._place = training.place
+        self._place = place = training.place
         self._multi_optimizer = loop.optimizer
         self.sums = sum_rule(loop.model, loop.criterion)
         self._ranks = 1 if training.gather is None else loop.world_size
@@ -61,8 +65,9 @@ class Gradients:
         self._nominal_weight = training.feed.global_batch_size or 1
         self.optimizers = optimizers_of(loop.optimizer)
         # Several optimizers make several backwards.
-        self.reduce_by_hand = self._ranks > 1 and len(self.optimizers) > 1
-        self.trained = TrainedParameters(loop.model, loop.criterion, loop.timeout) if loop.gpu_mode == "ddp" else None
+        self._several = self._ranks > 1 and len(self.optimizers) > 1
+        self.shares_buffers = place.collective and self._ranks > 1 and next(loop.model.buffers(), None) is not None
+        self.trained = TrainedParameters(loop.model, loop.criterion, loop.timeout) if has_ranks(loop.gpu_mode) else None
         self._take_parameters()
 
     def _take_parameters(self) -> None:
@@ -70,6 +75,14 @@ class Gradients:
         self.parameters: list[Tensor] = list(loop.model.parameters())
         beside = loop.criterion.parameters() if isinstance(loop.criterion, nn.Module) else ()
         self.learned: list[Tensor] = [*self.parameters, *beside]
+        self._beside: set[int] = set()
+        if self._place.collective:  # what the wrapper knows nothing of
+            known = {id(p) for p in self._place.wrapper.whole_parameters}
+            self._beside = {id(p) for p in self.learned if not is_sharded(p) and id(p) not in known}
+
+    def by_hand(self, *, ragged: bool) -> bool:
+        """Whether gradients are reduced after backward, as DDP's reducer can't: it expects one backward a forward."""
+        return (ragged or self._several) and not self._place.collective
 
     # -- parameters that are frozen, unfrozen or added while ranks train ---------------------------------------------
 
@@ -131,7 +144,29 @@ class Gradients:
         else:
             loss = loss.assigned_to(self._multi_optimizer).map(scaler.scale)
             for i, optimizer in enumerate(self.optimizers):
-                loss.backward(i, inputs=[p for p in parameters_of(optimizer) if p.requires_grad])
+                self.backward_into(partial(loss.backward, i), optimizer)
+
+    def backward_into(self, backward: Callable[..., None], optimizer: torch.optim.Optimizer) -> None:
+        """``backward(inputs=...)`` of a loss that reaches one optimizer's parameters; those of others keep theirs."""
+        own = [p for p in parameters_of(optimizer) if p.requires_grad]
+        if not self._place.collective:
+            backward(inputs=own)
+            return
+        # The graph has a unit's whole parameters, which stand for the optimizer's shards: it can't be told the inputs.
+        its = {id(p) for p in own}
+        others = [(p, p.grad) for p in self.learned if id(p) not in its]
+        for p, _ in others:
+            p.grad = None
+        backward()
+        for p, gradient in others:
+            p.grad = gradient
+
+    def backward_of_nothing(self, batch: Any) -> None:
+        """Forward and backward of a batch that is another rank's, with gradients of zero."""
+        place = self._place
+        with place.autocast:
+            output = place.wrapper.get_loss(batch, self._training.loop.criterion, place.device)
+        self.backward(split_loss(output)[0] * 0.0)
 
     # -- of the step -------------------------------------------------------------------------------------------------
 
@@ -154,7 +189,9 @@ class Gradients:
             Whether ranks differ in their number of micro-batches.
         """
         wrapper = self._place.wrapper
-        if by_hand:
+        if self._place.collective:
+            reduce_gradients([p for p in parameters if id(p) in self._beside])
+        elif by_hand:
             reduce_gradients(parameters)
         elif isinstance(wrapper, TTDistributedDataParallel):
             wrapper.check_reduced()
@@ -178,7 +215,7 @@ class Gradients:
         factor: Tensor = self._nominal_weight * self._ranks / total.clamp(min=1e-12)
         for parameter in parameters:
             if parameter.grad is not None:
-                parameter.grad.mul_(factor.to(parameter.grad.dtype))
+                local_part(parameter.grad).mul_(factor.to(parameter.grad.dtype))
         return factor
 
     def loss_over_ranks(self, scaled_losses: list[Any], factor: Tensor | None) -> Tensor:
@@ -209,7 +246,8 @@ class Gradients:
                     hook(i)
                 training.clock.optimizer -= perf_counter_ns()
         if training.loop.gradient_clip_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, training.loop.gradient_clip_norm)
+            clip = clip_gradients if self._place.collective else nn.utils.clip_grad_norm_
+            clip(parameters, training.loop.gradient_clip_norm)
 
     def take_steps(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Step each optimizer; with a scaler only if its gradients are finite."""

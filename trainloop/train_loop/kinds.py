@@ -22,7 +22,7 @@ Loader = Iterable[Any]
 Optimizers = Optimizer | MultiOptimizer
 """One optimizer, or several."""
 
-GpuMode = Literal["single", "dp", "ddp", "auto", "ddp_spawn", "ddp_notebook", "ddp_fork"]
+GpuMode = Literal["single", "dp", "ddp", "fsdp", "auto", "ddp_spawn", "ddp_notebook", "ddp_fork"]
 """``'auto'`` is ``'single'`` for one device, else ``'ddp'``; the last three are Lightning's names for ``'ddp'``."""
 
 Accelerator = Literal["auto", "cpu", "gpu", "cuda", "mps"]

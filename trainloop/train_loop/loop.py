@@ -34,8 +34,10 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, cast
 
 from trainloop.callbacks.base import AbstractCallback, HookTable
 from trainloop.carried import check_carried
+from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
-from trainloop.parallel import TTDataParallel, TTDistributedDataParallel
+from trainloop.optim import optimizers_of
+from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, TTFullyShardedDataParallel
 from trainloop.signals import signals
 from trainloop.train_loop import arguments as check
 from trainloop.train_loop import state as run_state
@@ -59,6 +61,7 @@ from trainloop.train_loop.names import hides_unknown, refuse_unknown
 from trainloop.train_loop.predicting import predict
 from trainloop.train_loop.recompute import chosen_modules
 from trainloop.train_loop.run import Run
+from trainloop.train_loop.sharded import check_shardable
 from trainloop.train_loop.site import check_backend, check_rendezvous_point, settled
 from trainloop.train_loop.training import Training
 from trainloop.train_loop.view import LoopView
@@ -89,8 +92,9 @@ class TrainLoop(LoopView, Generic[ModelT]):
         Turns what was collected into what ``predict_on_*`` returns.
     end_auto_eval : bool or int
         Evaluate at each epoch's end (and on the test set at the end of training), never, or every n epochs.
-    gpu_mode : {'single', 'dp', 'ddp'}
-        One process and device; replicas in threads; one process a device, started here.
+    gpu_mode : {'single', 'dp', 'ddp', 'fsdp'}
+        One process and device; replicas in threads; one process a device, started here, each with a copy of the model;
+        the same, with parameters, gradients and the optimizer's state sharded over them.
     cuda_device_idx : int, optional
         The GPU of ``single``; the same as ``accelerator='cuda', devices=[idx]``.
     use_amp : bool, {'bf16', 'fp16'} or dict
@@ -218,6 +222,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         num_gpus: int | None = None,
         dp_model_args: dict[str, Any] | None = None,
         ddp_model_args: dict[str, Any] | None = None,
+        fsdp_model_args: dict[str, Any] | None = None,
         in_process_data_load: AbstractCallback | Sequence[AbstractCallback] | None = None,
         backend: str | None = None,
         init_method: str | None = None,
@@ -242,8 +247,9 @@ class TrainLoop(LoopView, Generic[ModelT]):
         num_gpus : int, optional
             How many GPUs to use, where the loop was made with ``devices='auto'``, in ``dp`` and ``ddp``; 0 trains on
             the CPU. ``devices`` that were given to the loop count more.
-        dp_model_args, ddp_model_args : dict, optional
-            Further arguments of :class:`TTDataParallel` and :class:`TTDistributedDataParallel`.
+        dp_model_args, ddp_model_args, fsdp_model_args : dict, optional
+            Further arguments of :class:`TTDataParallel`, :class:`TTDistributedDataParallel` and
+            :class:`TTFullyShardedDataParallel`.
         in_process_data_load : AbstractCallback or list of them, optional
             Their ``on_multiprocess_start`` makes loaders inside each rank and puts them into the loop.
         backend : str, optional
@@ -308,9 +314,14 @@ class TrainLoop(LoopView, Generic[ModelT]):
             restarts = check.check_restarts(max_restarts, restart_every_steps, num_nodes)
             check_carried(self.model, self.gpu_mode)
             check.check_step(self.model, self.optimizer, self.options.amp, self.site.devices[0])
+            if self.gpu_mode == "fsdp":
+                check_shardable(optimizers_of(self.optimizer), self.options.compile_args)
             job = FitJob(
                 dp_model_args=check.check_wrapper_args(dp_model_args, "dp_model_args", TTDataParallel),
                 ddp_model_args=check.check_wrapper_args(ddp_model_args, "ddp_model_args", TTDistributedDataParallel),
+                fsdp_model_args=check.check_wrapper_args(
+                    fsdp_model_args, "fsdp_model_args", TTFullyShardedDataParallel
+                ),
                 resume=run_state.checkpoint_to_resume(self, resume_from),
                 restarts=restarts,
             )
@@ -464,7 +475,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
 
     @contextmanager
     def ranks(self) -> Iterator[None]:
-        """Keep the ranks of ``ddp`` up between the calls in a ``with`` block.
+        """Keep the ranks of ``ddp`` and ``fsdp`` up between the calls in a ``with`` block.
 
         The first ``fit``, ``predict_*`` or ``evaluate_*`` in it starts them, further ones run in the same processes,
         and the block's end ends them: no start, no import, no new process group, and GPUs keep their memory. What
@@ -481,7 +492,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         ...         tl.fit(num_epochs=1)
         ...         print(tl.evaluate_loss_on_validation_set())
         """
-        if self.gpu_mode != "ddp":
+        if not has_ranks(self.gpu_mode):
             yield
             return
         from trainloop.launch import keeping

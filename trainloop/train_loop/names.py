@@ -20,7 +20,7 @@ KEYWORDS = {
     "test_dataloader test_dataloaders test_dl testloader": "test_loader=",
     "loss loss_fn loss_func loss_function": "criterion=",
     "optim optimizers opt": "optimizer=, a MultiOptimizer([...]) for several",
-    "strategy mode distributed_backend parallel_mode": "gpu_mode='single', 'dp' or 'ddp'",
+    "strategy mode distributed_backend parallel_mode": "gpu_mode='single', 'dp', 'ddp' or 'fsdp'",
     "precision amp mixed_precision autocast dtype fp16 bf16": "use_amp=True, 'bf16' or 'fp16'",
     "device": "accelerator='cpu' or 'cuda', with devices=[0] for a certain GPU",
     "gpus num_devices num_processes nproc_per_node nprocs": "devices=",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -37,6 +37,9 @@ class Placement:
     """Whether BatchNorm is over all ranks."""
     wrap: Callable[..., Any] | None = None
     """Makes the wrapper; takes further arguments of its constructor."""
+
+    collective: ClassVar[bool] = False
+    """Whether each forward is an exchange of all ranks, so that all run equally many."""
 
     def wrap_again(self) -> None:
         """In ``ddp``, wrap anew for the parameters that now require gradients. Collective, between two steps."""
@@ -78,6 +81,9 @@ class Placement:
         if isinstance(self.wrapper, TTDistributedDataParallel):
             self.wrapper.share_buffers()
 
+    def make_whole(self, callbacks: Iterable[Any]) -> None:
+        """In ``fsdp``, at the end, what callbacks keep of sharded tensors: of use to who gets them back."""
+
     @property
     def evaluated(self) -> Any:
         """The model for evaluation: in ``ddp`` without its wrapper, as ranks may differ in their number of batches."""
@@ -100,6 +106,7 @@ def placed(
     sync_batchnorm_over_ranks: bool = False,
     compile_args: dict[str, Any] | None = None,
     checkpoint_modules: Any = None,
+    gives_back: str = "none",
 ) -> Iterator[Placement]:
     """Put the model on its device and into its wrapper; afterwards undo all changes except the device.
 
@@ -110,8 +117,8 @@ def placed(
         Moved along where it is a module.
     optimizers : list of torch.optim.Optimizer
         Their state is moved along.
-    mode : {'single', 'dp', 'ddp'}
-        ``ddp``: this process is a rank of an initialised process group.
+    mode : {'single', 'dp', 'ddp', 'fsdp'}
+        The last two: this process is a rank of an initialised process group.
     devices : list of torch.device
         This process's: one, or in ``dp`` those of all replicas.
     amp : AmpOptions
@@ -122,12 +129,15 @@ def placed(
         ``None``: not compiled.
     checkpoint_modules : optional
         What :func:`~trainloop.train_loop.recompute.chosen_modules` takes.
+    gives_back : {'all', 'main', 'none'}
+        In ``fsdp`` the ranks whose model gets the values reached, in its own tensors.
     """
     device = devices[0]
-    model.to(device)
+    if mode != "fsdp":  # there no device need have room for all of it
+        model.to(device)
     if isinstance(criterion, nn.Module):
         criterion.to(device)
-    for optimizer in optimizers:
+    for optimizer in optimizers if mode != "fsdp" else ():
         _move_state(optimizer, device)
     amp = amp.on(device)
     with ExitStack() as undo:
@@ -141,10 +151,19 @@ def placed(
         if compile_args is not None:
             model.compile(**compile_args)
             undo.callback(setattr, model, "_compiled_call_impl", None)
-        wrap = partial(_wrapped, model, mode, devices, wrapper_args)
-        yield Placement(
+        kind: type[Placement] = Placement
+        wrap: Callable[..., Any] = partial(_wrapped, model, mode, devices, wrapper_args)
+        if mode == "fsdp":
+            from trainloop.train_loop.sharded import ShardedPlacement, sharded  # it builds on this module
+
+            kind = ShardedPlacement
+            stepped = optimizers if gives_back != "none" else []
+            wrapper = undo.enter_context(sharded(model, stepped, wrapper_args or {}, gives_back=gives_back))
+        else:
+            wrapper = wrap()
+        yield kind(
             model,
-            wrap(),
+            wrapper,
             device,
             _NOTHING if amp.dtype is None else torch.autocast(device.type, amp.dtype),
             torch.amp.GradScaler(device.type, enabled=amp.scales, **amp.scaler),

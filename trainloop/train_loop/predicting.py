@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
 from trainloop.train_loop.arguments import check_bool, check_loader, short
 from trainloop.train_loop.rows import PredictionStream, RowFiles, rows_folder
@@ -42,7 +43,7 @@ def predict(
         )
     from trainloop.launch import joined  # `import trainloop` is to be cheap
 
-    if loop.running is not None or (loop.gpu_mode == "ddp" and joined() is not None):
+    if loop.running is not None or (has_ranks(loop.gpu_mode) and joined() is not None):
         return run_now(Run.predict_stream, *work, rows_to)
     with rows_folder() as folder:
         order = run_now(Run.predict_into, folder, *work)

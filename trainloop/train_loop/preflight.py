@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from trainloop import rng
 from trainloop.data import SplitBatches, train_feed
+from trainloop.devices import has_ranks
 from trainloop.distributed.key import KEY_VARIABLE, key_from_environment
 from trainloop.distributed.peers import owners_are_known
 from trainloop.errors import TrainLoopError, WorkerFailedError
@@ -137,7 +138,7 @@ class _Found(Exception):
 
 def _protection(loop: TrainLoop[Any]) -> str:
     """List which protections of SECURITY.md a run of this loop has; a missing one is reported, but is no failure."""
-    if loop.gpu_mode != "ddp":
+    if not has_ranks(loop.gpu_mode):
         return f"{loop.gpu_mode}: no sockets between processes"
     has_key = loop.num_nodes == 1 or key_from_environment() is not None
     objects = "messages bear the run's key" if has_key else f"messages hold data only, as {KEY_VARIABLE} is not set"

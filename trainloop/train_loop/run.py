@@ -24,6 +24,7 @@ from trainloop.callbacks.base import HookTable, overrides
 from trainloop.data import eval_feed
 from trainloop.data.loaders import workers_outlive_signals
 from trainloop.data.twins import with_workers
+from trainloop.devices import has_ranks
 from trainloop.metrics import Recorder, StepValues, exchange_of, named_losses, rows_of
 from trainloop.model import TTModel
 from trainloop.reduction import sum_rule
@@ -31,6 +32,7 @@ from trainloop.resources.enforce import cap_workers
 from trainloop.stopping import StopAgreement
 from trainloop.train_loop.display import Progress
 from trainloop.train_loop.evaluating import Predictions, check_rows, evaluating, mean_loss, predictions
+from trainloop.train_loop.idle import Idle, together
 from trainloop.train_loop.losses import run_through
 from trainloop.train_loop.placement import Placement
 from trainloop.train_loop.rows import PredictionStream, RowFiles, rows_folder, write_rows
@@ -65,7 +67,7 @@ class Run:
     trains = False
 
     def __init__(self, loop: TrainLoop, place: Placement, stop: StopAgreement) -> None:
-        parallel = loop.gpu_mode == "ddp" and loop.world_size > 1
+        parallel = has_ranks(loop.gpu_mode) and loop.world_size > 1
         self.loop = loop
         self.place = place
         self.stop = stop
@@ -87,6 +89,7 @@ class Run:
         """Steps since the epoch began."""
         self.undo = ExitStack()
         """Closed when the run ends."""
+        self.idle = Idle(self)
         self._eval_feeds: dict[int, Any] = {}
 
     # -- data --------------------------------------------------------------------------------------------------------
@@ -125,11 +128,15 @@ class Run:
 
         def get_loss(batch: Any) -> Any:
             with self.place.autocast:
-                return run_through(model.get_loss_eval(batch, criterion, device))
+                loss = run_through(model.get_loss_eval(batch, criterion, device))
+            if self.place.collective and torch.is_grad_enabled():
+                model.reshard()  # no backward comes to do it
+            return loss
 
         with self._recording(prefix) as recorder:
             feed = self._eval_feed(loader, name)
-            batches = _between_hooks(feed.batches(), self.hooks, recorder, {"type": kind, "pass": "loss"})
+            own = self._on_all_ranks(feed.batches(), get_loss)
+            batches = _between_hooks(own, self.hooks, recorder, {"type": kind, "pass": "loss"})
             end = mean_loss(batches, get_loss, recorder, name, sum_rule(self.loop.model, criterion))
         losses = named_losses(end.losses, prefix) if losses_into_history else {}
         self._into_history(prefix, {**losses, **end.metrics})
@@ -189,10 +196,13 @@ class Run:
         hooks = self.hooks if execute_callbacks else HookTable((), model=self.loop.model)
         dataset_info = {**dataset_info, "pass": "predictions"}
 
+        def forward(batch: Any) -> Any:
+            with self.place.autocast:
+                return model.get_predictions(batch, device)
+
         def get_predictions(batch: Any, size: int) -> Any:
             recorder.batch_size = size
-            with self.place.autocast:
-                output = model.get_predictions(batch, device)
+            output = forward(batch)
             check_rows(output)
             for hook in hooks.on_after_batch_prediction:
                 hook(*output, dataset_info)
@@ -207,8 +217,15 @@ class Run:
         prefix = _PREFIXES.get(kind, f"{kind}_")
         with self._recording(prefix) as recorder:
             feed = self._eval_feed(loader, name)
-            batches = _between_hooks(feed.batches(), hooks, recorder, dataset_info)
+            own = self._on_all_ranks(feed.batches(), forward)
+            batches = _between_hooks(own, hooks, recorder, dataset_info)
             yield feed, batches, get_predictions, end
+
+    def _on_all_ranks(self, batches: Iterator[Any], forward: Callable[[Any], Any]) -> Iterator[Any]:
+        """An evaluation's batches; where a forward is an exchange of all ranks, all of them run equally many."""
+        if not self.place.collective or self.gather is None:
+            return batches
+        return together(batches, forward, self.idle)
 
     def _receivers(self, rows_to: str | None) -> Sequence[int]:
         """Ranks that get all rows of predictions."""

@@ -23,7 +23,7 @@ class Site:
     """The mode, devices and nodes of runs: decided when the loop is made, and again by each ``fit``."""
 
     mode: str
-    """``'single'``, ``'dp'`` or ``'ddp'``."""
+    """``'single'``, ``'dp'``, ``'ddp'`` or ``'fsdp'``."""
     devices: list[torch.device]
     """Of this node, in rank order."""
     num_nodes: int = 1

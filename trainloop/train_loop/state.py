@@ -14,6 +14,7 @@ from trainloop import distributed, rng
 from trainloop.carried import carried_state_of, load_carried_state
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import optimizers_of
+from trainloop.parallel.shards import gathered, is_sharded, map_tensors, shard_like, with_items
 from trainloop.scratch import remove_dead
 from trainloop.train_loop.ending import end_that_holds, nothing_left
 from trainloop.train_loop.trained import add_missing_groups, changed_flags, group_names, set_flags
@@ -55,16 +56,20 @@ def checkpoint_state(run: Training) -> dict[str, Any] | None:
     loop.history.put_agreed(run.exchange({}, attachment=loop.history.take_own()).attachments)
     ranks = [mine] if run.gather is None else distributed.gather_to(mine)
     run.checkpointed = True
+    if ranks is None and not run.place.collective:
+        return None
+    state, callbacks = common_state(run), callback_states(loop)
+    if run.place.collective:
+        state, callbacks = map_tensors([state, callbacks], gathered)
     if ranks is None:
         return None
     ends = list(dict.fromkeys(tuple(end) for theirs in ranks for end in theirs.pop("ends")))
-    state = common_state(run)
     if run.epoch_finished or run.finished:
         state["place"]["ends"] = [list(end) for end in ends]
     return {
         "versions": {"trainloop": 1, "torch": str(torch.__version__), "python": platform.python_version()},
         **state,
-        "callbacks": callback_states(loop),
+        "callbacks": callbacks,
         "history": loop.history.state_dict(),
         "ranks": ranks,
     }
@@ -241,17 +246,38 @@ def took_up_finished(loop: TrainLoop[Any], state: dict[str, Any]) -> bool:
 
 def _load_parts(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
     """Load the parts of the loop itself, running or not."""
-    loop.model.load_state_dict(state["model"])
+    _load_model(loop.model, state["model"])
     if isinstance(loop.criterion, nn.Module) and state["criterion"]:
         loop.criterion.load_state_dict(state["criterion"])
     set_flags(loop.model, state.get("flags", {}))
     add_missing_groups(loop, state.get("groups"))
     for optimizer, saved in zip(optimizers_of(loop.optimizer), state["optimizers"], strict=True):
         optimizer.load_state_dict(saved["state"])
+        _shard_state(optimizer)
     loop.history.load_state_dict(state["history"])
     _load_callbacks(loop.callbacks, state["callbacks"])
     for name in ("epoch", "global_step", "total_iteration_idx"):
         setattr(loop, name, state["place"][name])
+
+
+def _load_model(model: nn.Module, state: dict[str, Any]) -> None:
+    """Weights into a model that may be sharded; of whole ones each rank takes its part."""
+    own = model.state_dict()
+    if any(map(is_sharded, own.values())):
+        parts = {
+            name: shard_like(value, own[name]) if is_sharded(own.get(name)) else value for name, value in state.items()
+        }
+        state = with_items(state, parts)
+    model.load_state_dict(state)
+
+
+def _shard_state(optimizer: torch.optim.Optimizer) -> None:
+    """State of sharded parameters that was loaded whole."""
+    for p, own in optimizer.state.items():
+        if is_sharded(p) and isinstance(own, dict):
+            for key, value in own.items():
+                if isinstance(value, torch.Tensor) and value.shape == p.shape and not is_sharded(value):
+                    own[key] = shard_like(value, p)
 
 
 def _check_data(feed: Any, place: dict[str, Any]) -> None:

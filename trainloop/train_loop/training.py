@@ -123,6 +123,7 @@ class Training(Run):
                         self._finish_epoch()
                         ended_by |= self._agree_at_epoch_end()
                 self._finish(ended_by)
+            self.place.make_whole(loop.callbacks)
             self.place.share_buffers()  # under torchrun each rank returns a model
         except BaseException as exception:
             progress.end_epoch()
@@ -315,8 +316,8 @@ class Training(Run):
         """
         loop, place, recorder, gradients, clock = self.loop, self.place, self.recorder, self.gradients, self.clock
         batches, sizes, scales, _, ragged = step
-        by_hand = ragged or gradients.reduce_by_hand
-        if by_hand:
+        by_hand = gradients.by_hand(ragged=ragged)
+        if by_hand or gradients.shares_buffers:
             place.share_buffers()
         # A rank with fewer micro-batches still goes through every hook, as callbacks may exchange values in them.
         counts, count = self.micro_batches_of_ranks(step) if ragged else (None, len(batches))
@@ -327,8 +328,13 @@ class Training(Run):
             if first:
                 self.begin_batch(i, sizes[i] if i < len(batches) else 0)
             model = place.model if by_hand else place.wrapper
-            with place.alone(counts, i) if by_hand else place.gradient_sync(i == count - 1):
-                if i < len(batches):
+            around = place.alone(counts, i) if by_hand or counts else place.gradient_sync(i == count - 1)
+            given = self.idle.given(batches, counts, i) if counts and place.collective else None
+            with around:
+                if given is not None:
+                    with self.idle.nothing_shows():
+                        gradients.backward_of_nothing(given)
+                elif i < len(batches):
                     clock.forward -= perf_counter_ns()
                     with place.autocast:
                         output = model.get_loss(batches[i], loop.criterion, place.device)

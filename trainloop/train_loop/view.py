@@ -76,7 +76,7 @@ class LoopView:
 
     @property
     def gpu_mode(self) -> str:
-        """``'single'``, ``'dp'`` or ``'ddp'``."""
+        """``'single'``, ``'dp'``, ``'ddp'`` or ``'fsdp'``."""
         return self.site.mode
 
     @property

@@ -1,0 +1,184 @@
+"""``gpu_mode='fsdp'`` against ``single`` and ``ddp``, in float64: weights, history, optimizers, predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from sharded_models import Normed, Tower, TwoLosses, Weighted, Yielding, words
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainloop import AbstractCallback, MultiOptimizer, TrainLoop
+from trainloop.callbacks import ExponentialMovingAverage, GradientStats, LRScheduler, TerminateOnNaN
+from trainloop.errors import ConfigurationError
+
+
+def adam(model: nn.Module) -> Any:
+    return torch.optim.AdamW(model.parameters(), 0.01)
+
+
+def momentum(model: nn.Module) -> Any:
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def two(model: nn.Module) -> MultiOptimizer:
+    first = {id(p) for p in model.words.parameters()}
+    rest = [p for p in model.parameters() if id(p) not in first]
+    return MultiOptimizer([torch.optim.SGD(model.words.parameters(), 0.1, momentum=0.9), torch.optim.AdamW(rest, 0.01)])
+
+
+class Freezing(AbstractCallback):
+    """Freezes one part and unfreezes another after the first epoch, on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__("Freezing")
+
+    def on_epoch_begin(self) -> None:
+        if self.train_loop_obj.epoch == 1:
+            model = self.train_loop_obj.model
+            model.blocks[0].requires_grad_(False)
+            model.blocks[1].up.weight.requires_grad_(True)
+
+
+def scheduler() -> LRScheduler:
+    return LRScheduler(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7), interval="step")
+
+
+# Model, optimizer, samples, batch of a process, accumulation, clipping, callbacks.
+CASES: dict[str, tuple[Any, ...]] = {
+    "accumulated and clipped, uneven tail": (Tower, adam, 23, 4, 2, 0.1, lambda: [ExponentialMovingAverage(0.8)]),
+    "token weights, a rank without samples": (Weighted, momentum, 9, 4, 1, None, lambda: [GradientStats(1, True)]),
+    "fewer samples than ranks": (Tower, adam, 1, 1, 1, 0.1, lambda: [TerminateOnNaN()]),
+    "losses of two optimizers": (TwoLosses, two, 13, 3, 2, None, list),
+    "losses yielded": (Yielding, two, 13, 3, 2, 0.5, list),
+    "frozen on the way": (Tower, adam, 16, 4, 1, None, lambda: [Freezing()]),
+    "schedule": (Tower, momentum, 16, 4, 1, 0.1, lambda: [scheduler()]),
+    "batchnorm": (Normed, adam, 20, 4, 1, None, list),
+}
+
+
+@contextmanager
+def float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def data(samples: int, batch_size: int, *, shuffle: bool = False) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(*words(0, samples)), batch_size=batch_size, shuffle=shuffle)
+
+
+def trained(case: str, mode: str, ranks: int, **fit: Any) -> dict[str, Any]:
+    cls, optimizer_of, samples, batch_size, accumulation, clip, callbacks_of = CASES[case]
+    model, callbacks = cls(), callbacks_of()
+    optimizer = optimizer_of(model)
+    before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+    whole = mode == "single"
+    loop = TrainLoop(
+        model,
+        data(samples, batch_size * (ranks if whole else 1), shuffle=True),
+        data(9, 2),
+        data(3, 3),
+        optimizer,
+        nn.CrossEntropyLoss(),
+        gpu_mode=mode,
+        **({} if whole else {"accelerator": "cpu", "devices": ranks}),
+        seed=3,
+        progress_bar=False,
+        gradient_clip_norm=clip,
+    )
+    for _ in range(2):  # the second goes on with the optimizer's state
+        assert loop.fit(num_epochs=1, grad_accumulation=accumulation, callbacks=callbacks, **fit) is model
+    optimizers = list(optimizer) if isinstance(optimizer, MultiOptimizer) else [optimizer]
+    own = {id(p) for p in model.parameters()}
+    return {
+        "weights": {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        "flags": [p.requires_grad for p in model.parameters()],
+        "history": loop.history.to_dict(),
+        "optimizers": [state for one in optimizers for _, state in sorted(one.state_dict()["state"].items())],
+        "steps its own": all(id(p) in own for one in optimizers for g in one.param_groups for p in g["params"]),
+        "in place": before == {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()},
+        "plain": all(type(t) in (Tensor, nn.Parameter) for t in model.state_dict(keep_vars=True).values()),
+        "tied": model.head.weight is model.words.weight,
+        "predictions": loop.predict_on_validation_set()[0],
+        "averages": [callback.average for callback in callbacks if hasattr(callback, "average")],
+    }
+
+
+def distance(one: Any, other: Any) -> float:
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), (one.keys(), other.keys())
+        return max((distance(one[key], other[key]) for key in one), default=0.0)
+    if isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        return max((distance(a, b) for a, b in zip(one, other, strict=True)), default=0.0)
+    return float((torch.as_tensor(one).double() - torch.as_tensor(other).double()).abs().max())
+
+
+def compare(case: str, ranks: int, reference: str, **fit: Any) -> None:
+    others = {"ddp_model_args": {"find_unused_parameters": True}} if reference == "ddp" else {}
+    ours, theirs = trained(case, "fsdp", ranks, **fit), trained(case, reference, ranks, **others)
+    assert ours["in place"], case
+    assert ours["plain"], case
+    assert ours["tied"], case
+    assert ours["steps its own"], case
+    assert ours["flags"] == theirs["flags"], case
+    for part in ("weights", "history", "optimizers", "predictions", "averages"):
+        assert distance(ours[part], theirs[part]) < 1e-9, (case, part)
+
+
+def test_two_ranks_equal_one_process() -> None:
+    with float64(), TrainLoop(Tower(), None, gpu_mode="fsdp", accelerator="cpu", devices=2).ranks():
+        compare("accumulated and clipped, uneven tail", 2, "single")
+        compare("fewer samples than ranks", 2, "single", fsdp_model_args={"shard": [nn.Linear]})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore:devices=3 on 2 CPU cores")
+def test_all_cases(case: str, ranks: int) -> None:
+    with float64(), TrainLoop(Tower(), None, gpu_mode="fsdp", accelerator="cpu", devices=ranks).ranks():
+        if case != "batchnorm":  # there one process normalises a batch as a whole
+            compare(case, ranks, "single")
+        compare(case, ranks, "ddp")
+
+
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "LBFGS": (lambda: fitted(optimizer=torch.optim.LBFGS), r"LBFGS with gpu_mode='fsdp'.*Use gpu_mode='ddp'"),
+    "compile": (lambda: fitted(compile=True), r"compile=True with gpu_mode='fsdp'.*block.compile"),
+    "an argument": (
+        lambda: fitted(fit={"fsdp_model_args": {"shards": 2}}),
+        "FullyShardedDataParallel has no 'shards'",
+    ),
+}
+
+
+def fitted(optimizer: Any = torch.optim.SGD, fit: dict[str, Any] | None = None, **given: Any) -> None:
+    model = Tower()
+    loop = TrainLoop(
+        model,
+        data(4, 2),
+        optimizer=optimizer(model.parameters(), lr=0.1),
+        criterion=nn.CrossEntropyLoss(),
+        gpu_mode="fsdp",
+        accelerator="cpu",
+        devices=2,
+        progress_bar=False,
+        **given,
+    )
+    loop.fit(num_epochs=1, **(fit or {}))
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_work_is_said_before_ranks_start(case: str) -> None:
+    make, message = BAD[case]
+    with pytest.raises(ConfigurationError, match=message):
+        make()

@@ -1,0 +1,110 @@
+"""Tensors that are spread over ranks (``DTensor``): what of them is here, the whole of them, others spread like them.
+
+Nothing here imports what makes them, which takes half a second, before there is one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "clip_gradients",
+    "gathered",
+    "is_sharded",
+    "local_part",
+    "map_tensors",
+    "shard_like",
+    "whole",
+    "with_items",
+]
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether it is a ``DTensor``."""
+    return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
+
+
+def local_part(tensor: Any) -> Tensor:
+    """What of a tensor is on this rank, sharing its memory; a plain tensor is whole."""
+    part: Tensor = tensor._local_tensor if is_sharded(tensor) else tensor
+    return part.detach()
+
+
+def whole(tensor: Any) -> Tensor:
+    """All of a tensor, on every rank that its shards are on. Collective where it is sharded; a plain one as it is."""
+    full: Tensor = tensor.detach().full_tensor() if is_sharded(tensor) else tensor
+    return full
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole of a sharded tensor on the CPU of rank 0, of others nothing; a plain one as it is. Collective."""
+    if not is_sharded(tensor):
+        return tensor
+    full = whole(tensor)
+    return full.cpu() if torch.distributed.get_rank() == 0 else full.new_empty(0, device="cpu")
+
+
+def shard_like(value: Tensor, like: Any) -> Any:
+    """A tensor that every rank has whole, spread as another one is, on its device; no exchange.
+
+    Parameters
+    ----------
+    value : Tensor
+        Of the shape of ``like``. Only this rank's part of it is read.
+    like : DTensor or Tensor
+        A plain one is whole on every rank, and so is the result. What is sharded already stays so.
+    """
+    if not is_sharded(like) or is_sharded(value):
+        return value.detach().to(like.device)
+    from torch.distributed.tensor import DTensor
+
+    part = value.detach()
+    mesh, placements = like.device_mesh, like.placements
+    for dim, placement in enumerate(placements):
+        if placement.is_shard():
+            size, rank = mesh.size(dim), mesh.get_local_rank(dim)
+            chunks = part.chunk(size, placement.dim)
+            part = chunks[rank] if rank < len(chunks) else part.narrow(placement.dim, 0, 0)
+    part = part.to(like.to_local().device, copy=True, memory_format=torch.contiguous_format)
+    strides = torch.empty(value.shape, device="meta").stride()
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=value.shape, stride=strides)
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Nested dictionaries, lists and tuples with each tensor in them after ``function``; anything else as it is."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return with_items(value, {key: map_tensors(item, function) for key, item in value.items()})
+    if type(value) in (list, tuple):
+        return type(value)(map_tensors(item, function) for item in value)
+    return value
+
+
+def with_items(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    """These items in a dictionary of another one's kind: that of ``state_dict()`` has its modules' versions with it."""
+    if type(like) is not OrderedDict:
+        return items
+    made = OrderedDict(items)
+    made.__dict__.update(like.__dict__)
+    return made
+
+
+def clip_gradients(parameters: Sequence[Tensor], most: float) -> None:
+    """``nn.utils.clip_grad_norm_`` by the norm of all gradients, also where some are sharded and some are whole."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    sharded = [g for g in gradients if is_sharded(g)]
+    if len(sharded) in (0, len(gradients)):
+        nn.utils.clip_grad_norm_(parameters, most)
+        return
+    plain = [g for g in gradients if not is_sharded(g)]
+    norms = [whole(nn.utils.get_total_norm(group)) for group in (sharded, plain)]
+    norm = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+    factor = torch.clamp(most / (norm + 1e-6), max=1.0)  # as torch does it
+    for gradient in gradients:
+        local_part(gradient).mul_(factor.to(gradient.dtype))
