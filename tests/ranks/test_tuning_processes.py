@@ -113,6 +113,24 @@ def test_a_fold_that_fails_is_lost_alone_and_trained_again_by_the_next_search(
     assert again.out_of_fold_predictions.tolist() == rows()[1].tolist()
 
 
+def test_folds_that_are_forks_end_as_others_do(tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    space = {"do": ["kill", "orphan", "raise", "nothing"]}
+    found = search(MakeFailing(marks), space, num_trials=4, preload=["numpy", "no_such_module"])
+    assert [trial.state for trial in found.trials] == ["partial"] * 3 + ["done"]
+    errors = [trial.errors.get(1, "") for trial in found.trials]
+    assert "killed by SIGKILL, as the system does when memory runs out.\nIts last output:\nabout to kill" in errors[0]
+    assert "ended with exit code 7, without a result.\nIts last output:\nabout to orphan" in errors[1]
+    assert "ValueError: this fold raises" in errors[2]
+    assert found.out_of_fold_predictions.tolist() == rows()[1].tolist()
+    assert all(trial.cpus == found.plan.per_model.num_cpus for trial in found.trials)
+    # each in a process of its own, of which nothing is left
+    pids = [int(path.read_text()) for path in marks.iterdir()]
+    assert len(set(pids)) == len(pids) == 8
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
 RUN = """
 import sys
 from pathlib import Path
@@ -120,18 +138,29 @@ from tuning_kinds import MakeFailing, rows
 from trainloop.tuning import tune
 marks = Path(sys.argv[1])
 found = tune(MakeFailing(marks), {"do": ["hang", "nothing"]}, searcher="grid", num_trials=2, num_bag_folds=2, seed=0,
-             data=rows(), storage=marks.parent / "search", progress=False)
+             data=rows(), storage=marks.parent / "search", progress=False, preload=sys.argv[2:])
 print([trial.state for trial in found.trials], [list(trial.errors) for trial in found.trials], found.interrupted)
 print(found.trials[0].errors.get(1))
 """
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_a_search_that_is_ended_leaves_no_process_and_goes_on_later(end: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "end, preload",
+    [
+        (signal.SIGINT, []),
+        (signal.SIGKILL, []),
+        (signal.SIGKILL, ["numpy"]),
+        pytest.param(signal.SIGINT, ["numpy"], marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, [], marks=pytest.mark.slow),
+    ],
+)
+def test_a_search_that_is_ended_leaves_no_process_and_goes_on_later(
+    end: int, preload: list[str], tmp_path: Path
+) -> None:
     marks = tmp_path / "marks"
     marks.mkdir()
     run = subprocess.Popen(
-        [sys.executable, "-c", RUN, str(marks)],
+        [sys.executable, "-c", RUN, str(marks), *preload],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -187,6 +187,7 @@ def train(specs: list[Spec], course: Course) -> Outcome:
             lease_timeout_s=left,
             time_limit_s=left,
             keep="all",
+            preload=_modules(group, course.num_bag_folds),
             per_model=group.quotas["per_model"],
             per_bag=group.quotas.get("per_bag"),
         )
@@ -194,6 +195,19 @@ def train(specs: list[Spec], course: Course) -> Outcome:
         if found.interrupted and (course.deadline is None or time.monotonic() < course.deadline):
             raise KeyboardInterrupt  # tune has ended the models; the user wants the fit to end
     return outcome
+
+
+def _modules(group: _Group, num_bag_folds: int) -> list[str]:
+    """What the models of a group import."""
+    names = ["pandas", "sklearn.compose", "sklearn.ensemble", "sklearn.feature_extraction.text", "sklearn.linear_model"]
+    kinds = [spec.key for spec in group.specs]
+    if "GBM" in kinds:
+        names.append("lightgbm")
+    networks = sum(kind not in ("LR", "RF", "XT", "GBM") for kind in kinds)
+    # The others need not wait for torch, which takes seconds, if only few models need it.
+    if networks == len(kinds) or networks * max(num_bag_folds, 1) > 2:
+        names.append("trainloop.tabular.network")
+    return names
 
 
 def _say_nothing(text: str) -> None:

@@ -7,13 +7,15 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainloop.tuning.template import Template
 from trainloop.tuning.worker import Job, command
 
-__all__ = ["Child", "FoldExit", "LocalBackend", "read_end"]
+__all__ = ["Child", "FoldExit", "ForkingBackend", "LocalBackend", "read_end"]
 
 
 @dataclass
@@ -85,6 +87,70 @@ def read_end(job: Job, exitcode: int) -> FoldExit:
             what += "\nIts last output:\n" + "\n".join(lines)
     (folder / "error.txt").write_text(what)
     return FoldExit(job, what)
+
+
+class Fork:
+    """A fold's process that a template became."""
+
+    def __init__(self, job: Job, template: Template) -> None:
+        self.job = job
+        self.file = str(job.write())
+        self.pid: int | None = None
+        """None until the template has forked."""
+        template.ask(self.file, str(Path(job.folder) / "log.txt"), job.environment)
+
+    def end(self) -> None:
+        """Kill what is left of it; the template, or what adopts its children, waits for it."""
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+
+class ForkingBackend:
+    """Starts folds as forks of one process that has imported what they need."""
+
+    def __init__(self, modules: Sequence[str], environment: dict[str, str]) -> None:
+        self._template = Template(modules, environment)
+        self._forks: dict[str, Fork] = {}
+        self._closed = False
+
+    def start(self, job: Job, slot: Any = None) -> None:
+        fork = Fork(job, self._template)
+        self._forks[fork.file] = fork
+
+    def wait(self, timeout_s: float) -> list[FoldExit]:
+        """The folds that ended, at once where there are some, else those of the next ``timeout_s`` seconds."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            heard = self._template.hear(deadline - time.monotonic())
+            if heard is None:  # killed: nobody can tell how its folds end
+                return [read_end(job, -signal.SIGKILL) for job in self.close()]
+            ends = []
+            for what, file, number in heard:
+                if what == "began":
+                    self._forks[file].pid = number
+                else:
+                    ends.append(read_end(self._forks.pop(file).job, number))
+            if ends or time.monotonic() >= deadline:
+                return ends
+
+    def close(self) -> list[Job]:
+        """End all; the jobs that were running."""
+        running = [fork.job for fork in self._forks.values()]
+        if not self._closed:
+            self._closed = True
+            while any(fork.pid is None for fork in self._forks.values()):  # asked for, and soon there
+                heard = self._template.hear(60.0)
+                if not heard:
+                    break
+                for what, file, number in heard:
+                    if what == "began":
+                        self._forks[file].pid = number
+            for fork in self._forks.values():
+                fork.end()
+            self._forks.clear()
+            self._template.close()
+        return running
 
 
 class LocalBackend:

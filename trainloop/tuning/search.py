@@ -9,7 +9,7 @@ import tempfile
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -19,7 +19,7 @@ import numpy as np
 from trainloop.errors import ConfigurationError
 from trainloop.resources import Plan, ResourceQuota, plan
 from trainloop.tuning.folds import Fold, class_targets, make_folds
-from trainloop.tuning.local import FoldExit, LocalBackend
+from trainloop.tuning.local import FoldExit, ForkingBackend, LocalBackend
 from trainloop.tuning.progress import Running, View
 from trainloop.tuning.result import TuneResult, best_of
 from trainloop.tuning.slots import Slots, lease_total, machine_total
@@ -28,6 +28,9 @@ from trainloop.tuning.storage import Storage, make_folder, read, write
 from trainloop.tuning.worker import Job
 
 __all__ = ["tune"]
+
+
+_FORKS = hasattr(os, "fork") and hasattr(os, "waitid")
 
 
 class Backend(Protocol):
@@ -63,6 +66,7 @@ def tune(
     lease_timeout_s: float | None = None,
     time_limit_s: float | None = None,
     keep: Literal["best", "all"] = "best",
+    preload: Sequence[str] = (),
     trusted: bool = False,
 ) -> TuneResult:
     """Search for the best parameters, each trial one model or a bag of them, under quotas that are enforced.
@@ -122,6 +126,10 @@ def tune(
         After so many seconds no fold begins, and those that train are ended: the result is that of a Ctrl-C.
     keep : {'best', 'all'}
         Whose models stay: the best trial's, or every trial's (:meth:`TuneResult.predictor_of`).
+    preload : sequence of str
+        Modules that the models need, such as ``['sklearn.ensemble', 'torch']``: they are imported once, and the models'
+        processes begin as forks of the one that has. They must start no thread and touch no GPU when they are imported.
+        Not with Ray.
     trusted : bool
         You vouch for what is in ``storage``, whoever may have written it: owners and modes are not checked.
 
@@ -200,7 +208,8 @@ def tune(
             runner, slots = ray_backend, Slots(division, None, None)
         else:
             held = lease_total(division.total, lease_timeout_s, undo)
-            runner, slots = LocalBackend(), Slots(division, *held)
+            slots = Slots(division, *held)
+            runner = ForkingBackend(preload, slots.environment(0, 0)) if preload and _FORKS else LocalBackend()
         undo.callback(runner.close)
         work = {"make_loop": make_loop, "fit_args": fit_args, "data": data, "metric": metric}
         search = _Search(
