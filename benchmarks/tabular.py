@@ -6,8 +6,8 @@ AutoGluon needs an environment of its own, since it pins other versions::
     /tmp/ag-env/bin/pip install torch 'autogluon.tabular[lightgbm]'
     python -m benchmarks.tabular --beside /tmp/ag-env/bin/python --sets breast_cancer made
 
-Each fit runs in a process of its own, one after the other. CPU seconds, of all its processes, are counted by the kernel; on
-a machine that others use too, they tell more than seconds do.
+Each fit runs in a process of its own, one after the other. The CPU seconds of all its processes come from the kernel;
+on a machine that others use too, they tell more than seconds do.
 """
 
 from __future__ import annotations
