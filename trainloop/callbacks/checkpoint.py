@@ -1,4 +1,4 @@
-"""When a checkpoint is written, which ones are kept, and which is the best."""
+"""ModelCheckpoint: when to write checkpoints, which ones to keep, and which is the best."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class ModelCheckpoint(AbstractCallback):
     every_n_epochs : int or None
         Write at the end of every n-th epoch, with its ``val_loss``; a resumed run begins with the next epoch.
     every_n_steps : int or None
-        Write after every n-th optimizer step, counted over all of training: in ``on_after_optimizer_step``, so that
-        what the batch's ``on_batch_end`` does and logs is not in it.
+        Write after every n-th optimizer step, counted over all of training: in ``on_after_optimizer_step``, so it does
+        not contain what the batch's ``on_batch_end`` does and logs.
     monitor : str, optional
         Metric in ``history`` by which checkpoints at an epoch's end are judged. Whenever it is better than ever, one
         is written, also where no ``every_n_*`` asks for it: with all of them None, only then.
@@ -99,7 +99,7 @@ class ModelCheckpoint(AbstractCallback):
         every_n_minutes: float | None = None,
         safetensors: bool = False,
     ) -> None:
-        # After all others at each hook: what they change there belongs to the state.
+        # After all others at each hook, since their changes belong to the state.
         super().__init__("ModelCheckpoint", execution_order=1000)
         self.every_n_epochs = _positive_or_none("every_n_epochs", every_n_epochs, int)
         self.every_n_steps = _positive_or_none("every_n_steps", every_n_steps, int)
@@ -112,12 +112,12 @@ class ModelCheckpoint(AbstractCallback):
         self.best_value: float | None = None
         self._metric = Monitor(monitor, mode, owner="ModelCheckpoint") if monitor is not None else None
         self._folder = checkpoint.folder(dirpath)
-        # Who wrote a file; a resumed run goes on under the same name.
+        # The writer of a file; a resumed run keeps the name.
         self._run = f"{time.time_ns():x}-{uuid4().hex[:8]}"
         self._files: list[Checkpoint] | None = None  # this run's, oldest first; None: not looked up yet
         self._stamp = 0
         self._saved_step: int | None = None  # None: the state has changed since the last checkpoint
-        self._held_step: tuple[int | None, ...] = ()  # in a snapshot: that one
+        self._held_step: tuple[int | None, ...] = ()  # the same, in a snapshot
         self._saved_time = 0.0
         self._ask_step = 0  # the step at which rank 0's clock is next asked
         self._asked = (0.0, 0)
@@ -159,7 +159,7 @@ class ModelCheckpoint(AbstractCallback):
         Parameters
         ----------
         model : nn.Module, optional
-            Take this one instead.
+            Load into this model instead.
 
         Returns
         -------
@@ -207,7 +207,7 @@ class ModelCheckpoint(AbstractCallback):
             self._finish_writing()
 
     def save_finished(self) -> None:
-        """Write a checkpoint of the training's end, from which nothing is left to do. Collective."""
+        """Write a checkpoint of the training's end, after which nothing is left to do. Collective."""
         self._save("end", final=True)
         self._finish_writing()
         self._host_copy = checkpoint.HostCopy()
@@ -245,7 +245,7 @@ class ModelCheckpoint(AbstractCallback):
         self._restart_clock()
 
     def on_restart(self, failure: Any) -> None:
-        """A snapshot is not a checkpoint of its step; and a thread may have been killed that was writing one."""
+        """A snapshot is no checkpoint of its step; and a writing thread may have been killed."""
         if not self._held_step:
             return
         self._saved_step = self._held_step[0]
@@ -282,7 +282,7 @@ class ModelCheckpoint(AbstractCallback):
     @logs_nothing
     def on_train_end(self) -> None:
         self.save_now("end")
-        self._host_copy = checkpoint.HostCopy()  # gives the memory back
+        self._host_copy = checkpoint.HostCopy()  # releases the memory
 
     def on_exception(self, exception: BaseException) -> None:
         self._finish_writing()
@@ -298,7 +298,7 @@ class ModelCheckpoint(AbstractCallback):
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def _save(self, reason: str, value: float | None = None, *, final: bool = False) -> None:
-        """Collective. Rank 0 writes; the others go on as soon as it has their part of the state."""
+        """Write a checkpoint. Collective: rank 0 writes; the others go on once it has their part of the state."""
         loop = self.train_loop_obj
         self._finish_writing()  # before the state is taken: the copy's memory is free again only then
         state = loop.checkpoint_state()
@@ -319,7 +319,7 @@ class ModelCheckpoint(AbstractCallback):
         files = self._own_files()
         self._stamp = max(time.time_ns(), self._stamp + 1)
         info = replace(info, stamp=self._stamp)
-        # The end's takes the place of the last epoch's, but not if that was judged: weights may have changed since.
+        # The end's checkpoint replaces the last epoch's, unless that was judged: weights may have changed since.
         is_end = info.reason == "end"
         replaceable = [file.name for file in files if not is_end or file.info is None or file.info.value is None]
         name = self._free_name(info, replaceable)
@@ -338,7 +338,7 @@ class ModelCheckpoint(AbstractCallback):
         self._files = kept
 
     def _free_name(self, info: CheckpointInfo, own: Sequence[str]) -> str:
-        """A name that is free or this run's own (a repeated step's): others' files are not replaced."""
+        """A free name, or that of this run's own file of a repeated step: others' files are never replaced."""
         taken = set(self._folder.names()).difference(own)
         version = 1
         while checkpoint.checkpoint_name(info, version) in taken:
@@ -353,14 +353,14 @@ class ModelCheckpoint(AbstractCallback):
         return self._files
 
     def _take_over(self, run: str, step: int) -> None:
-        """Go on as ``run``, and own its files, from its newest checkpoint here. From an older one this is a branch."""
+        """Continue as ``run`` and own its files, if resumed from its newest checkpoint here; else begin a branch."""
         found = [file.info for file in checkpoint.checkpoints(self._folder) if file.info and file.info.run == run]
         if found and found[-1].step == step:
             self._run = run
         self._files = None
 
     def _finish_writing(self) -> None:
-        """Wait for the threads, where there are any, and tell what went wrong in writing."""
+        """Wait for writing threads, if there are any, and warn of their errors."""
         self._host_copy.close()
         if self._writing is not None:
             writing, self._writing = self._writing, None
@@ -369,7 +369,7 @@ class ModelCheckpoint(AbstractCallback):
     def _report(self, error: Exception | None, step: int) -> None:
         self._failed = error is not None
         if isinstance(error, CheckpointError):
-            raise error  # a state that can't be saved: it will be no better next time
+            raise error  # a state that can't be saved never will be
         if error is not None:
             last = self._files[-1].path if self._files else "none yet"
             warnings.warn(
@@ -411,7 +411,7 @@ class _Writing:
         self.step = step
         self._write = write
         self._error: Exception | None = None
-        # Not a daemon: where the program ends without waiting, the interpreter does, and the file becomes whole.
+        # Not a daemon thread: the interpreter waits for it at the program's end, so the file becomes whole.
         self._thread = threading.Thread(target=self._run, name=f"checkpoint of step {step}", daemon=False)
         self._thread.start()
 
@@ -424,7 +424,7 @@ class _Writing:
 
 
 def _error_of(write: Callable[[], None]) -> Exception | None:
-    # Not OSError alone: a store behind a URL has errors of its own.
+    # Not OSError alone: fsspec file systems have errors of their own.
     try:
         write()
     except Exception as error:
@@ -433,7 +433,7 @@ def _error_of(write: Callable[[], None]) -> Exception | None:
 
 
 def _best_first(files: Sequence[Checkpoint], metric: Monitor | None) -> list[Checkpoint]:
-    """Those that were judged, best first; of equal ones the older first. NaN is no value."""
+    """The judged checkpoints, best first, the older of equal ones first. NaN is no value."""
     if metric is None:
         return []
     judged = [(file.info.value, file) for file in files if file.info is not None and file.info.value is not None]

@@ -1,4 +1,4 @@
-"""What a checkpoint holds on disk: written whole, verified when read, unable to run code.
+"""Checkpoints on disk: written whole, verified when read, unable to run code.
 
 A checkpoint is one file::
 
@@ -9,9 +9,9 @@ A checkpoint is one file::
 The end mark comes last, so that a file cut off anywhere has none. Since a zip is read from its own end, which may
 be followed by other bytes, ``torch.load(path, weights_only=True)`` opens the file where trainloop is not installed.
 
-The checksum is CRC-32: it finds damage, which is what happens to files (3.3 GB/s where SHA-256 with the CPU's help
-makes 1.4 and BLAKE2b 0.7; it is computed while writing). It is no defence against an attacker; that is
-``weights_only=True``, under which a file that names any code is refused before that code is imported.
+The checksum is CRC-32: it finds damage (at 3.3 GB/s, while writing; SHA-256 with the CPU's help makes 1.4 and BLAKE2b
+0.7). The defence against attackers is ``weights_only=True``, under which a file that names any code is refused before
+that code is imported.
 
 This module knows no loop: it takes and gives dicts.
 

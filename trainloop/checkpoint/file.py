@@ -1,4 +1,4 @@
-"""The file a checkpoint is, and the folder it stands in."""
+"""A checkpoint's file, and its folder."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 
 _SUFFIX = ".pt"
 _NAME = re.compile(r"checkpoint-epoch=\d+-step=\d+(_\d+)?\.pt")
-# A file that names the newest checkpoint, so that its loss is noticed. Never needed to read one.
+# A file that names the newest checkpoint, so that its loss is noticed. Reading a checkpoint never needs it.
 _NEWEST = ".newest"
 _END = struct.Struct("<QIII8s")  # body's length and CRC-32, info's length, CRC-32 of info and of these three, magic
 _MAGIC = b"TRLOOP\x00\x01"
@@ -48,7 +48,7 @@ _CHUNK = 4 << 20
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What is known of a checkpoint without reading its body."""
+    """The description of a checkpoint, readable without its body."""
 
     epoch: int = 0
     """0-based index of the epoch it was made in."""
@@ -71,7 +71,7 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint file in a folder, as its name and its end tell it; its body has not been read."""
+    """A checkpoint file in a folder, from its name and its end; its body has not been read."""
 
     path: str
     """Path or URL."""
@@ -127,7 +127,7 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any], info: Checkpoin
 
 def _write(file: BinaryIO, body: Any, info: CheckpointInfo) -> None:
     out = _Checksummed(file)
-    torch.save(body, cast(BinaryIO, out))  # write() and flush() are all it uses
+    torch.save(body, cast(BinaryIO, out))  # torch.save uses write() and flush() only
     if out.error is not None:
         raise out.error
     described = json.dumps(asdict(info)).encode("utf-8")
@@ -171,17 +171,17 @@ class _Checksummed:
 def mark_newest(where: Folder, name: str, *, run: str = "") -> None:
     """Note that ``name`` is the folder's newest checkpoint, so that :func:`load_newest` notices if it gets lost.
 
-    ``run`` is the run that wrote it: what a kill leaves half-written is its own to remove.
+    ``run`` is the run that wrote it, which may remove its own half-written files.
     """
     try:
-        # Not durable: all that can be lost by it is a warning.
+        # Not durable: losing it costs a warning only.
         where.write_text(_NEWEST, name + "\n", writer=run, durable=False)
         if "://" not in where.location:
             # Older than the checkpoint: a folder's latest file (`ls -t`) is to be a checkpoint.
             when = os.stat(where.path(name)).st_mtime_ns - 1
             os.utime(where.path(_NEWEST), ns=(when, when))
     except OSError:
-        where.remove(_NEWEST)  # better none than one that names another
+        where.remove(_NEWEST)  # no file is better than one that names another checkpoint
 
 
 def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor], *, run: str = "") -> None:
@@ -212,7 +212,7 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def require_safetensors(what: str) -> Any:
-    """The package's part for torch; ConfigurationError naming ``what`` and the extra where it is absent."""
+    """Import safetensors' part for torch; if it is absent, ConfigurationError with ``what`` and the extra."""
     try:
         import safetensors.torch
     except ImportError as error:
@@ -280,7 +280,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_info(path: str | os.PathLike[str]) -> CheckpointInfo:
-    """What the end of a checkpoint tells. The body's length is compared, its content is not read.
+    """Read the info at the end of a checkpoint. The body's length is checked, its content is not read.
 
     Raises
     ------
@@ -315,7 +315,8 @@ def _read_end(file: BinaryIO, shown: str) -> tuple[CheckpointInfo, int, int]:
     if zlib.crc32(described + mark[: struct.calcsize("<QII")]) != end_crc:
         raise CheckpointError(f"{problem}: the checksum of its end is wrong. Use another one.")
     known = CheckpointInfo.__dataclass_fields__
-    fields = {key: value for key, value in json.loads(described).items() if key in known}  # a later version has more
+    # A later version may have more fields.
+    fields = {key: value for key, value in json.loads(described).items() if key in known}
     return CheckpointInfo(**fields), length, body_crc
 
 
@@ -338,7 +339,7 @@ def _verify(file: BinaryIO, shown: str) -> None:
 def checkpoints(location: str | os.PathLike[str] | Folder) -> list[Checkpoint]:
     """Checkpoints of a folder, oldest first; those whose end is damaged come first, by name.
 
-    Reads the last bytes of each. What is half-written has another name and is not listed.
+    Reads the last bytes of each. Half-written files have other names and are not listed.
     """
     where = location if isinstance(location, Folder) else folder(location)
     found = []
@@ -364,7 +365,7 @@ def load_newest(location: str | os.PathLike[str] | Folder) -> tuple[str, dict[st
     Raises
     ------
     CheckpointError
-        If there are checkpoints and none of them can be loaded: to start afresh then would be to lose them.
+        If there are checkpoints and none of them can be loaded: a fresh start would lose them.
     """
     where = location if isinstance(location, Folder) else folder(location)
     listed = checkpoints(where)

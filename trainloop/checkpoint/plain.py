@@ -1,4 +1,4 @@
-"""What may stand in a checkpoint, and its copy in host memory."""
+"""The types that a checkpoint may hold, and copies of states in host memory."""
 
 from __future__ import annotations
 
@@ -102,13 +102,13 @@ def _plain_tensor(value: Tensor, where: str) -> Tensor:
     if found.is_meta:  # no data here
         return _refuse(value, where)
     if is_traceable_wrapper_subclass(found):
-        # Its library says by add_safe_globals that weights_only may make it again. A DTensor is but a part.
+        # Its library allows it for weights_only by add_safe_globals. A DTensor is only a part of a tensor.
         safe = type(found) in get_safe_globals() and not hasattr(found, "device_mesh")
         return found if safe else _refuse(value, where)
     if type(found) is not Tensor:
         found = found.as_subclass(Tensor)
     if _has_storage(found) and found.untyped_storage().nbytes() != found.nbytes:
-        found = found.clone()  # else all of the storage would be written: for one row the whole table
+        found = found.clone()  # else the whole storage would be written: a whole table for one row
     return found
 
 
@@ -151,7 +151,7 @@ class HostCopy:
         """Find memory for a state about as large as this one, in a thread: the first :meth:`copy` is fast then too."""
         tensors = _tensors(state)[0]
         size = self._layout(tensors)[1]
-        size += size // 64 + (1 << 20)  # for what comes on top
+        size += size // 64 + (1 << 20)  # for growth
         pinned = any(tensor.is_cuda for tensor in tensors)
         self._preparing = threading.Thread(target=self._reserve, args=(size, pinned), name="host memory")
         self._preparing.start()
@@ -162,7 +162,7 @@ class HostCopy:
         Parameters
         ----------
         state : object
-            Tensors on any device. Those that are one (tied weights) are copied once and stay one.
+            Tensors on any device. Tied weights are copied once and stay tied.
 
         Raises
         ------
@@ -187,7 +187,7 @@ class HostCopy:
             else:
                 copied[key] = tensor.cpu().clone()
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()  # the copies above were only ordered
+            torch.cuda.current_stream(device).synchronize()  # the copies above were only queued
         in_order = iter(tensors)  # plain() walks in the same order each time
         return plain(state, tensor=lambda _: copied[_identity(next(in_order))])
 
@@ -198,7 +198,7 @@ class HostCopy:
             self._preparing = None
 
     def _layout(self, tensors: list[Tensor]) -> tuple[dict[tuple[Any, ...], int], int]:
-        """Where in the block each distinct tensor goes, and how large the block must be."""
+        """The place of each distinct tensor in the block, and the block's size."""
         places: dict[tuple[Any, ...], int] = {}
         size = 0
         for tensor in tensors:
@@ -209,12 +209,12 @@ class HostCopy:
 
     def _reserve(self, size: int, pinned: bool) -> np.ndarray[Any, Any]:
         if self._block is None or self._block.nbytes < size:
-            self._block = None  # let go first: not both at once
+            self._block = None  # free the old block first
             if pinned:
                 self._block = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
             else:
                 self._block = np.empty(size, dtype=np.uint8)
-                torch.from_numpy(self._block).zero_()  # now the system has to find the pages
+                torch.from_numpy(self._block).zero_()  # makes the system allocate the pages now
         return self._block
 
 

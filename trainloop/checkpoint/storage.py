@@ -3,9 +3,9 @@
 ::
 
     folder("checkpoints")        a folder on a disk: temporary name, fsync, rename, fsync of the folder
-    folder("s3://bucket/run")    what fsspec knows (extra ``cloud``): visible once the upload is complete
+    folder("s3://bucket/run")    any file system of fsspec (extra ``cloud``): visible once the upload is complete
 
-Whoever reads sees a file complete or does not see it, wherever the writer was killed.
+A reader sees a complete file or none, wherever the writer was killed.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Folder(ABC):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Complete files in it, sorted; not what is being written. Empty where there is no such folder."""
+        """Complete files in it, sorted, without those being written. Empty if there is no such folder."""
 
     @abstractmethod
     def folders(self) -> list[str]:
@@ -99,16 +99,16 @@ class Folder(ABC):
     def write(self, name: str, write: Callable[[BinaryIO], object], *, writer: str = "", durable: bool = True) -> None:
         """Make or replace the file ``name``: ``write`` is called with a file and fills it.
 
-        Where it raises, or the disk is full, nothing is left and a file that was there before is whole.
+        If it raises, or the disk is full, nothing is left and an existing file stays whole.
 
         Parameters
         ----------
         name : str
         write : callable
         writer : str
-            Who writes, for :meth:`remove_unfinished`.
+            The writer's name, for :meth:`remove_unfinished`.
         durable : bool
-            Wait until it would survive a loss of power.
+            Wait until the file would survive a loss of power.
         """
 
     @abstractmethod
@@ -117,15 +117,15 @@ class Folder(ABC):
 
     @abstractmethod
     def remove_unfinished(self, writer: str) -> None:
-        """Delete what a killed ``writer`` left half-written here; nobody else's."""
+        """Delete half-written files of a killed ``writer``, and of nobody else."""
 
     @abstractmethod
     def remove_dead(self) -> None:
-        """Delete what any killed process left half-written here, where its death is certain: on a local disk."""
+        """Delete half-written files of any killed process, on local disks, where its death is certain."""
 
     @abstractmethod
     def check_writable(self) -> None:
-        """Raise ConfigurationError where it is plain that no file can be made here. Makes nothing."""
+        """Raise ConfigurationError if certainly no file can be made here. Makes nothing."""
 
     def read_text(self, name: str) -> str:
         """The file ``name`` as UTF-8 text."""
@@ -231,7 +231,7 @@ def _sync_directory(path: str) -> None:
 class _RemoteFolder(Folder):
     def __init__(self, location: str) -> None:
         super().__init__(location)
-        self._connect()  # so that a missing package is found when arguments are checked
+        self._connect()  # here, to find a missing package when arguments are checked
 
     def _connect(self) -> tuple[Any, str]:
         """The file system, which fsspec keeps and shares by its own cache, and this folder's path in it."""
@@ -260,7 +260,7 @@ class _RemoteFolder(Folder):
 
     def _entries(self, kind: str) -> list[str]:
         system, path = self._connect()
-        # A listing kept from before would not show what another process has written or deleted since.
+        # A cached listing would not show what other processes have written or deleted since.
         system.invalidate_cache(path)
         try:
             entries = system.ls(path, detail=True)
@@ -287,7 +287,7 @@ class _RemoteFolder(Folder):
             else:
                 system.mv(temporary, target)
         except BaseException:
-            # Whatever fails here, the first error is the one to tell.
+            # Whatever fails here, the first error is the one to raise.
             with contextlib.suppress(Exception):
                 file.close()
             with contextlib.suppress(Exception):
@@ -311,7 +311,7 @@ class _RemoteFolder(Folder):
         pass  # objects have no locks
 
     def check_writable(self) -> None:
-        pass  # an upload will tell; asking a store for its rights is a right of its own
+        pass  # the upload will show it; asking a store about rights is itself a right
 
 
 def _temporary_name(name: str, writer: str, kernel: str = "") -> str:
@@ -322,8 +322,8 @@ def _temporary_name(name: str, writer: str, kernel: str = "") -> str:
 def _kernel() -> str:
     """Digits of the running system since its start; empty where unknown.
 
-    What was written under the same one is locked while its writer lives, in whichever container. Of another host, on a
-    network disk, a missing lock says nothing.
+    Files from the same system are locked while their writer lives, in any container. For files of another host, on a
+    network disk, a missing lock proves nothing.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "")[:12]
@@ -335,13 +335,13 @@ def _new_locked(path: str) -> BinaryIO:
     """A new file, locked for as long as this process lives."""
     while True:
         file = open(path, "xb", buffering=1 << 20)  # noqa: SIM115  # the caller closes it
-        if _lock(file.fileno()) or os.path.exists(path):  # or there are no locks here
+        if _lock(file.fileno()) or os.path.exists(path):  # or the file system has no locks
             return file
-        file.close()  # somebody who looks for dead ones was here before the lock
+        file.close()  # a search for dead files came before the lock
 
 
 def _lock(file: int) -> bool:
-    """Whether this process has the file's lock now; ``False`` too where the file system has none."""
+    """Whether this process got the file's lock; also ``False`` if the file system has no locks."""
     import fcntl
 
     try:

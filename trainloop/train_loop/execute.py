@@ -1,4 +1,4 @@
-"""One piece of work of a loop: done here, in ranks that are started for it, or as a rank that others have started.
+"""Do a piece of a loop's work: in this process, in ranks started for it, or as a rank that others have started.
 
 :func:`execute` is the only way from a :class:`~trainloop.TrainLoop` to a run: in one process the run is made here; for
 ``ddp`` and ``fsdp`` the loop is sent to the ranks, each makes a run of its own, and their state comes back.
@@ -48,13 +48,13 @@ def execute(loop: TrainLoop[Any], work: Callable[..., Any], *args: Any, job: Fit
     Parameters
     ----------
     loop : TrainLoop
-        In the ranks a copy, whose state comes back into this one.
+        Ranks get a copy, whose state comes back into this one.
     work : callable
         A method of :class:`~trainloop.train_loop.run.Run`; it is sent to ranks by its name.
     *args
         Of ``work``.
     job : FitJob, optional
-        What a training is to do; without one the run can only evaluate.
+        The work of a training; without it the run can only evaluate.
     """
     if not has_ranks(loop.gpu_mode) and (job is None or job.restarts is None):
         stop = LocalStop()
@@ -110,7 +110,7 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
             on_failure=None if supervisor is None else supervisor.failed,
             **options,
         )
-    with uninterrupted():  # half of the new state and half of the old would be of no use
+    with uninterrupted():  # a mixture of new and old state would be useless
         result, randomness = departure.receive(data)
         if randomness is not None:
             randomness.put_into(loop)
@@ -129,7 +129,7 @@ def _supervisor(loop: TrainLoop[Any], job: FitJob | None, ranks: int) -> Iterato
 
 
 class CallersRandomness(NamedTuple):
-    """Random numbers of the caller's process, which a run without a seed draws from in ``single`` and ``dp``."""
+    """The caller's random states, from which a run without a seed draws in ``single`` and ``dp``."""
 
     states: dict[str, Any]
     generators: list[dict[str, torch.Tensor]]
@@ -137,12 +137,12 @@ class CallersRandomness(NamedTuple):
 
     @classmethod
     def of(cls, loop: TrainLoop[Any]) -> CallersRandomness:
-        """As they are in this process."""
+        """The states in this process."""
         found = [generators_of(loader) for loader in _loaders(loop)]
         return cls(rng.capture(), [{name: own.get_state() for name, own in each.items()} for each in found])
 
     def put_into(self, loop: TrainLoop[Any]) -> None:
-        """This process goes on where the other was."""
+        """Set them in this process."""
         rng.restore(self.states)
         for loader, saved in zip(_loaders(loop), self.generators, strict=True):
             for name, generator in generators_of(loader).items():
@@ -166,7 +166,7 @@ def _as_rank(
     memory: SnapshotMemory | None = None,
     caller: CallersRandomness | None = None,
 ) -> Any:
-    """In a rank: do the work; what comes back is the loop's state, the work's result, and randomness where it counts.
+    """In a rank: do the work; returns the loop's state with the work's result and, in one process, random states.
 
     Parameters
     ----------
@@ -176,7 +176,7 @@ def _as_rank(
         Of the :class:`~trainloop.train_loop.handover.Departure`.
     stop : StopAgreement
     joined : bool
-        The rank was started by others, and there is nobody to send anything to.
+        Whether others started the rank, so that there is no caller to send state to.
     memory : SnapshotMemory, optional
         For a run that survives failures.
     caller : CallersRandomness, optional
@@ -214,7 +214,7 @@ def _as_rank(
 
 @contextmanager
 def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None, *, joined: bool = False) -> Iterator[Run]:
-    """A run of this process, for training (``job``) or for evaluation only: ``loop.running`` while it lasts."""
+    """Make a run in this process, for training (``job``) or evaluation only; it is ``loop.running`` while it lasts."""
     devices = loop.site.devices if loop.gpu_mode == "dp" else [loop.site.devices[loop.process.local_rank]]
     wrapper_args, over_ranks = None, False
     if job is not None:
@@ -244,7 +244,7 @@ def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None, *, jo
 
 def _kind_of_training(loop: TrainLoop[Any]) -> type[Training]:
     own: type[Training] | None = getattr(loop.optimizer, "training_class", None)
-    if own is not None:  # an optimizer may bring its own order of a step
+    if own is not None:  # an optimizer may bring its own kind of step
         return own
     if yields_losses(loop.model):
         return AlternatingTraining
@@ -276,7 +276,7 @@ def _process_here() -> Rank:
 
 
 def sent_parts(loop: TrainLoop[Any]) -> dict[str, Any]:
-    """What is sent to ranks, under the names by which an error speaks of what can't be."""
+    """The parts of a loop that are sent to ranks, by the names that errors use for them."""
     names = ("model", "train_loader", "validation_loader", "test_loader", "optimizer", "criterion", "callbacks")
     return {name: getattr(loop, name) for name in names}
 
@@ -284,7 +284,7 @@ def sent_parts(loop: TrainLoop[Any]) -> dict[str, Any]:
 def _loader_workers(loop: TrainLoop[Any], ranks: int) -> int:
     """Workers that load beside a rank, under the quota."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the loader's own turn to warn comes
+        warnings.simplefilter("ignore")  # the loader will warn itself
         return max(cap_workers(getattr(one, "num_workers", 0), loop.options.quota, ranks) for one in _loaders(loop))
 
 

@@ -1,4 +1,4 @@
-"""A loop's way to the ranks and its state's way back, into the caller's own objects."""
+"""Send a loop to the ranks, and write its state back into the caller's own objects."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ __all__ = [
 ]
 
 COUNTERS = ("epoch", "global_step", "total_iteration_idx", "early_stop", "message_service", "timings_of_last_fit")
-# What every nn.Module has in its __dict__ and torch itself keeps in order.
+# Attributes of every nn.Module that torch itself maintains.
 _MISSING = object()
 _TORCH_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"_log_sink", "_log_batch_size", "_compiled_call_impl"}
 
 
 def known_objects(loop: TrainLoop[Any]) -> list[object]:
-    """The objects both sides have: what a loop was made of, in an order that is the same on both sides.
+    """The objects of a loop that both sides have, in the same order on both.
 
     References to them travel as references, so that a callback that comes back still holds the caller's own model.
     """
@@ -62,7 +62,7 @@ def known_objects(loop: TrainLoop[Any]) -> list[object]:
 
 
 def _parts(loop: TrainLoop[Any]) -> dict[str, Any]:
-    """What is reached from optimizers, criterion, callbacks and the attributes of modules, by its path."""
+    """The objects reached from optimizers, criterion, callbacks and modules' attributes, by their path."""
     roots: dict[str, object] = {"optimizer": loop.optimizer, "criterion": loop.criterion}
     for i, callback in enumerate(loop.callbacks):
         roots.update((f"callbacks.{i}.{name}", value) for name, value in kept_attributes(callback).items())
@@ -74,7 +74,7 @@ def _parts(loop: TrainLoop[Any]) -> dict[str, Any]:
 
 
 class Departure:
-    """The caller's side of a run in ranks: which of the loop's parts are sent, for their contents to come back to."""
+    """The caller's side of a run in ranks: the parts of the loop into which contents come back."""
 
     def __init__(self, loop: TrainLoop[Any]) -> None:
         self._loop = loop
@@ -92,7 +92,7 @@ class Departure:
 
 
 class Arrival:
-    """What a loop was when it arrived in a rank, so that at the end only what changed goes back."""
+    """The rank's side: the state in which the loop arrived, so that only changes go back."""
 
     def __init__(self, loop: TrainLoop[Any], paths: Iterable[str] = ()) -> None:
         self._loop = loop
@@ -111,7 +111,7 @@ class Arrival:
         self._arrived = dumped_parts(self.parts, self.known)
 
     def parts_now(self) -> dict[str, Any]:
-        """What they hold now, by their path."""
+        """The parts' present contents, by their path."""
         return parts_now(self.parts)
 
     def end_state(self, result: Any) -> bytes:
@@ -162,7 +162,7 @@ def plain_attributes(loop: TrainLoop[Any]) -> dict[tuple[int, int, str], Any]:
         for root, top in enumerate(_root_modules(loop))
         for i, module in enumerate(top.modules())
         for name, value in kept_attributes(module).items()
-        # What the module itself leaves out of its state, or replaces there, is each process's own.
+        # Attributes that the module leaves out of its state, or replaces in it, are each process's own.
         if name not in _TORCH_OWN
         and module.__dict__.get(name, _MISSING) is value
         and name not in names_of(module)  # rank 0's columns are not the caller's
@@ -201,14 +201,14 @@ def put_tensors(loop: TrainLoop[Any], values: Mapping[tuple[int, str], tuple[tor
 
 
 def put_plain_attributes(loop: TrainLoop[Any], values: Mapping[tuple[int, int, str], Any]) -> None:
-    """What :func:`plain_attributes` gave on the other side, into the modules of this one."""
+    """Write the other side's :func:`plain_attributes` into this side's modules."""
     modules = [list(top.modules()) for top in _root_modules(loop)]
     for (root, i, name), value in values.items():
         object.__setattr__(modules[root][i], name, value)
 
 
 def put_callback_state(callback: Any, saved: Any) -> None:
-    """What :func:`callback_state` gave on the other side."""
+    """Load the other side's :func:`callback_state` into a callback."""
     if hasattr(callback, "__setstate__"):
         callback.__setstate__(saved)
     else:
@@ -227,14 +227,14 @@ def _tensors(loop: TrainLoop[Any]) -> Iterable[tuple[tuple[int, str], torch.Tens
 
 
 def buffers_of(loop: TrainLoop[Any]) -> Iterable[tuple[tuple[int, str], torch.Tensor]]:
-    """Buffers, which each rank has its own of where DDP doesn't copy those of rank 0."""
+    """The buffers; where DDP doesn't copy rank 0's, each rank has its own."""
     for root, module in enumerate(_root_modules(loop)):
         for name, buffer in module.named_buffers():
             yield (root, name), buffer
 
 
 def stateful_attributes(callback: Any) -> dict[str, Any]:
-    """A callback's schedulers, metrics and the like, which take over state and stay the caller's own objects."""
+    """A callback's schedulers, metrics and the like: they load state, and stay the caller's own objects."""
     return {
         name: value
         for name, value in vars(callback).items()
@@ -247,7 +247,7 @@ def stateful_attributes(callback: Any) -> dict[str, Any]:
 
 
 def callback_state(callback: Any) -> Any:
-    """What of a callback goes to another process, by its own word."""
+    """The part of a callback that its ``__getstate__`` sends to another process."""
     get_state = getattr(type(callback), "__getstate__", None)
     if get_state is not None and get_state is not getattr(object, "__getstate__", None):
         return callback.__getstate__()

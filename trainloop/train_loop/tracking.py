@@ -57,17 +57,17 @@ class _TrackingLoop(TrainLoop[ModelT]):
 
     @property
     def local_model_result_folder_path(self) -> str:
-        """Where projects are."""
+        """The folder of projects."""
         return self.experiment.local_model_result_folder_path
 
     @property
     def experiment_timestamp(self) -> str:
-        """When the experiment began."""
+        """Time stamp of the experiment's begin."""
         return self.experiment.timestamp
 
     @property
     def hyperparams(self) -> dict[str, Any]:
-        """As given."""
+        """The hyperparameters, as given."""
         return self.experiment.hyperparams
 
 

@@ -1,4 +1,4 @@
-"""What a fold trains: a ``TrainLoop``, or any object with ``fit`` and ``predict``; its score, predictions and model."""
+"""Train a fold, by a ``TrainLoop`` or any object with ``fit`` and ``predict``: its score, predictions and model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEFAULT_EPOCHS = 10
 
 @dataclass
 class Outcome:
-    """What one fold came to."""
+    """The result of one fold."""
 
     score: float
     """The metric on the fold's validation rows."""
@@ -34,10 +34,10 @@ class Outcome:
 
 
 class EstimatorLoop:
-    """An object with ``fit`` and ``predict`` (scikit-learn, LightGBM, XGBoost) as something that a fold can train.
+    """An object with ``fit`` and ``predict`` (scikit-learn, LightGBM, XGBoost) in the form that a fold can train.
 
-    ``make_loop`` may return the object itself where ``tune`` has ``data``; this class is for all else: other data,
-    sample weights, a training that falls back to the CPU.
+    ``make_loop`` may return the object itself where ``tune`` has ``data``; this class is for all other cases: other
+    data, sample weights, a training that falls back to the CPU.
 
     Parameters
     ----------
@@ -89,12 +89,12 @@ def fit(
     params: Mapping[str, Any],
     metric: Metric,
 ) -> Outcome:
-    """Train what ``make_loop`` returned, where it is not trained yet, and score it.
+    """Train the result of ``make_loop``, unless it is trained already, and score it.
 
     Raises
     ------
     ConfigurationError
-        If it is nothing that can be trained, has no such metric, or predicts other rows than the fold's.
+        If it can't be trained, has no such metric, or predicts other rows than the fold's.
     """
     if hasattr(made, "predict_on_validation_set"):
         outcome = _fit_loop(made, fit_args, params, metric)
@@ -172,7 +172,7 @@ def _fit_estimator(loop: EstimatorLoop, fit_args: Mapping[str, Any] | None, metr
 
 
 def _loss(estimator: Any, predictions: np.ndarray[Any, Any], truth: np.ndarray[Any, Any]) -> float:
-    """What ``val_loss`` is for a loop with the usual criterion: cross entropy of classes, squared error of numbers."""
+    """``val_loss`` of an estimator: cross entropy of classes, squared error of numbers."""
     if hasattr(estimator, "predict_proba"):
         columns = np.searchsorted(np.asarray(estimator.classes_), truth)
         chances = np.clip(predictions[np.arange(len(truth)), columns], 1e-15, 1.0)
@@ -244,7 +244,7 @@ def learn_rows(make_loop: Callable[..., Any], params: Mapping[str, Any]) -> tupl
         if inner is not None and hasattr(dataset, "indices"):
             return len(inner), _targets_of(inner)
         length, targets = describe_data(made)
-        if length > len(fold.train):  # it takes no notice of the fold
+        if length > len(fold.train):  # it ignores the fold
             return length, targets
         unclear: Exception = ConfigurationError(
             "the loop that make_loop returned for a fold of two rows does not show how many rows there are in all. "

@@ -1,4 +1,4 @@
-"""Folds: which rows a model of a bag trains on, and which it predicts."""
+"""Folds: the rows on which each model of a bag trains, and those that it predicts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def class_targets(targets: object) -> np.ndarray[Any, Any] | None:
 def make_folds(
     num_samples: int, num_folds: int, *, seed: int, classes: Sequence[int] | np.ndarray[Any, Any] | None = None
 ) -> list[Fold]:
-    """Folds that hold out each row once, as equal in size as it goes, stratified by class where there are classes.
+    """Folds that hold out each row once, as equal in size as possible, stratified if there are classes.
 
     Parameters
     ----------

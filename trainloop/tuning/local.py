@@ -20,7 +20,7 @@ __all__ = ["Child", "FoldExit", "ForkingBackend", "LocalBackend", "read_end"]
 
 @dataclass
 class FoldExit:
-    """How a fold's process ended."""
+    """The end of a fold's process."""
 
     job: Job
     """What it was told."""
@@ -36,7 +36,7 @@ class Child:
         with open(Path(job.folder) / "log.txt", "wb") as log:
             self._process = subprocess.Popen(
                 command(job.write()),
-                stdin=subprocess.PIPE,  # closed by the system when this process ends, however it does
+                stdin=subprocess.PIPE,  # the system closes it when this process ends, however it ends
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **job.environment},
@@ -66,7 +66,7 @@ class Child:
 
 
 def read_end(job: Job, exitcode: int) -> FoldExit:
-    """What the fold's folder and its exit code say."""
+    """Read how a fold ended, from its folder and its exit code."""
     folder = Path(job.folder)
     if (folder / "result.pkl").exists():
         return FoldExit(job)
@@ -154,7 +154,7 @@ class ForkingBackend:
 
 
 class LocalBackend:
-    """Starts children, and tells of those that ended."""
+    """Starts children, and returns those that ended."""
 
     def __init__(self) -> None:
         self._children: list[Child] = []

@@ -28,11 +28,11 @@ from trainloop.tuning.worker import Job
 __all__ = ["RayBackend"]
 
 _RESULTS = ("result.pkl", "predictions.pkl", "model.pkl", "error.txt", "log.txt")
-_RETRIES = 3  # of a task whose node or worker is lost
+_RETRIES = 3  # restarts of a task whose node or worker is lost
 
 
 class RayBackend:
-    """Starts tasks, and tells of those that ended."""
+    """Starts tasks, and returns those that ended."""
 
     def __init__(self, ray: Any, total: ResourceQuota) -> None:
         self._ray = ray
@@ -145,7 +145,7 @@ class RayBackend:
         return self._files[path][1]
 
     def _group_of(self, bag: int) -> Any:
-        """All that a bag's folds need at once, reserved whole or not at all: a bundle a fold, none for who waits.
+        """The resources of a bag's folds, reserved together or not at all: a bundle for each fold that trains at once.
 
         Trials follow each other in it, and the next one's folds may begin while the last one's end.
         """

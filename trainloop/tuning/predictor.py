@@ -1,4 +1,4 @@
-"""A bag of models as one: it predicts, and goes to disk and back."""
+"""A bag of models as one predictor, which can be saved and loaded."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class BaggedPredictor:
         Returns
         -------
         numpy.ndarray
-            The mean where predictions are floats (logits, probabilities, numbers). Classes have no mean: the most
-            frequent one, and the least of equally frequent ones.
+            The mean where predictions are floats (logits, probabilities, numbers). For classes the most frequent one,
+            the lowest of equally frequent ones.
         """
         return fitting.combine([fitting.predict_with(model, data) for model in self.models])
 
@@ -59,8 +59,7 @@ class BaggedPredictor:
         ----------
         path : path
         trusted : bool
-            You vouch for the file, whoever may have written it, for instance one that you have downloaded from a
-            source that you trust: nothing is checked.
+            Skip the check of who may have written the file, for one from a source that you trust.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Trials on their way, and how the user sees them."""
+"""Running trials, and their display."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Running:
         self.gpus = max(self.gpus, result.get("gpus", 0.0))
 
     def interrupt(self, why: str = "the search was interrupted") -> None:
-        """What trains and what waits will not come to an end."""
+        """Mark training and waiting folds as interrupted."""
         self.interrupted = not self.over
         why = why[0].upper() + why[1:]
         for fold in self.training:
@@ -104,7 +104,7 @@ class View:
             self._bar.close()
 
     def show(self, begun: list[Running]) -> None:
-        """Tell how it stands."""
+        """Show the present state."""
         over = sum(running.over for running in begun)
         if self._bar is not None:
             self._bar.n = sum(len(running.scores) + len(running.errors) for running in begun)
@@ -114,7 +114,7 @@ class View:
         self._printed = over
 
     def tell_lost(self, running: Running, fold: int) -> None:
-        """Tell why a fold has no result, in a line; the whole of it is in the result."""
+        """Print in a line why a fold has no result; the result has the whole error."""
         if self._progress:
             lines = running.errors[fold].strip().splitlines()
             first = lines[0] if lines and lines[0].startswith("The fold") else (lines or [""])[-1]
@@ -125,7 +125,7 @@ class View:
                 self._bar.write(text, file=sys.stderr)
 
     def line(self, begun: list[Running]) -> str:
-        """How it stands, in one line."""
+        """The present state in one line."""
         now = [running for running in begun if running.training]
         models = sum(len(running.training) for running in now)
         quota = self._plan.per_model
@@ -140,7 +140,7 @@ class View:
         )
 
     def last(self, begun: list[Running], interrupted: bool) -> None:
-        """Tell how it ended."""
+        """Show the end."""
         if self._progress:
             ended = "interrupted" if interrupted else "over"
             print(f"tune is {ended}: {self.line(begun)}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What a search came to."""
+"""The result of a search."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ State = Literal["done", "partial", "failed", "interrupted"]
 
 @dataclass
 class Trial:
-    """One setting of the parameters, and what its models came to."""
+    """One setting of the parameters, and the results of its models."""
 
     number: int
     """From 0, in the order of proposal."""
@@ -130,7 +130,7 @@ class TuneResult:
         return self.predictor_of(self.best_trial)
 
     def predictor_of(self, trial: Trial) -> BaggedPredictor:
-        """Models of any trial as one; those that the best one has beaten need ``tune(..., keep='all')``."""
+        """Models of any trial as one; for any but the best one, the search needs ``tune(..., keep='all')``."""
         paths = [folder / "model.pkl" for _, folder in self._finished(trial)]
         if not all(path.exists() for path in paths):
             raise ConfigurationError(
@@ -171,7 +171,7 @@ class TuneResult:
 
     @property
     def out_of_fold_predictions(self) -> Any:
-        """Of the best trial, a row for each row of the data, by the model that did not train on it.
+        """The best trial's prediction for each row of the data, by the model that did not train on it.
 
         Rows of a fold that failed are NaN, or None where predictions are no floats.
 

@@ -34,7 +34,7 @@ _FORKS = hasattr(os, "fork") and hasattr(os, "waitid")
 
 
 class Backend(Protocol):
-    """Where folds run."""
+    """Runs folds, on this machine or elsewhere."""
 
     def start(self, job: Job, bag: int) -> None: ...
 
@@ -131,7 +131,7 @@ def tune(
         processes begin as forks of the one that has. They must start no thread and touch no GPU when they are imported.
         Not with Ray.
     trusted : bool
-        You vouch for what is in ``storage``, whoever may have written it: owners and modes are not checked.
+        Skip the check of owners and modes of ``storage``, for a folder that you trust.
 
     Returns
     -------
@@ -164,7 +164,7 @@ def tune(
             stacklevel=2,
         )
         num_trials = min(num_trials, 1)
-    proposals = make_searcher(searcher, space, seed=0 if seed is None else seed, mode=mode)  # errors come early
+    proposals = make_searcher(searcher, space, seed=0 if seed is None else seed, mode=mode)  # to find errors early
     with ExitStack() as undo:
         if backend == "ray":
             from trainloop.tuning.on_ray import RayBackend
@@ -342,7 +342,7 @@ class _Search:
     # -- the run -----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until every trial is over, the time is, or Ctrl-C."""
+        """Run until every trial is over, time is up, or Ctrl-C."""
         why = "the search was interrupted"
         try:
             with self._view:
@@ -364,11 +364,11 @@ class _Search:
         self._view.last(self.begun, self.interrupted)
 
     def _patience_s(self) -> float:
-        """How long to wait for a fold's end."""
+        """Seconds to wait for a fold's end."""
         return 1.0 if self._deadline is None else min(1.0, max(0.0, self._deadline - time.monotonic()))
 
     def _fill(self) -> bool:
-        """Give every free place something to train; whether anything trains."""
+        """Give every free place a fold to train; returns whether anything trains."""
         taken = {place for running in self.begun for place in running.training.values()}
         for place in range(self._plan.models_in_parallel):
             if place in taken:
@@ -439,6 +439,6 @@ class _Search:
         over = [other.trial() for other in self.begun if other.over]
         best = best_of(over, self._mode)
         for other in over:
-            # A partial one may be whole after another run, and then the best.
+            # A partial trial may be completed by another run, and then be the best.
             if other.state == "done" and best is not None and other.number != best.number:
                 self._store.forget_models(other.number)

@@ -1,4 +1,4 @@
-"""What a search holds of the machine, and which part of it each model has."""
+"""The resources that a search holds, and each model's share of them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def lease_total(total: ResourceQuota, timeout_s: float | None, undo: ExitStack) 
 
 
 class Slots:
-    """Which CPUs and GPUs the j-th model of the b-th bag has; the same for all that run there, one after the other."""
+    """CPUs and GPUs of the j-th model in the b-th bag, the same for all models that run there in turn."""
 
     def __init__(self, division: Plan, cpus: list[int] | None, devices: list[int] | None) -> None:
         self._plan = division

@@ -17,7 +17,7 @@ from trainloop.errors import ConfigurationError
 
 __all__ = ["Choice", "Integers", "Searcher", "Uniform", "make_searcher", "parse_space"]
 
-_ENUMERABLE = 1_000_000  # settings; below so many a random search never tries one twice
+_ENUMERABLE = 1_000_000  # in spaces of fewer settings, a random search never tries one twice
 
 
 class Dimension(Protocol):
@@ -157,7 +157,7 @@ class Searcher(Protocol):
 
 
 def make_searcher(searcher: Any, space: Mapping[str, Any], *, seed: int, mode: str) -> Searcher:
-    """The searcher that a name or an Optuna sampler means.
+    """The searcher for a name or an Optuna sampler.
 
     Raises
     ------

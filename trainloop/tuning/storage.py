@@ -2,12 +2,12 @@
 
 ::
 
-    search.json                     what the search is; a search that goes on must be the same
+    search.json                     identity of the search; a search that goes on must have the same
     folds.pkl                       the folds, where there is bagging
     trial-0003/params.pkl, .json    its parameters, exact and readable
     trial-0003/fold-1/job.json      where and how the child runs
                       log.txt       what it printed
-                      result.pkl    score, seconds, predictions; written last, so that a fold with one is finished
+                      result.pkl    score, seconds, predictions; written last, so a fold that has it is finished
                       model.pkl     the trained model
                       error.txt     why there is no result
 
@@ -67,7 +67,7 @@ def dumps(value: object, root: str = "") -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """What :func:`dumps` made. It can run any code, so it must come from a file that is trusted."""
+    """The inverse of :func:`dumps`. It can run any code, so it must come from a trusted file."""
     import pickle
 
     return pickle.loads(data)
@@ -79,7 +79,7 @@ def write(path: Path, value: object, root: str = "") -> None:
 
 
 def read(path: Path, *, trusted: bool = False) -> Any:
-    """What :func:`write` wrote; a pickle, hence read only where nobody else can have written it, or if ``trusted``."""
+    """Read what :func:`write` wrote: a pickle, so only if nobody else can have written it, or if ``trusted``."""
     return loads(read_own(path, trusted=trusted))
 
 
@@ -89,7 +89,7 @@ def read_own(path: Path, *, trusted: bool = False) -> bytes:
     Parameters
     ----------
     trusted : bool
-        The caller vouches for it: nothing is checked.
+        Check nothing.
 
     Raises
     ------
@@ -98,14 +98,14 @@ def read_own(path: Path, *, trusted: bool = False) -> bytes:
     """
     with open(path, "rb") as file:
         if not trusted:
-            # The open file itself and not its name, which may mean another by now.
+            # Check the open file and not its name, which may be another file's by now.
             _check_owner(path, os.fstat(file.fileno()))
             _check_owner(path.parent, os.stat(path.parent))
         return file.read()
 
 
 def check_own_folder(folder: Path, *, trusted: bool = False) -> None:
-    """See that nobody else can put files into a folder from which pickles are read; raises as :func:`read_own`."""
+    """Check that nobody else can put files into a folder of pickles; raises as :func:`read_own`."""
     if not trusted:
         _check_owner(folder, os.stat(folder))
 
@@ -116,7 +116,7 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
     is_folder = stat.S_ISDIR(found.st_mode)
     if found.st_uid not in (os.geteuid(), 0):
         wrong, mend = f"is owned by user {_name(found.st_uid)}", "Copy what you trust into a folder of your own"
-    # Of a folder that is open to all, such as /tmp, the sticky bit keeps others' files from being replaced.
+    # In a folder that is open to all, such as /tmp, the sticky bit protects files from other users.
     elif is_folder and found.st_mode & stat.S_ISVTX:
         return
     elif stat.S_IMODE(found.st_mode) & 0o002 or (stat.S_IMODE(found.st_mode) & 0o020 and not _is_private(found)):
@@ -174,13 +174,13 @@ def make_folder(folder: Path) -> None:
 
 
 def write_checked(path: Path, head: bytes, value: object, root: str) -> None:
-    """Pickle ``value`` into a file that says what it is and knows whether it is whole."""
+    """Pickle ``value`` into a file with a head that names its kind, and a checksum."""
     body = dumps(value, root)
     write_bytes(path, head + hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
 
 
 def read_checked(path: Path, head: bytes, what: str, writer: str, *, trusted: bool) -> Any:
-    """What :func:`write_checked` wrote under this head; read as :func:`read` reads.
+    """Read what :func:`write_checked` wrote with this head, under the rules of :func:`read`.
 
     Raises
     ------
@@ -230,11 +230,11 @@ class Storage:
         return lock
 
     def close(self) -> None:
-        """Let others open it."""
+        """Close the folder, so that another process may open it."""
         self._lock.release()
 
     def _checked(self, identity: dict[str, Any]) -> dict[str, Any]:
-        """The identity that counts: that of the search begun here, if there is one, since it has a seed."""
+        """The identity of the search: that of one begun here, if there is one, as it has a seed."""
         path = self.folder / "search.json"
         if not path.exists():
             write_bytes(path, json.dumps(identity, indent=2).encode())
@@ -281,7 +281,7 @@ class Storage:
         return read(path, trusted=self.trusted) if path.exists() else None
 
     def forget_models(self, number: int) -> None:
-        """Delete the models of a trial that another one has beaten."""
+        """Delete the models of a trial that is not the best any more."""
         for path in self.trial_folder(number).glob("fold-*/model.pkl"):
             with contextlib.suppress(OSError):
                 path.unlink()

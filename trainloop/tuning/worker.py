@@ -1,7 +1,7 @@
 """The process that trains one fold: from its first line to its last.
 
-It takes its CPUs before it imports anything that counts them, ends when its parent does, and leaves what it came to in
-the fold's folder. Nothing of it runs in the searching process.
+It takes its CPUs before it imports anything that counts them, ends when its parent does, and writes its result into the
+fold's folder. None of this runs in the searching process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Job", "command", "main"]
 
 @dataclass
 class Job:
-    """One fold to train, as the child is told of it."""
+    """A child's task: one fold to train."""
 
     trial: int
     """Number of the trial."""
@@ -54,12 +54,12 @@ class Job:
 
 
 def command(job_file: Path) -> list[str]:
-    """How the child is started. By ``-c``: nothing of it is called ``__main__``, as the user's own things may be."""
+    """The command that starts the child. By ``-c``, as ``__main__`` has to stay free for the user's own things."""
     return [sys.executable, "-c", "from trainloop.tuning.worker import main; main()", str(job_file)]
 
 
 def main() -> None:
-    """Train the fold that the first argument tells of."""
+    """Train the fold of the first argument."""
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     told = json.loads(Path(sys.argv[1]).read_text())
     sys.path[:] = list(dict.fromkeys([*told.pop("sys_path"), *sys.path]))
@@ -75,7 +75,7 @@ def main() -> None:
         from trainloop.tuning.storage import write_bytes
 
         write_bytes(folder / "error.txt", traceback.format_exc().encode(errors="replace"))
-        # At once: threads and children that the failure left behind may never end.
+        # Exit at once: threads and children left by the failure may never end.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -131,7 +131,7 @@ def _train(job: Job, folder: Path) -> None:
 
 
 def _cpu_seconds() -> float:
-    """Of this process and of children that have ended, counted by the kernel."""
+    """CPU seconds of this process and its ended children, counted by the kernel."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
@@ -143,6 +143,6 @@ def _seed(seed: int) -> None:
 
     random.seed(seed)
     np.random.seed(seed)
-    # Where the work needs torch it is there by now; imported later, its default seed is a constant too.
+    # If the work needs torch, it is imported by now; imported later, its default seed is a constant too.
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(seed)
