@@ -4,6 +4,7 @@
 # make test-docs all examples, and every block of code in the documentation
 # make test-hosts  those that make networks of their own; need root and iproute2
 # make test-all  the slow ones and those that need root, too; ranks from a fork server, then each a fresh interpreter
+# make test-simulated-gpu  tests/gpu on two simulated GPUs, in an environment of their own (4.8 GB at first)
 # make test-ecosystem  other projects' models, optimizers and loaders in every mode (large downloads at first)
 # make check     what CI runs: tests, lint, types, documentation
 # make docs      build docs/_build/html
@@ -15,6 +16,7 @@
 # Every target starts from nothing but Python; a second run installs nothing. Another interpreter: make PYTHON=python3.12 test
 PYTHON ?= python3
 VENV   ?= .venv
+VENV_SIMULATED_GPU ?= .venv-simulated-gpu
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 ARGS   ?=
@@ -30,7 +32,7 @@ $(VENV)/$(1).stamp: setup.cfg setup.py pyproject.toml constraints.txt | $(BIN)/p
 	@touch $$@
 endef
 
-.PHONY: help demo test test-unit test-docs test-hosts test-all test-ecosystem lint types docs check bench soak soak-restarts clean
+.PHONY: help demo test test-unit test-docs test-hosts test-all test-simulated-gpu test-ecosystem lint types docs check bench soak soak-restarts clean
 help:
 	@sed -n '1,/^PYTHON/{/^# make/s/^# //p}' Makefile
 
@@ -65,6 +67,11 @@ test-all: $(VENV)/test-all.stamp
 	$(BIN)/python -m pytest -m "" $(ARGS)
 	TRAINLOOP_START_METHOD=spawn $(BIN)/python -m pytest -m "" tests/ranks tests/faults tests/gpu $(ARGS)
 
+test-simulated-gpu:
+	PYTHON=$(PYTHON) bash tests/simulated_cuda/run.sh $(VENV_SIMULATED_GPU) \
+		python -m pytest -m gpu -o faulthandler_timeout=300 tests/simulated_cuda tests/gpu \
+		$$(grep -rl 'mark\.gpu' tests/unit) $(ARGS)
+
 test-ecosystem: $(VENV)/test-ecosystem.stamp
 	$(BIN)/python -m pytest tests/ecosystem -m ecosystem -o faulthandler_timeout=600 $(ARGS)
 
@@ -93,4 +100,4 @@ bench: $(VENV)/examples.stamp
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf $(VENV) build *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_SIMULATED_GPU) build *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -43,10 +43,17 @@ ODD_LENGTH = 101  # divisible by no batch size and no number of ranks that the t
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """The suite of the world imports what only its own extra installs: it is read when it is asked for."""
-    asked_for = "ecosystem" in config.option.markexpr.replace("not ecosystem", "")
-    inside = (Path(__file__).parent / "ecosystem") in (collection_path, *collection_path.parents)
-    return True if inside and not asked_for else None
+    """The suite of the world imports what only its own extra installs: it is read when it is asked for.
+
+    Likewise the tests of the simulated GPU, which are for processes that have one.
+    """
+    asked_for = {
+        "ecosystem": "ecosystem" in config.option.markexpr.replace("not ecosystem", ""),
+        "simulated_cuda": "FAKEGPU" in os.environ,
+    }
+    here = Path(__file__).parent
+    inside = [name for name in asked_for if here / name in (collection_path, *collection_path.parents)]
+    return True if inside and not asked_for[inside[0]] else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

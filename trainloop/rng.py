@@ -51,12 +51,13 @@ def peek_seed() -> int:
 def capture(*, devices: bool = True) -> dict[str, Any]:
     """State of all generators as plain types and tensors, so that a checkpoint can hold it.
 
-    CUDA generators are included where CUDA is in use already, unless ``devices=False``.
+    CUDA generators are included where CUDA is in use already, unless ``devices=False``; asking starts nothing.
     """
     # The legacy global generator is what np.random.rand() and most augmentation code draws from.
     state = _plain(random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state())
-    if devices and torch.cuda.is_available() and torch.cuda.is_initialized():
+    if devices and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
+        state["cuda_device"] = torch.cuda.current_device()
     return state
 
 
@@ -129,7 +130,11 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Put back what :func:`capture` or :func:`packed` returned. States of GPUs that are not there are ignored."""
+    """Put back what :func:`capture` or :func:`packed` returned.
+
+    The GPU that is current now gets the state of that which was current then, be it another one. States of GPUs that
+    are not there are ignored.
+    """
     global _last_seed
     if "seed" in state:
         _last_seed = state["seed"]
@@ -142,7 +147,12 @@ def restore(state: dict[str, Any]) -> None:
     )
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
-        for device, cuda_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        here = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+        there = state.get("cuda_device", here)
+        states = dict(enumerate(state["cuda"][: torch.cuda.device_count()]))
+        if there < len(state["cuda"]):
+            states[here] = state["cuda"][there]
+        for device, cuda_state in states.items():
             torch.cuda.set_rng_state(cuda_state, device)
 
 
@@ -151,10 +161,14 @@ def isolated(seed: int | None = None) -> Iterator[None]:
     """Random draws inside leave the generators outside unchanged; with ``seed``, they are the same each time."""
     global _last_seed
     before, seed_before = capture(), _last_seed
+    first_seed = torch.initial_seed()
     try:
         if seed is not None:
             seed_all(seed)
         yield
     finally:
         restore(before)
+        if "cuda" not in before and (seed is not None or torch.cuda.is_initialized()):
+            # CUDA was not in use yet, and would have begun with the seed of the CPU's generator.
+            torch.cuda.manual_seed_all(first_seed)
         _last_seed = seed_before

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +14,16 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainloop.data import eval_feed, train_feed
 
 pytestmark = pytest.mark.gpu
+
+
+@contextlib.contextmanager
+def no_synchronisation() -> Iterator[None]:
+    with warnings.catch_warnings(action="ignore"):  # 'a prototype feature'
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def make_loader(**kwargs: Any) -> Any:
@@ -41,12 +54,9 @@ def test_the_host_waits_for_nothing() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     feed = train_feed(make_loader(shuffle=True), seed=1, device=device)
     list(feed.steps(1))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         for step in feed.steps(1):
             step.batches[0][0].sum()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_next_copy_is_under_way_while_a_step_runs() -> None:

@@ -183,7 +183,7 @@ class HostCopy:
                 room = block[places[key] : places[key] + tensor.nbytes]
                 flat = torch.frombuffer(room, dtype=torch.uint8).view(tensor.dtype)
                 strides = torch.empty_like(tensor, device="meta").stride()  # channels_last stays so
-                copied[key] = flat.as_strided(tensor.shape, strides).copy_(tensor, non_blocking=True)
+                copied[key] = flat.as_strided(tensor.shape, strides).copy_(tensor, non_blocking=tensor.is_cuda)
             else:
                 copied[key] = tensor.cpu().clone()
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:

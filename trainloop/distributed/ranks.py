@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -46,6 +47,25 @@ class Rank:
 def has_group() -> bool:
     """Whether this process is in a process group."""
     return dist.is_available() and dist.is_initialized()
+
+
+def leave_group(*, failed: bool = False) -> None:
+    """Leave the process group, if there is one.
+
+    Parameters
+    ----------
+    failed : bool
+        Don't wait for anybody: NCCL's orderly end waits for what is queued on the device, and a collective there never
+        ends once another rank is gone.
+    """
+    if not has_group():
+        return
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+    if failed and abort is not None and "nccl" in str(dist.get_backend_config()):
+        with contextlib.suppress(Exception):  # of the failure alone is to be told
+            abort()
+        return
+    dist.destroy_process_group()
 
 
 def get_rank() -> int:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from trainloop.distributed import Rank, barrier, exchange_ints
 from trainloop.distributed.peers import no_strangers
+from trainloop.distributed.ranks import leave_group
 from trainloop.errors import ConfigurationError
 from trainloop.forks import guard_forks
 from trainloop.launch.rank_process import started_by_launch
@@ -169,9 +170,8 @@ def join(
     guard_forks()
     with contextlib.ExitStack() as undo:
         if device.type == "cuda":
-            before = torch.cuda.current_device()
-            torch.cuda.set_device(device)
-            undo.callback(torch.cuda.set_device, before)
+            # Not by set_device(): on the way back it would make a context on a GPU that belongs to another rank.
+            undo.enter_context(torch.cuda.device(device))
         if not dist.is_initialized():
             undo.enter_context(_process_group(me, backend, init_method, timeout_s))
         stop = undo.enter_context(_agreement(me, timeout_s))
@@ -189,8 +189,10 @@ def _process_group(me: Rank, backend: str, init_method: str | None, timeout_s: f
         dist.init_process_group(backend, store=store, rank=me.rank, world_size=me.world_size, timeout=timeout)
     try:
         yield
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        leave_group(failed=True)
+        raise
+    leave_group()
 
 
 _stores: dict[str, dist.Store] = {}

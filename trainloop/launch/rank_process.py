@@ -27,6 +27,7 @@ import torch.distributed as dist
 from trainloop.distributed import Rank
 from trainloop.distributed.key import set_run_key
 from trainloop.distributed.peers import no_strangers
+from trainloop.distributed.ranks import leave_group
 from trainloop.forks import guard_forks
 from trainloop.launch.failures import failure_of, write_record
 from trainloop.launch.forked import LAUNCH_VARIABLE
@@ -174,7 +175,7 @@ def run_rank(local_rank: int, spec: RankSpec) -> None:
         work, received = given
         work.take_place()
         spec = replace(spec, parcel=work.parcel, settings=work.settings, main=work.main)
-    _leave_group()
+    leave_group()
     _leave(exitcode)
 
 
@@ -194,7 +195,9 @@ def _work(spec: RankSpec, me: Rank, words: memoryview, received: Mapping[int, in
                 _write_result(spec.result_fd, result)
             words[state] = State.DONE
         except BaseException as error:
-            return _fail(error, spec, me, stop, words, state)
+            exitcode = _fail(error, spec, me, stop, words, state)
+            leave_group(failed=True)
+            return exitcode
     return 0
 
 
@@ -223,7 +226,7 @@ def _result_of(
         quieten_log_streams(me)
     function = spec.parcel.open(device, received)
     if not spec.line_fds:
-        undo.callback(_leave_group)
+        undo.callback(leave_group)
     if not dist.is_initialized():
         with no_strangers():
             _make_group(spec, me, device)
@@ -262,12 +265,9 @@ def _make_group(spec: RankSpec, me: Rank, device: torch.device) -> None:
             wait_for_workers=False,
             master_listen_fd=listen_fd,
         )
+    # Without device_id: NCCL would form every smaller group by a split that all ranks take part in, and a group of some
+    # ranks over Gloo, which a user may make, waits there for ever (torch 2.6 to 2.13). The current device is set.
     dist.init_process_group(spec.backend, store=store, rank=me.rank, world_size=me.world_size, timeout=timeout)
-
-
-def _leave_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _fail(error: BaseException, spec: RankSpec, me: Rank, stop: SharedStop, words: memoryview, state: int) -> int:

@@ -66,6 +66,9 @@ class TTDataParallel(Transparent, DataParallel):
     As with ``nn.DataParallel``, a replica is a shallow copy: attributes that the method sets on ``self`` are lost, and
     in-place changes of buffers last in the first replica only, so BatchNorm keeps the statistics of the first part.
 
+    On GPUs, as with ``nn.DataParallel``, a parameter that the loss doesn't reach gets a gradient of zeros, where one
+    process leaves it without: an optimizer with weight decay then decays it.
+
     CPU replicas take turns: torch's CPU random generator belongs to all threads, and dropout in threads that race for
     it would give other numbers in each run. A replica's operations use all cores.
 
@@ -296,7 +299,7 @@ def _cpu_replica(module: nn.Module, shares_buffers: bool) -> nn.Module:
 def _in_threads(calls: list[Callable[[], Any]], devices: list[torch.device]) -> list[Any]:
     """Run each call in a thread of its own and return the results; the first exception, if any, is raised here."""
     results: list[Any] = [None] * len(calls)
-    settings = _thread_settings()
+    settings = _thread_settings(devices)
 
     def work(i: int) -> None:
         try:
@@ -321,28 +324,25 @@ def _in_threads(calls: list[Callable[[], Any]], devices: list[torch.device]) -> 
     return results
 
 
-def _thread_settings() -> Callable[[torch.device], contextlib.AbstractContextManager[None]]:
+def _thread_settings(
+    devices: list[torch.device],
+) -> Callable[[torch.device], contextlib.AbstractContextManager[None]]:
     """This thread's settings in torch, for other threads.
 
     ``nn.parallel.parallel_apply`` passes on whether autocast is on, but not its dtype, so that bf16 becomes fp16.
     """
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     cache = torch.is_autocast_cache_enabled()
-    autocasts = [
-        (kind, torch.get_autocast_dtype(kind))
-        for kind in ("cpu", *(["cuda"] if torch.cuda.is_available() else []))
-        if torch.is_autocast_enabled(kind)
-    ]
-    streams = {}
-    if torch.cuda.is_available():
-        streams = {i: torch.cuda.current_stream(i) for i in range(torch.cuda.device_count())}
+    autocasts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    # Of these alone: replicas on the CPU leave CUDA as it is, which a process may not be able to start at all.
+    streams = {device: torch.cuda.current_stream(device) for device in devices if device.type == "cuda"}
 
     @contextlib.contextmanager
     def settings(device: torch.device) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if device.type == "cuda":
                 stack.enter_context(torch.cuda.device(device))
-                stack.enter_context(torch.cuda.stream(streams[device.index]))
+                stack.enter_context(torch.cuda.stream(streams[device]))
             stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.set_grad_enabled(grad and not inference))
             for kind, dtype in autocasts:

@@ -230,8 +230,8 @@ class Gradients:
         return value if factor is None else value * factor
 
     def _zero(self) -> Tensor:
-        device = self._place.device
-        return torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32).to(device)
+        device = self._place.device  # made there: a copy from the CPU would wait for the device
+        return torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
 
     def show_and_clip(
         self, optimizers: Iterable[tuple[int, torch.optim.Optimizer]], parameters: Sequence[Tensor]

@@ -133,14 +133,18 @@ def placed(
         In ``fsdp`` the ranks whose model gets the values reached, in its own tensors.
     """
     device = devices[0]
-    if mode != "fsdp":  # there no device need have room for all of it
-        model.to(device)
-    if isinstance(criterion, nn.Module):
-        criterion.to(device)
-    for optimizer in optimizers if mode != "fsdp" else ():
-        _move_state(optimizer, device)
-    amp = amp.on(device)
     with ExitStack() as undo:
+        if device.type == "cuda":
+            # Also for what says device='cuda' without an index: user code, loaders that pin memory in a thread.
+            # Put back without a context on the GPU that was current before, which set_device() would make there.
+            undo.enter_context(torch.cuda.device(device))
+        if mode != "fsdp":  # there no device need have room for all of it
+            model.to(device)
+        if isinstance(criterion, nn.Module):
+            criterion.to(device)
+        for optimizer in optimizers if mode != "fsdp" else ():
+            _move_state(optimizer, device)
+        amp = amp.on(device)
         if sync_batchnorm_over_ranks:
             from trainloop import sync_batchnorm
 
@@ -189,11 +193,16 @@ def _wrapped(
 
 
 def _move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move the optimizers' state to the parameters' devices; step counters stay on the CPU."""
+    """Move the optimizers' state to the parameters' devices; step counters go where they are read.
+
+    As torch's ``Optimizer.load_state_dict`` does it: fused and capturable kernels read the counter on the device.
+    """
     for group in optimizer.param_groups:
+        on_device = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             for key, value in state.items():
-                stays = not torch.is_tensor(value) or (key == "step" and value.device.type == "cpu")
+                counts = key == "step" and not on_device
+                stays = not torch.is_tensor(value) or (counts and value.device.type == "cpu")
                 if not stays and value.device != device:
                     state[key] = value.to(device)

@@ -1,0 +1,13 @@
+int ncclAlltoAll(void) { return 5; }
+int ncclCommMemStats(void) { return 5; }
+int ncclCommResume(void) { return 5; }
+int ncclCommSuspend(void) { return 5; }
+int ncclCommWindowDeregister(void) { return 5; }
+int ncclCommWindowRegister(void) { return 5; }
+int ncclDevCommCreate(void) { return 5; }
+int ncclDevCommDestroy(void) { return 5; }
+int ncclGetLsaMultimemDevicePointer(void) { return 5; }
+int ncclGetPeerDevicePointer(void) { return 5; }
+int ncclPutSignal(void) { return 5; }
+int ncclSignal(void) { return 5; }
+int ncclWaitSignal(void) { return 5; }
