@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
+from trainloop.callbacks.keywords import OwnSignature, refuse_unknown_keywords
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel
 
@@ -84,6 +85,15 @@ class AbstractCallback:
     message_service: MessageService = None  # type: ignore[assignment]
     execution_order: int = 0
     device_idx_execution: int | None = None
+
+    if not TYPE_CHECKING:  # checkers read __init__
+        __signature__ = OwnSignature()
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> AbstractCallback:
+            """Other libraries' names of arguments get an error that says what they are here."""
+            if kwargs:
+                refuse_unknown_keywords(cls, kwargs)
+            return super().__new__(cls)
 
     def __init__(
         self, callback_name: str | None = None, execution_order: int = 0, device_idx_execution: int | None = None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from trainloop.errors import ConfigurationError
+from trainloop.callbacks.keywords import UnknownArgumentError
 
 __all__ = ["UnknownArgumentError", "attribute_hint", "hides_unknown", "refuse_unknown"]
 
@@ -78,10 +78,6 @@ ATTRIBUTES = {
 
 _KEYWORD = {name: here for names, here in KEYWORDS.items() for name in names.split()}
 _ATTRIBUTE = {name: here for names, here in ATTRIBUTES.items() for name in names.split()}
-
-
-class UnknownArgumentError(ConfigurationError, TypeError):
-    """An unknown keyword: a ``TypeError``, as for any function, with a hint at the right name."""
 
 
 def refuse_unknown(unknown: Iterable[str], door: str, doors: dict[str, Callable[..., Any]]) -> None:

@@ -338,8 +338,9 @@ class Training(Run):
                     clock.forward -= perf_counter_ns()
                     with place.autocast:
                         output = model.get_loss(batches[i], loop.criterion, place.device)
-                    clock.forward += perf_counter_ns()
-                    clock.backward -= perf_counter_ns()
+                    now = perf_counter_ns()
+                    clock.forward += now
+                    clock.backward -= now
                     loss, weight = (output, None) if isinstance(output, Tensor) else split_loss(output)
                     is_sum = gradients.sums is not None and weight is None and gradients.sums(loss)
                     scaled = gradients.scaled(loss, weight, None if scales is None else scales[i], count, is_sum=is_sum)
@@ -355,9 +356,11 @@ class Training(Run):
                     weights.append(weight)
                     if wants_loss:
                         scaled_losses.append(scaled.detach())
-        clock.backward -= perf_counter_ns()
+        if self.gather is not None:  # else nothing is exchanged here
+            clock.backward -= perf_counter_ns()
         factor = gradients.complete(gradients.learned, weights, by_hand=by_hand, ragged=ragged)
-        clock.backward += perf_counter_ns()
+        if self.gather is not None:
+            clock.backward += perf_counter_ns()
         return gradients.loss_over_ranks(scaled_losses, factor) if wants_loss else None
 
     @staticmethod
