@@ -81,7 +81,8 @@ class Strikes(AbstractCallback):
 
     def __init__(self, folder: str, plan: list[Plan]) -> None:
         super().__init__("Strikes")
-        self.folder, self.plan, self.caller = folder, plan, os.getpid()
+        self.folder, self.plan = folder, plan
+        Path(folder, "pid-of-caller").write_text(str(os.getpid()))
         self.losses: list[tuple[int, float]] = []
         self.no_memory = any(what == "no memory for snapshots" for *_, what in plan)
         self.lock: Any = None  # of this process: it can't be in a snapshot
@@ -92,8 +93,12 @@ class Strikes(AbstractCallback):
             done = Path(self.folder, f"done-{number}")
             if (loop.rank, place) == (rank, planned) and loop.global_step >= step and not done.exists():
                 done.touch()
+                caller = int(Path(self.folder, "pid-of-caller").read_text())
                 if what == "SIGTERM to the caller":
-                    os.kill(self.caller, signal.SIGTERM)
+                    os.kill(caller, signal.SIGTERM)
+                elif what == "its host dies":
+                    os.kill(caller, signal.SIGKILL)
+                    time.sleep(1000)  # the ranks' end follows
                 else:
                     strike(what)
 
@@ -263,14 +268,14 @@ class Net(TTModel):
 
 
 def train(folder: Path, mode: str, ranks: int, kind: str, plan: list[Plan], seed: int | None = 3, **fit: Any) -> Any:
-    """One training in ``folder``; its loop and callbacks, with the facts by name."""
+    """One training in ``folder``; its loop and callbacks, with the facts by name. ``ranks``: on this host."""
     folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    batch = BATCH // ranks if mode == "ddp" else BATCH
+    batch = BATCH // (ranks * fit.get("num_nodes", 1)) if mode == "ddp" else BATCH
     tl = TrainLoop(
         model,
         LOADERS[kind](batch),
@@ -304,7 +309,7 @@ def train(folder: Path, mode: str, ranks: int, kind: str, plan: list[Plan], seed
         "calls": model.calls,
         "counters": [tl.epoch, tl.global_step, tl.total_iteration_idx],
         "events": events(folder / "events"),
-        "checkpoints": sorted(os.listdir(folder / "checkpoints")),
+        "checkpoints": sorted(path.name for path in (folder / "checkpoints").glob("*")),
         "drawn next": [torch.rand(3), random.random(), float(np.random.rand())],
     }
     return tl, facts

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import math
 import os
 import random
 import re
@@ -55,7 +56,7 @@ class Killer(threading.Thread):
     def run(self) -> None:
         last: Any = None
         while self.kills and not self.over.wait(self.rng.uniform(0.05, 2.5)):
-            pids = sorted(self.folder.glob("pid-*"))
+            pids = sorted(self.folder.glob("pid-[0-9]*"))
             if not pids:
                 continue
             # No strike that a plan may hold: twice the same at one step ends a run.
@@ -164,6 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--failures", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="end after so many, whatever has come by then")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -172,7 +174,7 @@ def main() -> None:
     soak, begin = Soak(root, arguments.seed), time.monotonic()
     resource_tracker.ensure_running()  # it lives as long as this process
     before, lasting = count(), psutil.Process().children()
-    while len(soak.restarts) < arguments.failures:
+    while len(soak.restarts) < arguments.failures and time.monotonic() - begin < 60 * arguments.minutes:
         soak.trial()
         print(f"{soak.trials} runs, {len(soak.restarts)} failures, {len(soak.wrong)} wrong", flush=True)
     soak.left(before, lasting)

@@ -65,10 +65,22 @@ def free_port() -> int:
 
 
 def meet(
-    port: int, node_rank: int, num_nodes: int = 2, ranks: int = 2, wait_s: float = 20.0, key: bytes | None = None
+    port: int,
+    node_rank: int,
+    num_nodes: int = 2,
+    ranks: int = 2,
+    wait_s: float = 20.0,
+    key: bytes | None = None,
+    says: dict[str, Any] | None = None,
 ) -> Rendezvous:
     return Rendezvous(
-        ("127.0.0.1", port), node_rank=node_rank, num_nodes=num_nodes, ranks_per_node=ranks, wait_s=wait_s, key=key
+        ("127.0.0.1", port),
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        ranks_per_node=ranks,
+        wait_s=wait_s,
+        key=key,
+        says=says,
     )
 
 

@@ -38,26 +38,30 @@ def read(memory: SnapshotMemory, number: int, part: int, known: Any = ()) -> Any
     return memory.read(number, part, known)["it"]["is"]
 
 
+def newest(memory: SnapshotMemory) -> tuple[int, int]:
+    return next(iter(memory.whole().items()))
+
+
 def test_a_snapshot_is_there_when_all_of_its_parts_are(memory: SnapshotMemory) -> None:
-    assert memory.newest() is None
+    assert memory.whole() == {}
     large, small = torch.arange(100_000.0), {"tensor": torch.ones(300), "array": np.arange(99), "text": "small"}
     write(memory, 1, 0, large)
-    assert memory.newest() is None
+    assert memory.whole() == {}
     write(memory, 1, 1, small)
-    assert memory.newest() == (1, 10)
+    assert newest(memory) == (1, 10)
     write(memory, 2, 0, small)  # of another size, and the other part is missing
-    assert memory.newest() == (1, 10)
+    assert newest(memory) == (1, 10)
     assert same(read(memory, 1, 0), large)
     write(memory, 2, 1, small)
-    assert memory.newest() == (2, 20)
+    assert newest(memory) == (2, 20)
     write(memory, 3, 0, small)
     write(memory, 3, 1, large)
-    assert memory.newest() == (3, 30)
+    assert newest(memory) == (3, 30)
     again = read(memory, 3, 0)
     assert same({**again, "array": 0}, {**small, "array": 0})
     assert np.array_equal(again["array"], small["array"])
     again["tensor"].zero_()  # the reader's own
-    assert memory.newest() == (3, 30)
+    assert newest(memory) == (3, 30)
     assert same(read(memory, 3, 1), large)
 
 
@@ -66,12 +70,12 @@ def test_what_is_damaged_or_left_over_is_no_snapshot(memory: SnapshotMemory) -> 
         for part in (0, 1):
             write(memory, number, part, torch.full((1000,), float(number)))
     os.pwrite(memory._file(2, 1), b"!", 2000)
-    assert memory.newest() == (1, 10)
+    assert newest(memory) == (1, 10)
     memory.forget_all_but(1)
     write(memory, 2, 1, "of the next start")  # the other part is of the one before
-    assert memory.newest() == (1, 10)
+    assert newest(memory) == (1, 10)
     os.ftruncate(memory._file(1, 0), 100)
-    assert memory.newest() is None
+    assert memory.whole() == {}
 
 
 def test_it_is_of_now_and_refers_to_what_both_sides_have(memory: SnapshotMemory) -> None:
@@ -118,10 +122,11 @@ def test_a_bug_of_all_ranks_is_known_whichever_tells_of_it_first() -> None:
         tl = TrainLoop(Wide(), DataLoader(TensorDataset(torch.zeros(4, 500), torch.zeros(4)), 2), accelerator="cpu")
         with Supervisor(tl, RestartOptions(-1, None), 2) as supervisor:
             for failure in failures:
-                try:
-                    supervisor.failed(failure, WorkerFailedError("It failed.", rank=failure.rank, exitcode=1))
-                except WorkerFailedError as error:
-                    return error.message
+                error = WorkerFailedError("It failed.", rank=failure.rank, exitcode=1)
+                final = supervisor.failed(failure, error)
+                if final is not None:
+                    return final.message
+                supervisor.agreed([supervisor.says()])
         return ""
 
     def raised(rank: int, text: str = "always", **kind: Any) -> Failure:

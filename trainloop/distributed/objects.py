@@ -41,7 +41,7 @@ def cpu_group() -> dist.ProcessGroup | None:
     return group
 
 
-def _session() -> Session:
+def session_here() -> Session:
     """The default group's messages; the first call is collective."""
     default = dist.group.WORLD
     session = _sessions.get(default)
@@ -52,7 +52,7 @@ def _session() -> Session:
 
 def _gather_bytes(call: str, form: int, body: bytes | bytearray) -> list[tuple[Message, memoryview]]:
     """Every rank's message, on every rank. It returns once all ranks have called it, so it is also a barrier."""
-    world_size, group, session = dist.get_world_size(), cpu_group(), _session()
+    world_size, group, session = dist.get_world_size(), cpu_group(), session_here()
     first = session.pack(call, form, body)
     firsts = torch.empty(world_size, BLOCK, dtype=torch.uint8)
     dist.all_gather(list(firsts), torch.frombuffer(first, dtype=torch.uint8), group=group)
@@ -111,7 +111,7 @@ def gather_object(obj: T) -> list[T]:
     """
     if not has_group():
         return [obj]
-    session, me = _session(), dist.get_rank()
+    session, me = session_here(), dist.get_rank()
     gathered = _gather_bytes("gather_object", *encoded(obj, session))
     return [
         obj if rank == me and message.form != Form.REFUSED else decoded(message, body, session)
@@ -150,7 +150,7 @@ def broadcast_object(obj: T, src: int = 0) -> T:
         raise ConfigurationError(f"broadcast_object: src={src!r}: must be a rank, 0 to {world_size - 1}.")
     if not has_group():
         return obj
-    group, session, sends = cpu_group(), _session(), dist.get_rank() == src
+    group, session, sends = cpu_group(), session_here(), dist.get_rank() == src
     form, mine = encoded(obj, session) if sends else (Form.RAW, bytearray())
     block = session.pack("broadcast_object", form, mine) if sends else bytearray(BLOCK)
     dist.broadcast(torch.frombuffer(block, dtype=torch.uint8), src, group=group)
@@ -192,7 +192,7 @@ def gather_to(obj: T, dst: int = 0) -> list[T] | None:
         raise ConfigurationError(f"gather_to: dst={dst!r}: must be a rank, 0 to {world_size - 1}.")
     if not has_group():
         return [obj]
-    session, group, receives = _session(), cpu_group(), dist.get_rank() == dst
+    session, group, receives = session_here(), cpu_group(), dist.get_rank() == dst
     form, body = encoded(obj, session)
     longest, refused = reduce_ints(np.array([len(body), form == Form.REFUSED], np.int64), "max").tolist()
     if refused:  # an error of any rank reaches all of them
@@ -269,7 +269,7 @@ def reduce_ints(values: np.ndarray[Any, np.dtype[np.int64]], reduce: str) -> np.
     """
     if not has_group():
         return values.copy()
-    session, biggest = _session(), reduce == "max"
+    session, biggest = session_here(), reduce == "max"
     place = session.place("reduce_ints")
     words = torch.from_numpy(np.concatenate([np.array([place, -place]), values]))
     dist.all_reduce(words, dist.ReduceOp.MAX if biggest else dist.ReduceOp.SUM, group=cpu_group())

@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -36,7 +36,7 @@ from trainloop.launch.kept import keeping, kept_here
 from trainloop.launch.main_guard import check_main_guard, main_place
 from trainloop.launch.messages import connection_pair
 from trainloop.launch.rank_process import RankSpec, started_by_launch
-from trainloop.launch.rendezvous import RENDEZVOUS_WAIT_S, Rendezvous, rendezvous_point
+from trainloop.launch.rendezvous import FAREWELL_S, RENDEZVOUS_WAIT_S, Rendezvous, rendezvous_point
 from trainloop.launch.settings import dumped_settings
 from trainloop.launch.spawning import Ranks
 from trainloop.scratch import scratch_folder
@@ -45,11 +45,27 @@ from trainloop.stopping import SharedStop, StopAgreement
 from trainloop.transfer import pack
 from trainloop.transfer.pages import anonymous_file
 
-__all__ = ["join", "joined", "keeping", "launch"]
+__all__ = ["Survival", "join", "joined", "keeping", "launch"]
 
 logger = logging.getLogger("trainloop")
 
 T = TypeVar("T")
+
+
+class Survival(Protocol):
+    """Decides whether ranks that have failed start again, and tells them from where."""
+
+    def failed(self, failure: Failure, error: WorkerFailedError) -> WorkerFailedError | None:
+        """The ranks have ended by this failure: the error that ends the run, or ``None`` to start them again."""
+
+    def says(self) -> dict[str, Any]:
+        """What the other hosts have to know of this one, before each start; plain types."""
+
+    def agreed(self, said: Sequence[dict[str, Any]]) -> None:
+        """All hosts have said it; ranks are about to start. May raise, on all hosts alike."""
+
+    def error_that_ends(self, why: str) -> WorkerFailedError | None:
+        """The last failure's error with a word about why there is no going on; ``None`` where there was none."""
 
 
 def launch(
@@ -65,7 +81,7 @@ def launch(
     child_env: dict[str, str] | None = None,
     start_method: str = "auto",
     roots: dict[str, object] | None = None,
-    on_failure: Callable[[Failure, WorkerFailedError], None] | None = None,
+    survival: Survival | None = None,
 ) -> T:
     """Run ``function`` in ``ranks_per_node`` new processes of this node, joined in a process group.
 
@@ -95,9 +111,8 @@ def launch(
         interpreter. ``'auto'``: by ``TRAINLOOP_START_METHOD``, else a fork server if possible.
     roots : dict of str to object, optional
         Names that paths in an ``UnpicklableError`` start with.
-    on_failure : callable, optional
-        Called with the first failure and its error, once all ranks have ended. If it returns, all ranks are started
-        again with the same payload; if it raises, and by default, the run ends.
+    survival : Survival, optional
+        Whether ranks that have failed start again, with the same payload; by default the first failure ends the run.
 
     Returns
     -------
@@ -143,20 +158,33 @@ def launch(
     elif environment.get("OMP_NUM_THREADS"):
         num_threads = None
 
-    def new_ranks(undo: contextlib.ExitStack) -> Ranks:
-        token = f"{os.getpid()}-{time.monotonic_ns()}"
-        hosts = None
-        if num_nodes > 1 and not (init_method or "").startswith("file:"):
-            hosts = undo.enter_context(
-                Rendezvous(
+    def met(ends: str = "") -> Rendezvous:
+        """All hosts meet, at the start and after each failure; ``ends``: why this one does not go on."""
+        says = None if survival is None else {"ends": ends} if ends else survival.says()
+        wait_s = FAREWELL_S if ends else RENDEZVOUS_WAIT_S if attempts > 1 else min(timeout_s, RENDEZVOUS_WAIT_S)
+        try:
+            with signals() as heard:
+                return Rendezvous(
                     rendezvous_point(init_method),
                     node_rank=node_rank,
                     num_nodes=num_nodes,
                     ranks_per_node=ranks_per_node,
-                    wait_s=min(timeout_s, RENDEZVOUS_WAIT_S),
+                    wait_s=wait_s,
                     key=key_from_environment(),
+                    says=says,
+                    look=heard.end,
                 )
-            )
+        except ConfigurationError as error:
+            struck = None if survival is None else survival.error_that_ends(f"The run could not go on: {error}")
+            raise struck or error from None
+
+    def new_ranks(undo: contextlib.ExitStack) -> Ranks:
+        token = f"{os.getpid()}-{time.monotonic_ns()}"
+        hosts = None
+        if num_nodes > 1 and not (init_method or "").startswith("file:"):
+            hosts = undo.enter_context(met())
+        if survival is not None:
+            survival.agreed([survival.says()] if hosts is None else hosts.said)
         listener = hosts.store_listener if hosts is not None else None
         lines = [connection_pair() for _ in range(ranks_per_node if kept is not None else 0)]
         for end in (end for line in lines for end in line):
@@ -195,13 +223,14 @@ def launch(
         undo.callback(ranks.close)
         return ranks
 
-    kept = kept_here() if num_nodes == 1 and on_failure is None else None
+    kept = kept_here() if num_nodes == 1 and survival is None else None
     terms = None
     if kept is not None:
         terms = [chosen, backend, timeout_s, environment, num_threads, start_method, circumstances(), taken_at_start()]
     attempts = 0
+    final: WorkerFailedError | None = None
     with pack(function, roots=roots) as payload:
-        while True:
+        while final is None:
             attempts += 1
             with contextlib.ExitStack() as undo:
                 up = kept.fitting(terms) if kept is not None else None
@@ -224,12 +253,13 @@ def launch(
                         else:
                             ranks.give(payload.parcel, payload.inherited, dumped_settings(), environment)
                         ranks.watch()
+                        ranks.part()
                     except BaseException as error:
                         with uninterrupted():
                             ranks.end()
-                        if on_failure is None or ranks.cause is None or not isinstance(error, WorkerFailedError):
+                        if survival is None or ranks.cause is None or not isinstance(error, WorkerFailedError):
                             raise
-                        on_failure(ranks.cause, error)
+                        final = survival.failed(ranks.cause, error)
                         continue
                     heard.note(ranks.stop.requested)  # a signal to a rank after its last step
                 result: T = ranks.result()
@@ -238,6 +268,10 @@ def launch(
                     if up is None:
                         kept.keep(ranks, terms, ending)
                 return result
+    if num_nodes > 1:  # others would wait for this host
+        with contextlib.suppress(ConfigurationError, WorkerFailedError):
+            met(ends=str(final).splitlines()[0]).__exit__()
+    raise final
 
 
 def _file(undo: contextlib.ExitStack, name: str, size: int = 0) -> int:

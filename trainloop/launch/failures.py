@@ -16,6 +16,7 @@ import torch
 from trainloop.errors import TrainLoopError, WorkerFailedError
 
 __all__ = [
+    "LOST_HOST",
     "Failure",
     "deed_of",
     "described",
@@ -35,6 +36,10 @@ _LOST_NEIGHBOUR = re.compile(
     re.IGNORECASE,
 )
 _TIMEOUT = re.compile(r"timed out|timeout|wait timeout", re.IGNORECASE)
+
+
+LOST_HOST = "LostHost"
+"""Type of the failure of ranks whose host was lost."""
 
 
 @dataclass(frozen=True)
@@ -274,7 +279,7 @@ def worker_failed_error(
         what += "it" if len(hanging) == 1 else "them"
     elif failure.timeout:
         what = f"all ranks wait for each other: {who} did so for {timeout_s:g} s"
-    elif failure.type == "LostHost":
+    elif failure.type == LOST_HOST:
         what = failure.message
     elif failure.type == "SystemExit":
         what = f"{who} {deed_of(failure)} (SystemExit; its traceback follows)"
@@ -300,6 +305,8 @@ def deed_of(failure: Failure) -> str:
         return "waited for a rank that hangs"
     if failure.type == "SystemExit":
         return f"ended itself with {exit_text(failure.exitcode)}"
+    if failure.type == LOST_HOST:
+        return f"went with its host ({failure.message})"
     if failure.type is not None:
         return f"raised {failure.type}: {_first_line(failure.message)}"
     if failure.exitcode is not None and failure.exitcode < 0:

@@ -13,12 +13,15 @@ import hashlib
 import hmac
 import json
 import secrets
+import select
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["Line", "NoProof"]
 
+_LOOK_S = 0.5
 _LONGEST = 1 << 24
 _LONGEST_OF_STRANGERS = 1 << 12
 _CAME, _WAS_THERE = b"came", b"was there"
@@ -57,8 +60,17 @@ class Line:
 
     # -- who is it -------------------------------------------------------------------------------------------------
 
-    def introduce(self, hello: dict[str, Any], key: bytes | None, timeout_s: float) -> dict[str, Any]:
-        """Say who this host is; returns the other's answer, once it has proved its key.
+    def introduce(
+        self,
+        hello: dict[str, Any],
+        key: bytes | None,
+        timeout_s: float,
+        more: dict[str, Any] | None = None,
+        look: Callable[[], None] = lambda: None,
+    ) -> dict[str, Any]:
+        """Say who this host is, and ``more`` once the other has proved itself; what the other says to it.
+
+        ``look`` is called now and then in the meantime, and may raise.
 
         Raises
         ------
@@ -70,7 +82,9 @@ class Line:
         if key is None:
             self.send(hello)
             self._longest = _LONGEST
-            return self.receive(timeout_s)
+            if more is not None:
+                self.send(more)
+            return self.receive(timeout_s, look)
         hello = {**hello, "nonce": secrets.token_hex(32)}
         self.send(hello)
         answer = self.receive(timeout_s)
@@ -81,7 +95,9 @@ class Line:
             raise NoProof
         self.send({"proof": _mac(own, _CAME)})
         self._secure(own, sends=_CAME, reads=_WAS_THERE)
-        return self.receive(timeout_s)
+        if more is not None:
+            self.send(more)
+        return self.receive(timeout_s, look)
 
     def challenge(self, hello: dict[str, Any], key: bytes | None, timeout_s: float) -> None:
         """Let the host that sent ``hello`` prove that it has the key; does nothing without a key.
@@ -153,16 +169,30 @@ class Line:
             raise NoProof("a line that does not bear this run's key")
         return data
 
-    def receive(self, timeout_s: float) -> dict[str, Any]:
-        """The next message."""
+    def receive(self, timeout_s: float, look: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """The next message; ``look`` is called now and then until it comes."""
         deadline = time.monotonic() + timeout_s
         try:
             while not self._unread:
-                self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
-                self._unread = self.read()
+                look()
+                left = deadline - time.monotonic()
+                self._socket.settimeout(max(min(left, _LOOK_S), 1e-3))
+                try:
+                    self._unread = self.read()
+                except TimeoutError:
+                    if left < _LOOK_S:
+                        raise
         finally:
             self._socket.settimeout(5.0)
         return self._unread.pop(0)
+
+    def is_over(self) -> bool:
+        """Whether the other side has gone; of a line on which it has nothing to say."""
+        try:
+            ready, _, _ = select.select([self._socket], [], [], 0)
+            return bool(ready) and not self._socket.recv(1, socket.MSG_PEEK)
+        except (OSError, ValueError):
+            return True
 
     def hang_up(self) -> None:
         """End the connection; a thread that reads from it hears of that at once."""

@@ -9,8 +9,6 @@ on the same interface, and what they exchange goes over Gloo or NCCL.
 from __future__ import annotations
 
 import contextlib
-import errno
-import ipaddress
 import json
 import os
 import select
@@ -18,13 +16,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 from trainloop.distributed.key import KEY_VARIABLE
 from trainloop.errors import ConfigurationError
-from trainloop.launch.failures import Failure
+from trainloop.launch.addresses import interface_of, listener_at, rendezvous_point
+from trainloop.launch.failures import LOST_HOST, Failure
 from trainloop.launch.lines import Line, NoProof
 
 __all__ = ["Rendezvous", "rendezvous_point"]
@@ -33,43 +31,14 @@ RENDEZVOUS_WAIT_S = 600.0
 """The longest time that hosts wait for each other at the start; a shorter time-out of the run counts."""
 
 _BEAT_S = 1.0
+FAREWELL_S = 10.0
+"""How long a host that does not go on waits for others, to tell them."""
+
 _ANSWER_S = 5.0  # for a new connection's first message
 _MOST_STRANGERS = 64  # at a time
 _MOST_TOLD = 20
 SILENCE_S = 15.0
 """A host that is silent for so long is lost: its link was cut, or it is down."""
-
-
-def rendezvous_point(init_method: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Host and port from ``tcp://host:port``, or from ``MASTER_ADDR`` and ``MASTER_PORT``.
-
-    Raises
-    ------
-    ConfigurationError
-        If there is neither, or one that can't be read.
-    """
-    if init_method is None or init_method == "env://":
-        host, port_text = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
-        if not host or not port_text:
-            raise ConfigurationError(
-                f"several nodes need a rendezvous point, but MASTER_ADDR={host!r} and MASTER_PORT={port_text!r}: set "
-                "both on every node to an address of node 0 and a free port there, or pass init_method='tcp://host:port'."
-            )
-        given = f"MASTER_ADDR={host} and MASTER_PORT={port_text}"
-    else:
-        given = f"init_method={init_method!r}"
-        try:
-            parts = urlsplit(init_method)
-            host, port_text = parts.hostname or "", str(parts.port or "")
-        except ValueError:
-            host, port_text = "", ""
-        if parts.scheme != "tcp":
-            host = ""
-    if not host or not port_text.isdigit() or not 0 < int(port_text) < 65536:
-        raise ConfigurationError(
-            f"{given}: must be a host and a port from 1 to 65535, such as tcp://10.0.0.1:29500, on node 0."
-        )
-    return host, int(port_text)
 
 
 class Rendezvous:
@@ -85,11 +54,16 @@ class Rendezvous:
         How long to wait for all to come.
     key : bytes, optional
         A secret that all hosts share, and prove to have. Without one, whoever claims to be a node is believed.
+    says : dict, optional
+        Of a run that survives failures, on all hosts: what this one has to say to all others. ``{"ends": why}``: that
+        it does not go on. Such hosts part together, by :meth:`part`.
+    look : callable, optional
+        Called now and then while this host waits; may raise.
 
     Raises
     ------
     ConfigurationError
-        If they don't all come in time, or contradict each other.
+        If they don't all come in time, or contradict each other, or one does not go on.
     """
 
     def __init__(
@@ -101,8 +75,15 @@ class Rendezvous:
         ranks_per_node: int,
         wait_s: float,
         key: bytes | None = None,
+        says: dict[str, Any] | None = None,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
-        self._key = key
+        self._key, self._says, self._look = key, says, look
+        self.said: list[dict[str, Any]] = []
+        """What each host has said, by its rank among them."""
+        self._words: dict[int, dict[str, Any]] = {} if says is None else {node_rank: says}
+        self._done: set[int] = set()
+        self._all_done, self._parted = threading.Event(), threading.Event()
         self._me, self._num_nodes, self._ranks_per_node = node_rank, num_nodes, ranks_per_node
         self._point, self._wait_s = f"{point[0]}:{point[1]}", wait_s
         self._peers: dict[int, Line] = {}
@@ -120,7 +101,7 @@ class Rendezvous:
         except BaseException:
             self._close()
             raise
-        self.interface = os.environ.get("GLOO_SOCKET_IFNAME") or _interface_of(next(iter(self._peers.values())).here)
+        self.interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(next(iter(self._peers.values())).here)
         """Name of the network interface to the other hosts; ``None`` if unknown."""
         self._thread = threading.Thread(target=self._listen, name="trainloop-hosts", daemon=True)
         self._thread.start()
@@ -129,10 +110,14 @@ class Rendezvous:
 
     def _gather(self, point: tuple[str, int]) -> tuple[str, int]:
         deadline = time.monotonic() + self._wait_s
-        with _listener(*point) as listener, self._reception() as receive:
+        with listener_at(*point) as listener, self._reception() as receive:
             listener.settimeout(0.1)
             while missing := sorted(set(range(1, self._num_nodes)) - set(self._peers)):
+                self._look()
+                if self._who_ends():
+                    deadline = min(deadline, time.monotonic() + FAREWELL_S)
                 if time.monotonic() > deadline:
+                    self._end_where_one_ends()
                     came = f", came: {', '.join(map(str, sorted(self._peers)))}" if self._peers else ""
                     raise ConfigurationError(
                         f"node 0 of {self._num_nodes} waited {self._wait_s:g} s at {self._point}; missing: node_rank "
@@ -141,13 +126,25 @@ class Rendezvous:
                     )
                 with contextlib.suppress(TimeoutError, ConnectionAbortedError):
                     receive(listener.accept()[0])
+        self._end_where_one_ends()
         here = next(iter(self._peers.values())).here
-        self.store_listener = _listener(here, 0)
+        self.store_listener = listener_at(here, 0)
         address: tuple[str, int] = self.store_listener.getsockname()[:2]
-        for peer in self._peers.values():
-            with contextlib.suppress(OSError):  # a host that has gone is lost, as during the run
-                peer.send({"store": address})
+        if self._says is not None:
+            self.said = [self._words[node] for node in range(self._num_nodes)]
+        self._send_all({"store": address, "said": self.said})  # one that has gone is lost, as in the run
         return address
+
+    def _who_ends(self) -> int | None:
+        with self._lock:
+            return next((node for node, word in sorted(self._words.items()) if "ends" in word), None)
+
+    def _end_where_one_ends(self) -> None:
+        node = self._who_ends()
+        if node is not None:
+            text = f"node {node} of {self._num_nodes} does not go on: {self._words[node]['ends']}"
+            self._send_all({"refused": text})
+            raise ConfigurationError(text)
 
     @contextlib.contextmanager
     def _reception(self) -> Iterator[Callable[[socket.socket], None]]:
@@ -188,10 +185,16 @@ class Rendezvous:
                 raise NoProof("it has no key")
             line.challenge(hello, self._key, _ANSWER_S)
             proved = True
+            word = line.receive(_ANSWER_S) if hello.get("speaks") else None
             with self._lock:
                 refusal = self._refusal(hello)
                 if not refusal and not self._all_came:
-                    self._peers[int(hello["node_rank"])] = line
+                    node = int(hello["node_rank"])
+                    if node in self._peers:
+                        self._peers[node].close()
+                    self._peers[node] = line
+                    if word is not None:
+                        self._words[node] = word
                     return
             line.send({"refused": refusal})
         # It may be anybody, and may send anything.
@@ -221,7 +224,11 @@ class Rendezvous:
                 f"node {node} has num_nodes={hello.get('num_nodes')} and {hello.get('ranks')} ranks, node 0 has "
                 f"num_nodes={self._num_nodes} and {self._ranks_per_node} ranks: they must be the same on all nodes."
             )
-        if node in self._peers or node not in range(1, self._num_nodes):
+        if bool(hello.get("speaks")) != (self._says is not None):
+            return "fit(max_restarts=...) was given on some hosts only: give it on all of them, or on none."
+        # One that was ended while others had not come yet may come again.
+        taken = node in self._peers and not self._peers[node].is_over()
+        if taken or node not in range(1, self._num_nodes):
             return f"node_rank={node} was taken by another host: give each host its own, 0 to num_nodes - 1."
         return ""
 
@@ -230,6 +237,7 @@ class Rendezvous:
         who = f"node {self._me} of {self._num_nodes}"
         reason: object = "no answer"
         while (left := deadline - time.monotonic()) > 0:
+            self._look()
             try:
                 line = Line(socket.create_connection(point, timeout=min(left, 5.0)))
             except OSError as error:
@@ -239,8 +247,11 @@ class Rendezvous:
             self._peers[0] = line
             answer: dict[str, Any] = {}
             hello = {"node_rank": self._me, "num_nodes": self._num_nodes, "ranks": self._ranks_per_node}
+            if self._says is not None:
+                hello["speaks"] = 1
             try:
-                answer = line.introduce(hello, self._key, max(deadline - time.monotonic(), 0.1))
+                wait_s = max(deadline - time.monotonic(), 0.1)
+                answer = line.introduce(hello, self._key, wait_s, self._says, self._look)
             except NoProof:
                 raise ConfigurationError(
                     f"{who}: what answers at {self._point} did not prove that it has this run's key. Set "
@@ -253,7 +264,12 @@ class Rendezvous:
                 raise ConfigurationError(str(answer["refused"])[:1000])
             with contextlib.suppress(KeyError, TypeError, ValueError):
                 host, port = answer["store"]
+                self.said = list(answer.get("said", []))
                 return str(host), int(port)
+            if self._says is not None:  # it may come again, too
+                line.close()
+                time.sleep(0.2)
+                continue
             raise ConfigurationError(
                 f"{who} reached node 0 at {self._point}, which then went away or waited in vain for the other nodes "
                 f"({self._wait_s:g} s): see the error of node 0."
@@ -301,6 +317,7 @@ class Rendezvous:
             for node in [n for n in open_lines if time.monotonic() - heard[n] > SILENCE_S]:
                 self._lost(node, f"nothing was heard of it for {SILENCE_S:g} s: the link was cut, or the host is down")
                 del open_lines[node]
+        self._parted.set()
 
     def _hear(self, node: int, line: Line) -> bool:
         """Process the messages that came; returns whether more may come."""
@@ -321,14 +338,29 @@ class Rendezvous:
                 return False
             if "done" in message:
                 self.done_since = self.done_since or time.monotonic()
+                if self._says is None:
+                    return False
+                self._note_done(node)
+            if "all done" in message:
+                self._all_done.set()
+                return False
+            if "left" in message:
                 return False
         return True
 
+    def _note_done(self, node: int) -> None:
+        self._done.add(node)
+        if self._me == 0 and len(self._done) == self._num_nodes:
+            self._send_all({"all done": True})
+            self._all_done.set()
+
     def _lost(self, node: int, why: str) -> None:
+        if self._all_done.is_set():  # it has left, and its last words with it
+            return
         failure = Failure(
             rank=node * self._ranks_per_node,
             time_ns=time.monotonic_ns(),
-            type="LostHost",
+            type=LOST_HOST,
             message=f"node {node} of {self._num_nodes} was lost: {why}",
         )
         self._failures.append(failure)
@@ -337,11 +369,25 @@ class Rendezvous:
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
+    def part(self, seconds: float) -> bool:
+        """Of a run that survives failures, when this host's ranks are done: whether all hosts' are, within ``seconds``.
+
+        Until then a host may still fail, and all have to be there to start again.
+        """
+        if self._says is None or self._all_done.is_set():
+            return True
+        if self._me not in self._done:
+            self._send_all({"done": self._me})
+            self._note_done(self._me)
+        return self._all_done.wait(seconds)
+
     def __enter__(self) -> Rendezvous:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._send_all({"done": self._me})
+        self._send_all({"done" if self._says is None else "left": self._me})
+        if self._me == 0 and self._all_done.is_set():
+            self._parted.wait(_ANSWER_S)  # a connection that is closed may take the last words on it along
         self._over.set()
         self._thread.join()
         self._close()
@@ -351,37 +397,3 @@ class Rendezvous:
             peer.close()
         if self.store_listener is not None:
             self.store_listener.close()
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    """A socket that listens on this address only."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ConfigurationError(
-            f"node 0 can't listen at {host}:{port}: {error}. Give an address of this host."
-        ) from None
-    if ipaddress.ip_address(address[0]).is_loopback and host not in ("localhost", address[0]):
-        # Some systems resolve their own name to a loopback address, which other hosts can't reach; then the interface
-        # is unknown.
-        address = ("::" if family == socket.AF_INET6 else "0.0.0.0", *address[1:])
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-        listener.listen(128)
-    except OSError as error:
-        listener.close()
-        advice = "Choose another port." if error.errno == errno.EADDRINUSE else "Give an address of this host."
-        raise ConfigurationError(f"node 0 can't listen at {host}:{port}: {error.strerror}. {advice}") from None
-    return listener
-
-
-def _interface_of(address: str) -> str | None:
-    """Name of the network interface that has this address."""
-    import psutil
-
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(a.address.partition("%")[0] == address for a in addresses):
-            return name
-    return None

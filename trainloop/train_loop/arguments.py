@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.data.libraries import loads
+from trainloop.distributed.key import KEY_VARIABLE, key_from_environment
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel, yields_losses
 from trainloop.optim import MultiOptimizer, needs_closure, optimizers_of, parameters_of
@@ -318,7 +319,9 @@ def check_count(value: Any, name: str, least: int) -> int:
     return value
 
 
-def check_restarts(max_restarts: Any, restart_every_steps: Any, num_nodes: int) -> RestartOptions | None:
+def check_restarts(
+    max_restarts: Any, restart_every_steps: Any, num_nodes: int, init_method: str | None = None
+) -> RestartOptions | None:
     """How often ranks may restart, and when to make snapshots; ``None`` if the first failure ends the run."""
     if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < -1:
         raise ConfigurationError(
@@ -328,10 +331,15 @@ def check_restarts(max_restarts: Any, restart_every_steps: Any, num_nodes: int) 
         check_count(restart_every_steps, "restart_every_steps", 1)
     if not max_restarts:
         return None
-    if num_nodes > 1:
+    if num_nodes > 1 and key_from_environment() is None:
         raise ConfigurationError(
-            f"max_restarts={max_restarts} with num_nodes={num_nodes}: a run of several hosts is not started again from "
-            "here. Start it by torchrun --max-restarts, with a ModelCheckpoint in callbacks and resume_from='last'."
+            f"max_restarts={max_restarts} with num_nodes={num_nodes}: hosts keep snapshots for each other, which hold "
+            f"pickles, so each must be able to tell whose they are. Set {KEY_VARIABLE} to the same secret on all hosts."
+        )
+    if num_nodes > 1 and (init_method or "").startswith("file:"):
+        raise ConfigurationError(
+            f"max_restarts={max_restarts} with init_method={init_method!r}: a host that comes again finds the others "
+            "at an address. Give init_method='tcp://ADDRESS:PORT' of node 0, or MASTER_ADDR and MASTER_PORT."
         )
     return RestartOptions(max_restarts, restart_every_steps)
 

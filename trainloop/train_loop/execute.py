@@ -107,7 +107,7 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
             child_env=child_environment(quota, ranks),
             start_method=loop.options.start_method,
             roots=sent_parts(loop),
-            on_failure=None if supervisor is None else supervisor.failed,
+            survival=supervisor,
             **options,
         )
     with uninterrupted():  # a mixture of new and old state would be useless
@@ -124,7 +124,16 @@ def _supervisor(loop: TrainLoop[Any], job: FitJob | None, ranks: int) -> Iterato
         return
     from trainloop.train_loop.restarts import Supervisor
 
-    with Supervisor(loop, job.restarts, ranks) as supervisor:
+    site = loop.site
+    begins_at = loop.global_step if job.resume is None else job.resume["place"]["global_step"]
+    with Supervisor(
+        loop,
+        job.restarts,
+        ranks,
+        num_nodes=site.num_nodes,
+        node_rank=site.node_rank,
+        begins_at=begins_at,
+    ) as supervisor:
         yield supervisor
 
 

@@ -265,7 +265,8 @@ class TrainLoop(LoopView, Generic[ModelT]):
         max_restarts : int
             Failures that the run survives: ranks that are killed, crash, exit, raise, hang or lose a loader's worker
             are started again from a snapshot in memory, and the run ends with the very numbers of an undisturbed one.
-            -1 for any number. In ``single`` and ``dp`` the loop runs in a process of its own then.
+            -1 for any number. In ``single`` and ``dp`` the loop runs in a process of its own then. Over several hosts,
+            one that is lost and started again with the same command gets its snapshot from another.
         restart_every_steps : int, optional
             Steps between two snapshots. Default: as often as costs at most 1 % of the time.
 
@@ -311,7 +312,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
             self.site = settled(self.options, num_gpus, on_gpu, num_nodes, select=True)
             check_rendezvous_point(num_nodes, node_rank, init_method)
             self.site = replace(self.site, node_rank=node_rank, backend=check_backend(backend), init_method=init_method)
-            restarts = check.check_restarts(max_restarts, restart_every_steps, num_nodes)
+            restarts = check.check_restarts(max_restarts, restart_every_steps, num_nodes, init_method)
             check_carried(self.model, self.gpu_mode)
             check.check_step(self.model, self.optimizer, self.options.amp, self.site.devices[0])
             if self.gpu_mode == "fsdp":

@@ -4,7 +4,8 @@
 
     a rank fails                  launch ends the others, and asks Supervisor.failed
       it would only come again      the error, with a word about why the run ends
-      else                          a notice in memory: what failed, and which snapshot to go on from
+    hosts meet again              each says what it has seen and kept: Supervisor.says
+      all have spoken               a notice in memory, what failed and which snapshot to go on from: Supervisor.agreed
     ranks start again             Snapshots reads the notice and takes up what it says
 """
 
@@ -12,20 +13,24 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainloop.errors import ResourceError, WorkerFailedError
+from trainloop.errors import ConfigurationError, ResourceError, WorkerFailedError
 from trainloop.launch.failures import Failure, deed_of
 from trainloop.optim import optimizers_of
 from trainloop.resources.quota import format_bytes
 from trainloop.train_loop.arguments import RestartOptions
+from trainloop.train_loop.copies import parts_of_host
+from trainloop.train_loop.going_on import Word, going_on
 from trainloop.train_loop.snapshots import (
     Restart,
     get_back,
@@ -42,6 +47,8 @@ if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
 
 __all__ = ["Supervisor"]
+
+_fits_over_hosts = itertools.count(1)
 
 
 class _Struck(NamedTuple):
@@ -66,6 +73,9 @@ class _Struck(NamedTuple):
 class Supervisor:
     """Decides about restarts, and keeps the memory that ranks leave their snapshots in; a context manager.
 
+    Over several hosts each has one of its own. What they decide from, they tell each other before ranks start, and
+    all come to the same from the same words.
+
     Parameters
     ----------
     loop : TrainLoop
@@ -73,16 +83,34 @@ class Supervisor:
     options : RestartOptions
     ranks : int
         Of this host.
+    num_nodes, node_rank : int
+        Hosts, and which one this is.
+    begins_at : int
+        Step that the run begins at: the caller's own, or that of the checkpoint it resumes.
     """
 
-    def __init__(self, loop: TrainLoop[Any], options: RestartOptions, ranks: int) -> None:
+    def __init__(
+        self,
+        loop: TrainLoop[Any],
+        options: RestartOptions,
+        ranks: int,
+        *,
+        num_nodes: int = 1,
+        node_rank: int = 0,
+        begins_at: int | None = None,
+    ) -> None:
         check_memory(loop)
         self._loop, self._most, self._ranks = loop, options.most, ranks
-        self.memory = SnapshotMemory(1 + ranks, status_words(ranks))
+        self._num_nodes, self._node_rank = num_nodes, node_rank
+        self._begins_at = loop.global_step if begins_at is None else begins_at
+        self._fit = next(_fits_over_hosts) if num_nodes > 1 else 0
+        self.memory = SnapshotMemory(parts_of_host(ranks, num_nodes), status_words(ranks))
         self._last: _Struck | None = None
+        self._struck: tuple[Failure, WorkerFailedError] | None = None
         self._pending: tuple[Restart, int] | None = None
+        self._begun_ns = time.monotonic_ns()
         for rank in range(ranks):
-            set_status(self.memory, rank, loop.global_step, trains=False)
+            set_status(self.memory, rank, self._begins_at, trains=False)
 
     def __enter__(self) -> Supervisor:
         return self
@@ -91,58 +119,94 @@ class Supervisor:
         self._note_end_of_restart(None)
         self.memory.close()
 
-    def failed(self, failure: Failure, error: WorkerFailedError) -> None:
-        """A rank has failed, and all have ended: see to it that they can start again, or raise the error.
+    def failed(self, failure: Failure, error: WorkerFailedError) -> WorkerFailedError | None:
+        """A rank has failed, and all have ended: ``None`` where they can start again.
 
-        Raises
-        ------
-        WorkerFailedError
-            Where it would only come again, or restarts are used up.
+        Returns
+        -------
+        WorkerFailedError or None
+            That ends the run, where it would only come again, or restarts are used up.
         """
         self._note_end_of_restart(failure.time_ns)
         rank = error.rank
-        step, trains = get_status(self.memory, rank if rank < self._ranks else 0)
+        local = rank - self._node_rank * self._ranks
+        step, trains = get_status(self.memory, local if local in range(self._ranks) else 0)
         struck = _Struck(rank, failure, step, trains)
         done = len(self._loop.restarts)
         if failure.final:
-            raise error
+            return error
         if self._last is not None and struck.again(self._last):
             when = f"after step {step}" if trains else f"before the training went on after step {step}"
-            raise _with_note(error, f"It came again, {when}, so that a further restart would not help.")
+            return _with_note(error, f"It came again, {when}, so that a further restart would not help.")
         if done == self._most:
-            raise _with_note(error, f"max_restarts={self._most} {'is' if done == 1 else 'are'} used up.")
-        self._last = struck
-        begins_at, number, checkpoint = self._where()
-        steps = max(get_status(self.memory, r)[0] for r in range(self._ranks)) - begins_at
-        hangs = failure.timeout and rank != failure.rank
-        restart = Restart(rank, "hangs" if hangs else deed_of(failure), begins_at, max(steps, 0), 0.0)
-        self._pending = restart, failure.time_ns
+            return _with_note(error, f"max_restarts={self._most} {'is' if done == 1 else 'are'} used up.")
+        self._last, self._struck = struck, (failure, error)
+        return None
+
+    def says(self) -> dict[str, Any]:
+        """What the other hosts have to know of this one before ranks start; plain types."""
+        word = Word(self._fit, self._begins_at, [list(restart) for restart in self._loop.restarts])
+        if self._struck is None:
+            return word._asdict()
+        failure, error = self._struck
+        hangs = failure.timeout and error.rank != failure.rank
+        word = word._replace(
+            failed=[error.rank, "hangs" if hangs else deed_of(failure)],
+            reached=max(get_status(self.memory, r)[0] for r in range(self._ranks)),
+            whole=list(self.memory.whole().items()),
+            checkpoint=self._checkpoint(),
+        )
+        return word._asdict()
+
+    def agreed(self, said: Sequence[Mapping[str, Any]]) -> None:
+        """All hosts have spoken, and ranks are about to start: see to it that they go on from the right place.
+
+        Raises
+        ------
+        WorkerFailedError, ConfigurationError
+            Where there is none.
+        """
+        words = [Word(**word) for word in said]
+        goes_on = going_on(words)
+        if goes_on is None:  # all begin
+            return
+        if goes_on.problem:
+            raise self.error_that_ends(goes_on.problem) or ConfigurationError(goes_on.problem)
+        self.memory.forget_all_but(goes_on.number)
+        most = max((word.restarts for word in words), key=len)
+        known = self._loop.restarts
+        known += [Restart(*restart) for restart in most[len(known) :]]  # a host that comes again has none
+        failed_ns = self._begun_ns if self._struck is None else self._struck[0].time_ns
+        restart = Restart(goes_on.rank, goes_on.cause, goes_on.step, goes_on.steps_repeated, 0.0)
+        self._pending = restart, failed_ns
         set_back(self.memory, 0)
         for r in range(self._ranks):
-            set_status(self.memory, r, begins_at, trains=False)
-        notice = {
-            "restart": restart._asdict(),
-            "failed_ns": failure.time_ns,
-            "limit": f"{self._nth(done + 1)}.",
-            "number": number,
-            "checkpoint": checkpoint,
-        }
-        self.memory.give_notice(notice)
+            set_status(self.memory, r, goes_on.step, trains=False)
+        self.memory.give_notice(
+            {
+                "restart": restart._asdict(),
+                "failed_ns": failed_ns,
+                "limit": f"{self._nth(len(self._loop.restarts) + 1)}.",
+                "number": goes_on.number,
+                "checkpoint": goes_on.checkpoint,
+                "lost": goes_on.lost,
+            }
+        )
 
-    def _where(self) -> tuple[int, int, str]:
-        """Step to go on from, the snapshot's number (0: none), and the path of the checkpoint to be taken instead."""
-        newest = self.memory.newest()
-        self.memory.forget_all_but(newest[0] if newest is not None else 0)
-        step = newest[1] if newest is not None else self._loop.global_step
+    def error_that_ends(self, why: str) -> WorkerFailedError | None:
+        """The error of the failure that can't be survived; ``None`` where there was none here."""
+        return None if self._struck is None else _with_note(self._struck[1], why)
+
+    def _checkpoint(self) -> list[Any] | None:
+        """Step and path of the newest that may be better than a snapshot."""
         # A snapshot follows on each checkpoint, and has more in it: attributes of modules and of callbacks without a
         # state_dict. So the one before is better than a newer checkpoint. Where none could be made, not all is lost.
-        if is_failing(self.memory):
-            # This very run's: what is newest in some folder may be another's.
-            keepers = [callback for callback in self._loop.callbacks if hasattr(callback, "own_checkpoints")]
-            own = max((found[-1] for keeper in keepers if (found := keeper.own_checkpoints())), default=None)
-            if own is not None and own[0] > step:
-                return own[0], 0, own[1]
-        return step, 0 if newest is None else newest[0], ""
+        if not is_failing(self.memory):
+            return None
+        # This very run's: what is newest in some folder may be another's.
+        keepers = [callback for callback in self._loop.callbacks if hasattr(callback, "own_checkpoints")]
+        own = max((found[-1] for keeper in keepers if (found := keeper.own_checkpoints())), default=None)
+        return None if own is None else list(own)
 
     def _note_end_of_restart(self, failed_ns: int | None) -> None:
         """The last restart is over: training went on, or failed again before it did."""
@@ -153,7 +217,7 @@ class Supervisor:
         end_ns = back_ns or failed_ns or time.monotonic_ns()
         restart = restart._replace(seconds=(end_ns - begun_ns) / 1e9)
         self._loop.restarts.append(restart)
-        if not back_ns and failed_ns:  # no rank came as far as to say it
+        if not back_ns and failed_ns and self._node_rank == 0:  # no rank came as far as to say it
             limit = f"{self._nth(len(self._loop.restarts))} failed, too."
             print(restart_line(restart, limit), file=sys.stderr, flush=True)
 

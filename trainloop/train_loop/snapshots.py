@@ -2,7 +2,7 @@
 
 A snapshot is a checkpoint's content and, since it need not outlive the script, what only a process started from the
 same payload can take back: attributes of callbacks and modules, and the objects in these. Weights and optimizers are
-written by rank 0 for all, the rest by each rank for itself.
+written by a host's first rank for all of them, the rest by each rank for itself.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from trainloop.optim import optimizers_of
 from trainloop.stopping import StopAgreement
 from trainloop.train_loop import handover
 from trainloop.train_loop import state as run_state
+from trainloop.train_loop.copies import Copies
 from trainloop.transfer.shared import put_into
 from trainloop.transfer.slots import SnapshotMemory, Snapshotter, arrived_classes
 from trainloop.transfer.torch_objects import optimizer_state
@@ -120,7 +121,10 @@ class Snapshots:
         self._run, self._memory, self._every = run, memory, every
         self._stop: StopAgreement = run.stop
         self._arrival = arrival
-        self._snapshotter = Snapshotter(arrival.known, arrived_classes())
+        self._classes = arrived_classes()
+        self._snapshotter = Snapshotter(arrival.known, self._classes)
+        self._local_rank = run.loop.process.local_rank
+        self._copies = Copies(memory, run.loop.process) if run.loop.process.num_nodes > 1 else None
         # Functions that came with the loop are the same in a process that is started again; copies would not be.
         self._functions = {
             (section, key, name): value
@@ -129,7 +133,7 @@ class Snapshots:
             for name, value in (content.items() if isinstance(content, dict) else ())
             if isinstance(value, _FUNCTIONS)
         }
-        self._mine = _FIRST + 2 * run.loop.rank + _STEP
+        self._mine = _FIRST + 2 * self._local_rank + _STEP
         self._status = memory.status
         self._number = 0
         self._failed = self._told_omitted = False
@@ -145,7 +149,7 @@ class Snapshots:
         if notice is not None:
             self.restart, self._failed_ns = Restart(**notice["restart"]), notice["failed_ns"]
             self._limit, self._number = notice["limit"], notice["number"]
-        self._tells = self.restart is not None and run.loop.is_global_zero
+        self._tells = self.restart is not None and self._local_rank == 0
 
     # -- at boundaries -----------------------------------------------------------------------------------------------
 
@@ -172,7 +176,9 @@ class Snapshots:
         assert self.restart is not None
         now = time.monotonic_ns()
         set_back(self._memory, now)
-        print(restart_line(self.restart._replace(seconds=(now - self._failed_ns) / 1e9), self._limit), file=sys.stderr)
+        if self._run.loop.is_global_zero:
+            restart = self.restart._replace(seconds=(now - self._failed_ns) / 1e9)
+            print(restart_line(restart, self._limit), file=sys.stderr)
 
     def _make(self, step: int) -> None:
         run = self._run
@@ -184,6 +190,8 @@ class Snapshots:
             self._write(step)
         except Exception as error:  # of a user's __getstate__, or no memory: the run itself is well
             problem = f"{type(error).__name__}: {error}"
+        if self._copies is not None and not self._copies.spread(self._number + 1, written=not problem):
+            problem = problem or "no copy of it on the next host"
         ended = time.perf_counter()
         # All ranks have written when this is over; and all go by the same numbers.
         mine = [int(1e9 * (ended - begun)), int(1e9 * (begun - self._made_at)), int(bool(problem))]
@@ -255,8 +263,8 @@ class Snapshots:
                 for section, key, name, value in self._snapshotter.refused_of(mine)
                 if not isinstance(value, (*_OF_A_PROCESS, *_FUNCTIONS))
             ]
-        self._memory.write(number, 1 + loop.rank, step, packed)
-        if loop.rank == 0:
+        self._memory.write(number, 1 + self._local_rank, step, packed)
+        if self._local_rank == 0:
             own = {str(i): _own_attributes(optimizer) for i, optimizer in enumerate(optimizers_of(loop.optimizer))}
             common: dict[str, dict[str, Any]] = {"state": run_state.common_state(run), "optimizers": own}
             packed = self._snapshotter.pack(common, ("optimizers",))
@@ -275,9 +283,15 @@ class Snapshots:
             return run_state.checkpoint_to_resume(loop, notice["checkpoint"])
         if not notice["number"]:
             return job_resume
+        if notice["lost"]:
+            assert self._copies is not None
+            self._copies.give_back(notice["number"], notice["lost"])
+            distributed.barrier()  # the ranks of a host read what one of them was given
         device = self._run.place.device
-        common = self._memory.read(notice["number"], 0, self._arrival.known, device)
-        mine = self._memory.read(notice["number"], 1 + loop.rank, self._arrival.known, device)
+        common, mine = (
+            self._memory.read(notice["number"], part, self._arrival.known, device, self._classes)
+            for part in (0, 1 + self._local_rank)
+        )
         self._mine_read, self._optimizers_read = mine, common["optimizers"]
         rank = mine["rank"]
         return {
@@ -309,7 +323,7 @@ class Snapshots:
         self._mine_read = None
         self._last_step, self._next = loop.global_step, loop.global_step + self._pause
         self._made_at = time.perf_counter()
-        set_status(self._memory, loop.rank, loop.global_step, trains=True)
+        set_status(self._memory, self._local_rank, loop.global_step, trains=True)
         if self.restart is not None:
             for hook in run.hooks.on_restart:
                 hook(self.restart)
@@ -336,7 +350,7 @@ def _attributes(loop: TrainLoop[Any], arrival: Arrival) -> dict[str, dict[Any, A
         "loop": {"": {name: value for name, value in vars(loop).items() if name not in _STRUCTURE}},
         "attributes of callbacks": {i: handover.callback_state(callback) for i, callback in enumerate(loop.callbacks)},
         "datasets": {i: _plain_values(dataset) for i, dataset in enumerate(_datasets(loop))},
-        # Those of optimizers are in the part that rank 0 writes.
+        # Those of optimizers are in the common part.
         "parts": {
             path: content for path, content in arrival.parts_now().items() if path.partition(".")[0] != "optimizer"
         },

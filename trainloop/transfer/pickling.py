@@ -347,6 +347,9 @@ class StatePickler(Pickler):
         Compared by identity.
     """
 
+    other_side_has_classes = True
+    """Whether those that once came here by value are known there, by the name that cloudpickle gave them."""
+
     def __init__(
         self,
         file: Any,
@@ -354,22 +357,18 @@ class StatePickler(Pickler):
         buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None,
     ) -> None:
         super().__init__(file, buffer_callback)
-        self._index = {id(obj): i for i, obj in enumerate(known)}
+        self._index: dict[int, int | str] = {id(obj): i for i, obj in enumerate(known)}
 
-    def persistent_id(self, obj: Any) -> int | None:
+    def persistent_id(self, obj: Any) -> int | str | None:
         return self._index.get(id(obj))
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type):
             # A class that came here by value must not go back as a second class of the same name.
             tracker_id = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.get(obj)
-            if tracker_id is not None and self.travels_by_name(tracker_id):
+            if tracker_id is not None and self.other_side_has_classes:
                 return _tracked_class, (tracker_id,)
         return super().reducer_override(obj)
-
-    def travels_by_name(self, tracker_id: str) -> bool:
-        """Whether the other side has this class, which once came by value."""
-        return True
 
 
 class StateUnpickler(pickle.Unpickler):

@@ -16,7 +16,7 @@ import mmap
 import os
 import pickle
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from multiprocessing.context import get_spawning_popen
 from typing import Any, NamedTuple
 
@@ -153,8 +153,9 @@ class SnapshotMemory:
         head[_NUMBER] = number
         return place + len(entries)
 
-    def newest(self) -> tuple[int, int] | None:
-        """Number and step of the newest snapshot with all parts whole; ``None`` if there is none."""
+    def whole(self) -> dict[int, int]:
+        """Number and step of the snapshots with all parts whole, the newest first."""
+        found = {}
         for number in sorted({self._head(slot, 0)[_NUMBER] for slot in range(_SLOTS)} - {0}, reverse=True):
             heads = [self._head(number, part) for part in range(self._parts)]
             same = all(
@@ -164,8 +165,8 @@ class SnapshotMemory:
                 for head in heads
             )
             if same and all(self._is_whole(number, part) for part in range(self._parts)):
-                return number, heads[0][_STEP]
-        return None
+                found[number] = heads[0][_STEP]
+        return found
 
     def forget_all_but(self, number: int) -> None:
         """Invalidate all other snapshots: parts of an unfinished one could be taken for those of a later one."""
@@ -191,14 +192,51 @@ class SnapshotMemory:
         data = os.pread(self._file(number, part), nbytes, head[_SIZE] - nbytes)
         return np.frombuffer(data, np.int64).reshape(-1, 2)
 
-    def read(self, number: int, part: int, known: Sequence[object], device: torch.device | None = None) -> Any:
-        """Load a part of a whole snapshot as objects of this process; ``known`` as in :class:`Snapshotter`."""
+    def read(
+        self,
+        number: int,
+        part: int,
+        known: Sequence[object],
+        device: torch.device | None = None,
+        classes: Mapping[str, type] | None = None,
+    ) -> Any:
+        """Load a part of a whole snapshot as objects of this process; the others as in :class:`Snapshotter`."""
         head, fd = self._head(number, part), self._file(number, part)
         stream = os.pread(fd, head[_STREAM], 0)
         # Each buffer in its own memory: the slot will be overwritten, and unused buffers are freed.
         buffers = (_copied(fd, place, nbytes) for place, nbytes in self._table(number, part).tolist())
         with load_device(device):
-            return StateUnpickler(io.BytesIO(stream), known, buffers).load()
+            return _SnapshotUnpickler(io.BytesIO(stream), known, buffers, classes or {}).load()
+
+    # -- parts as they are, for copies in other memories -----------------------------------------------------------
+
+    def head_of(self, number: int, part: int) -> list[int]:
+        """What says that a part is there: words to give to :meth:`end_copy`."""
+        return list(self._head(number, part))
+
+    def size_of(self, number: int, part: int) -> int:
+        """Bytes of a part."""
+        return self._head(number, part)[_SIZE]
+
+    def bytes_of(self, number: int, part: int, place: int, nbytes: int) -> bytes:
+        """Some of a part's bytes."""
+        return os.pread(self._file(number, part), min(nbytes, self.size_of(number, part) - place), place)
+
+    def begin_copy(self, number: int, part: int) -> None:
+        """From now on the part is not there."""
+        self._head(number, part)[_NUMBER] = 0
+
+    def put_bytes(self, number: int, part: int, place: int, data: memoryview) -> None:
+        """Bytes of a copy."""
+        write_all(self._file(number, part), data, place)
+
+    def end_copy(self, number: int, part: int, words: Sequence[int]) -> None:
+        """All bytes are there: with its head the part is, too."""
+        os.ftruncate(self._file(number, part), words[_SIZE])
+        head = self._head(number, part)
+        for i in range(1, _HEAD):
+            head[i] = words[i]
+        head[_NUMBER] = number
 
 
 def _inherited(parts: int, statuses: int, words_fd: int, notice_fd: int, fds: list[int]) -> SnapshotMemory:
@@ -224,9 +262,17 @@ def _copied(fd: int, place: int, nbytes: int) -> np.ndarray[Any, Any]:
 # -- what is written ---------------------------------------------------------------------------------------------------
 
 
-def arrived_classes() -> frozenset[str]:
-    """Classes that came to this process by value, and do so in each process with the same payload."""
-    return frozenset(cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID)
+def arrived_classes() -> dict[str, type]:
+    """Classes that came to this process by value, and do so in each process with the same payload.
+
+    Their names here are the same in processes of other hosts, whose callers have packed payloads of their own.
+    """
+    found: dict[str, type] = {}
+    for kind in list(cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.values()):
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        alike = sum(other.partition("#")[0] == name for other in found)
+        found[f"{name}#{alike}"] = kind
+    return found
 
 
 class _SnapshotPickler(StatePickler):
@@ -236,16 +282,23 @@ class _SnapshotPickler(StatePickler):
         self,
         file: Any,
         known: Sequence[object],
-        classes: frozenset[str],
+        classes: Mapping[str, type],
         callback: Callable[[pickle.PickleBuffer], Any],
     ) -> None:
         super().__init__(file, known, callback)
-        self._classes = classes
+        self._index.update((id(kind), name) for name, kind in classes.items())
 
     keeps_shared = False
+    other_side_has_classes = False  # but for those in the index
 
-    def travels_by_name(self, tracker_id: str) -> bool:
-        return tracker_id in self._classes
+
+class _SnapshotUnpickler(StateUnpickler):
+    def __init__(self, file: Any, known: Sequence[object], buffers: Iterable[Any], classes: Mapping[str, type]) -> None:
+        super().__init__(file, known, buffers)
+        self._classes = classes
+
+    def persistent_load(self, pid: int | str) -> object:
+        return self._classes[pid] if isinstance(pid, str) else super().persistent_load(pid)
 
 
 class Snapshotter:
@@ -255,11 +308,11 @@ class Snapshotter:
     ----------
     known : sequence of object
         Travel as references; on the other side they are that side's own, listed in the same order.
-    classes : frozenset of str
+    classes : mapping of str to type
         The result of :func:`arrived_classes` right after this process's payload was opened.
     """
 
-    def __init__(self, known: Sequence[object], classes: frozenset[str]) -> None:
+    def __init__(self, known: Sequence[object], classes: Mapping[str, type]) -> None:
         self._known, self._classes = known, classes
         self._refused: set[tuple[Any, Any, Any]] = set()
         self._packs, self._next_try = 0, 4

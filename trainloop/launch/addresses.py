@@ -1,0 +1,80 @@
+"""Where hosts of one run meet, and where a socket listens."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from trainloop.errors import ConfigurationError
+
+__all__ = ["interface_of", "listener_at", "rendezvous_point"]
+
+
+def rendezvous_point(init_method: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """Host and port from ``tcp://host:port``, or from ``MASTER_ADDR`` and ``MASTER_PORT``.
+
+    Raises
+    ------
+    ConfigurationError
+        If there is neither, or one that can't be read.
+    """
+    if init_method is None or init_method == "env://":
+        host, port_text = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+        if not host or not port_text:
+            raise ConfigurationError(
+                f"several nodes need a rendezvous point, but MASTER_ADDR={host!r} and MASTER_PORT={port_text!r}: set "
+                "both on every node to an address of node 0 and a free port there, or pass init_method='tcp://host:port'."
+            )
+        given = f"MASTER_ADDR={host} and MASTER_PORT={port_text}"
+    else:
+        given = f"init_method={init_method!r}"
+        try:
+            parts = urlsplit(init_method)
+            host, port_text = parts.hostname or "", str(parts.port or "")
+        except ValueError:
+            host, port_text = "", ""
+        if parts.scheme != "tcp":
+            host = ""
+    if not host or not port_text.isdigit() or not 0 < int(port_text) < 65536:
+        raise ConfigurationError(
+            f"{given}: must be a host and a port from 1 to 65535, such as tcp://10.0.0.1:29500, on node 0."
+        )
+    return host, int(port_text)
+
+
+def listener_at(host: str, port: int) -> socket.socket:
+    """A socket that listens on this address only."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigurationError(
+            f"node 0 can't listen at {host}:{port}: {error}. Give an address of this host."
+        ) from None
+    if ipaddress.ip_address(address[0]).is_loopback and host not in ("localhost", address[0]):
+        # Some systems give their own name a loopback address, which other hosts can't reach; which interface is meant
+        # is then not known.
+        address = ("::" if family == socket.AF_INET6 else "0.0.0.0", *address[1:])
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        advice = "Choose another port." if error.errno == errno.EADDRINUSE else "Give an address of this host."
+        raise ConfigurationError(f"node 0 can't listen at {host}:{port}: {error.strerror}. {advice}") from None
+    return listener
+
+
+def interface_of(address: str) -> str | None:
+    """Name of the network interface that has this address."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.address.partition("%")[0] == address for a in addresses):
+            return name
+    return None
