@@ -68,6 +68,7 @@ class StandIn:
     end_auto_eval: Any = True
     validation_loader: Any = object()
     is_global_zero = True
+    gpu_mode = "single"
 
     def __init__(self, *callbacks: ModelCheckpoint, size: int = 4) -> None:
         self.model = nn.Linear(size, size, bias=False)

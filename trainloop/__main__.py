@@ -6,12 +6,17 @@ import argparse
 import sys
 
 from trainloop import __version__
+from trainloop.checkpoint.export import export
 from trainloop.doctor import examine
+from trainloop.errors import TrainLoopError
+from trainloop.resources.quota import format_bytes
 
 OVERVIEW = f"""\
 trainloop {__version__}: a PyTorch training loop; one script for one device, data parallel and distributed training.
 
   python -m trainloop doctor          look at this machine and installation; --json for programs
+  python -m trainloop checkpoint export CHECKPOINT model.safetensors
+                                      the weights of a checkpoint, of a sharded one too, as one file
   from trainloop import TrainLoop, TTModel
   help(trainloop.TrainLoop)           all arguments, with what they do
   loop.preflight()                    checks before a long job, in seconds
@@ -24,11 +29,26 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status, 1 if the doctor found a problem."""
     parser = argparse.ArgumentParser(prog="python -m trainloop", description=OVERVIEW.split("\n")[0])
     parser.add_argument("--version", action="version", version=__version__)
-    doctor = parser.add_subparsers(dest="command").add_parser("doctor", help="look at this machine and installation")
+    commands = parser.add_subparsers(dest="command")
+    doctor = commands.add_parser("doctor", help="look at this machine and installation")
     doctor.add_argument("--json", action="store_true", help="for programs")
+    actions = commands.add_parser("checkpoint", help="what is in checkpoints").add_subparsers(
+        dest="action", required=True
+    )
+    exporting = actions.add_parser("export", help="the weights of a checkpoint as one safetensors file")
+    exporting.add_argument("checkpoint", help="a checkpoint, or a folder of them for the newest")
+    exporting.add_argument("file", help="the file to make")
     given = parser.parse_args(arguments)
     if given.command is None:
         print(OVERVIEW)
+        return 0
+    if given.command == "checkpoint":
+        try:
+            size = export(given.checkpoint, given.file)
+        except TrainLoopError as error:
+            print(error, file=sys.stderr)
+            return 1
+        print(f"{given.file}: {format_bytes(size)}")
         return 0
     report = examine()
     print(report.to_json() if given.json else report)

@@ -8,13 +8,15 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from trainloop import checkpoint, distributed
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.monitor import Mode, Monitor
-from trainloop.checkpoint import Checkpoint, CheckpointInfo
+from trainloop.checkpoint import Checkpoint, CheckpointInfo, sharded
+from trainloop.checkpoint.sharded import fitted
 from trainloop.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
@@ -179,14 +181,16 @@ class ModelCheckpoint(AbstractCallback):
                 "Give ModelCheckpoint a monitor, and let at least one epoch end."
             )
         state = checkpoint.load(path)
-        (model or self.train_loop_obj.model).load_state_dict(state["model"])
+        model = model or self.train_loop_obj.model
+        own = model.state_dict()
+        model.load_state_dict({name: fitted(value, own.get(name)) for name, value in state["model"].items()})
         return state
 
     # -- what the loop asks --------------------------------------------------------------------------------------------
 
-    def last_state(self) -> dict[str, Any] | None:
+    def last_state(self, *, whole: bool = True) -> dict[str, Any] | None:
         """The newest whole checkpoint of the folder, whichever run wrote it; None where there is none yet."""
-        found = checkpoint.load_newest(self._folder)
+        found = checkpoint.load_newest(self._folder, whole=whole)
         return None if found is None else found[1]
 
     def own_checkpoints(self) -> list[tuple[int, str]]:
@@ -235,6 +239,8 @@ class ModelCheckpoint(AbstractCallback):
         if self._metric is not None:
             self._metric.check(self.train_loop_obj)
         self._folder.check_writable()
+        if self._is_sharded():
+            sharded.check_offered(self.dirpath, async_save=self.async_save, safetensors=self.safetensors)
 
     def on_train_begin(self) -> None:
         self._saved_step, self._held_step = None, ()
@@ -301,19 +307,37 @@ class ModelCheckpoint(AbstractCallback):
         """Write a checkpoint. Collective: rank 0 writes; the others go on once it has their part of the state."""
         loop = self.train_loop_obj
         self._finish_writing()  # before the state is taken: the copy's memory is free again only then
-        state = loop.checkpoint_state()
+        state = loop.checkpoint_state(keep_shards=True) if self._is_sharded() else loop.checkpoint_state()
         self._saved_step = loop.global_step
         self._restart_clock()
+        info = CheckpointInfo(loop.history_epoch, loop.global_step, self._run, 0, value, reason)
+        if self._is_sharded():
+            location, name = self._folder.location, checkpoint.checkpoint_name(info)
+            error = sharded.write_folder(location, name, self._run, state, lambda put: self._write_as(info, put))
+            if loop.is_global_zero:
+                self._report(error, info.step)
+            return
         if state is None:
             return
-        info = CheckpointInfo(loop.history_epoch, loop.global_step, self._run, 0, value, reason)
         if self.async_save and not final:
             copied = self._host_copy.copy(state)
             self._writing = _Writing(lambda: self._write(copied, info), info.step)
         else:
             self._report(_error_of(lambda: self._write(state, info)), info.step)
 
+    def _is_sharded(self) -> bool:
+        return self.train_loop_obj.gpu_mode == "fsdp"
+
     def _write(self, state: dict[str, Any], info: CheckpointInfo) -> None:
+        def put(name: str, info: CheckpointInfo) -> None:
+            checkpoint.save(self._folder.path(name), state, info)
+            if self.safetensors:
+                checkpoint.save_weights(self._folder.path(_weights_name(name)), state["model"], run=self._run)
+
+        self._write_as(info, put)
+
+    def _write_as(self, info: CheckpointInfo, put: Callable[[str, CheckpointInfo], None]) -> None:
+        """Find a name for what ``put`` writes, and delete what is not kept any more."""
         if self._files is None:
             self._folder.remove_unfinished(self._run)  # what a kill left: nothing else is being written now
         files = self._own_files()
@@ -323,27 +347,29 @@ class ModelCheckpoint(AbstractCallback):
         is_end = info.reason == "end"
         replaceable = [file.name for file in files if not is_end or file.info is None or file.info.value is None]
         name = self._free_name(info, replaceable)
-        checkpoint.save(self._folder.path(name), state, info)
-        if self.safetensors:
-            checkpoint.save_weights(self._folder.path(_weights_name(name)), state["model"], run=self._run)
+        put(name, info)
         checkpoint.mark_newest(self._folder, name, run=self._run)
         files = [file for file in files if file.name != name]
         files.append(Checkpoint(self._folder.path(name), name, info))
         kept = _kept(files, self.keep, self._metric)
         for file in files:
             if file not in kept:
-                self._folder.remove(file.name)
+                if file.name.endswith(".pt"):
+                    self._folder.remove(file.name)
+                else:
+                    sharded.remove_folder(file.path)
                 if self.safetensors:
                     self._folder.remove(_weights_name(file.name))
         self._files = kept
 
     def _free_name(self, info: CheckpointInfo, own: Sequence[str]) -> str:
         """A free name, or that of this run's own file of a repeated step: others' files are never replaced."""
-        taken = set(self._folder.names()).difference(own)
+        taken = {*self._folder.names(), *self._folder.folders()}.difference(own)
+        name_of = partial(checkpoint.checkpoint_name, info, sharded=self._is_sharded())
         version = 1
-        while checkpoint.checkpoint_name(info, version) in taken:
+        while name_of(version) in taken:
             version += 1
-        return checkpoint.checkpoint_name(info, version)
+        return name_of(version)
 
     def _own_files(self) -> list[Checkpoint]:
         if self._files is None:

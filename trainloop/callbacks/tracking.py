@@ -201,11 +201,11 @@ class ExperimentCheckpoint(ModelCheckpoint):
         self.experiment = experiment
         super().__init__((experiment.folder / "checkpoints").location, **{**arguments, **more})
 
-    def last_state(self) -> dict[str, Any] | None:
+    def last_state(self, *, whole: bool = True) -> dict[str, Any] | None:
         for stamp in self.experiment.earlier_timestamps():
             self.experiment.timestamp = stamp
             self._folder = self.experiment.folder / "checkpoints"
-            state = super().last_state()
+            state = super().last_state(whole=whole)
             if state is not None:
                 return state
         self.experiment.timestamp = self.experiment._new_timestamp()

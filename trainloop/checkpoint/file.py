@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
+from trainloop.checkpoint import sharded
 from trainloop.checkpoint.plain import plain
 from trainloop.checkpoint.storage import Folder, folder, split_file
 from trainloop.errors import CheckpointError, ConfigurationError
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 _SUFFIX = ".pt"
-_NAME = re.compile(r"checkpoint-epoch=\d+-step=\d+(_\d+)?\.pt")
+_NAME = re.compile(r"checkpoint-epoch=\d+-step=\d+(_\d+)?(\.pt)?")  # a folder's has no suffix
 # A file that names the newest checkpoint, so that its loss is noticed. Reading a checkpoint never needs it.
 _NEWEST = ".newest"
 _END = struct.Struct("<QIII8s")  # body's length and CRC-32, info's length, CRC-32 of info and of these three, magic
@@ -86,10 +87,13 @@ class Checkpoint:
     """Why ``info`` is None."""
 
 
-def checkpoint_name(info: CheckpointInfo, version: int = 1) -> str:
-    """``checkpoint-epoch=0003-step=00000120.pt``: epochs as in tables, from 1; ``version`` tells equal ones apart."""
+def checkpoint_name(info: CheckpointInfo, version: int = 1, *, sharded: bool = False) -> str:
+    """``checkpoint-epoch=0003-step=00000120.pt``: epochs as in tables, from 1; ``version`` tells equal ones apart.
+
+    A sharded one is a folder, of a name without a suffix.
+    """
     again = f"_{version}" if version > 1 else ""
-    return f"checkpoint-epoch={info.epoch + 1:04d}-step={info.step:08d}{again}{_SUFFIX}"
+    return f"checkpoint-epoch={info.epoch + 1:04d}-step={info.step:08d}{again}{'' if sharded else _SUFFIX}"
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -223,13 +227,16 @@ def require_safetensors(what: str) -> Any:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+def load(path: str | os.PathLike[str], *, whole: bool = True) -> dict[str, Any]:
     """The state in a checkpoint, on the CPU, after its checksum was verified.
 
     Parameters
     ----------
     path : str or path
-        File or fsspec URL; a folder stands for the newest whole checkpoint in it.
+        File or fsspec URL, or the folder of a sharded checkpoint; another folder stands for the newest whole one in it.
+    whole : bool
+        Read the tensors of a sharded checkpoint. ``False``: each is a
+        :class:`~trainloop.checkpoint.sharded.StoredTensor`, to be read later, as a whole or in part.
 
     Raises
     ------
@@ -238,7 +245,13 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     text = os.fspath(path)
     if "://" not in text and os.path.isdir(os.path.expanduser(text)):
-        newest = load_newest(text)
+        text = os.path.abspath(os.path.expanduser(text))
+        if os.path.exists(os.path.join(text, sharded.STATE)):
+            state = load(os.path.join(text, sharded.STATE))
+            sharded.verify_files(text, state)
+            state = sharded.stored_tensors(state, text)
+            return sharded.whole_of(state) if whole else state
+        newest = load_newest(text, whole=whole)
         if newest is None:
             raise CheckpointError(f"{text} is a folder with no checkpoint in it. Give a checkpoint's path.")
         return newest[1]
@@ -343,12 +356,14 @@ def checkpoints(location: str | os.PathLike[str] | Folder) -> list[Checkpoint]:
     """
     where = location if isinstance(location, Folder) else folder(location)
     found = []
-    for name in where.names():
+    listed = [(name, where, name) for name in where.names() if name.endswith(_SUFFIX)]
+    listed += [(name, where / name, sharded.STATE) for name in where.folders() if not name.endswith(_SUFFIX)]
+    for name, inside, file_name in listed:
         if not _NAME.fullmatch(name):
             continue
         path = where.path(name)
         try:
-            with where.open(name) as file:
+            with inside.open(file_name) as file:
                 found.append(Checkpoint(path, name, _read_end(file, path)[0]))
         except FileNotFoundError:  # deleted since it was listed
             continue
@@ -357,10 +372,10 @@ def checkpoints(location: str | os.PathLike[str] | Folder) -> list[Checkpoint]:
     return sorted(found, key=lambda c: (c.info.stamp if c.info else -1, c.name))
 
 
-def load_newest(location: str | os.PathLike[str] | Folder) -> tuple[str, dict[str, Any]] | None:
+def load_newest(location: str | os.PathLike[str] | Folder, *, whole: bool = True) -> tuple[str, dict[str, Any]] | None:
     """Path and state of the newest whole checkpoint in a folder; None where there is none yet.
 
-    Newer ones that are damaged or missing are passed over, with one warning for them all.
+    Newer ones that are damaged or missing are passed over, with one warning for them all. ``whole`` as in :func:`load`.
 
     Raises
     ------
@@ -374,7 +389,7 @@ def load_newest(location: str | os.PathLike[str] | Folder) -> tuple[str, dict[st
         if candidate.info is None:
             continue
         try:
-            state = load(candidate.path)
+            state = load(candidate.path, whole=whole)
         except CheckpointError as error:
             problems.append(str(error))
             continue

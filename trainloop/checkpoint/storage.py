@@ -14,6 +14,7 @@ import contextlib
 import functools
 import os
 import re
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from uuid import uuid4
 
 from trainloop.errors import ConfigurationError
 
-__all__ = ["Folder", "folder", "split_file"]
+__all__ = ["Folder", "folder", "split_file", "temporary_name"]
 
 _TEMPORARY = ".tmp"
 # Stores where a file opened with autocommit=False appears at its commit(): nothing has to be copied to be renamed.
@@ -157,7 +158,7 @@ class _LocalFolder(Folder):
 
     def write(self, name: str, write: Callable[[BinaryIO], object], *, writer: str = "", durable: bool = True) -> None:
         self._make(Path(self.location))
-        temporary = self.path(_temporary_name(name, writer, _kernel()))
+        temporary = self.path(temporary_name(name, writer, _kernel()))
         try:
             # open() and not tempfile: the file gets the permissions that the user's umask gives all others.
             with _new_locked(temporary) as file:
@@ -181,7 +182,10 @@ class _LocalFolder(Folder):
         with contextlib.suppress(FileNotFoundError), os.scandir(self.location) as entries:
             for entry in entries:
                 if _is_temporary_of(writer, entry.name):
-                    self.remove(entry.name)
+                    if entry.is_dir(follow_symlinks=False):
+                        shutil.rmtree(entry.path, ignore_errors=True)
+                    else:
+                        self.remove(entry.name)
 
     def remove_dead(self) -> None:
         mark = re.compile(rf"\..+\.{_kernel()}[0-9a-f]{{8}}{re.escape(_TEMPORARY)}")
@@ -277,7 +281,7 @@ class _RemoteFolder(Folder):
         commits = any(protocol in _COMMITTING for protocol in _as_tuple(system.protocol))
         if not commits:
             system.makedirs(path, exist_ok=True)  # s3fs would make a bucket, for a misspelt one too
-        target, temporary = f"{path}/{name}", f"{path}/{_temporary_name(name, writer)}"
+        target, temporary = f"{path}/{name}", f"{path}/{temporary_name(name, writer)}"
         file = system.open(target, "wb", autocommit=False) if commits else system.open(temporary, "wb")
         try:
             write(file)
@@ -314,7 +318,8 @@ class _RemoteFolder(Folder):
         pass  # the upload will show it; asking a store about rights is itself a right
 
 
-def _temporary_name(name: str, writer: str, kernel: str = "") -> str:
+def temporary_name(name: str, writer: str, kernel: str = "") -> str:
+    """A name under which something is written; by the writer's it is found where a kill has left it."""
     return f".{name}.{writer or 'write'}.{kernel}{uuid4().hex[:8]}{_TEMPORARY}"
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainloop.errors import ConfigurationError
 from trainloop.model import yields_losses
-from trainloop.parallel.shards import is_sharded
+from trainloop.parallel.shards import MARKS, is_sharded
 from trainloop.parallel.transparent import Transparent, check_not_lazy, with_multi_losses, with_plain_dicts
 from trainloop.parallel.units import units_of
 
@@ -227,9 +227,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         return self.module
 
 
-# What is used of torch beyond its public face, to undo fully_shard; read in torch 2.6 to 2.13. Where a name has gone, a
-# module stays as fully_shard left it, which take_off() then says.
-_ADDED = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+# What is used of torch beyond its public face, to undo fully_shard; read in torch 2.6 to 2.13.
 
 
 def _undo_fully_shard(part: nn.Module) -> None:
@@ -237,7 +235,7 @@ def _undo_fully_shard(part: nn.Module) -> None:
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
     from torch.distributed.fsdp import FSDPModule
 
-    for name in _ADDED:
+    for name in MARKS:
         part.__dict__.pop(name, None)
     if not isinstance(part, FSDPModule):
         return

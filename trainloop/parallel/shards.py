@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "MARKS",
     "clip_gradients",
     "gathered",
+    "is_mark_of_sharding",
     "is_sharded",
     "local_part",
     "map_tensors",
@@ -24,9 +26,18 @@ __all__ = [
 ]
 
 
+MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+"""Attributes that torch (2.6 to 2.13) gives to every module in a unit."""
+
+
 def is_sharded(tensor: object) -> bool:
     """Whether it is a ``DTensor``."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
+
+
+def is_mark_of_sharding(name: str) -> bool:
+    """Whether an attribute of a module is one that ``fully_shard`` leaves there while it lasts."""
+    return name in MARKS or name.startswith("__composable_api")
 
 
 def local_part(tensor: Any) -> Tensor:
@@ -41,12 +52,16 @@ def whole(tensor: Any) -> Tensor:
     return full
 
 
-def gathered(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor on the CPU of rank 0, of others nothing; a plain one as it is. Collective."""
+def gathered(tensor: Tensor, *, keeps: bool | None = None) -> Tensor:
+    """The whole of a sharded tensor on the CPU of ranks that keep it (default: rank 0), of others nothing. Collective.
+
+    A plain one is given as it is.
+    """
     if not is_sharded(tensor):
         return tensor
     full = whole(tensor)
-    return full.cpu() if torch.distributed.get_rank() == 0 else full.new_empty(0, device="cpu")
+    keeps = torch.distributed.get_rank() == 0 if keeps is None else keeps
+    return full.cpu() if keeps else full.new_empty(0, device="cpu")
 
 
 def shard_like(value: Tensor, like: Any) -> Any:

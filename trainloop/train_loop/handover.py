@@ -11,6 +11,7 @@ from torch import nn
 
 from trainloop.carried import names_of
 from trainloop.optim import optimizers_of
+from trainloop.parallel.shards import is_mark_of_sharding
 from trainloop.transfer import dump_state, load_state
 from trainloop.transfer.kept import kept_attributes
 from trainloop.transfer.shared import changed_parts, dumped_parts, parts_now, put_into, shared_parts
@@ -164,6 +165,7 @@ def plain_attributes(loop: TrainLoop[Any]) -> dict[tuple[int, int, str], Any]:
         for name, value in kept_attributes(module).items()
         # Attributes that the module leaves out of its state, or replaces in it, are each process's own.
         if name not in _TORCH_OWN
+        and not is_mark_of_sharding(name)
         and module.__dict__.get(name, _MISSING) is value
         and name not in names_of(module)  # rank 0's columns are not the caller's
     }

@@ -435,9 +435,12 @@ class TrainLoop(LoopView, Generic[ModelT]):
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    def checkpoint_state(self) -> dict[str, Any] | None:
-        """All that a resumed run needs; for callbacks. Collective: rank 0 gets it, the others ``None``."""
-        return run_state.checkpoint_state(self._training("checkpoint_state"))
+    def checkpoint_state(self, *, keep_shards: bool = False) -> dict[str, Any] | None:
+        """All that a resumed run needs; for callbacks. Collective: rank 0 gets it, the others ``None``.
+
+        In ``fsdp`` its tensors are whole. With ``keep_shards`` each rank gets what it has shards of, as they are.
+        """
+        return run_state.checkpoint_state(self._training("checkpoint_state"), keep_shards=keep_shards)
 
     def load_checkpoint_state(self, state: dict[str, Any]) -> None:
         """Go on where :meth:`checkpoint_state` was. Collective."""

@@ -77,6 +77,7 @@ def sharded(
         if p.ndim:
             p.data = kept[name]
     shards = dict(model.named_parameters())
+    arrived = [(optimizer.state, list(optimizer.param_groups)) for optimizer in optimizers]
     _move(optimizers, originals, shards, lambda value, p: shard_like(value, p) if value.shape == p.shape else value)
     try:
         yield wrapper
@@ -89,6 +90,12 @@ def sharded(
         wrapper.take_off(originals)
         # A shard is left where an exception has ended the run: of no use by itself.
         _move(optimizers, shards, originals, lambda value, _: value.new_empty(0) if is_sharded(value) else value)
+        own = {id(shard): originals[name] for name, shard in shards.items()}
+        for optimizer, (state, groups) in zip(optimizers, arrived, strict=True):
+            if optimizer.state is not state:  # load_state_dict() makes others, and who sent these looks at them
+                state.clear()
+            for group in groups:
+                group["params"] = [own.get(id(p), p) for p in group["params"]]
 
 
 def _give_back(

@@ -25,6 +25,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from trainloop import distributed
 from trainloop.optim import optimizers_of
+from trainloop.parallel.shards import gathered, map_tensors
 from trainloop.stopping import StopAgreement
 from trainloop.train_loop import handover
 from trainloop.train_loop import state as run_state
@@ -256,6 +257,8 @@ class Snapshots:
             },
             **attributes,
         }
+        if run.place.collective:
+            mine = map_tensors(mine, partial(gathered, keeps=True))
         packed = self._snapshotter.pack(mine, ("stateful", *attributes), unchanged)
         if not self._told_omitted:
             self._omitted = [
@@ -264,11 +267,14 @@ class Snapshots:
                 if not isinstance(value, (*_OF_A_PROCESS, *_FUNCTIONS))
             ]
         self._memory.write(number, 1 + self._local_rank, step, packed)
-        if self._local_rank == 0:
+        if self._local_rank == 0 or run.place.collective:
             own = {str(i): _own_attributes(optimizer) for i, optimizer in enumerate(optimizers_of(loop.optimizer))}
             common: dict[str, dict[str, Any]] = {"state": run_state.common_state(run), "optimizers": own}
-            packed = self._snapshotter.pack(common, ("optimizers",))
-            self._memory.write(number, 0, step, packed)
+            if run.place.collective:
+                common = map_tensors(common, partial(gathered, keeps=self._local_rank == 0))
+            if self._local_rank == 0:
+                packed = self._snapshotter.pack(common, ("optimizers",))
+                self._memory.write(number, 0, step, packed)
 
     # -- going on from it --------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from trainloop import distributed, rng
 from trainloop.carried import carried_state_of, load_carried_state
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import optimizers_of
-from trainloop.parallel.shards import gathered, is_sharded, map_tensors, shard_like, with_items
+from trainloop.parallel.shards import gathered, map_tensors, with_items
 from trainloop.scratch import remove_dead
 from trainloop.train_loop.ending import end_that_holds, nothing_left
 from trainloop.train_loop.trained import add_missing_groups, changed_flags, group_names, set_flags
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 
-def checkpoint_state(run: Training) -> dict[str, Any] | None:
+def checkpoint_state(run: Training, *, keep_shards: bool = False) -> dict[str, Any] | None:
     """All that a resumed run needs, as plain types and tensors, on rank 0; ``None`` on the other ranks.
 
     Collective: all ranks call it, between two steps, when step logs are exchanged. Tensors are the live ones: copy what
@@ -59,10 +59,10 @@ def checkpoint_state(run: Training) -> dict[str, Any] | None:
     if ranks is None and not run.place.collective:
         return None
     state, callbacks = common_state(run), callback_states(loop)
-    if run.place.collective:
+    if run.place.collective and not keep_shards:
         state, callbacks = map_tensors([state, callbacks], gathered)
     if ranks is None:
-        return None
+        return {**state, "callbacks": callbacks} if keep_shards else None
     ends = list(dict.fromkeys(tuple(end) for theirs in ranks for end in theirs.pop("ends")))
     if run.epoch_finished or run.finished:
         state["place"]["ends"] = [list(end) for end in ends]
@@ -132,6 +132,7 @@ def checkpoint_to_resume(loop: TrainLoop[Any], resume_from: Any) -> dict[str, An
     """The state that ``fit(resume_from=...)`` names, of this very model; ``None`` for a fresh start."""
     if resume_from is None:
         return None
+    whole = loop.gpu_mode != "fsdp"  # there each rank reads its part
     if resume_from == "last":
         keepers = [callback for callback in loop.callbacks if hasattr(callback, "last_state")]
         if not keepers:
@@ -139,11 +140,11 @@ def checkpoint_to_resume(loop: TrainLoop[Any], resume_from: Any) -> dict[str, An
                 "resume_from='last' needs a ModelCheckpoint in callbacks: it knows where checkpoints are. "
                 "Add the one of the first run, or pass a checkpoint's path."
             )
-        state = keepers[0].last_state()
+        state = keepers[0].last_state(whole=whole)
     else:
         from trainloop import checkpoint  # when first used: `import trainloop` is to be cheap
 
-        state = checkpoint.load(resume_from)
+        state = checkpoint.load(resume_from, whole=whole)
     if state is not None:
         check_checkpoint(loop, state)
     return state
@@ -232,7 +233,7 @@ def took_up_finished(loop: TrainLoop[Any], state: dict[str, Any]) -> bool:
     if why:
         _load_parts(loop, state)
         # A callback may have replaced the weights by those from which training would go on.
-        loop.model.load_state_dict(state["model"])
+        _load_model(loop.model, state["model"])
         load_carried_state(loop.model, [saved.get("carried", {}) for saved in state["ranks"]], 0, len(state["ranks"]))
         loop.scaler_state = state["scaler"]
         loop.ends = end_that_holds(loop, state)
@@ -246,6 +247,8 @@ def took_up_finished(loop: TrainLoop[Any], state: dict[str, Any]) -> bool:
 
 def _load_parts(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
     """Load the parts of the loop itself, running or not."""
+    from trainloop.checkpoint.sharded import whole_of  # when first used: `import trainloop` is to be cheap
+
     _load_model(loop.model, state["model"])
     if isinstance(loop.criterion, nn.Module) and state["criterion"]:
         loop.criterion.load_state_dict(state["criterion"])
@@ -253,31 +256,29 @@ def _load_parts(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
     add_missing_groups(loop, state.get("groups"))
     for optimizer, saved in zip(optimizers_of(loop.optimizer), state["optimizers"], strict=True):
         optimizer.load_state_dict(saved["state"])
-        _shard_state(optimizer)
+        _fit_state(optimizer)
     loop.history.load_state_dict(state["history"])
-    _load_callbacks(loop.callbacks, state["callbacks"])
+    _load_callbacks(loop.callbacks, whole_of(state["callbacks"]))
     for name in ("epoch", "global_step", "total_iteration_idx"):
         setattr(loop, name, state["place"][name])
 
 
 def _load_model(model: nn.Module, state: dict[str, Any]) -> None:
-    """Weights into a model that may be sharded; of whole ones each rank takes its part."""
+    """Weights into a model that may be sharded, from a checkpoint that may be."""
+    from trainloop.checkpoint.sharded import fitted
+
     own = model.state_dict()
-    if any(map(is_sharded, own.values())):
-        parts = {
-            name: shard_like(value, own[name]) if is_sharded(own.get(name)) else value for name, value in state.items()
-        }
-        state = with_items(state, parts)
-    model.load_state_dict(state)
+    model.load_state_dict(with_items(state, {name: fitted(value, own.get(name)) for name, value in state.items()}))
 
 
-def _shard_state(optimizer: torch.optim.Optimizer) -> None:
-    """State of sharded parameters that was loaded whole."""
+def _fit_state(optimizer: torch.optim.Optimizer) -> None:
+    """Each rank's part of what was loaded whole, or is still to be read."""
+    from trainloop.checkpoint.sharded import StoredTensor, fitted
+
     for p, own in optimizer.state.items():
-        if is_sharded(p) and isinstance(own, dict):
-            for key, value in own.items():
-                if isinstance(value, torch.Tensor) and value.shape == p.shape and not is_sharded(value):
-                    own[key] = shard_like(value, p)
+        for key, value in own.items() if isinstance(own, dict) else ():
+            if isinstance(value, StoredTensor) or (isinstance(value, torch.Tensor) and value.ndim):
+                own[key] = fitted(value, p if value.shape == p.shape else None)
 
 
 def _check_data(feed: Any, place: dict[str, Any]) -> None:

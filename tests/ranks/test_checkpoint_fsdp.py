@@ -1,0 +1,126 @@
+"""Checkpoints that ranks of ``fsdp`` write in parts: read in any mode, by any number of ranks; damage; one file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sharded_models import Tower
+from test_parity_fsdp import adam, data, distance, float64
+from torch import nn
+
+from trainloop import AbstractCallback, TrainLoop
+from trainloop.__main__ import main
+from trainloop.callbacks import ExponentialMovingAverage, ModelCheckpoint
+from trainloop.checkpoint import checkpoints, load
+from trainloop.errors import ConfigurationError
+
+
+class Killed(AbstractCallback):
+    """Ends rank 1 by SIGKILL after its third step, once."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("Killed")
+        self.mark = folder / "killed"
+
+    def on_after_optimizer_step(self) -> None:
+        loop = self.train_loop_obj
+        if loop.global_step == 3 and loop.rank == 1 and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fitted(mode: str, ranks: int, folder: Path | None = None, epochs: int = 3, **given: Any) -> TrainLoop[Any]:
+    """Over 24 samples in steps of 12, so that any number of ranks to 4 takes the same steps."""
+    model, checkpoint_args, more = Tower(), given.pop("checkpoint_args", {}), given.pop("callbacks", [])
+    loop = TrainLoop(
+        model,
+        data(24, 12 // ranks, shuffle=True),
+        optimizer=adam(model),
+        criterion=nn.CrossEntropyLoss(),
+        gpu_mode=mode,
+        **({} if mode == "single" else {"accelerator": "cpu", "devices": ranks}),
+        seed=3,
+        progress_bar=False,
+    )
+    keeper = [] if folder is None else [ModelCheckpoint(folder, **checkpoint_args)]
+    callbacks = [*keeper, ExponentialMovingAverage(0.9), *more]
+    arguments = {"ddp_model_args": {"find_unused_parameters": True}} if mode == "ddp" else {}
+    loop.fit(num_epochs=epochs, callbacks=callbacks, **arguments, **given)
+    return loop
+
+
+def state_of(loop: TrainLoop[Any]) -> list[Any]:
+    return [dict(loop.model.state_dict()), loop.optimizer.state_dict()["state"], loop.history.to_dict()]
+
+
+def exported(folder: Path, file: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    assert main(["checkpoint", "export", str(folder), str(file)]) == 0
+    return load_file(file)
+
+
+def test_parts_of_two_ranks_resumed_bit_by_bit_and_in_one_process(tmp_path: Path, capsys: Any) -> None:
+    with float64():
+        loop = TrainLoop(Tower(), None, gpu_mode="fsdp", accelerator="cpu", devices=2)
+        with loop.ranks():
+            whole = fitted("fsdp", 2, tmp_path / "a", checkpoint_args={"every_n_steps": 1, "keep": None})
+            files = {c.info.step: c.path for c in checkpoints(tmp_path / "a") if c.info is not None}
+            resumed = fitted("fsdp", 2, tmp_path / "b", resume_from=files[3])  # within the second epoch
+        assert distance(state_of(whole), state_of(resumed)) == 0
+        assert {"__0_0.distcp", "__1_0.distcp", "state.pt"} <= set(os.listdir(files[3]))
+        sizes = [os.path.getsize(os.path.join(files[3], f"__{rank}_0.distcp")) for rank in range(2)]
+        assert max(sizes) < 1.5 * min(sizes)
+        single = fitted("single", 1, tmp_path / "c", resume_from=files[3])
+        assert distance(state_of(single), state_of(whole)) < 1e-9
+
+        weights = exported(Path(files[6]), tmp_path / "model.safetensors")
+        assert distance(weights, load(files[6])["model"]) == 0
+        Tower().load_state_dict(weights)
+
+        # A damaged part: the checkpoint before is taken, and a word said.
+        shutil.rmtree(tmp_path / "a" / Path(files[6]).name)
+        with open(os.path.join(files[5], "__1_0.distcp"), "r+b") as file:
+            file.seek(100)
+            file.write(b"damage")
+        with pytest.warns(RuntimeWarning, match="__1_0.distcp is damaged"):
+            again = fitted("single", 1, tmp_path / "a", resume_from="last")
+        assert distance(state_of(again), state_of(whole)) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("writer", ["single 1", "ddp 2", "fsdp 1", "fsdp 2", "fsdp 4"])
+@pytest.mark.filterwarnings("ignore:devices=4 on 2 CPU cores")
+def test_every_mode_reads_what_every_mode_wrote(writer: str, tmp_path: Path) -> None:
+    with float64():
+        expected = fitted("single", 1)
+        mode, ranks = writer.split()
+        fitted(mode, int(ranks), tmp_path / "a", epochs=2)
+        for reader in ("single 1", "ddp 2", "fsdp 1", "fsdp 2", "fsdp 4"):
+            mode, ranks = reader.split()
+            shutil.copytree(tmp_path / "a", tmp_path / reader)
+            resumed = fitted(mode, int(ranks), tmp_path / reader, resume_from="last")
+            assert resumed.global_step == 6
+            assert distance(state_of(resumed), state_of(expected)) < 1e-9, reader
+
+
+@pytest.mark.slow
+def test_a_run_survives_a_killed_rank_bit_by_bit(tmp_path: Path) -> None:
+    with float64():
+        undisturbed = fitted("fsdp", 2)
+        killed = fitted("fsdp", 2, callbacks=[Killed(tmp_path)], max_restarts=1, restart_every_steps=1)
+    assert [restart.rank for restart in killed.restarts] == [1]
+    assert distance(state_of(killed), state_of(undisturbed)) == 0
+
+
+@pytest.mark.parametrize("given", [{"async_save": True}, {"safetensors": True}])
+def test_what_parts_cannot_be_is_said_before_ranks_start(given: dict[str, bool], tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=f"{next(iter(given))}=True.*gpu_mode='fsdp': not offered"):
+        fitted("fsdp", 2, tmp_path, checkpoint_args=given)
+    assert torch.get_default_dtype() == torch.float32
