@@ -294,7 +294,7 @@ def test_ranks_that_wait_for_each_other() -> None:
 # -- the parent --------------------------------------------------------------------------------------------------------
 
 SCRIPT = """
-import os, signal, sys, time
+import ctypes, os, signal, sys, time
 import torch, torch.distributed as dist
 from trainloop import stopping
 from trainloop.launch import launch
@@ -311,6 +311,9 @@ def work(stop):
             time.sleep(float(sys.argv[2]))
     finally:
         open(os.path.join(folder, f"finally-{dist.get_rank()}"), "w").close()
+        if os.environ.get("STUCK_RANK") == str(dist.get_rank()):
+            time.sleep(1)
+            ctypes.PyDLL(None).sleep(200)  # with the interpreter's lock
 
 if __name__ == "__main__":
     print("reasons", launch(work, ranks_per_node=2, timeout_s=60), flush=True)
@@ -357,7 +360,8 @@ class Running:
 
 
 @pytest.mark.parametrize("repeats", REPEATS)
-def test_a_killed_parent_takes_its_ranks_along(repeats: int, tmp_path: Path) -> None:
+def test_a_killed_parent_takes_its_ranks_along(repeats: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STUCK_RANK", "1")
     for i in range(repeats):
         (tmp_path / str(i)).mkdir()
         running = Running(tmp_path / str(i))

@@ -201,6 +201,11 @@ def _work(spec: RankSpec, me: Rank, words: memoryview, received: Mapping[int, in
     return 0
 
 
+# Kept to the process's end: a group's destructor waits for the group's threads. Where a Reducer had the last reference
+# it would wait with the interpreter's lock, which such a thread needs to free a tensor.
+_groups: list[Any] = []
+
+
 def _result_of(
     spec: RankSpec, me: Rank, stop: SharedStop, undo: contextlib.ExitStack, received: Mapping[int, int]
 ) -> Any:
@@ -230,6 +235,7 @@ def _result_of(
     if not dist.is_initialized():
         with no_strangers():
             _make_group(spec, me, device)
+        _groups.append(dist.group.WORLD)
     if me.num_nodes == 1:
         return function(stop)
     with no_strangers():
@@ -365,6 +371,8 @@ def _outlive_parent_briefly() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()  # blocks on a pipe that closes with the parent
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_ORPHAN_GRACE_S)
-    os.kill(os.getpid(), signal.SIGKILL)
+    # By the clock of a native thread: this one waits for ever where another is stuck with the interpreter's lock.
+    with open(os.devnull, "w") as nowhere:
+        faulthandler.dump_traceback_later(_ORPHAN_GRACE_S, exit=True, file=nowhere)
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait()

@@ -191,6 +191,16 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         finally:
             self.require_backward_grad_sync = before
 
+    def release(self) -> None:
+        """Take DDP's hooks off the parameters and free its buckets; the wrapper is of no use afterwards. No exchange.
+
+        Otherwise all that stays until the garbage collector breaks the wrapper's cycles. That may be after
+        ``destroy_process_group()``: the reducer then has the last reference to the group, whose destructor waits for
+        threads with the interpreter's lock in hand, and in a forked child for threads that are not there.
+        """
+        self._remove_autograd_hooks()
+        self.__dict__.update(reducer=None, logger=None)
+
     @contextlib.contextmanager
     def no_exchange(self) -> Iterator[None]:
         """In this context neither gradients nor buffers are exchanged: forward and backward are this rank's alone.

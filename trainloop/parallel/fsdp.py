@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainloop.errors import ConfigurationError
+from trainloop.forks import guard_forks
 from trainloop.model import yields_losses
 from trainloop.parallel.shards import MARKS, is_sharded
 from trainloop.parallel.transparent import Transparent, check_not_lazy, with_multi_losses, with_plain_dicts
@@ -110,6 +111,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
                 f"TTFullyShardedDataParallel: {type(module).__name__} has DTensor parameters: it is sharded already. "
                 "Pass the model as it is built."
             )
+        guard_forks()
         super().__init__()
         self.module = module
         units = [*units_of(module, shard), ("", self)]

@@ -47,12 +47,17 @@ class Placement:
         before, self.wrapper = self.wrapper, self.model
         hooks: Sequence[tuple[Any, Any]] = ()
         if isinstance(before, TTDistributedDataParallel):
-            before._remove_autograd_hooks()
+            before.release()
             hooks = comm_hooks_of(before)
         # The ranks' weights are equal already: DDP need not send rank 0's.
         self.wrapper = self.wrap(init_sync=False)
         for hook, state in hooks:
             self.wrapper.register_comm_hook(state, hook)
+
+    def release(self) -> None:
+        """Free what the wrapper of ``ddp`` holds, after the last step."""
+        if isinstance(self.wrapper, TTDistributedDataParallel):
+            self.wrapper.release()
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         """Around forward and backward: in ``ddp`` gradients are reduced in a step's last micro-batch only."""
@@ -165,7 +170,7 @@ def placed(
             wrapper = undo.enter_context(sharded(model, stepped, wrapper_args or {}, gives_back=gives_back))
         else:
             wrapper = wrap()
-        yield kind(
+        place = kind(
             model,
             wrapper,
             device,
@@ -174,6 +179,8 @@ def placed(
             sync_batchnorm_over_ranks,
             wrap,
         )
+        undo.callback(place.release)
+        yield place
 
 
 def _wrapped(
