@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 from sklearn.linear_model import LogisticRegression
 from tables import mixed
 
+from places import IMPORTS
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.tabular import TabularPredictor
 
@@ -77,3 +81,170 @@ def test_the_documented_gbm_and_all_that_follows_a_fit(tmp_path: Path, capsys: p
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="is damaged"):
         TabularPredictor.load(tmp_path / "saved", trusted=True)
+
+
+class Threshold:
+    """An estimator of one's own: no chances, no base class."""
+
+    def __init__(self, column: int = 0) -> None:
+        self.column = column
+
+    def fit(self, x: Any, y: Any) -> Any:
+        self.above = np.median(x[:, self.column])
+
+    def predict(self, x: Any) -> Any:
+        return (x[:, self.column] > self.above).astype(int)
+
+
+def make_net(num_inputs: int, num_outputs: int, width: int = 8) -> Any:
+    from torch import nn
+
+    from trainloop import TTBasicModel
+
+    class Net(TTBasicModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(
+                nn.Linear(num_inputs, width), nn.BatchNorm1d(width), nn.Linear(width, num_outputs)
+            )
+
+        def forward(self, x: Any) -> Any:
+            return self.layers(x)
+
+    return Net()
+
+
+@pytest.mark.slow
+def test_all_kinds_of_models_in_bags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = mixed(260)
+    data["class"] = np.where(data["number"].fillna(0) > 1, "very", data["class"])
+    train_data, test_data = data[:200], data[200:]
+    hyperparameters: Any = {"LR": {}, "RF": {"n_estimators": 30}, "XT": {"n_estimators": 30}, "GBM": {}}
+    hyperparameters |= {
+        "NN_TORCH": {"num_epochs": 30},
+        Threshold: {"column": 1},
+        make_net: {"width": 6, "num_epochs": 9},
+    }
+    predictor = TabularPredictor("class", eval_metric="log_loss").fit(
+        train_data, hyperparameters=hyperparameters, num_bag_folds=2, verbosity=3
+    )
+    assert not predictor.lost
+    assert len(predictor.model_names) == 8
+    board = predictor.leaderboard(test_data).set_index("model")
+    assert board.loc["WeightedEnsemble_L2", "score_val"] == board["score_val"].max()
+    for name in ("LinearModel", "RandomForest", "ExtraTrees", "LightGBM", "NeuralNetTorch", "make_net"):
+        assert board.loc[f"{name}_BAG_L1", "score_test"] > -1.0, name  # guessing is ln 3
+    # what no model has seen, a row at a time
+    strange = test_data.assign(colour="purple", said="never before", when=None, count=None)
+    chances = predictor.predict_proba(strange)
+    assert chances.columns.tolist() == ["no", "very", "yes"]
+    assert np.isfinite(chances.to_numpy()).all()
+    alone = pd.concat([predictor.predict_proba(test_data[i : i + 1]) for i in range(3)])
+    assert np.allclose(alone, predictor.predict_proba(test_data[:3]), atol=1e-5)
+    summary = predictor.fit_summary()
+    assert summary["weights"].keys() <= set(predictor.model_names)
+    loaded = TabularPredictor.load(predictor.save(tmp_path / "p"))
+    assert np.allclose(loaded.predict_proba(test_data), predictor.predict_proba(test_data))
+
+
+@pytest.mark.slow
+def test_a_regression_is_searched_for_in_a_second_fit_of_one_predictor() -> None:
+    data = mixed(200).drop(columns="class")
+    data["value"] = 3 * data["number"].fillna(0) + (data["colour"] == "red") + 7
+    predictor = TabularPredictor("value")
+    predictor.fit(data[:150], hyperparameters={"LR": {}}, verbosity=0)
+    predictor.fit(
+        data[:150],
+        hyperparameters={"NN_TORCH": {}, "GBM": {"num_leaves": [4, 8, 16], "learning_rate": 0.1}},
+        num_bag_folds=2,
+        hyperparameter_tune_kwargs={"searcher": "random", "scheduler": "local", "num_trials": 2},
+        num_cpus=min(2, len(os.sched_getaffinity(0))),
+        ag_args_fit={"num_cpus": 1},
+        verbosity=0,
+    )
+    assert predictor.problem_type == "regression"
+    names = {"NeuralNetTorch_BAG_L1/T1", "NeuralNetTorch_BAG_L1/T2", "LightGBM_BAG_L1/T1", "LightGBM_BAG_L1/T2"}
+    assert set(predictor.model_names) == {*names, "WeightedEnsemble_L2"}
+    assert predictor.evaluate(data[150:])["r2"] > 0.9
+    settings = predictor.fit_summary()["settings"]
+    assert settings["LightGBM_BAG_L1/T1"]["num_leaves"] != settings["LightGBM_BAG_L1/T2"]["num_leaves"]
+    assert predictor.predict(data[150:]).dtype == float
+    with pytest.raises(ConfigurationError, match="a regression has no chances"):
+        predictor.predict_proba(data)
+
+
+COUNTED = """
+import os, sys, threading, time
+import psutil
+from tables import mixed
+from trainloop.tabular import TabularPredictor
+
+def used():
+    me = psutil.Process()
+    total = 0.0
+    for process in [me, *me.children(recursive=True)]:
+        try:
+            times = process.cpu_times()
+            total += times.user + times.system
+            total += (times.children_user + times.children_system) if process.pid != me.pid else 0
+        except psutil.Error:
+            pass
+    return total + me.cpu_times().children_user + me.cpu_times().children_system
+
+highest, over = 0.0, threading.Event()
+def watch():
+    global highest
+    seen = []
+    while not over.wait(0.1):
+        seen.append((time.monotonic(), used()))
+        while seen[-1][0] - seen[0][0] > 2:
+            first = seen.pop(0)
+            highest = max(highest, (seen[-1][1] - first[1]) / (seen[-1][0] - first[0]))
+thread = threading.Thread(target=watch)
+thread.start()
+before = os.sched_getaffinity(0)
+predictor = TabularPredictor("class").fit(mixed(1500), num_cpus=1, verbosity=0,
+    hyperparameters={"LR": {}, "RF": {}, "GBM": {}, "NN_TORCH": {"num_epochs": 20}})
+over.set()
+thread.join()
+assert not predictor.lost, predictor.lost
+assert os.sched_getaffinity(0) == before
+print(highest)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_one_cpu_is_never_more_than_one_cpu() -> None:
+    """CPU time of all processes, counted by the kernel, over any two seconds."""
+    environment = {**os.environ, "PYTHONPATH": IMPORTS}
+    environment = {name: value for name, value in environment.items() if not name.endswith("_NUM_THREADS")}
+    run = subprocess.run(
+        [sys.executable, "-c", COUNTED], env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert 0.1 < float(run.stdout) <= 1.1
+
+
+class Endless(LogisticRegression):
+    def fit(self, x: Any, y: Any) -> Any:
+        time.sleep(600)
+
+
+@pytest.mark.slow
+def test_the_time_limit_is_kept() -> None:
+    data = mixed(3000)
+    hyperparameters: Any = {
+        "RF": {"n_estimators": 100_000},
+        "GBM": {"num_boost_round": 10**6, "early_stopping_rounds": 10**6},
+        "NN_TORCH": {"num_epochs": 10**6, "patience": 10**6},
+        Endless: {},
+    }
+    began = time.monotonic()
+    predictor = TabularPredictor("class").fit(data, time_limit=40, hyperparameters=hyperparameters, verbosity=0)
+    assert time.monotonic() - began < 44
+    assert list(predictor.lost) == ["Endless"]
+    assert "time was over" in predictor.lost["Endless"]
+    assert predictor.evaluate(data)["accuracy"] > 0.8
+    with pytest.raises(ConfigurationError, match=r"no model could be trained.*(?s:.*)Endless: .*time was over"):
+        TabularPredictor("class").fit(data, time_limit=3, hyperparameters={Endless: {}}, verbosity=0)

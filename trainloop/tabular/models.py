@@ -35,6 +35,8 @@ class Given:
     params: Mapping[str, Any]
     seconds: float | None
     """From its start on, after which it should come to an end by itself."""
+    until: float | None
+    """``time.time()`` at which it should have ended, whenever it began."""
     gpu: bool
     """Whether a GPU was asked for and granted."""
 
@@ -62,7 +64,9 @@ class Adapter:
 
     def seconds_left(self) -> float | None:
         """Of the model's time; None where it has no end."""
-        return None if self.given.seconds is None else self._began + self.given.seconds - time.monotonic()
+        if self.given.seconds is None or self.given.until is None:
+            return None
+        return min(self._began + self.given.seconds - time.monotonic(), self.given.until - time.time())
 
     def in_all_classes(self, chances: Rows, classes: Any) -> Rows:
         """Chances of the classes that a fold had, among all."""

@@ -84,6 +84,7 @@ class _MakeModel:
     specs: list[Spec]
     course: Course
     seconds: float | None
+    until: float | None
     gpu: bool
 
     def __call__(self, params: Mapping[str, Any], fold: Fold | None) -> EstimatorLoop:
@@ -92,7 +93,7 @@ class _MakeModel:
         assert rows is not None, "without folds there are rows to validate on"
         train, validation = ((course.table.iloc[part], course.y[part]) for part in rows)
         settings = {**spec.fixed, **params["settings"]}
-        model = spec.make(Given(spec.columns, course.target, settings, self.seconds, self.gpu))
+        model = spec.make(Given(spec.columns, course.target, settings, self.seconds, self.until, self.gpu))
         return EstimatorLoop(model, train, validation, fit=lambda model, x, y: model.fit(x, y, validation))
 
 
@@ -166,12 +167,13 @@ def train(specs: list[Spec], course: Course) -> Outcome:
             for spec in group.specs:
                 outcome.lost[spec.name] = "the time was over before it began"
             continue
-        seconds = None
+        seconds, until = None, None
         if left is not None:
             seconds = max(0.5, left / sum(waves[number:]) - _START_S)
+            until = time.time() + 0.9 * left  # what they predict and write takes time, too
         suffix = "_BAG_L1" if course.num_bag_folds > 1 else ""
         found = tune(
-            _MakeModel(group.specs, replace(course, say=_say_nothing), seconds, group.gpu),
+            _MakeModel(group.specs, replace(course, say=_say_nothing), seconds, until, group.gpu),
             {"model": [spec.name for spec in group.specs]},
             num_trials=len(group.candidates),
             searcher=group.candidates,
