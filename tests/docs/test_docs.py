@@ -5,7 +5,6 @@ Beside ``.. code-block:: python`` there are two marks, both comments that a read
 
     .. setup:                      code that runs, and is not shown
 
-        import os
 
     .. not run: needs two hosts    the block below is compiled only, and this says why
 """
@@ -15,10 +14,9 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
-import os
 import pkgutil
 import re
-import subprocess
+import runpy
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -115,19 +113,17 @@ def test_code_of_a_page_runs(page: Path, folder: Path, may_leave: Any) -> None:
     run(page, blocks_of(page), names)
 
 
-@pytest.mark.slow
-def test_ten_minutes_are_one_file(tmp_path: Path) -> None:
-    """The blocks of the first page, pasted one after another into a file, run as a user runs them."""
+def test_ten_minutes_are_one_file(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The blocks of the first page, pasted one after another into a file, which is run as a script."""
     section = (ROOT / "docs" / "index.rst").read_text().partition("All snippets of the guides")[0]
-    (tmp_path / "page.rst").write_text(section)
-    blocks = [block.code for block in blocks_of(tmp_path / "page.rst") if block.language == "python"]
-    (tmp_path / "ten_minutes.py").write_text("\n".join(blocks))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "ten_minutes.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("accuracy") == 1
-    assert "TrainLoop(ddp on 2 x cpu" in done.stdout
+    (folder / "page.rst").write_text(section)
+    blocks = [block.code for block in blocks_of(folder / "page.rst") if block.language == "python"]
+    (folder / "ten_minutes.py").write_text("\n".join(blocks))
+    names = runpy.run_path(str(folder / "ten_minutes.py"), run_name="__main__")
+    out = capfd.readouterr().out
+    assert out.count("accuracy") == 1
+    assert "TrainLoop(ddp on 2 x cpu" in out
+    assert names["tl"].epoch == 1
 
 
 def test_the_examples_of_one_device_learn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
