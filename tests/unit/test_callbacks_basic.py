@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 import pytest
@@ -197,7 +198,8 @@ MODULES = (
 def test_every_name_is_documented_with_an_example(module: str) -> None:
     home = importlib.import_module(f"trainloop.{module}")
     for name in home.__all__:
-        assert "Examples\n    --------\n" in (getattr(home, name).__doc__ or ""), name
+        # Python 3.13 takes the indentation away.
+        assert "Examples\n--------\n" in inspect.cleandoc(getattr(home, name).__doc__ or ""), name
 
 
 def test_every_exported_name_is_there() -> None:

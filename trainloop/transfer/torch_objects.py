@@ -6,13 +6,15 @@ modules by their parts. Private names of torch that this needs are all here, as 
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import functools
 import importlib
 import io
 import sys
 import types
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -265,7 +267,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer, hooks: bool = True) -> dic
 def _reduce_script_module(pickler: Any, module: Any) -> Any:
     """Pickle code as TorchScript's archive, and parameters and buffers beside it, so that an optimizer shares them."""
     file = io.BytesIO()
-    torch.jit.save(module, file)
+    with _script_may_be_old():
+        torch.jit.save(module, file)
     tensors = {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
@@ -274,7 +277,16 @@ def _reduce_script_module(pickler: Any, module: Any) -> Any:
 
 
 def _load_script(data: bytes) -> Any:
-    return torch.jit.load(io.BytesIO(data), map_location="cpu")
+    with _script_may_be_old():
+        return torch.jit.load(io.BytesIO(data), map_location="cpu")
+
+
+@contextlib.contextmanager
+def _script_may_be_old() -> Iterator[None]:
+    """Torch deprecates TorchScript: who made the module has been told, and sending it is not his doing."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r".*(torch\.jit|TorchScript)")
+        yield
 
 
 def _set_script_tensors(module: Any, tensors: dict[str, torch.Tensor]) -> None:
