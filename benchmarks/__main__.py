@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import ddp, growth, step
+from benchmarks import ddp, growth, picture, step
 from benchmarks.timing import machine
 
 HERE = Path(__file__).parent
@@ -54,6 +54,7 @@ def main() -> None:
         lines += [f"{heading}\n{'-' * len(heading)}\n", "::\n", *(f"    {line}".rstrip() for line in printed), ""]
     (HERE / "RESULTS.rst").write_text("\n".join(lines))
     print(f"wrote {HERE / 'RESULTS.rst'}")
+    picture.write()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ import conftest
 import trainloop
 import trainloop.callbacks
 import trainloop.schedulers
+from benchmarks import picture
 from places import ROOT
 from trainloop.errors import TrainLoopError
 
@@ -377,3 +379,21 @@ def test_no_code_is_wider_than_its_column() -> None:
             if block.language in ("python", "shell"):
                 wide = [line for line in block.code.splitlines() if len(line) > WIDTH]
                 assert not wide, f"{page}:{block.line}: what is cut off may be the point: {wide}"
+
+
+# -- the picture of the README -----------------------------------------------------------------------------------------
+
+
+def test_the_picture_shows_what_was_measured() -> None:
+    """It is what its script draws from the results: each loop of its tables, with the ratio that stands there."""
+    results, shown = picture.RESULTS.read_text(), picture.PICTURE.read_text()
+    assert shown == picture.drawn(results), "draw it anew: python -m benchmarks.picture"
+    texts = [element.text for element in ElementTree.fromstring(shown).iter("{http://www.w3.org/2000/svg}text")]
+    for title in picture.SHOWN:
+        table = results.partition(f"\n{title}\n~")[2].partition("\n~")[0]
+        for loop, ratio in picture.tables(results)[title]:
+            row = next(line for line in table.splitlines() if line.startswith(f"{loop} "))
+            assert f" {ratio:.2f} " in row
+            if loop != picture.BASE:
+                assert (texts[texts.index(loop) + 1] or "").startswith(f"{ratio:.2f}") or texts.count(loop) > 1
+    assert str(picture.PICTURE.relative_to(ROOT)) in (ROOT / "README.rst").read_text()
