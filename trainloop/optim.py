@@ -316,7 +316,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
 def take_step(optimizer: Optimizer) -> None:
     """``optimizer.step()``, without the mark that torch makes for profilers while nobody is looking."""
     step: Any = type(optimizer).step
-    if getattr(step, "__code__", None) is _MARKED and not _is_watched(optimizer):
+    if getattr(step, "__code__", None) is _MARKED and not is_watched(optimizer):
         step.__wrapped__(optimizer)
     else:
         optimizer.step()
@@ -332,7 +332,8 @@ def drop_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
-def _is_watched(optimizer: Optimizer) -> bool:
+def is_watched(optimizer: Optimizer) -> bool:
+    """Whether somebody is to see each of the optimizer's steps: hooks, a profiler, a scheduler."""
     return bool(
         "step" in vars(optimizer)  # a scheduler counts steps
         or optimizer._optimizer_step_pre_hooks

@@ -71,6 +71,8 @@ class Options:
     """A ``ResourceQuota`` or ``None``."""
     start_method: str = "auto"
     """Of the ranks: ``'auto'``, ``'forkserver'`` or ``'spawn'``."""
+    compiles_step: bool = False
+    """Whether a whole step is to be one graph."""
     checkpoint_modules: Any = None
     """Which modules compute their activations anew in the backward pass; ``None``: none."""
 
@@ -244,12 +246,16 @@ def check_bool(value: Any, name: str) -> bool:
 
 
 def check_compile(value: Any) -> dict[str, Any] | None:
-    """Arguments of ``torch.compile``, or None for no compiling."""
+    """Arguments of ``torch.compile``, or None for no compiling of the model."""
+    if value == "step":
+        return None
     if isinstance(value, bool):
         return {} if value else None
     if isinstance(value, dict):
         return dict(value)
-    raise ConfigurationError(f"compile={short(value)}: must be True, False or a dict of torch.compile arguments.")
+    raise ConfigurationError(
+        f"compile={short(value)}: must be True, False, 'step' or a dict of torch.compile arguments."
+    )
 
 
 def check_start_method(value: Any) -> str:

@@ -255,9 +255,19 @@ def _kind_of_training(loop: TrainLoop[Any]) -> type[Training]:
     own: type[Training] | None = getattr(loop.optimizer, "training_class", None)
     if own is not None:  # an optimizer may bring its own kind of step
         return own
+    kind, peculiar = Training, ""
     if yields_losses(loop.model):
-        return AlternatingTraining
-    return ClosureTraining if any(map(needs_closure, optimizers_of(loop.optimizer))) else Training
+        kind, peculiar = AlternatingTraining, "get_loss yields its losses, with the optimizers' steps in between"
+    elif any(map(needs_closure, optimizers_of(loop.optimizer))):
+        kind, peculiar = ClosureTraining, "the optimizer evaluates the loss as often as it likes"
+    if not loop.options.compiles_step:
+        return kind
+    if peculiar:
+        warnings.warn(f"compile='step': steps are not compiled: {peculiar}.", stacklevel=2)
+        return kind
+    from trainloop.train_loop.whole_step import WholeStepTraining  # most programs never need the compiler
+
+    return WholeStepTraining
 
 
 @contextmanager

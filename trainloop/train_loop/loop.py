@@ -30,7 +30,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, cast
 
 from trainloop.callbacks.base import AbstractCallback, HookTable
 from trainloop.carried import check_carried
@@ -115,8 +115,10 @@ class TrainLoop(LoopView, Generic[ModelT]):
     gradient_clip_norm : float, optional
     sync_batchnorm : bool
         BatchNorm over the samples of all ranks.
-    compile : bool or dict
-        ``torch.compile`` the model; a dict holds its arguments.
+    compile : bool, 'step' or dict
+        ``torch.compile`` the model; a dict holds its arguments. ``'step'``: forward, loss, backward, clipping and the
+        optimizer's step as one graph, in ``single``; where that can't be, a warning says why, and steps are not
+        compiled.
     start_method : {'auto', 'forkserver', 'spawn'}
         How ``ddp`` starts its ranks: from a process that has torch loaded once, or each as a fresh interpreter.
         ``'auto'`` is the environment's ``TRAINLOOP_START_METHOD``, else a fork server wherever there can be one.
@@ -162,7 +164,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         progress_bar: bool = True,
         gradient_clip_norm: float | None = None,
         sync_batchnorm: bool = False,
-        compile: bool | dict[str, Any] = False,
+        compile: bool | Literal["step"] | dict[str, Any] = False,
         start_method: StartMethod = "auto",
         checkpoint_modules: Modules | Sequence[Modules] | None = None,
         **unknown: NoReturn,
@@ -198,6 +200,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
             compile_args,
             quota,
             check.check_start_method(start_method),
+            isinstance(compile, str),
             checkpoint_modules,
         )
         self.site = settled(self.options)

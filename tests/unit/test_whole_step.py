@@ -1,0 +1,196 @@
+"""``compile='step'``: the numbers of a loop by hand, whatever a graph can't hold, and the line that says so."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.utils.data import DataLoader, TensorDataset
+
+from conftest import make_data
+from trainloop import AbstractCallback, TrainLoop, TTModel
+from trainloop.errors import ConfigurationError
+from trainloop.train_loop.whole_step import WholeStepTraining
+
+CRITERION = nn.CrossEntropyLoss()
+
+
+class Net(TTModel):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        x, y = batch_data
+        y_pred = self(x)
+        self.log("accuracy", (y_pred.argmax(1) == y).double().mean())
+        return criterion(y_pred, y) * self.factor
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        return self(batch_data[0]).argmax(1), batch_data[1], {}
+
+
+class Looks(Net):
+    """Python that no graph can hold: it reads a number of each step."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        loss = super().get_loss(batch_data, criterion, device)
+        return loss if loss.item() < 1e9 else 2 * loss
+
+
+class Counts(AbstractCallback):
+    def __init__(self) -> None:
+        super().__init__("counts")
+        self.began = self.ended = 0
+
+    def on_batch_begin(self) -> None:
+        self.began += 1
+
+    def on_batch_end(self) -> None:
+        self.ended += 1
+
+
+class Doubles(AbstractCallback):
+    """The loss is another one in the second epoch."""
+
+    def on_epoch_end(self) -> None:
+        self.train_loop_obj.model.factor *= 2
+
+
+class Scales(AbstractCallback):
+    def on_after_gradient_update(self, optimizer_idx: int) -> None:
+        pass
+
+
+def loader() -> DataLoader[Any]:
+    x, y = make_data().tensors
+    return DataLoader(TensorDataset(x.double(), y), 16)
+
+
+def by_hand(optimizer_of: Any, *, norm: float | None = None, doubles: bool = False, lr: float = 1.0) -> list[Tensor]:
+    model = Net().double()
+    optimizer = optimizer_of(model.parameters())
+    for epoch in range(2):
+        for x, y in loader():
+            (CRITERION(model(x), y) * (2.0 if doubles and epoch else 1.0)).backward()
+            if norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        for group in optimizer.param_groups:
+            group["lr"] *= lr
+    return [t.detach() for t in model.state_dict().values()]
+
+
+def sgd(parameters: Any) -> optim.Optimizer:
+    return optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adam(parameters: Any) -> optim.Optimizer:
+    return optim.AdamW(parameters, lr=0.01)
+
+
+def make_loop(model: Any = None, optimizer_of: Callable[[Any], Any] = sgd, **options: Any) -> TrainLoop:
+    model = Net() if model is None else model
+    model.double()
+    return TrainLoop(
+        model,
+        loader(),
+        loader(),
+        optimizer=optimizer_of(model.parameters()),
+        criterion=CRITERION,
+        **{"accelerator": "cpu", "progress_bar": False, "compile": "step", **options},
+    )
+
+
+def check(loop: TrainLoop, expected: list[Tensor]) -> None:
+    # In a graph torch's Adam corrects its bias in the precision of its counter, float32.
+    atol = 1e-5 if isinstance(loop.optimizer, optim.AdamW) else 1e-9
+    torch.testing.assert_close(list(loop.model.state_dict().values()), expected, rtol=0, atol=atol)
+    assert all(p.grad is None for p in loop.model.parameters())
+    assert len(loop.history["val_loss"]) == 2
+    assert len(loop.history.steps("accuracy")) == 14
+
+
+@pytest.fixture(autouse=True)
+def quick_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the C++ compiler, which takes long."""
+    torch._dynamo.reset()
+    if "inductor" not in request.node.name:
+        monkeypatch.setattr(WholeStepTraining, "backend", "aot_eager")
+
+
+@pytest.mark.parametrize("optimizer_of, norm", [(sgd, None), (adam, 0.5)])
+def test_weights_and_logs_are_those_of_a_loop_by_hand(optimizer_of: Any, norm: float | None) -> None:
+    """The last batch of each epoch is shorter; a second fit goes on; what get_loss reads may change."""
+    counts = Counts()
+    loop = make_loop(optimizer_of=optimizer_of, gradient_clip_norm=norm)
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        loop.fit(num_epochs=1, callbacks=[counts])
+        loop.model.factor = 2.0
+        loop.fit(num_epochs=1)
+    check(loop, by_hand(optimizer_of, norm=norm, doubles=True))
+    assert (counts.began, counts.ended) == (7, 7)
+    plain = make_loop(optimizer_of=optimizer_of, gradient_clip_norm=norm, compile=False)
+    plain.fit(num_epochs=2)
+    assert (loop.total_iteration_idx, loop.global_step) == (plain.total_iteration_idx, plain.global_step)
+    assert loop.history.steps("accuracy")[:7] == plain.history.steps("accuracy")[:7]
+
+
+@pytest.mark.slow
+def test_with_inductor_too() -> None:
+    loop = make_loop(optimizer_of=adam, gradient_clip_norm=0.5)
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        loop.fit(num_epochs=2, callbacks=[Doubles("doubles")])
+    check(loop, by_hand(adam, norm=0.5, doubles=True))
+
+
+@pytest.mark.parametrize(
+    "model, callbacks, reason",
+    [
+        pytest.param(Looks, [], "data-dependent", id="a number is read"),
+        pytest.param(Net, [Scales("scales")], "on_after_gradient_update", id="a callback in between"),
+    ],
+)
+def test_what_is_no_graph_is_done_without(model: type[Net], callbacks: list[Any], reason: str) -> None:
+    counts = Counts()
+    loop = make_loop(model())
+    with pytest.warns(UserWarning, match=rf"compile='step': steps are not compiled from here on: .*{reason}") as told:
+        loop.fit(num_epochs=2, callbacks=[*callbacks, counts])
+    assert len([one for one in told if "compile=" in str(one.message)]) == 1
+    check(loop, by_hand(sgd))
+    assert (counts.began, counts.ended, loop.total_iteration_idx) == (14, 14, 13)
+
+
+def test_accumulation_is_done_without() -> None:
+    loop, plain = make_loop(), make_loop(compile=False)
+    with pytest.warns(UserWarning, match="several micro-batches"):
+        loop.fit(num_epochs=1, grad_accumulation=2)
+    plain.fit(num_epochs=1, grad_accumulation=2)
+    torch.testing.assert_close(loop.model.state_dict(), plain.model.state_dict(), rtol=0, atol=0)
+
+
+class Halves(AbstractCallback):
+    def on_epoch_end(self) -> None:
+        self.train_loop_obj.optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def test_a_learning_rate_that_changes_counts() -> None:
+    loop = make_loop()
+    with pytest.warns(UserWarning, match="such as its learning rate"):
+        loop.fit(num_epochs=2, callbacks=[Halves("halves")])
+    check(loop, by_hand(sgd, lr=0.5))
+
+
+def test_refused() -> None:
+    with pytest.raises(ConfigurationError, match="must be True, False, 'step' or a dict"):
+        make_loop(compile="steps")

@@ -1,0 +1,223 @@
+"""``compile='step'``: forward, loss, backward, clipping and the optimizer's step as one graph.
+
+Dynamo traces all of it, with its guards: what ``get_loss`` reads in Python is looked at before each step, and a change
+is compiled anew. On the CPU Inductor makes one C++ function of it, on CUDA one CUDA graph. What a graph can't hold is
+done as without ``compile``, and said so.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainloop.data import StepBatches
+from trainloop.errors import ConfigurationError
+from trainloop.metrics import Recorder
+from trainloop.optim import MultiOptimizer, drop_gradients, is_watched
+from trainloop.train_loop.losses import split_loss
+from trainloop.train_loop.training import Training
+
+__all__ = ["WholeStepTraining"]
+
+
+class WholeStepTraining(Training):
+    """A training whose steps are one compiled graph, as far as they can be.
+
+    The graph is for batches as large as the first one; a last batch that is shorter is done without it. Gradients stand
+    in the same memory all the time, and stay there when a step is over.
+    """
+
+    backend = "inductor"
+    """Of torch.compile."""
+    _whole: Callable[[Any], tuple[Tensor, Any]] | None = None
+    """The compiled step; ``None`` before the first batch, and where there is none."""
+    _refused = False
+    """It was said that steps are not one graph."""
+    _size = 0
+    """Samples of the batches that the graph is for."""
+    _attached = False
+    """The parameters have the graph's gradients."""
+    _stepped = False
+    """The step that is running was the graph's."""
+    _settings: list[dict[str, Any]]
+    """Of the optimizer, which the graph holds as constants."""
+
+    def backward(self, step: StepBatches, *, first: bool = True, wants_loss: bool = False) -> Tensor | None:
+        """The whole step where the graph is for it; else as everywhere."""
+        if self._refused or not self._takes(step):
+            if self._attached:  # else backward would add to the last step's
+                self._detach()
+            return super().backward(step, first=first, wants_loss=wants_loss)
+        loop, recorder, (size,) = self.loop, self.recorder, step.sizes
+        recorder.step = loop.global_step + 1
+        self.begin_batch(0, size)
+        if not self._attached:
+            self._attached = True
+            for parameter, gradient in zip(self._parameters, self._gradients):
+                parameter.grad = gradient
+        assert self._whole is not None
+        try:
+            with nullcontext() if self._settings else _without_torchs_warnings():
+                loss, weight = self._whole(step.batches[0])
+        except Exception as error:
+            if not self._may_go_on(error):
+                raise
+            self._refuse(f"{type(error).__name__}: {_first_line(error)}")
+            self._logged.clear()
+            self.loop.total_iteration_idx -= 1  # it begins once more
+            self.epoch_batches -= 1
+            with self._without_hooks_of_a_batch():
+                return super().backward(step, first=first, wants_loss=wants_loss)
+        if not self._settings:
+            self._settings = self._settings_now()
+        logged, self._logged[:] = self._logged[:], ()
+        for entry in logged:
+            recorder.log(*entry)
+        if loss.is_cuda:
+            loss = loss.clone()  # the next replay writes over the graph's own memory
+        loop.last_loss = recorder.add_loss(loss, size if weight is None else weight)
+        self._stepped = True
+        return None
+
+    def step(self) -> None:
+        """What follows the optimizer's step; where the graph has not done it, that too."""
+        if not self._stepped:
+            super().step()
+            return
+        self._stepped = False
+        self.count_step()
+        for hook in self.hooks.on_batch_end:
+            hook()
+
+    # -- whether -----------------------------------------------------------------------------------------------------
+
+    def _takes(self, step: StepBatches) -> bool:
+        if self._whole is None:
+            reason = self._reason_against(step)
+            if reason is not None:
+                self._refuse(reason)
+                return False
+            self._compile(step.sizes[0])
+        elif self._settings and self._settings_now() != self._settings:
+            self._refuse("the optimizer's settings changed, such as its learning rate, which are part of the graph")
+            return False
+        return len(step.sizes) == 1 and step.sizes[0] == self._size
+
+    def _reason_against(self, step: StepBatches) -> str | None:
+        """Why steps can't be one graph; ``None`` where they can, as far as can be told before it is tried."""
+        loop, gradients = self.loop, self.gradients
+        if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
+            return f"torch {torch.__version__} can't trace a backward pass into a graph; 2.13 can"
+        if loop.gpu_mode != "single":
+            return f"gpu_mode={loop.gpu_mode!r} exchanges gradients between backward and the optimizer's step"
+        if loop.grad_accumulation > 1 or len(step.batches) != 1:
+            return "a step of several micro-batches is several backward passes"
+        if self.place.scaler.is_enabled():
+            return "fp16 decides after backward whether there is a step; bf16 doesn't"
+        if self.hooks.on_after_gradient_update:
+            return "a callback's on_after_gradient_update comes between backward and the optimizer's step"
+        if gradients.sums is not None:
+            return "the loss is a sum over samples"
+        if isinstance(loop.optimizer, MultiOptimizer):
+            return "there are several optimizers"
+        (optimizer,) = gradients.optimizers
+        if not type(optimizer).__module__.startswith("torch.optim"):
+            return f"{type(optimizer).__name__} is no optimizer of torch's own"
+        if is_watched(optimizer):
+            return "somebody watches the optimizer's steps, such as a scheduler of torch's"
+        return None
+
+    def _may_go_on(self, error: Exception) -> bool:
+        """Whether a step that failed has changed nothing: while it was compiled, and not while it ran."""
+        module = type(error).__module__
+        return not self._settings or module.startswith(("torch._dynamo", "torch._inductor", "torch.fx"))
+
+    def _refuse(self, reason: str) -> None:
+        self._refused, self._whole = True, None
+        self._detach()
+        warnings.warn(f"compile='step': steps are not compiled from here on: {reason}.", stacklevel=2)
+
+    def _detach(self) -> None:
+        self._attached = False
+        drop_gradients(self.gradients.optimizers[0])
+
+    def _settings_now(self) -> list[dict[str, Any]]:
+        (optimizer,) = self.gradients.optimizers
+        return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+    @contextmanager
+    def _without_hooks_of_a_batch(self) -> Iterator[None]:
+        """The batch has begun already."""
+        table = vars(self.hooks)
+        hooks, table["on_batch_begin"] = table["on_batch_begin"], ()
+        try:
+            yield
+        finally:
+            table["on_batch_begin"] = hooks
+
+    # -- the graph ---------------------------------------------------------------------------------------------------
+
+    def _compile(self, size: int) -> None:
+        loop, (optimizer,) = self.loop, self.gradients.optimizers
+        self._size, self._settings = size, []
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        # Assigned inside of the graph, a gradient would be an input that changes with each step.
+        self._gradients = [torch.zeros_like(p) for p in self._parameters]
+        parameters, gradients = self._parameters, self._gradients
+        clipped, norm = list(self.gradients.parameters), loop.gradient_clip_norm
+        model, criterion, device, autocast = loop.model, loop.criterion, self.place.device, self.place.autocast
+        take_step = inspect.unwrap(type(optimizer).step)  # without torch's graph breaks around it
+
+        def whole_step(batch: Any) -> tuple[Tensor, Any]:
+            with autocast:
+                loss, weight = split_loss(model.get_loss(batch, criterion, device))
+            if not isinstance(loss, Tensor):
+                raise ConfigurationError("get_loss returned several losses")
+            found = torch.autograd.grad(loss, parameters)
+            with torch.no_grad():
+                torch._foreach_copy_(gradients, list(found))
+                if norm is not None:
+                    nn.utils.clip_grad_norm_(clipped, norm)
+                take_step(optimizer)
+            return loss.detach(), weight
+
+        mode = "reduce-overhead" if device.type == "cuda" else None  # as a CUDA graph
+        self.undo.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))
+        self.undo.callback(self._detach)
+        self._whole = torch.compile(whole_step, fullgraph=True, mode=mode, backend=self.backend)
+
+    @contextmanager
+    def listening(self, recorder: Recorder) -> Iterator[None]:
+        """As everywhere; what the graph logs is among its outputs, and handed on when it has run."""
+        self._logged: list[tuple[Any, ...]] = []
+        logged, log = self._logged, recorder.log
+
+        def sink(name: str, value: Any, asked: Any, batch_size: Any = None) -> None:
+            if torch.compiler.is_dynamo_compiling():
+                logged.append((name, value.detach() if isinstance(value, Tensor) else value, asked, batch_size))
+            else:
+                log(name, value, asked, batch_size)
+
+        with super().listening(recorder):
+            for part in self.loop.model.modules():
+                if part.__dict__.get("_log_sink") is self.sink:
+                    part.__dict__["_log_sink"] = sink
+            yield
+
+
+@contextmanager
+def _without_torchs_warnings() -> Iterator[None]:
+    """While it compiles torch warns of its own deprecated parts, which would be errors where warnings are."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
