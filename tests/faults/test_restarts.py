@@ -236,10 +236,10 @@ class Linear(TTBasicModel):
         return self.layer(x)
 
 
-@pytest.mark.filterwarnings("always:max_restarts. no snapshot holds")
+@pytest.mark.filterwarnings("always:max_restarts. snapshots leave out")
 def test_a_failure_that_comes_again_ends_the_run(capfd: pytest.CaptureFixture[str]) -> None:
     tl, error = fails(LookupError("always"), max_restarts=-1)
-    assert "no snapshot holds what can't be pickled: source of Fails." in capfd.readouterr().err
+    assert "snapshots leave out what can't be pickled: source of Fails." in capfd.readouterr().err
     assert "rank 0 of 1 raised LookupError: always" in error.message
     assert "It came again, after step 4" in error.message
     assert "in on_batch_end" in error.traceback

@@ -378,7 +378,7 @@ class RepeatedLoader(DataLoader[Any]):
         ),
         (
             DataLoader(Stream(), 4),
-            r"train_loader: how many samples each of 2 ranks has is known only by asking; exchange_ints=None was given",
+            r"train_loader: each of 2 ranks must ask the others how many samples they have; exchange_ints=None",
         ),
     ],
     ids=["no loader", "no samples", "no batches", "all dropped", "other ranks", "no exchange"],

@@ -66,8 +66,8 @@ def train_feed(
     source = _source_of(loader, rank, world_size, seed, name)
     if not source.sizes_known and world_size > 1 and exchange_ints is None:
         raise ConfigurationError(
-            f"{name}: how many samples each of {world_size} ranks has is known only by asking; exchange_ints=None was "
-            f"given. Pass trainloop.distributed.exchange_ints."
+            f"{name}: each of {world_size} ranks must ask the others how many samples they have; exchange_ints=None "
+            f"was given. Pass trainloop.distributed.exchange_ints."
         )
     return TrainFeed(source, loader, rank, world_size, seed, name, exchange_ints, device)
 
@@ -241,10 +241,10 @@ class TrainFeed:
             return True
         if self._rank == 0:
             warnings.warn(
-                f"{self._name}: the checkpoint says where the stream stood, by its own state, for another loader, or "
-                f"other numbers of ranks ({resumed['world_size']} then, {self._world_size} now) or workers. Its epoch "
-                f"is read again from the begin, which is right unless a position goes on across epochs: then resume "
-                f"with what it was.",
+                f"{self._name}: the checkpoint holds the stream's position for another loader, or for other numbers of "
+                f"ranks ({resumed['world_size']} then, {self._world_size} now) or workers, so the epoch is read again "
+                f"from its begin. That is right unless a position continues across epochs: then resume with the loader "
+                f"and the numbers of before.",
                 stacklevel=2,
             )
         return False

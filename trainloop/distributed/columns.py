@@ -319,7 +319,7 @@ def _write_tensor(w: Writer, values: list[Any], depth: int) -> None:
 def _read_tensor(r: Reader, count: int, depth: int) -> list[Any]:
     dtype, device_type, layout, requires_grad = DTYPES[r.text()], r.text(), r.text(), bool(r.take(1)[0])
     if device_type not in ("cpu", *accelerators()):
-        raise Malformed(f"a tensor on {device_type!r}, which this process has not")
+        raise Malformed(f"a tensor on {device_type!r}, which this process does not have")
     tensors: list[Tensor] = []
     if layout == str(torch.strided):
         for shape in r.shapes(count):

@@ -221,9 +221,9 @@ class Snapshots:
         if self._omitted and not self._told_omitted and self._run.loop.is_global_zero:
             self._told_omitted = True
             warnings.warn(
-                f"max_restarts: no snapshot holds what can't be pickled: {', '.join(sorted(self._omitted))}. After a "
-                "restart it is what on_train_begin makes of it: let on_restart put it right, or a __getstate__ leave "
-                "it out.",
+                f"max_restarts: snapshots leave out what can't be pickled: {', '.join(sorted(self._omitted))}. After a "
+                "restart these are as on_train_begin leaves them. Restore them in on_restart, or leave them out of "
+                "__getstate__.",
                 RuntimeWarning,
                 stacklevel=2,
             )

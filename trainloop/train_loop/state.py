@@ -318,7 +318,7 @@ def _load_callbacks(callbacks: list[Any], saved: list[dict[str, Any]]) -> None:
     lost = [entry["name"] for entry in left if entry["state"]]
     if lost:
         warnings.warn(
-            f"the checkpoint holds state of callbacks that this fit has not: {', '.join(lost)}.", stacklevel=2
+            f"the checkpoint holds state of callbacks that this fit does not have: {', '.join(lost)}.", stacklevel=2
         )
 
 
