@@ -321,5 +321,6 @@ def events(folder: Path) -> list[tuple[int, str, float]]:
     for path in event_files(folder):
         for event in EventFileLoader(str(path)).Load():
             for value in event.summary.value:
-                found.append((event.step, value.tag, float(value.tensor.float_val[0])))
+                if value.tensor.float_val:  # not the run's text, nor its settings
+                    found.append((event.step, value.tag, float(value.tensor.float_val[0])))
     return sorted(found)
