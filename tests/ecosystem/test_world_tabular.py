@@ -73,16 +73,12 @@ def test_a_transformer_reads_texts_and_another_sees_pictures(tmp_path: Path) -> 
     tiny_vit(tmp_path / "vit")
     data = rooms(tmp_path)
     hyperparameters = get_hyperparameter_config("multimodal")
-    hyperparameters["AG_TEXT_NN"] = ["medium_quality_faster_train"]
     hyperparameters["AG_IMAGE_NN"] = {"model": str(tmp_path / "vit"), "learning_rate": 3e-3}
     del hyperparameters["GBM"], hyperparameters["NN_TORCH"]
+    training = {"learning_rate": 0.01, "num_epochs": 60, "patience": 30, "batch_size": 16}  # weights are random
+    hyperparameters["AG_TEXT_NN"] = [{"presets": "medium_quality_faster_train", **training}]
     text = TabularPredictor("class").fit(
-        data[["remark", "picture", "class"]],
-        hyperparameters={
-            **hyperparameters,
-            "AG_TEXT_NN": {"presets": "medium_quality_faster_train", "learning_rate": 0.01},
-        },
-        verbosity=0,
+        data[["remark", "picture", "class"]], hyperparameters=hyperparameters, verbosity=0
     )
     assert set(text.model_names) == {"TextPredictor", "ImagePredictor", "WeightedEnsemble_L2"}
     assert (text.predict(data, model="TextPredictor") == data["class"]).mean() > 0.9

@@ -235,14 +235,14 @@ class Endless(LogisticRegression):
 def test_the_time_limit_is_kept() -> None:
     data = mixed(3000)
     hyperparameters: Any = {
-        "RF": {"n_estimators": 100_000},
-        "GBM": {"num_boost_round": 10**6, "early_stopping_rounds": 10**6},
         "NN_TORCH": {"num_epochs": 10**6, "patience": 10**6},
+        "GBM": {"num_boost_round": 10**6, "early_stopping_rounds": 10**6},
+        "RF": {"n_estimators": 100_000},
         Endless: {},
     }
     began = time.monotonic()
-    predictor = TabularPredictor("class").fit(data, time_limit=40, hyperparameters=hyperparameters, verbosity=0)
-    assert time.monotonic() - began < 44
+    predictor = TabularPredictor("class").fit(data, time_limit=50, hyperparameters=hyperparameters, verbosity=0)
+    assert time.monotonic() - began < 55
     assert list(predictor.lost) == ["Endless"]
     assert "time was over" in predictor.lost["Endless"]
     assert predictor.evaluate(data)["accuracy"] > 0.8

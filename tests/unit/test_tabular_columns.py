@@ -82,6 +82,17 @@ def test_a_row_at_a_time_is_cleaned_as_all_are() -> None:
     assert columns.clean(pd.DataFrame({"c": [2]}))["c"].tolist() == ["2"]
 
 
+def test_labels_of_rows_may_repeat_and_names_of_columns_be_numbers() -> None:
+    frame = mixed().rename(columns={"number": 7})
+    frame["when"] = frame["when"].astype(object).where(frame["when"].notna(), None).astype(str)
+    columns = Columns.learn(read_table(frame))
+    assert columns.kinds["7"] == "number"
+    twice = read_table(pd.concat([frame, frame]))
+    whole = columns.clean(twice)
+    assert whole.index.tolist() == twice.index.tolist()
+    assert whole[:120].equals(columns.clean(read_table(frame)))
+
+
 @pytest.mark.parametrize(
     "data, what",
     [
@@ -178,6 +189,14 @@ def test_scores_are_those_of_scikit_learn_and_greater_is_better() -> None:
     assert find_metric(lambda truth, found: float(len(truth)), "regression")(y, found) == 50
     with pytest.raises(ConfigurationError, match=r"eval_metric='r2': a binary problem has accuracy, .*roc_auc"):
         find_metric("r2", "binary")
+
+
+def test_few_rows_are_scored_without_a_word() -> None:
+    truth, chances = np.array([0, 0]), np.array([[0.9, 0.05, 0.05], [0.2, 0.7, 0.1]])
+    assert find_metric("accuracy", "multiclass")(truth, chances) == 0.5
+    assert find_metric("balanced_accuracy", "multiclass")(truth, chances) == 0.5
+    assert np.isnan(find_metric("roc_auc", "multiclass")(truth, chances))
+    assert np.isnan(find_metric("r2", "regression")(np.array([1.0]), np.array([2.0])))
 
 
 def test_an_ensemble_is_never_worse_than_its_best_model() -> None:

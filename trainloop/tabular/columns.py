@@ -249,6 +249,7 @@ def _booleans(series: pd.Series) -> np.ndarray[Any, Any]:
 
 def _as_dates(series: pd.Series) -> pd.Series:
     pandas = import_pandas()
+    series = series.reset_index(drop=True)  # labels may repeat
     if str(series.dtype).startswith("period"):
         series = series.dt.to_timestamp()
     with warnings.catch_warnings():  # pandas warns where it parses one by one

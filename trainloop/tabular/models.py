@@ -62,6 +62,11 @@ class Adapter:
         """Chances, of shape (rows, classes), or numbers."""
         raise NotImplementedError
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the fit should know without the model itself, which may be large."""
+        return {"notes": self.notes, "used_gpu": self.used_gpu}
+
     def seconds_left(self) -> float | None:
         """Of the model's time; None where it has no end."""
         if self.given.seconds is None or self.given.until is None:

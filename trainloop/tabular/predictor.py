@@ -191,7 +191,7 @@ class TabularPredictor:
             raise ConfigurationError(f"no model could be trained. Mend what is wrong, or give more time:\n{reasons}")
         with applied(ResourceQuota(total.num_cpus)) if num_cpus != "auto" else nullcontext():
             weights, score = _weigh(outcome.trained, course)
-        for note in dict.fromkeys(note for each in outcome.trained for m in each.predictor.models for note in m.notes):
+        for note in dict.fromkeys(note for each in outcome.trained for note in each.notes):
             warnings.warn(note, stacklevel=2)
         self._target, self._metric, self._columns, self.lost = target, metric, columns, lost
         self._weights, self._ensemble_score = weights, score
@@ -288,7 +288,7 @@ class TabularPredictor:
         for name, each in self._models.items():
             trial = each.trial
             had = (trial.seconds, trial.cpu_seconds, trial.cpus, each.gpus)
-            lines.append((name, each.score, *had))
+            lines.append((name, trial.score, *had))
         parts = [self._models[name].trial for name in self._weights]
         whole = (sum(trial.seconds for trial in parts), sum(trial.cpu_seconds for trial in parts))
         most = max(trial.cpus for trial in parts), max(self._models[name].gpus for name in self._weights)

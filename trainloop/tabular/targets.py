@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -131,7 +132,9 @@ class Metric:
         given = np.asarray(predictions, dtype=float)
         if self.takes == "classes":
             given = given.argmax(axis=1)
-        return self.sign * float(self.function(np.asarray(truth), given))
+        with warnings.catch_warnings():  # few rows may lack classes
+            warnings.simplefilter("ignore")
+            return self.sign * float(self.function(np.asarray(truth), given))
 
 
 def _log_loss(truth: Rows, chances: Rows) -> float:
@@ -142,8 +145,8 @@ def _log_loss(truth: Rows, chances: Rows) -> float:
 def _roc_auc(truth: Rows, chances: Rows) -> float:
     from sklearn.metrics import roc_auc_score
 
-    if len(np.unique(truth)) < 2:
-        return float("nan")
+    if len(np.unique(truth)) < chances.shape[1]:
+        return float("nan")  # a class that is not there can't be ranked
     if chances.shape[1] == 2:
         return float(roc_auc_score(truth, chances[:, 1]))
     chances = chances / np.maximum(chances.sum(axis=1, keepdims=True), 1e-15)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,14 +30,33 @@ class Trained:
     """A model that can predict."""
 
     name: str
-    predictor: BaggedPredictor
-    score: float
+    trial: Trial
     held_out: Rows
     """Predictions of the rows that it did not train on."""
-    trial: Trial
-    gpus: float
-    """That each of its parts really used."""
-    plan: Plan
+    result: TuneResult | None
+    """Holds the models' files until they are read."""
+    _predictor: BaggedPredictor | None = None
+
+    @property
+    def predictor(self) -> BaggedPredictor:
+        """Its models, read when they are needed: forests are large, and networks need torch."""
+        if self._predictor is None:
+            assert self.result is not None, "there are files until they are read"
+            self._predictor, self.result = self.result.predictor_of(self.trial), None
+        return self._predictor
+
+    @property
+    def gpus(self) -> float:
+        """That each of its parts really used."""
+        return self.trial.gpus if any(facts["used_gpu"] for facts in self.trial.facts.values()) else 0.0
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should hear of."""
+        return [note for facts in self.trial.facts.values() for note in facts["notes"]]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_predictor": self.predictor, "result": None}
 
 
 @dataclass(frozen=True)
@@ -173,7 +192,7 @@ def train(specs: list[Spec], course: Course) -> Outcome:
             until = time.time() + 0.9 * left  # what they predict and write takes time, too
         suffix = "_BAG_L1" if course.num_bag_folds > 1 else ""
         found = tune(
-            _MakeModel(group.specs, replace(course, say=_say_nothing), seconds, until, group.gpu),
+            _MakeModel(group.specs, course, seconds, until, group.gpu),
             {"model": [spec.name for spec in group.specs]},
             num_trials=len(group.candidates),
             searcher=group.candidates,
@@ -210,10 +229,6 @@ def _modules(group: _Group, num_bag_folds: int) -> list[str]:
     if networks == len(kinds) or networks * max(num_bag_folds, 1) > 2:
         names.append("trainloop.tabular.network")
     return names
-
-
-def _say_nothing(text: str) -> None:
-    pass
 
 
 def _groups(specs: list[Spec], course: Course) -> list[_Group]:
@@ -253,19 +268,7 @@ def _collect(found: TuneResult, group: _Group, suffix: str, outcome: Outcome) ->
             errors = list(trial.errors.values()) if trial is not None else []
             outcome.lost[name] = errors[0] if errors else "the time was over before it began"
             continue
-        predictor = found.predictor_of(trial)
-        used = any(model.used_gpu for model in predictor.models)
-        outcome.trained.append(
-            Trained(
-                name,
-                predictor,
-                trial.score,
-                np.asarray(found.predictions_of(trial)),
-                trial,
-                trial.gpus if used else 0.0,
-                found.plan,
-            )
-        )
+        outcome.trained.append(Trained(name, trial, np.asarray(found.predictions_of(trial)), found))
 
 
 def greedy_weights(predictions: list[Rows], truth: Rows, metric: Metric, second: Metric) -> list[float]:

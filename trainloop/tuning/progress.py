@@ -30,6 +30,7 @@ class Running:
     cpus: int = 0
     gpus: float = 0.0
     cpu_seconds: float = 0.0
+    facts: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     interrupted: bool = False
     """Whether the search ended before it."""
@@ -43,6 +44,7 @@ class Running:
         self.scores[fold] = result["score"]
         self.seconds += result["seconds"]
         self.cpu_seconds += result.get("cpu_seconds", 0.0)
+        self.facts[fold] = result.get("facts", {})
         self.cpus = max(self.cpus, result.get("cpus", 0))
         self.gpus = max(self.gpus, result.get("gpus", 0.0))
 
@@ -76,6 +78,7 @@ class Running:
             cpus=self.cpus,
             gpus=self.gpus,
             cpu_seconds=self.cpu_seconds,
+            facts=dict(self.facts),
         )
 
 

@@ -44,6 +44,8 @@ class Trial:
     """Share of GPUs that each of its models had."""
     cpu_seconds: float = 0.0
     """Of all its folds together, counted by the system; at most ``cpus`` times ``seconds``."""
+    facts: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """For each fold what its model says of itself: the mapping that is its attribute ``facts``, if it has one."""
 
     @property
     def score(self) -> float | None:

@@ -126,6 +126,7 @@ def _train(job: Job, folder: Path) -> None:
             "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else int(quota.num_cpus),
             "gpus": float(quota.num_gpus),
             "cpu_seconds": _cpu_seconds() - used,
+            "facts": dict(getattr(outcome.model, "facts", None) or {}),
         }
         write(folder / "result.pkl", result)
 
