@@ -94,6 +94,8 @@ class FitJob:
     dp_model_args: dict[str, Any] = field(default_factory=dict)
     ddp_model_args: dict[str, Any] = field(default_factory=dict)
     fsdp_model_args: dict[str, Any] = field(default_factory=dict)
+    gather: bool = True
+    """In ``fsdp``: whether the caller's model and optimizers get the values reached."""
     resume: dict[str, Any] | None = None
     """State of the checkpoint to go on from."""
     restarts: RestartOptions | None = None

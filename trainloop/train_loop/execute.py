@@ -240,7 +240,8 @@ def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None, *, jo
         sync_batchnorm_over_ranks=over_ranks,
         compile_args=loop.options.compile_args,
         checkpoint_modules=loop.options.checkpoint_modules if job is not None else None,
-        gives_back="none" if job is None else "all" if joined else "main",
+        trains=job is not None,
+        gives_back="none" if job is None or not job.gather else "all" if joined else "main",
     )
     with nullcontext() if job is None else _own_randomness(loop), place_of_model as place:
         loop.running = run = Run(loop, place, stop) if job is None else _kind_of_training(loop)(loop, place, stop, job)

@@ -128,7 +128,7 @@ class Arrival:
             elif dumped != self._attributes.get(key):
                 changed[key] = value
         state = {
-            "tensors": {key: (t.detach().cpu(), t.requires_grad) for key, t in _tensors(loop)},
+            "tensors": {key: (t.detach().cpu(), t.requires_grad) for key, t in _tensors(loop) if not t.is_meta},
             "attributes": changed,
             "parts": changed_parts(self.parts, self._arrived, self.known),
             "history": loop.history.state_dict(),

@@ -226,6 +226,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         dp_model_args: dict[str, Any] | None = None,
         ddp_model_args: dict[str, Any] | None = None,
         fsdp_model_args: dict[str, Any] | None = None,
+        gather: bool = True,
         in_process_data_load: AbstractCallback | Sequence[AbstractCallback] | None = None,
         backend: str | None = None,
         init_method: str | None = None,
@@ -253,6 +254,9 @@ class TrainLoop(LoopView, Generic[ModelT]):
         dp_model_args, ddp_model_args, fsdp_model_args : dict, optional
             Further arguments of :class:`TTDataParallel`, :class:`TTDistributedDataParallel` and
             :class:`TTFullyShardedDataParallel`.
+        gather : bool
+            ``False``, in ``fsdp``: what was trained stays in the checkpoints of a ``ModelCheckpoint``, for models that
+            no host has room for; the model that is returned is as it was.
         in_process_data_load : AbstractCallback or list of them, optional
             Their ``on_multiprocess_start`` makes loaders inside each rank and puts them into the loop.
         backend : str, optional
@@ -319,13 +323,17 @@ class TrainLoop(LoopView, Generic[ModelT]):
             check_carried(self.model, self.gpu_mode)
             check.check_step(self.model, self.optimizer, self.options.amp, self.site.devices[0])
             if self.gpu_mode == "fsdp":
-                check_shardable(optimizers_of(self.optimizer), self.options.compile_args)
+                optimizers, compile_args = optimizers_of(self.optimizer), self.options.compile_args
+                check_shardable(self.model, optimizers, compile_args, self.callbacks, gather=gather)
+            elif not check.check_bool(gather, "gather"):
+                raise ConfigurationError(f"gather=False with gpu_mode={self.gpu_mode!r}: it is for gpu_mode='fsdp'.")
             job = FitJob(
                 dp_model_args=check.check_wrapper_args(dp_model_args, "dp_model_args", TTDataParallel),
                 ddp_model_args=check.check_wrapper_args(ddp_model_args, "ddp_model_args", TTDistributedDataParallel),
                 fsdp_model_args=check.check_wrapper_args(
                     fsdp_model_args, "fsdp_model_args", TTFullyShardedDataParallel
                 ),
+                gather=gather,
                 resume=run_state.checkpoint_to_resume(self, resume_from),
                 restarts=restarts,
             )

@@ -111,6 +111,7 @@ def placed(
     sync_batchnorm_over_ranks: bool = False,
     compile_args: dict[str, Any] | None = None,
     checkpoint_modules: Any = None,
+    trains: bool = False,
     gives_back: str = "none",
 ) -> Iterator[Placement]:
     """Put the model on its device and into its wrapper; afterwards undo all changes except the device.
@@ -134,6 +135,8 @@ def placed(
         ``None``: not compiled.
     checkpoint_modules : optional
         What :func:`~trainloop.train_loop.recompute.chosen_modules` takes.
+    trains : bool
+        In ``fsdp``: optimizers are to step the shards.
     gives_back : {'all', 'main', 'none'}
         In ``fsdp`` the ranks whose model gets the values reached, in its own tensors.
     """
@@ -166,7 +169,7 @@ def placed(
             from trainloop.train_loop.sharded import ShardedPlacement, sharded  # it builds on this module
 
             kind = ShardedPlacement
-            stepped = optimizers if gives_back != "none" else []
+            stepped = optimizers if trains else []
             wrapper = undo.enter_context(sharded(model, stepped, wrapper_args or {}, gives_back=gives_back))
         else:
             wrapper = wrap()

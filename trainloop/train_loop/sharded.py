@@ -88,8 +88,10 @@ def sharded(
     finally:
         shards = {name: p for name, p in model.named_parameters() if name in originals}
         wrapper.take_off(originals)
-        # A shard is left where an exception has ended the run: of no use by itself.
-        _move(optimizers, shards, originals, lambda value, _: value.new_empty(0) if is_sharded(value) else value)
+        for optimizer in optimizers:  # shards that are left, of a run that gives nothing back, are of no use
+            for stepped in [p for p, own in optimizer.state.items() if any(map(is_sharded, dict(own).values()))]:
+                del optimizer.state[stepped]
+        _move(optimizers, shards, originals, lambda value, _: value)
         own = {id(shard): originals[name] for name, shard in shards.items()}
         for optimizer, (state, groups) in zip(optimizers, arrived, strict=True):
             if optimizer.state is not state:  # load_state_dict() makes others, and who sent these looks at them
@@ -137,7 +139,14 @@ def _move(
             optimizer.state[target] = own
 
 
-def check_shardable(optimizers: list[torch.optim.Optimizer], compile_args: Any) -> None:
+def check_shardable(
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    compile_args: Any,
+    callbacks: Iterable[Any],
+    *,
+    gather: bool,
+) -> None:
     """Raise where ``fsdp`` can't work, before any process starts.
 
     Raises
@@ -145,6 +154,17 @@ def check_shardable(optimizers: list[torch.optim.Optimizer], compile_args: Any) 
     ConfigurationError
         Saying what to use instead.
     """
+    if not gather and not any(hasattr(callback, "last_state") for callback in callbacks):
+        raise ConfigurationError(
+            "fit(gather=False) leaves what was trained in checkpoints, and there is no ModelCheckpoint in callbacks. "
+            "Add one, or leave gather out."
+        )
+    meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if gather and meta is not None:
+        raise ConfigurationError(
+            f"{meta} is on the meta device, which has no memory for what is trained. Use fit(gather=False) with a "
+            "ModelCheckpoint, or build the model on the CPU."
+        )
     if compile_args is not None:
         raise ConfigurationError(
             "compile=True with gpu_mode='fsdp': a graph of the whole model leaves no place to gather its units. "

@@ -1,0 +1,41 @@
+"""Digits by a small vision transformer whose parameters, gradients and optimizer state are sharded over the ranks.
+
+    python examples/fsdp_training.py --num_gpus 2 --epochs 10
+
+The model is as for one device; ``gpu_mode='fsdp'`` is what is different. Its blocks are units: whole only while they
+run. Each rank writes its part of a checkpoint, and any number of ranks, or one process, goes on from it.
+"""
+
+import torch
+from torch import Tensor, nn, optim
+
+from digits import DigitsData, accuracy_of, arguments, loaders, ranks
+from trainloop import TrainLoop, TTModel
+from trainloop.callbacks import ModelCheckpoint
+
+
+class Transformer(TTModel):
+    """Each row of a picture is a word of eight pixels."""
+
+    def __init__(self, width: int = 48, blocks: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, width)
+        self.place = nn.Parameter(torch.randn(8, width) * 0.02)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True) for _ in range(blocks)
+        )
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        hidden = self.embed(pictures.reshape(-1, 8, 8)) + self.place
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden.mean(1))
+
+    def get_loss(self, batch_data, criterion, device):
+        pictures, labels = batch_data
+        return criterion(self(pictures.to(device)), labels.to(device))
+
+    def get_predictions(self, batch_data, device):
+        pictures, labels = batch_data
+        return self(pictures.to(device)).argmax(1).cpu(), labels, {}
