@@ -1,6 +1,6 @@
 """Digits by a small vision transformer whose parameters, gradients and optimizer state are sharded over the ranks.
 
-    python examples/fsdp_training.py --num_gpus 2 --epochs 10
+    python examples/fsdp_training.py --epochs 10
 
 The model is as for one device; ``gpu_mode='fsdp'`` is what is different. Its blocks are units: whole only while they
 run. Each rank writes its part of a checkpoint, and any number of ranks, or one process, goes on from it.
@@ -9,9 +9,10 @@ run. Each rank writes its part of a checkpoint, and any number of ranks, or one 
 import torch
 from torch import Tensor, nn, optim
 
-from digits import DigitsData, accuracy_of, arguments, loaders, ranks
+from digits import arguments, loaders, report
 from trainloop import TrainLoop, TTModel
 from trainloop.callbacks import ModelCheckpoint
+from trainloop.distributed import is_global_zero
 
 
 class Transformer(TTModel):
@@ -39,3 +40,32 @@ class Transformer(TTModel):
     def get_predictions(self, batch_data, device):
         pictures, labels = batch_data
         return self(pictures.to(device)).argmax(1).cpu(), labels, {}
+
+
+if __name__ == "__main__":  # each rank is a new Python process that imports this file
+    args = arguments(__doc__)
+    torch.manual_seed(0)
+    model = Transformer()
+    train_loader, validation_loader, test_loader = loaders(batch_size=16)  # a rank's; with two ranks a step takes 32
+
+    tl = TrainLoop(
+        model,
+        train_loader,
+        validation_loader,
+        test_loader,
+        optim.AdamW(model.parameters(), lr=3e-3),
+        nn.CrossEntropyLoss(),
+        gpu_mode="fsdp",
+        devices=torch.cuda.device_count() or 2,
+        gradient_clip_norm=1.0,
+        seed=0,
+    )
+    checkpoint = ModelCheckpoint("checkpoints/fsdp", monitor="val_loss", keep=1)
+    # The blocks of a ModuleList are units by themselves; shard= is for models whose blocks stand elsewhere.
+    model = tl.fit(
+        num_epochs=args.epochs, callbacks=[checkpoint], fsdp_model_args={"shard": [nn.TransformerEncoderLayer]}
+    )
+
+    report(tl)
+    if is_global_zero():
+        print(f"one file of it: python -m trainloop checkpoint export {checkpoint.best_path} model.safetensors")

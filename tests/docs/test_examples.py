@@ -23,6 +23,7 @@ SCRIPTS: dict[str, tuple[list[str], str, float]] = {
     "single_training.py": (["--epochs", "4"], r"test accuracy: ([\d.]+)%", 90),
     "dp_training.py": (["--epochs", "4"], r"test accuracy: ([\d.]+)%", 90),
     "ddp_training.py": (["--epochs", "4"], r"test accuracy: ([\d.]+)%", 90),
+    "fsdp_training.py": (["--epochs", "4"], r"test accuracy: ([\d.]+)%", 75),
     "amp_training.py": (["--epochs", "2"], r"test accuracy: ([\d.]+)%", 75),
     "plain_pytorch.py": (["--epochs", "4"], r"test accuracy: ([\d.]+)%", 90),
     "wrappers_standalone.py": (["--epochs", "4"], r"accuracy[^\d]*([\d.]+)%", 90),

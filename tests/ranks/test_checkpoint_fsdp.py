@@ -74,6 +74,7 @@ def test_parts_of_two_ranks_resumed_bit_by_bit_and_in_one_process(tmp_path: Path
             files = {c.info.step: c.path for c in checkpoints(tmp_path / "a") if c.info is not None}
             resumed = fitted("fsdp", 2, tmp_path / "b", resume_from=files[3])  # within the second epoch
         assert distance(state_of(whole), state_of(resumed)) == 0
+        assert all(load(path)["place"]["global_step"] == step for step, path in files.items())
         assert {"__0_0.distcp", "__1_0.distcp", "state.pt"} <= set(os.listdir(files[3]))
         sizes = [os.path.getsize(os.path.join(files[3], f"__{rank}_0.distcp")) for rank in range(2)]
         assert max(sizes) < 1.5 * min(sizes)
@@ -124,3 +125,41 @@ def test_what_parts_cannot_be_is_said_before_ranks_start(given: dict[str, bool],
     with pytest.raises(ConfigurationError, match=f"{next(iter(given))}=True.*gpu_mode='fsdp': not offered"):
         fitted("fsdp", 2, tmp_path, checkpoint_args=given)
     assert torch.get_default_dtype() == torch.float32
+
+
+class Untied(Tower):
+    """Without a scalar, which has no ``reset_parameters``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.temperature
+        self.temperature = 1.0
+
+
+@pytest.mark.slow
+def test_a_model_on_the_meta_device_is_trained_into_its_checkpoint(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Untied()
+    keeper = ModelCheckpoint(tmp_path)
+    loop = TrainLoop(
+        model,
+        data(24, 4),
+        optimizer=adam(model),
+        criterion=nn.CrossEntropyLoss(),
+        gpu_mode="fsdp",
+        accelerator="cpu",
+        devices=2,
+        progress_bar=False,
+    )
+    with pytest.raises(ConfigurationError, match=r"words.weight is on the meta device.*gather=False"):
+        loop.fit(num_epochs=1, callbacks=[keeper])
+    with pytest.raises(ConfigurationError, match="no ModelCheckpoint in callbacks"):
+        loop.fit(num_epochs=1, gather=False)
+    assert loop.fit(num_epochs=2, callbacks=[keeper], gather=False) is model
+    assert all(p.is_meta for p in model.parameters())
+    assert loop.optimizer.state_dict()["state"] == {}
+    assert loop.history["loss"][1] < loop.history["loss"][0]
+    trained = load(tmp_path)["model"]
+    assert torch.equal(trained["head.weight"], trained["words.weight"])  # tied, and made by the embedding's own values
+    assert 0.1 < float(trained["blocks.0.up.weight"].std()) < 0.5
+    Untied().load_state_dict(trained)

@@ -7,9 +7,11 @@ import torch
 from sharded_models import Block, Tower
 from torch import nn
 
+from trainloop import TrainLoop
 from trainloop.errors import ConfigurationError
 from trainloop.parallel import TTFullyShardedDataParallel
 from trainloop.parallel.units import units_of
+from trainloop.train_loop.preflight import preflight_shards
 
 
 class Nested(nn.Module):
@@ -64,3 +66,16 @@ def test_no_process_group_and_lazy_modules_are_errors() -> None:
         TTFullyShardedDataParallel(Tower())
     with pytest.raises(ConfigurationError, match="lazy"):
         TTFullyShardedDataParallel(nn.Sequential(nn.LazyLinear(2), torch.nn.ReLU()))
+
+
+def test_preflight_lists_units_and_bytes_of_a_rank() -> None:
+    def shards_of(model: nn.Module) -> str:
+        loop = TrainLoop(model, None, gpu_mode="fsdp", accelerator="cpu", devices=2)
+        return preflight_shards(loop)
+
+    model = Tower()
+    held = sum(p.numel() * 4 for p in model.parameters()) // 2
+    assert f"blocks.0, blocks.1, blocks.2, the root. Each of 2 ranks holds {held} B of parameters" in shards_of(model)
+    del model.blocks[1:]
+    with pytest.raises(Exception, match=r"no repeated blocks.*Name its blocks"):
+        shards_of(model)

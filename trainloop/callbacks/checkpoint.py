@@ -312,6 +312,8 @@ class ModelCheckpoint(AbstractCallback):
         self._restart_clock()
         info = CheckpointInfo(loop.history_epoch, loop.global_step, self._run, 0, value, reason)
         if self._is_sharded():
+            if loop.is_global_zero:
+                self._remove_unfinished()
             location, name = self._folder.location, checkpoint.checkpoint_name(info)
             error = sharded.write_folder(location, name, self._run, state, lambda put: self._write_as(info, put))
             if loop.is_global_zero:
@@ -334,12 +336,16 @@ class ModelCheckpoint(AbstractCallback):
             if self.safetensors:
                 checkpoint.save_weights(self._folder.path(_weights_name(name)), state["model"], run=self._run)
 
+        self._remove_unfinished()
         self._write_as(info, put)
+
+    def _remove_unfinished(self) -> None:
+        """At the first checkpoint, what a kill left of this run: nothing else is being written now."""
+        if self._files is None:
+            self._folder.remove_unfinished(self._run)
 
     def _write_as(self, info: CheckpointInfo, put: Callable[[str, CheckpointInfo], None]) -> None:
         """Find a name for what ``put`` writes, and delete what is not kept any more."""
-        if self._files is None:
-            self._folder.remove_unfinished(self._run)  # what a kill left: nothing else is being written now
         files = self._own_files()
         self._stamp = max(time.time_ns(), self._stamp + 1)
         info = replace(info, stamp=self._stamp)

@@ -150,6 +150,12 @@ def write_folder(
         return problem
 
     def put(name: str, info: Any) -> None:
+        assert table is not None
+        missing = set(table["files"]).difference(os.listdir(folder))
+        if missing:  # a disk that ranks don't share, or somebody who cleans up
+            raise OSError(
+                f"{', '.join(sorted(missing))} of {folder}, which a rank has written, can't be seen by rank 0"
+            )
         save(os.path.join(folder, STATE), {**state, "shards": table}, info)
         publish(folder, os.path.join(where, name))
 

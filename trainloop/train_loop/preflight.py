@@ -25,7 +25,9 @@ from trainloop.errors import TrainLoopError, WorkerFailedError
 from trainloop.nested import parts_of
 from trainloop.optim import MultiLoss, optimizers_of, parameters_of
 from trainloop.parallel.scatter import batch_length, chunk_sizes, scatter
+from trainloop.parallel.units import units_of
 from trainloop.reduction import sum_rule
+from trainloop.resources.quota import format_bytes
 from trainloop.train_loop.execute import sent_parts
 from trainloop.train_loop.kinds import GpuMode
 from trainloop.train_loop.loop import TrainLoop
@@ -33,7 +35,7 @@ from trainloop.train_loop.losses import run_through, split_loss, split_yielded
 from trainloop.train_loop.trial import copies, first_batch, require_training_parts
 from trainloop.transfer import pack
 
-__all__ = ["Finding", "PreflightReport", "preflight"]
+__all__ = ["Finding", "PreflightReport", "preflight", "preflight_shards"]
 
 # Sums in another order differ in the last bits; a few steps of Adam near zero gradients enlarge that.
 TOLERANCE = 1e-4
@@ -108,12 +110,13 @@ def preflight(loop: TrainLoop[Any], *, steps: int = 3, ranks: int = 2) -> Prefli
     require_training_parts(loop, "preflight")
     findings = []
     checks: dict[str, Callable[[], str]] = {
+        **({"shards": lambda: preflight_shards(loop)} if loop.gpu_mode == "fsdp" else {}),
         "can be sent to ranks": lambda: _sendable(loop),
         "strangers among the ranks": lambda: _protection(loop),
         "one batch": lambda: _one_batch(loop),
         "gradients": lambda: _gradients(loop),
         "batches alike on all ranks": lambda: _batches(loop, steps, ranks),
-        f"single equals ddp on {ranks} CPU ranks": lambda: _modes_agree(loop, steps, ranks),
+        f"single equals {_mode_of_ranks(loop)} on {ranks} CPU ranks": lambda: _modes_agree(loop, steps, ranks),
     }
     for name, run in checks.items():
         began, traceback = time.perf_counter(), ""
@@ -144,6 +147,33 @@ def _protection(loop: TrainLoop[Any]) -> str:
     objects = "messages bear the run's key" if has_key else f"messages hold data only, as {KEY_VARIABLE} is not set"
     looked_up = "whose connections they are is looked up" if owners_are_known() else "whose they are is unknown here"
     return f"{objects}; connections on this host: {looked_up} (SECURITY.md)"
+
+
+def preflight_shards(loop: TrainLoop[Any]) -> str:
+    """List the units that are sharded, and the bytes that a rank holds: its shards, and whole units at a time."""
+    ranks = loop.site.num_nodes * len(loop.site.devices)
+    units = {name: sum(map(_bytes, unit.parameters())) for name, unit in units_of(loop.model)}
+    total = sum(map(_bytes, loop.model.parameters()))
+    if not units and ranks > 1:
+        raise _Found(
+            f"no repeated blocks: the whole model, {format_bytes(total)}, is gathered on each rank for each step. Name "
+            "its blocks: fit(fsdp_model_args={'shard': [Block]})."
+        )
+    gradients = sum(_bytes(p) for p in loop.model.parameters() if p.requires_grad)
+    root, largest = total - sum(units.values()), max(units.values(), default=0)
+    return (
+        f"units: {_some([*units, 'the root'])}. Each of {ranks} ranks holds {format_bytes(total // ranks)} of "
+        f"parameters, {format_bytes(gradients // ranks)} of gradients and the optimizer's state of these; whole at a "
+        f"time: the root, {format_bytes(root)}, and one or two units, {format_bytes(largest)} each"
+    )
+
+
+def _mode_of_ranks(loop: TrainLoop[Any]) -> GpuMode:
+    return "fsdp" if loop.gpu_mode == "fsdp" else "ddp"
+
+
+def _bytes(parameter: Tensor) -> int:
+    return parameter.numel() * parameter.element_size()
 
 
 def _sendable(loop: TrainLoop[Any]) -> str:
@@ -264,7 +294,9 @@ def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
     # A finding of its own says which parameters get no gradient; it is no reason not to compare the others.
     unused = any(p.grad is None for p in _after_backward(loop)[0].parameters() if p.requires_grad)
     single = _trained(loop, "single", 1, steps * per_step, per_step)
-    many = _trained(loop, "ddp", ranks, steps, 1, {"find_unused_parameters": True} if unused else None)
+    mode = _mode_of_ranks(loop)
+    find_unused = {"find_unused_parameters": True} if unused and mode == "ddp" else None
+    many = _trained(loop, mode, ranks, steps, 1, find_unused)
     worst, where = 0.0, ""
     for (name, a), b in zip(single.named_parameters(), many.parameters(), strict=True):
         scale = max(float(a.detach().abs().max()) if a.numel() else 0.0, 1e-6)
