@@ -11,6 +11,7 @@
 # make soak      disturb hundreds of short trainings at random: make soak ARGS='--trials 300 --seed 1'
 # make soak-restarts  strike runs that have to survive: make soak-restarts ARGS='--failures 1000 --seed 1'
 # make bench     run the benchmarks, write benchmarks/RESULTS.rst
+# make gpu       on a machine with a GPU, with its own python3: tests/gpu, then ratios to a loop by hand; eight minutes
 # make clean     remove what these made
 #
 # Every target starts from nothing but Python; a second run installs nothing. Another interpreter: make PYTHON=python3.12 test
@@ -32,7 +33,7 @@ $(VENV)/$(1).stamp: setup.cfg setup.py pyproject.toml constraints.txt | $(BIN)/p
 	@touch $$@
 endef
 
-.PHONY: help demo test test-unit test-docs test-hosts test-all test-simulated-gpu test-ecosystem lint types docs check bench soak soak-restarts clean
+.PHONY: help demo test test-unit test-docs test-hosts test-all test-simulated-gpu test-ecosystem lint types docs check bench gpu soak soak-restarts clean
 help:
 	@sed -n '1,/^PYTHON/{/^# make/s/^# //p}' Makefile
 
@@ -98,6 +99,9 @@ soak-restarts: $(VENV)/test.stamp
 
 bench: $(VENV)/examples.stamp
 	$(BIN)/python -m benchmarks $(ARGS)
+
+gpu:
+	$(PYTHON) -m benchmarks.gpu $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(VENV_SIMULATED_GPU) build *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
