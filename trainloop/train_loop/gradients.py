@@ -65,7 +65,7 @@ class Gradients:
         self._nominal_weight = training.feed.global_batch_size or 1
         self.optimizers = optimizers_of(loop.optimizer)
         # Several optimizers make several backwards.
-        self._several = self._ranks > 1 and len(self.optimizers) > 1
+        self.several = self._ranks > 1 and len(self.optimizers) > 1
         self.shares_buffers = place.collective and self._ranks > 1 and next(loop.model.buffers(), None) is not None
         self.trained = TrainedParameters(loop.model, loop.criterion, loop.timeout) if has_ranks(loop.gpu_mode) else None
         self._take_parameters()
@@ -79,10 +79,6 @@ class Gradients:
         if self._place.collective:  # what the wrapper knows nothing of
             known = {id(p) for p in self._place.wrapper.whole_parameters}
             self._beside = {id(p) for p in self.learned if not is_sharded(p) and id(p) not in known}
-
-    def by_hand(self, *, ragged: bool) -> bool:
-        """Whether gradients are reduced after backward, as DDP's reducer can't: it expects one backward a forward."""
-        return (ragged or self._several) and not self._place.collective
 
     # -- parameters that are frozen, unfrozen or added while ranks train ---------------------------------------------
 

@@ -39,7 +39,7 @@ class Timings:
     data: float = 0.0
     """Waiting for the loader."""
     forward: float = 0.0
-    """``get_loss``."""
+    """``get_loss``; with ``compile='step'`` the whole graph."""
     backward: float = 0.0
     """With the exchange of gradients: here a rank waits for slower ones."""
     optimizer: float = 0.0

@@ -316,7 +316,8 @@ class Training(Run):
         """
         loop, place, recorder, gradients, clock = self.loop, self.place, self.recorder, self.gradients, self.clock
         batches, sizes, scales, _, ragged = step
-        by_hand = gradients.by_hand(ragged=ragged)
+        # Reduced after backward where DDP's reducer can't: it expects one backward a forward.
+        by_hand = (ragged or gradients.several) and not place.collective
         if by_hand or gradients.shares_buffers:
             place.share_buffers()
         # A rank with fewer micro-batches still goes through every hook, as callbacks may exchange values in them.

@@ -11,6 +11,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -63,8 +64,12 @@ class WholeStepTraining(Training):
                 parameter.grad = gradient
         assert self._whole is not None
         try:
-            with nullcontext() if self._settings else _without_torchs_warnings():
-                loss, weight = self._whole(step.batches[0])
+            self.clock.forward -= perf_counter_ns()
+            try:
+                with nullcontext() if self._settings else _without_torchs_warnings():
+                    loss, weight = self._whole(step.batches[0])
+            finally:
+                self.clock.forward += perf_counter_ns()
         except Exception as error:
             if not self._may_go_on(error):
                 raise
