@@ -13,7 +13,7 @@ from trainloop.parallel.shards import is_sharded, whole
 def norms_of(tensors: Sequence[Tensor], order: float = 2) -> Sequence[Tensor]:
     """The norm of each tensor, on a GPU by a few kernels for all of them.
 
-    The function is private to torch, whose ``get_total_norm`` and optimizers use it (read in 2.6 to 2.13). Where it is
+    The function is private to torch, whose ``get_total_norm`` and optimizers use it (read in 2.6 to 2.15). Where it is
     missing, each tensor has a kernel of its own.
     """
     if any(map(is_sharded, tensors)):

@@ -178,7 +178,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     def _first_of_static_graph(self) -> Iterator[None]:
         """Exchange gradients in the first two backwards of a static graph, also under ``no_sync()``.
 
-        torch's reducer (to 2.13 at least) counts in the first backward how often each parameter is used, and takes all
+        torch's reducer (to 2.15 at least) counts in the first backward how often each parameter is used, and takes all
         backwards up to the second exchange for the first: accumulation from the start then fails an internal assertion,
         or waits forever. Averaging a sum of gradients in parts gives the same result.
         """
@@ -253,14 +253,14 @@ for _owner, _names in _TORCHS_OWN:
         if not callable(getattr(_owner, _name, None)):
             raise ImportError(
                 f"torch {torch.__version__}: {_owner.__name__} has no {_name} any more, which trainloop builds on. "
-                "Install a torch from 2.6 to 2.13, or a newer trainloop."
+                "Install a torch from 2.6 to 2.15, or a newer trainloop."
             )
 
 
 def comm_hooks_of(wrapper: DistributedDataParallel) -> Sequence[tuple[Any, Any]]:
     """The communication hooks, with their states, that were registered with a wrapper.
 
-    torch has no public way to read them (read in torch 2.6 to 2.13); if it keeps them elsewhere, none are found.
+    torch has no public way to read them (read in torch 2.6 to 2.15); if it keeps them elsewhere, none are found.
     """
     return getattr(wrapper, "_comm_hooks", ())
 

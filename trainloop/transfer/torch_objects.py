@@ -1,7 +1,7 @@
 """Pickling of torch objects that torch itself can't pickle.
 
 Module-like objects and operators by their names, compiled code by what was compiled and how, parametrized and scripted
-modules by their parts. Private names of torch that this needs are all here, as they are in 2.6 to 2.13.
+modules by their parts. Private names of torch that this needs are all here, as they are in 2.6 to 2.15.
 """
 
 from __future__ import annotations
