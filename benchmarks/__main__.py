@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 
 def printed_by(script: str, *arguments: str) -> list[str]:
-    """What a benchmark of its own prints: run apart, so that its memory is its own."""
+    """The output of a benchmark that runs in a process of its own, so that its memory is measured alone."""
     command = [sys.executable, script, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
     done = subprocess.run(command, cwd=HERE.parent, env=environment, stdout=subprocess.PIPE, text=True, check=True)

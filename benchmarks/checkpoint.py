@@ -1,4 +1,5 @@
-"""What a checkpoint of a 200 MB model costs the loop, at once or in a thread: python -m benchmarks.checkpoint
+"""The cost of a checkpoint of a 200 MB model for the loop, written at once or in a thread: python -m
+benchmarks.checkpoint
 
 Checkpoints come at longer intervals than one takes to be written; one that comes earlier waits for the one before.
 """

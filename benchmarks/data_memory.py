@@ -2,7 +2,7 @@
 
 Printed is the proportional memory (PSS: a page that k processes share counts 1/k in each) of all processes together at
 step 50, above that of the same run with a tiny dataset, as a multiple of the dataset. 1.0 is the dataset held once;
-less than that is a dataset held once of which no process has read some pages yet, since they count for nobody.
+less means that no process has read some of its pages yet, which then count for nobody.
 The hand-written loop beside it starts its ranks by ``torch.multiprocessing.spawn``, with a ``DistributedSampler``.
 """
 

@@ -1,4 +1,4 @@
-"""What a step and a start cost with Gloo ranks, and how that grows with their number: python -m benchmarks.ddp"""
+"""The cost of a step and of a start with Gloo ranks, by their number: python -m benchmarks.ddp"""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def by_hand(model: nn.Module, batches: int, epochs: int = 2, ranks: int = RANKS)
             try:
                 mp.spawn(_rank, (ranks, folder, model, batches, epochs), nprocs=ranks)
             except mp.ProcessExitedException as error:
-                # Seldom (torch 2.13), a rank's last thread outlives the interpreter when all is done, and aborts it.
+                # Seldom (torch 2.13), a rank's last thread outlives the interpreter after all work, and aborts it.
                 if error.signal_name != "SIGABRT":
                     raise
                 print("a rank of the loop by hand aborted at its end: once more", flush=True)

@@ -4,8 +4,8 @@
 
 Each figure is measured in a process of its own: seconds, and the rise of the peak resident set, from just before the
 order is asked for until 32 indices of rank 1 of 2 are there. torch's ``DistributedSampler`` builds the order as a
-Python list, of some 45 bytes an index at its peak; it is left out where less than twice that is free, and it can't
-enter an epoch in its middle but by building the order and throwing half of it away.
+Python list, of some 45 bytes an index at its peak; it is left out if less than twice that is free, and to enter an
+epoch in its middle it has to build the whole order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What grows and what must not: imports, a long epoch's cost and memory, evaluation: python -m benchmarks.growth"""
+"""Growth over time and size: imports, a long epoch's cost and memory, evaluation: python -m benchmarks.growth"""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def shown(on_terminal: bool) -> Iterator[None]:
 
 
 def quietly(function: Train, on_terminal: bool = False) -> Train:
-    """Without the library's own messages, which would be timed; with its bar, where it is to draw one."""
+    """Silence the library's own messages, which would be timed; keep its bar if one is to be drawn."""
 
     def run(model: nn.Module, loader: DataLoader[Any], epochs: int) -> None:
         with warnings.catch_warnings(), shown(on_terminal):

@@ -1,4 +1,4 @@
-"""What surviving costs an undisturbed run, and how long a restart takes: python -m benchmarks.restarts [--rounds 5]"""
+"""The cost of max_restarts without a failure, and the time of a restart: python -m benchmarks.restarts [--rounds 5]"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What exchanges cost by the number of ranks, in bytes and in time: python -m benchmarks.scale [--ranks 2 4 8 16 32]
+"""The cost of exchanges by the number of ranks, in bytes and in time: python -m benchmarks.scale [--ranks 2 4 8 16 32]
 
 Ranks are processes of this machine that talk over Gloo, forked from one that has everything imported, so that 32 of
-them fit into it. They share its cores: times tell how a cost grows, and which of two ways is the quicker one, not what
-it is on a cluster. Bytes are those that one rank, the busiest, sends and receives, by the algorithms that Gloo uses;
-they are the same on a cluster. Writes ``docs/design/scale_measured.txt``.
+them fit into it. They share its cores: times show how a cost grows, and which of two ways is quicker, not the cost on a
+cluster. Bytes are those that one rank, the busiest, sends and receives, by the algorithms that Gloo uses; they are the
+same on a cluster. Writes ``docs/design/scale_measured.txt``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Traffic:
         sizes: dict[str, Callable[..., int]] = {
             "all_reduce": lambda tensor, *_, **__: 4 * tensor.nbytes * others // self.world_size,  # a ring, twice
             "all_gather": lambda _, tensor, *__, **___: 2 * tensor.nbytes * others,
-            "gather": lambda tensor, *_, **__: tensor.nbytes * others,  # what its receiver gets
+            "gather": lambda tensor, *_, **__: tensor.nbytes * others,  # the bytes that its receiver gets
             "broadcast": lambda tensor, *_, **__: 2 * tensor.nbytes,
         }
         originals = {name: getattr(dist, name) for name in sizes}

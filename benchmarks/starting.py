@@ -1,4 +1,4 @@
-"""What starting ranks costs: whole scripts, second calls, ranks that stay up, memory: python -m benchmarks.starting
+"""The cost of starting ranks: whole scripts, second calls, ranks that stay up, memory: python -m benchmarks.starting
 
 Each script trains one step on 2 or 8 ranks. CPU seconds are of all its processes, from the first import to the end, and
 mean the same on a busy machine; seconds are the median of interleaved rounds.

@@ -1,4 +1,4 @@
-"""What a training step costs in one process: python -m benchmarks.step"""
+"""The cost of a training step in one process: python -m benchmarks.step"""
 
 from __future__ import annotations
 

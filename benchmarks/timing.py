@@ -94,7 +94,7 @@ def interleaved(
 
 
 def machine() -> str:
-    """What ran this: processor, cores, memory, versions."""
+    """The machine of this run: processor, cores, memory, versions."""
     model = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo") as lines:

@@ -14,7 +14,7 @@ BATCH = 32
 
 
 class MLP(TTBasicModel):
-    """32-64-10: so small that what the loop itself costs shows."""
+    """32-64-10: so small that the cost of the loop itself shows."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A callback of one's own: it times each epoch, and keeps what it knows through checkpoints and across ranks.
+"""A callback of one's own: it times each epoch, and keeps its times in checkpoints and across ranks.
 
 python examples/custom_callback.py --epochs 5
 """

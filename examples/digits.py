@@ -1,4 +1,4 @@
-"""What the examples share, and what you would bring yourself: data, a model, and a way to score it.
+"""Shared by the examples, in place of your own: data, a model, and a way to score it.
 
 The data are scikit-learn's handwritten digits: 1,797 grey images of 8 x 8 pixels, shipped with the package.
 """
@@ -47,7 +47,7 @@ class DigitsCNN(TTModel):
 
 def datasets() -> tuple[TensorDataset, TensorDataset, TensorDataset]:
     """1,257 images to train on, 180 to watch while training, 360 held out to the end."""
-    # Imported here, so that ranks, which get the data sent, don't spend a second or two on scikit-learn.
+    # Imported here: ranks get the data sent, and need not spend a second or two on importing scikit-learn.
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 

@@ -2,7 +2,8 @@
 
     python examples/huggingface_style.py --epochs 8
 
-``ModelWrap`` trains it, with a feed definition that says what a batch means. A model of ``transformers`` goes in alike.
+``ModelWrap`` trains it, with a feed definition that says what a batch means. A model of ``transformers`` is wrapped in
+the same way.
 """
 
 from dataclasses import dataclass

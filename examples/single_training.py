@@ -1,4 +1,4 @@
-"""One process, one device: the plain example. The others are this one and one thing more.
+"""One process, one device: the plain example. Each of the others adds one thing to it.
 
 python examples/single_training.py --epochs 10
 """

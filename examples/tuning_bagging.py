@@ -49,7 +49,7 @@ def dataset(x, y):
 
 
 def make_loop(params, fold):
-    """What one fold trains; this runs in the fold's own process, on its own CPUs and GPUs."""
+    """Make the loop that one fold trains; runs in the fold's own process, on its own CPUs and GPUs."""
     if params["kind"] == "TTModel":
         data = dataset(x_train, y_train)
         model = Net(width=64)

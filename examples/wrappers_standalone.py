@@ -79,7 +79,7 @@ def data_parallel(epochs: int) -> None:
 
 
 def rank_main(rank: int, world_size: int, folder: str, epochs: int) -> None:
-    """What each of the processes runs; one file in a folder is their rendezvous point."""
+    """The function that each process runs; they meet at a file in a folder."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:

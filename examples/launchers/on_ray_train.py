@@ -13,7 +13,7 @@ from typing import Any
 
 
 def train(config: dict[str, Any]) -> None:
-    """What each worker runs."""
+    """The function that each worker runs."""
     import ray.train
     import torch
     from torch import nn
