@@ -82,6 +82,21 @@ def test_one_process_survives_without_a_seed(undisturbed: Undisturbed, tmp_path:
     assert_survives(undisturbed, tmp_path, "single", 1, "rows", plan, seed=None)
 
 
+@pytest.mark.filterwarnings("ignore:no snapshot could be made after step")
+def test_one_snapshot_that_fails_and_a_dataset_that_draws(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """The snapshot before is taken, not the checkpoint of that step, which has no attributes of modules. And batches
+    that are read again, to find the place in an epoch without a seed, leave the dataset's own generator alone."""
+    plan = [
+        (0, "snapshot is half written", 5, "out of memory"),
+        (0, "on_batch_begin", 5, "SIGKILL"),
+        (0, "on_epoch_end", 8, "raises"),
+    ]
+    tl, facts = train(tmp_path, "single", 1, "own generator", plan, None, max_restarts=-1, restart_every_steps=1)
+    expected = undisturbed("single", 1, "own generator", None)
+    assert [restart.step for restart in tl.restarts] == [4, 8]
+    assert [name for name in facts if not same(facts[name], expected[name])] == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "ranks"), [("single", 1), ("ddp", 2)])
 def test_the_last_epoch_is_finished(tmp_path: Path, mode: str, ranks: int) -> None:

@@ -33,9 +33,9 @@ from trainloop.train_loop.copies import parts_of_host
 from trainloop.train_loop.going_on import Word, going_on
 from trainloop.train_loop.snapshots import (
     Restart,
+    failed_in_a_row,
     get_back,
     get_status,
-    is_failing,
     restart_line,
     set_back,
     set_status,
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Supervisor"]
 
+_FAILURES_IN_A_ROW = 3  # of making a snapshot; then a checkpoint counts, which has less in it
 _fits_over_hosts = itertools.count(1)
 
 
@@ -153,8 +154,8 @@ class Supervisor:
         word = word._replace(
             failed=[error.rank, "hangs" if hangs else deed_of(failure)],
             reached=max(get_status(self.memory, r)[0] for r in range(self._ranks)),
-            whole=list(self.memory.whole().items()),
-            checkpoint=self._checkpoint(),
+            whole=(whole := list(self.memory.whole().items())),
+            checkpoint=self._checkpoint(1 if not whole else _FAILURES_IN_A_ROW),
         )
         return word._asdict()
 
@@ -197,11 +198,11 @@ class Supervisor:
         """The error of the failure that can't be survived; ``None`` where there was none here."""
         return None if self._struck is None else _with_note(self._struck[1], why)
 
-    def _checkpoint(self) -> list[Any] | None:
-        """Step and path of the newest that may be better than a snapshot."""
+    def _checkpoint(self, failures: int) -> list[Any] | None:
+        """Step and path of the newest, if so many snapshots in a row could not be made."""
         # A snapshot follows on each checkpoint, and has more in it: attributes of modules and of callbacks without a
-        # state_dict. So the one before is better than a newer checkpoint. Where none could be made, not all is lost.
-        if not is_failing(self.memory):
+        # state_dict. So the one before is better than a newer checkpoint, unless it grows old.
+        if failed_in_a_row(self.memory) < failures:
             return None
         # This very run's: what is newest in some folder may be another's.
         keepers = [callback for callback in self._loop.callbacks if hasattr(callback, "own_checkpoints")]

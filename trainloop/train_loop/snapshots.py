@@ -7,6 +7,7 @@ written by a host's first rank for all of them, the rest by each rank for itself
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import random
@@ -44,7 +45,7 @@ __all__ = ["Restart", "Snapshots", "status_words"]
 SHARE_OF_TIME = 0.01
 """What snapshots may cost, where nobody says how often to make them."""
 
-_BACK, _FAILING, _FIRST = 0, 1, 2  # words of the status: when training went on, whether the last one failed; then
+_BACK, _FAILING, _FIRST = 0, 1, 2  # words of the status: when training went on, failures in a row; then
 _STEP, _TRAINS = 0, 1  # of each rank
 
 # Nobody expects these in a snapshot: each process has its own.
@@ -99,9 +100,9 @@ def get_back(memory: SnapshotMemory) -> int:
     return memory.status[_BACK]
 
 
-def is_failing(memory: SnapshotMemory) -> bool:
-    """Whether the last snapshot could not be made, so that a checkpoint may be newer than the one before."""
-    return bool(memory.status[_FAILING])
+def failed_in_a_row(memory: SnapshotMemory) -> int:
+    """How many of the last snapshots could not be made."""
+    return memory.status[_FAILING]
 
 
 class Snapshots:
@@ -137,6 +138,7 @@ class Snapshots:
         self._mine = _FIRST + 2 * self._local_rank + _STEP
         self._status = memory.status
         self._number = 0
+        self._failed_in_a_row = failed_in_a_row(memory)
         self._failed = self._told_omitted = False
         self._omitted: list[str] = []
         self._pause = every or 1
@@ -197,7 +199,8 @@ class Snapshots:
         # All ranks have written when this is over; and all go by the same numbers.
         mine = [int(1e9 * (ended - begun)), int(1e9 * (begun - self._made_at)), int(bool(problem))]
         costs, pauses, errors = zip(*distributed.exchange_ints(mine))
-        self._status[_FAILING] = any(errors)
+        self._failed_in_a_row = self._failed_in_a_row + 1 if any(errors) else 0
+        self._status[_FAILING] = self._failed_in_a_row
         if any(errors):
             if problem and not self._failed:
                 self._failed = True
@@ -324,6 +327,8 @@ class Snapshots:
             loop.last_loss = rank["last_loss"]
             loop.message_service.__dict__.update(rank["messages"])
             run.progress.columns = rank["columns"]
+            # Without a seed the epoch's batches are read again up to here, which draws from a dataset's own generator.
+            run.feed.after_rereading = partial(_put_into_datasets, loop, copy.deepcopy(mine["datasets"]))
             if self._every is None:
                 self._pause = rank["pause"]
         self._mine_read = None
@@ -394,8 +399,7 @@ def _put_attributes(loop: TrainLoop[Any], arrival: Arrival, mine: dict[str, Any]
         loop, {(root, i, name): value for (root, i), own in mine["modules"].items() for name, value in own.items()}
     )
     vars(loop).update(mine["loop"].get("", {}))
-    for i, dataset in enumerate(_datasets(loop)):
-        vars(dataset).update(mine["datasets"].get(i, {}))
+    _put_into_datasets(loop, mine["datasets"])
     for (i, name), saved in mine["stateful"].items():
         getattr(loop.callbacks[i], name).load_state_dict(saved)
     for i, saved in mine["attributes of callbacks"].items():
@@ -405,6 +409,11 @@ def _put_attributes(loop: TrainLoop[Any], arrival: Arrival, mine: dict[str, Any]
         if section == "parts":
             kept.setdefault(path, set()).add(name)
     put_into(arrival.parts, mine["parts"], kept)
+
+
+def _put_into_datasets(loop: TrainLoop[Any], values: dict[int, dict[str, Any]]) -> None:
+    for i, dataset in enumerate(_datasets(loop)):
+        vars(dataset).update(values.get(i, {}))
 
 
 def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
