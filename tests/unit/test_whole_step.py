@@ -171,6 +171,13 @@ def test_what_is_no_graph_is_done_without(model: type[Net], callbacks: list[Any]
     assert (counts.began, counts.ended, loop.total_iteration_idx) == (14, 14, 13)
 
 
+def test_a_fused_optimizer_is_done_without() -> None:
+    loop = make_loop(optimizer_of=lambda parameters: optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True))
+    with pytest.warns(UserWarning, match="fused=True out of graphs"):
+        loop.fit(num_epochs=2)
+    check(loop, by_hand(sgd))
+
+
 def test_accumulation_is_done_without() -> None:
     loop, plain = make_loop(), make_loop(compile=False)
     with pytest.warns(UserWarning, match="several micro-batches"):

@@ -134,6 +134,8 @@ class WholeStepTraining(Training):
         (optimizer,) = gradients.optimizers
         if not type(optimizer).__module__.startswith("torch.optim"):
             return f"{type(optimizer).__name__} is no optimizer of torch's own"
+        if any(group.get("fused") for group in optimizer.param_groups):
+            return "torch keeps optimizers with fused=True out of graphs; leave it out, the compiler fuses by itself"
         if is_watched(optimizer):
             return "somebody watches the optimizer's steps, such as a scheduler of torch's"
         return None
