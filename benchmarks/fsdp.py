@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ def by_hand(ranks: int) -> list[float]:
 
 def step_s(times: list[float]) -> float:
     """Median time between two steps, the first three left out."""
-    between = sorted(b - a for a, b in zip(times[3:], times[4:]))
+    between = sorted(b - a for a, b in pairwise(times[3:]))
     return between[len(between) // 2]
 
 
@@ -141,7 +142,8 @@ def main(ranks_to_try: tuple[int, ...] = (1, 2, 4)) -> None:
             (newest,) = (entry.path for entry in os.scandir(folder) if entry.is_dir())
             parts = [e.stat().st_size / 2**20 for e in os.scandir(newest) if e.name.endswith(".distcp")]
         print(
-            f"{ranks} ranks: ddp {held['ddp']:.0f} MiB a rank, fsdp {held['fsdp']:.0f} ({held['fsdp'] / held['ddp']:.2f}); "
+            f"{ranks} ranks: ddp {held['ddp']:.0f} MiB a rank, fsdp {held['fsdp']:.0f} "
+            f"({held['fsdp'] / held['ddp']:.2f}); "
             f"step {1e3 * ours:.0f} ms, by hand {1e3 * theirs:.0f} ({ours / theirs:.2f}); "
             f"written by each {min(parts):.0f} to {max(parts):.0f} MiB",
             flush=True,
