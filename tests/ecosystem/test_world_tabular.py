@@ -68,7 +68,7 @@ def rooms(folder: Path, rows: int = 120) -> Any:
     return frame
 
 
-def test_a_transformer_reads_texts_and_another_sees_pictures(tmp_path: Path) -> None:
+def test_a_transformer_reads_texts_beside_one_that_sees_pictures(tmp_path: Path) -> None:
     tiny_electra(tmp_path / "models" / "google--electra-small-discriminator")
     tiny_vit(tmp_path / "vit")
     data = rooms(tmp_path)
@@ -82,8 +82,14 @@ def test_a_transformer_reads_texts_and_another_sees_pictures(tmp_path: Path) -> 
     )
     assert set(text.model_names) == {"TextPredictor", "ImagePredictor", "WeightedEnsemble_L2"}
     assert (text.predict(data, model="TextPredictor") == data["class"]).mean() > 0.9
+
+
+def test_a_number_is_seen_in_pictures(tmp_path: Path) -> None:
+    tiny_vit(tmp_path / "vit")
+    data = rooms(tmp_path)
+    settings = {"model": str(tmp_path / "vit"), "learning_rate": 3e-3}
     picture = TabularPredictor("light").fit(
-        data[["picture", "light"]], hyperparameters={"AG_IMAGE_NN": hyperparameters["AG_IMAGE_NN"]}, verbosity=0
+        data[["picture", "light"]], hyperparameters={"AG_IMAGE_NN": settings}, num_cpus=1, verbosity=0
     )
     assert picture.evaluate(data)["r2"] > 0.8
     loaded = TabularPredictor.load(picture.save(tmp_path / "saved"))
