@@ -154,6 +154,7 @@ def test_all_cases(case: str, ranks: int) -> None:
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "LBFGS": (lambda: fitted(optimizer=torch.optim.LBFGS), r"LBFGS with gpu_mode='fsdp'.*Use gpu_mode='ddp'"),
     "compile": (lambda: fitted(compile=True), r"compile=True with gpu_mode='fsdp'.*block.compile"),
+    "a compiled step": (lambda: fitted(compile="step"), r"compile='step' with gpu_mode='fsdp'"),
     "an argument": (
         lambda: fitted(fit={"fsdp_model_args": {"shards": 2}}),
         "FullyShardedDataParallel has no 'shards'",

@@ -323,8 +323,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
             check_carried(self.model, self.gpu_mode)
             check.check_step(self.model, self.optimizer, self.options.amp, self.site.devices[0])
             if self.gpu_mode == "fsdp":
-                optimizers, compile_args = optimizers_of(self.optimizer), self.options.compile_args
-                check_shardable(self.model, optimizers, compile_args, self.callbacks, gather=gather)
+                check_shardable(self.model, optimizers_of(self.optimizer), self.options, self.callbacks, gather=gather)
             elif not check.check_bool(gather, "gather"):
                 raise ConfigurationError(f"gather=False with gpu_mode={self.gpu_mode!r}: it is for gpu_mode='fsdp'.")
             job = FitJob(

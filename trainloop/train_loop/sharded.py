@@ -14,6 +14,7 @@ from trainloop.errors import ConfigurationError
 from trainloop.optim import parameters_of
 from trainloop.parallel import TTFullyShardedDataParallel
 from trainloop.parallel.shards import gathered, is_sharded, map_tensors, shard_like, whole
+from trainloop.train_loop.arguments import Options
 from trainloop.train_loop.placement import Placement
 
 __all__ = ["ShardedPlacement", "check_shardable", "sharded"]
@@ -142,7 +143,7 @@ def _move(
 def check_shardable(
     model: nn.Module,
     optimizers: list[torch.optim.Optimizer],
-    compile_args: Any,
+    options: Options,
     callbacks: Iterable[Any],
     *,
     gather: bool,
@@ -165,9 +166,10 @@ def check_shardable(
             f"{meta} is on the meta device, which has no memory for what is trained. Use fit(gather=False) with a "
             "ModelCheckpoint, or build the model on the CPU."
         )
-    if compile_args is not None:
+    if options.compile_args is not None or options.compiles_step:
+        given = "'step'" if options.compiles_step else "True"
         raise ConfigurationError(
-            "compile=True with gpu_mode='fsdp': a graph of the whole model leaves no place to gather its units. "
+            f"compile={given} with gpu_mode='fsdp': a graph of the whole model leaves no place to gather its units. "
             "Compile the blocks in the script, `for block in model.blocks: block.compile()`, and leave compile out."
         )
     for optimizer in optimizers:
