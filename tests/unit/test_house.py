@@ -190,6 +190,10 @@ LATE = {
     "trainloop.train_loop.site trainloop.launch": RANKS,
     "trainloop.train_loop.state trainloop.checkpoint": CHEAP,
     "trainloop.train_loop.state trainloop.checkpoint.plain": CHEAP,
+    "trainloop.train_loop.state trainloop.checkpoint.sharded": CHEAP,
+    "trainloop.checkpoint.sharded trainloop.checkpoint.file": UP,
+    "trainloop.train_loop.execute trainloop.train_loop.whole_step": CHEAP,
+    "trainloop.train_loop.placement trainloop.train_loop.sharded": CHEAP,
     "trainloop.train_loop.state trainloop.launch": RANKS,
     "trainloop.transfer.unpicklable trainloop.transfer.payload": UP,
     "trainloop.train_loop.training trainloop.launch.failures": CHEAP,
@@ -250,21 +254,27 @@ FOREIGN: dict[str, str] = {
     ),
     "parallel/ddp.py": (
         "_check_reducer_finalized _delay_all_reduce_all_params _inside_ddp_forward _post_forward "
-        "_push_all_rebuilt_params _sync_buffers"
+        "_push_all_rebuilt_params _remove_autograd_hooks _sync_buffers"
     ),
     "parallel/dp.py": "_former_parameters _replicate_for_data_parallel",
+    "parallel/fsdp.py": (
+        "_composable_state _fsdp_param_group _get_fsdp_state _module_state_mapping "
+        "_module_to_pre_load_state_dict_hook_handle _module_to_pre_save_state_dict_hook_handle "
+        "_post_forward_hook_handle _post_load_hook_handle _pre_forward_hook_handle"
+    ),
+    "parallel/shards.py": "_local_tensor",
     "scratch.py": "_config _rand",
     "signals.py": "_config",
     "sync_batchnorm.py": "_BatchNorm _LazyNormBase",
     "train_loop/gradients.py": "_per_optimizer_states",
-    "train_loop/placement.py": "_remove_autograd_hooks",
     "train_loop/preflight.py": "_DropoutNd _NormBase",
     "train_loop/recompute.py": "_reconstructor",
     "train_loop/run.py": "_compiled_call_impl",
     "train_loop/trained.py": "_get_default_store",
+    "train_loop/whole_step.py": "_dynamo _foreach_copy_",
     "transfer/pickling.py": (
-        "_DYNAMIC_CLASS_TRACKER_BY_CLASS _DYNAMIC_CLASS_TRACKER_BY_ID _array _extra_reducers _mmap "
-        "_untyped_storage _utils _validate_loaded_sparse_tensors"
+        "_DYNAMIC_CLASS_TRACKER_BY_CLASS _DYNAMIC_CLASS_TRACKER_BY_ID _array _extra_reducers _mmap _untyped_storage "
+        "_utils _validate_loaded_sparse_tensors"
     ),
     "transfer/shared.py": "_orig_mod",
     "transfer/slots.py": "_DYNAMIC_CLASS_TRACKER_BY_ID",
