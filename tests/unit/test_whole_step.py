@@ -146,8 +146,14 @@ def test_weights_and_logs_are_those_of_a_loop_by_hand(optimizer_of: Any, norm: f
     assert loop.history.steps("accuracy")[:7] == plain.history.steps("accuracy")[:7]
 
 
+def test_logs_go_on_after_an_evaluation() -> None:
+    loop = make_loop()
+    loop.fit(num_epochs=2, callbacks=[Doubles("doubles")])
+    check(loop, by_hand(sgd, doubles=True))
+
+
 @pytest.mark.slow
-def test_with_inductor_too() -> None:
+def test_with_inductor_too(starts_processes: None) -> None:
     loop = make_loop(optimizer_of=adam, gradient_clip_norm=0.5)
     with warnings.catch_warnings(action="error", category=UserWarning):
         loop.fit(num_epochs=2, callbacks=[Doubles("doubles")])

@@ -202,7 +202,8 @@ class WholeStepTraining(Training):
     @contextmanager
     def listening(self, recorder: Recorder) -> Iterator[None]:
         """As everywhere; what the graph logs is among its outputs, and handed on when it has run."""
-        self._logged: list[tuple[Any, ...]] = []
+        # One list for all of the run: an evaluation listens in between, and the graph keeps the list that it knows.
+        self._logged: list[tuple[Any, ...]] = self.__dict__.get("_logged", [])
         logged, log = self._logged, recorder.log
 
         def sink(name: str, value: Any, asked: Any, batch_size: Any = None) -> None:
