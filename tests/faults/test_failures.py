@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import linecache
 import os
 import re
 import resource
@@ -273,6 +274,26 @@ def test_a_hang_shows_who_waits_for_whom(name: str) -> None:
     assert "TrainLoop(timeout=seconds)" in message
     assert time.monotonic() - started < timeout_s + 60
     assert not started_processes(os.getpid())
+
+
+def one_hangs_and_one_is_slow_to_tell(stop: StopAgreement) -> None:
+    if dist.get_rank() == 1:
+        waits_forever()
+    if dist.get_rank() == 2:
+        lines = linecache.getlines  # of which the text of a traceback is made
+
+        def slowly(*args: Any) -> list[str]:
+            time.sleep(1.5)
+            return lines(*args)
+
+        linecache.getlines = slowly
+    dist.all_reduce(torch.ones(1))
+
+
+def test_a_rank_that_is_slow_to_tell_its_error_does_not_hang() -> None:
+    with pytest.raises(WorkerFailedError) as caught:
+        launch(one_hangs_and_one_is_slow_to_tell, ranks_per_node=3, timeout_s=3)
+    assert re.search(r"rank 1 of 3 hangs: ranks 0, 2 waited 3 s for it", str(caught.value)), str(caught.value)
 
 
 def both_wait_for_the_other(stop: StopAgreement) -> None:

@@ -54,7 +54,7 @@ _ORPHAN_GRACE_S = 5.0  # a rank whose parent was killed may unwind for so long
 class State:
     """The state of a rank: one word of shared memory each, which only the rank writes."""
 
-    STARTING, RUNNING, DONE, FAILED, TIMED_OUT = range(5)
+    STARTING, RUNNING, DONE, FAILING, FAILED, TIMED_OUT = range(6)
 
 
 @dataclass(frozen=True)
@@ -280,6 +280,7 @@ def _fail(error: BaseException, spec: RankSpec, me: Rank, stop: SharedStop, word
     """Record the error while the group is still up, so that no other rank's error can be earlier."""
     if isinstance(error, RankTerminated):
         return 128 + signal.SIGTERM
+    words[state] = State.FAILING  # to read the lines of its traceback takes a while on a busy machine
     # DataLoader's handler of SIGCHLD raises wherever it strikes, also here, once for each dead worker.
     for _ in range(8):
         with contextlib.suppress(RuntimeError):

@@ -246,7 +246,8 @@ class Ranks:
         if timed_out or overdue or (elsewhere and elsewhere.timeout):
             self._notice()
             first = self._spec.rank
-            told = {first + r for r in self._failures}  # before the signal, which may wake a rank from a system call
+            # Before the signal, which may wake a rank from a system call. A rank that is about to tell does not hang.
+            told = {first + r for r in self._locals() if r in self._failures or self._state(r) == State.FAILING}
             stacks = self._stacks()
             boundaries = {first + r: self.stop.boundary_of(r) for r in self._locals()}
             hanging = hanging_ranks({r: stack for r, stack in stacks.items() if r not in told}, boundaries)
