@@ -91,7 +91,9 @@ def assert_survived(folder: Path, hosts: Hosts, plan: list[Plan], ranks: int, ki
         facts, restarts = torch.load(folder / f"facts-{node}.pt", weights_only=False)
         names = SAME_EVERYWHERE if node else [name for name in facts if name != "drawn next"]
         assert [name for name in names if not same(facts[name], expected[name])] == [], (node, restarts)
-        assert [rank for rank, *_ in restarts] == [rank for rank, *_ in plan]
+        # Of a host that is lost nobody knows which rank went first.
+        each = ranks // len(hosts.deaths)
+        assert [rank // each for rank, *_ in restarts] == [rank // each for rank, *_ in plan]
     lines = [line for line in "".join(hosts.said).splitlines() if line.startswith("trainloop: rank ")]
     assert len(lines) == len(plan), lines
 
@@ -110,10 +112,10 @@ def test_each_host_dies_and_comes_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.hosts
-@pytest.mark.parametrize("kind", ["workers", "batch sampler"])
+@pytest.mark.parametrize("kind", ["workers", pytest.param("batch sampler", marks=pytest.mark.slow)])
 def test_hosts_with_two_ranks_each_survive(two_hosts: list[str], tmp_path: Path, kind: str) -> None:
     """In networks of their own: a rank is killed, then a host that has both of its ranks' memory."""
-    plan: list[Plan] = [(2, "on_batch_end", 4, "SIGKILL"), (1, "on_after_gradient_update", 8, "its host dies")]
+    plan: list[Plan] = [(2, "on_batch_end", 4, "SIGKILL"), (1, "on_after_gradient_update", 6, "its host dies")]
     hosts = Hosts(tmp_path, plan, nodes=2, ranks=2, at="10.99.0.1:29500", kind=kind)
     hosts.run([["ip", "netns", "exec", name] for name in two_hosts])
     assert_survived(tmp_path, hosts, plan, 4, kind)
