@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import signal
@@ -109,6 +110,40 @@ def test_every_mode_reads_what_every_mode_wrote(writer: str, tmp_path: Path) -> 
             resumed = fitted(mode, int(ranks), tmp_path / reader, resume_from="last")
             assert resumed.global_step == 6
             assert distance(state_of(resumed), state_of(expected)) < 1e-9, reader
+
+
+def test_values_left_in_checkpoints_are_not_mixed_with_those_of_the_model(tmp_path: Path) -> None:
+    with float64(), TrainLoop(Tower(), None, gpu_mode="fsdp", accelerator="cpu", devices=2).ranks():
+        expected = {epochs: fitted("single", 1, epochs=epochs) for epochs in (2, 3)}
+        loop = fitted("fsdp", 2, tmp_path, epochs=2, gather=False)
+        assert loop.history["loss"] == pytest.approx(expected[2].history["loss"])
+        assert distance(loop.model.state_dict(), Tower().state_dict()) == 0  # the scalar one, too
+        for it in (loop, copy.deepcopy(loop)):
+            for again in (
+                lambda it=it: it.fit(num_epochs=1),
+                lambda it=it: it.fit(num_epochs=1, callbacks=[ModelCheckpoint(tmp_path / "b")], gather=False),
+                lambda it=it: it.fit(num_epochs=1, callbacks=[ModelCheckpoint(tmp_path / "b")], resume_from="last"),
+                loop.evaluate_loss_on_train_set if it is loop else it.predict_on_train_set,
+            ):
+                with pytest.raises(ConfigurationError, match=r"trained values are in the checkpoint only.*'last'"):
+                    again()
+        loaded = copy.deepcopy(loop)
+        loaded.model.load_state_dict(load(tmp_path)["model"])
+        found = loaded.evaluate_loss_on_train_set()
+        assert found == pytest.approx(expected[2].evaluate_loss_on_train_set())
+        callbacks = [ModelCheckpoint(tmp_path), ExponentialMovingAverage(0.9)]
+        loop.fit(num_epochs=3, callbacks=callbacks, resume_from="last")
+        assert distance(state_of(loop), state_of(expected[3])) < 1e-9
+        assert loop.evaluate_loss_on_train_set() == pytest.approx(expected[3].evaluate_loss_on_train_set())
+
+
+def test_restarts_from_whole_snapshots_are_refused_where_nothing_is_gathered(tmp_path: Path) -> None:
+    for restarts in (1, -1):
+        with pytest.raises(ConfigurationError, match=rf"max_restarts={restarts}\).*resume_from='last'"):
+            fitted("fsdp", 2, tmp_path, gather=False, max_restarts=restarts)
+    with pytest.raises(ConfigurationError, match="gather='no'"):
+        fitted("fsdp", 2, tmp_path, gather="no")
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from ranks import run_ranks
 from trainloop.parallel import TTFullyShardedDataParallel
+from trainloop.train_loop.sharded import sharded as sharded_while
 
 CRITERION = nn.CrossEntropyLoss()
 
@@ -63,6 +65,35 @@ def by_hand(model: nn.Module, method: str) -> None:
     fully_shard(model, mesh=mesh, ignored_params={model.temperature})
     model.temperature.requires_grad_(False)
     register_fsdp_forward_method(model, method)
+
+
+def given_back(gives_back: str) -> dict[str, Any]:
+    """Where the optimizer's state is after a run, and how many whole tensors there were beside the one just gathered.
+
+    The caller's parameters are on another device than the shards: one without memory, so that the values are lost.
+    """
+    from torch.distributed.tensor import DTensor
+
+    with torch.device("meta"):
+        model = Tower()
+    del model.temperature
+    model.temperature = 1.0
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    gather, found, beside = DTensor.full_tensor, [], []
+
+    def watched(self: Any) -> Tensor:
+        beside.append(sum(ref() is not None for ref in found))
+        result = gather(self)
+        found.append(weakref.ref(result))
+        return result
+
+    with sharded_while(model, [optimizer], {}, gives_back=gives_back) as wrapper:
+        wrapper.get_loss(words(1), CRITERION, CPU).backward()
+        optimizer.step()
+        DTensor.full_tensor = watched
+    DTensor.full_tensor = gather
+    state = [own[key] for own in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    return {"devices": {t.device.type for t in state}, "beside": max(beside), "states": len(state)}
 
 
 def beside_torch() -> dict[str, Any]:
@@ -117,6 +148,8 @@ def beside_torch() -> dict[str, Any]:
     held = sum(p.to_local().numel() for p in sharded.parameters() if p.ndim)
     facts["held"] = held / sum(p.numel() for p in sharded.parameters())
 
+    facts["given back"] = {to: given_back(to) for to in ("all", "main")}
+
     kept = copy.deepcopy(plain)
     before = {part: set(vars(part)) for part in kept.modules()}
     shared = TTFullyShardedDataParallel(kept)
@@ -138,7 +171,11 @@ def beside_torch() -> dict[str, Any]:
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 def test_sharded_loop_equals_torch_and_one_process(world_size: int, tmp_path: Path) -> None:
     everyone = run_ranks(beside_torch, world_size, folder=tmp_path)
-    for facts in everyone:
+    for rank, facts in enumerate(everyone):
+        for to, back in facts["given back"].items():
+            assert back["beside"] == 0
+            assert back["states"] > 20
+            assert back["devices"] == ({"meta"} if to == "all" or not rank else {"cpu"})
         assert furthest(facts["ours"]["weights"], facts["theirs"]["weights"]) == 0
         assert facts["ours"]["norms"] == facts["theirs"]["norms"]
         assert furthest(facts["ours"]["weights"], facts["single"]["weights"]) < 1e-12

@@ -61,7 +61,7 @@ from trainloop.train_loop.names import hides_unknown, refuse_unknown
 from trainloop.train_loop.predicting import predict
 from trainloop.train_loop.recompute import chosen_modules
 from trainloop.train_loop.run import Run
-from trainloop.train_loop.sharded import check_shardable
+from trainloop.train_loop.sharded import check_has_values, check_shardable, noting_values
 from trainloop.train_loop.site import check_backend, check_rendezvous_point, settled
 from trainloop.train_loop.training import Training
 from trainloop.train_loop.view import LoopView
@@ -256,7 +256,8 @@ class TrainLoop(LoopView, Generic[ModelT]):
             :class:`TTFullyShardedDataParallel`.
         gather : bool
             ``False``, in ``fsdp``: what was trained stays in the checkpoints of a ``ModelCheckpoint``, for models that
-            no host has room for; the model that is returned is as it was.
+            no host has room for; the model that is returned is as it was. To train on, evaluate or predict is an error
+            then, until a checkpoint is resumed from, or loaded into the model. Not with ``max_restarts``.
         in_process_data_load : AbstractCallback or list of them, optional
             Their ``on_multiprocess_start`` makes loaders inside each rank and puts them into the loop.
         backend : str, optional
@@ -322,9 +323,11 @@ class TrainLoop(LoopView, Generic[ModelT]):
             restarts = check.check_restarts(max_restarts, restart_every_steps, num_nodes, init_method)
             check_carried(self.model, self.gpu_mode)
             check.check_step(self.model, self.optimizer, self.options.amp, self.site.devices[0])
+            check.check_bool(gather, "gather")
             if self.gpu_mode == "fsdp":
-                check_shardable(self.model, optimizers_of(self.optimizer), self.options, self.callbacks, gather=gather)
-            elif not check.check_bool(gather, "gather"):
+                optimizers = optimizers_of(self.optimizer)
+                check_shardable(self.model, optimizers, self.options, self.callbacks, gather=gather, restarts=restarts)
+            elif not gather:
                 raise ConfigurationError(f"gather=False with gpu_mode={self.gpu_mode!r}: it is for gpu_mode='fsdp'.")
             job = FitJob(
                 dp_model_args=check.check_wrapper_args(dp_model_args, "dp_model_args", TTDataParallel),
@@ -336,6 +339,8 @@ class TrainLoop(LoopView, Generic[ModelT]):
                 resume=run_state.checkpoint_to_resume(self, resume_from),
                 restarts=restarts,
             )
+            if job.resume is None:
+                check_has_values(self, "fit")
             self.restarts = []
             self.early_stop = False
             HookTable((), model=self.model)  # a hook of its own that can't be called is an error before ranks start
@@ -343,7 +348,8 @@ class TrainLoop(LoopView, Generic[ModelT]):
                 self.register_callback(callback)
             if job.resume is not None and run_state.took_up_finished(self, job.resume):
                 return self.model
-            heard.note(execute(self, Training.train, job=job))
+            with noting_values(self, gather=gather):
+                heard.note(execute(self, Training.train, job=job))
         heard.end()
         return self.model
 
@@ -438,6 +444,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         """Do the work in the present run; without one, in the loop's own mode, and then end if a signal came."""
         if self.running is not None:
             return work(self.running, *args)
+        check_has_values(self, "evaluate_*" if work is Run.evaluate else "predict_*")
         with signals() as heard:
             result = execute(self, work, *args)
         heard.end()

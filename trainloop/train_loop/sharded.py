@@ -1,10 +1,11 @@
-"""How one rank of ``fsdp`` runs the model: sharded while the run lasts, and whole again afterwards."""
+"""How one rank of ``fsdp`` runs the model: sharded while the run lasts, and whole again afterwards, or not."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,13 @@ from trainloop.errors import ConfigurationError
 from trainloop.optim import parameters_of
 from trainloop.parallel import TTFullyShardedDataParallel
 from trainloop.parallel.shards import gathered, is_sharded, map_tensors, shard_like, whole
-from trainloop.train_loop.arguments import Options
+from trainloop.train_loop.arguments import Options, RestartOptions
 from trainloop.train_loop.placement import Placement
 
-__all__ = ["ShardedPlacement", "check_shardable", "sharded"]
+if TYPE_CHECKING:
+    from trainloop.train_loop.loop import TrainLoop
+
+__all__ = ["LeftBehind", "ShardedPlacement", "check_has_values", "check_shardable", "noting_values", "sharded"]
 
 
 class ShardedPlacement(Placement):
@@ -73,6 +77,9 @@ def sharded(
     """
     originals = dict(model.named_parameters())
     kept = {name: p.data for name, p in originals.items()}  # a unit that goes to its GPU takes its parameters along
+    for p in originals.values():
+        if not p.ndim:  # it is stepped itself, and would not be as it came where nothing is given back
+            p.data = p.data.clone()
     wrapper = TTFullyShardedDataParallel(model, **wrapper_args)
     for name, p in originals.items():
         if p.ndim:
@@ -85,10 +92,13 @@ def sharded(
         if gives_back != "none":
             wrapper.reshard()
             receives = gives_back == "all" or distributed.is_global_zero()
-            _give_back(model, originals, optimizers, receives)
+            _give_back(model, originals, kept, optimizers, receives)
     finally:
         shards = {name: p for name, p in model.named_parameters() if name in originals}
         wrapper.take_off(originals)
+        for name, p in originals.items():
+            if not p.ndim:
+                p.data = kept[name]
         for optimizer in optimizers:  # shards that are left, of a run that gives nothing back, are of no use
             for stepped in [p for p, own in optimizer.state.items() if any(map(is_sharded, dict(own).values()))]:
                 del optimizer.state[stepped]
@@ -102,22 +112,34 @@ def sharded(
 
 
 def _give_back(
-    model: nn.Module, originals: dict[str, nn.Parameter], optimizers: list[torch.optim.Optimizer], receives: bool
+    model: nn.Module,
+    originals: dict[str, nn.Parameter],
+    kept: dict[str, Tensor],
+    optimizers: list[torch.optim.Optimizer],
+    receives: bool,
 ) -> None:
-    """The values reached into a model's own parameters and its optimizers' state, one tensor after the other."""
+    """The values reached into a model's own parameters and its optimizers' state, one tensor after the other.
+
+    A device that had room for its shards need not have any for all of them: each whole one leaves it before the next.
+    """
+    homes: dict[int, torch.device] = {}
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name in originals:
-                full, target = whole(p), originals[name]
-                if receives and p is not target:
-                    target.copy_(full)
+                target = originals[name]
+                homes[id(p)] = kept[name].device
+                full = whole(p)
+                if receives:
+                    (kept[name] if p is target else target).copy_(full)
+                del full
                 target.requires_grad_(p.requires_grad)
     for optimizer in optimizers:
         for stepped in parameters_of(optimizer):
+            home = homes.get(id(stepped))
             for key, value in optimizer.state.get(stepped, {}).items():
-                if is_sharded(value):
-                    full = whole(value)
-                    optimizer.state[stepped][key] = full if receives else full.new_empty(0)
+                if home is not None and isinstance(value, Tensor) and (is_sharded(value) or value.device.type != "cpu"):
+                    value = gathered(value, keeps=receives)
+                    optimizer.state[stepped][key] = value.to(home) if receives else value
 
 
 def _move(
@@ -147,6 +169,7 @@ def check_shardable(
     callbacks: Iterable[Any],
     *,
     gather: bool,
+    restarts: RestartOptions | None = None,
 ) -> None:
     """Raise where ``fsdp`` can't work, before any process starts.
 
@@ -159,6 +182,12 @@ def check_shardable(
         raise ConfigurationError(
             "fit(gather=False) leaves what was trained in checkpoints, and there is no ModelCheckpoint in callbacks. "
             "Add one, or leave gather out."
+        )
+    if not gather and restarts is not None:
+        raise ConfigurationError(
+            f"fit(gather=False, max_restarts={restarts.most}): restarts go on from snapshots of the whole model and "
+            "optimizer in a host's memory, which gather=False is to avoid. Leave max_restarts out, and go on after a "
+            "failure by fit(resume_from='last') with the ModelCheckpoint; or leave gather out."
         )
     meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if gather and meta is not None:
@@ -186,3 +215,62 @@ def check_shardable(
                         f"{tuple(value.shape)} belongs to a parameter of shape {tuple(p.shape)}, and can't be sharded "
                         "like it. Begin with an optimizer without state, or use gpu_mode='ddp'."
                     )
+
+
+class LeftBehind:
+    """The parameters of a model that ``fit(gather=False)`` left as they were, until something is loaded into them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._note(model.parameters())
+
+    def _note(self, parameters: Iterable[nn.Parameter]) -> None:
+        # load_state_dict() writes in place, which counts the version up, or with assign=True puts others.
+        self._seen = [(weakref.ref(p), p._version) for p in parameters]
+
+    def _left(self) -> list[nn.Parameter]:
+        return [p for ref, version in self._seen if (p := ref()) is not None and p._version == version]
+
+    def __getstate__(self) -> dict[str, Any]:  # for a loop that is copied or pickled, with its model
+        return {"left": self._left()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._note(state["left"])
+
+    def any_in(self, model: nn.Module) -> bool:
+        """Whether the model still has one of them, or memory for none of the values."""
+        left = set(map(id, self._left()))
+        return any(p.is_meta or id(p) in left for p in model.parameters())
+
+
+@contextmanager
+def noting_values(loop: TrainLoop[Any], *, gather: bool) -> Iterator[None]:
+    """Around a training: afterwards the loop knows whether its model has the values that were reached."""
+    before, step = loop.left_behind, loop.global_step
+    loop.left_behind = None  # of no use to ranks
+    try:
+        yield
+    except BaseException:  # where the ranks are others', the loop may have come further than its model
+        loop.left_behind = before if gather or loop.global_step == step else LeftBehind(loop.model)
+        raise
+    if not gather:
+        loop.left_behind = LeftBehind(loop.model)
+
+
+def check_has_values(loop: TrainLoop[Any], who: str) -> None:
+    """Raise where the loop's epochs and history are of a training whose values the model does not have.
+
+    Raises
+    ------
+    ConfigurationError
+        Saying where they are, and how to get them.
+    """
+    if loop.left_behind is None:
+        return
+    if not loop.left_behind.any_in(loop.model):
+        loop.left_behind = None
+        return
+    raise ConfigurationError(
+        f"{who}: the trained values are in the checkpoint only, since fit had gather=False, and the model has those it "
+        "came with. Go on with fit(resume_from='last'), or load the checkpoint: "
+        "loop.model.load_state_dict(trainloop.checkpoint.load(folder)['model'])."
+    )

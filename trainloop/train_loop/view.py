@@ -21,6 +21,7 @@ from trainloop.train_loop.timings import StepClock, Timings
 
 if TYPE_CHECKING:
     from trainloop.train_loop.run import Run
+    from trainloop.train_loop.sharded import LeftBehind
     from trainloop.train_loop.snapshots import Restart
 
 __all__ = ["LoopView"]
@@ -69,6 +70,8 @@ class LoopView:
         self.restarts: list[Restart] = []
         """Failures that the last ``fit(max_restarts=...)`` has survived."""
         self.timings_of_last_fit = Timings()
+        self.left_behind: LeftBehind | None = None
+        """After ``fit(gather=False)``, the parameters that have no trained values yet."""
         self.running: Run | None = None
         """The present run, while this process trains or evaluates."""
 
