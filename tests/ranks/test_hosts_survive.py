@@ -24,6 +24,7 @@ from checkpoints import same
 from places import IMPORTS
 from trainloop import TrainLoop
 from trainloop.errors import ConfigurationError
+from trainloop.launch import rendezvous, spawning
 
 __all__ = ["two_hosts"]
 
@@ -138,6 +139,32 @@ def test_what_hosts_need_to_survive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINLOOP_KEY", "0123456789" * 4)
     with pytest.raises(ConfigurationError, match="init_method='file:///x': a host that comes again finds"):
         tl.fit(num_epochs=1, **{**tcp, "init_method": "file:///x"})
+
+
+@pytest.mark.slow
+def test_one_that_does_not_go_on_waits_until_the_others_have_ended_their_ranks() -> None:
+    """Which takes each of them all of the launcher's time-outs, where a rank ignores SIGTERM."""
+    takes_s = spawning._UNWIND_S + spawning._TERMINATE_S + spawning._KILL_S + spawning._HEAR_S + 1.0
+    for ends in (0, 1):
+        port = free_port()
+        met: dict[int, object] = {}
+
+        def come(node: int, ends: int = ends, port: int = port, met: dict[int, object] = met) -> None:
+            try:
+                if node == ends:
+                    met[node] = meet(port, node, wait_s=rendezvous.FAREWELL_S, says={"ends": "enough"})
+                else:
+                    time.sleep(takes_s)
+                    met[node] = meet(port, node, wait_s=5, says={})
+            except ConfigurationError as error:
+                met[node] = str(error)
+
+        threads = [threading.Thread(target=come, args=(node,)) for node in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert met == dict.fromkeys(range(2), f"node {ends} of 2 does not go on: enough")
 
 
 def test_one_that_does_not_go_on_tells_the_others() -> None:

@@ -13,10 +13,10 @@ import hashlib
 import hmac
 import json
 import secrets
-import select
 import socket
 import time
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import Any
 
 __all__ = ["Line", "NoProof"]
@@ -189,8 +189,7 @@ class Line:
     def is_over(self) -> bool:
         """Whether the other side has gone; of a line on which it has nothing to say."""
         try:
-            ready, _, _ = select.select([self._socket], [], [], 0)
-            return bool(ready) and not self._socket.recv(1, socket.MSG_PEEK)
+            return bool(wait([self._socket], 0)) and not self._socket.recv(1, socket.MSG_PEEK)
         except (OSError, ValueError):
             return True
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from typing import Any
 
 from trainloop.distributed.key import KEY_VARIABLE
@@ -31,8 +31,12 @@ RENDEZVOUS_WAIT_S = 600.0
 """The longest time that hosts wait for each other at the start; a shorter time-out of the run counts."""
 
 _BEAT_S = 1.0
-FAREWELL_S = 10.0
-"""How long a host that does not go on waits for others, to tell them."""
+FAREWELL_S = 30.0
+"""How long a host that does not go on waits for others, to tell them.
+
+They come once their own ranks have ended: after up to 8 s (``spawning``'s time-outs), and a few more to start again.
+One that misses it waits for this host as long as for any (:data:`RENDEZVOUS_WAIT_S`).
+"""
 
 _ANSWER_S = 5.0  # for a new connection's first message
 _MOST_STRANGERS = 64  # at a time
@@ -308,8 +312,9 @@ class Rendezvous:
         open_lines = dict(self._peers)
         while not self._over.wait(0) and open_lines:
             with contextlib.suppress(OSError, ValueError):  # ValueError: closed by close()
-                ready, _, _ = select.select(list(open_lines.values()), [], [], _BEAT_S)
-                for node in [n for n, line in open_lines.items() if line in ready]:
+                # select.select would refuse descriptors above 1023.
+                ready = wait([line.fileno() for line in open_lines.values()], _BEAT_S)
+                for node in [n for n, line in open_lines.items() if line.fileno() in ready]:
                     heard[node] = time.monotonic()
                     if not self._hear(node, open_lines[node]):
                         del open_lines[node]
