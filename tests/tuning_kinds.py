@@ -63,6 +63,9 @@ def fail(do: str) -> None:
         raise ValueError("this fold raises")
     if do == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if do == "kill the parent":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
     if do == "_exit":
         os._exit(7)
     if do == "exit":

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,43 @@ def test_folds_that_are_forks_end_as_others_do(tmp_path: Path) -> None:
     pids = [int(path.read_text()) for path in marks.iterdir()]
     assert len(set(pids)) == len(pids) == 8
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+def test_a_search_outlives_the_process_that_its_folds_are_forks_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed while a fold trains; or it can't import; then the second one too."""
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    options: dict[str, Any] = {"total": Q(num_cpus=1), "num_trials": 3}
+    space = {"do": ["nothing", "kill the parent", "raise"]}
+    with pytest.warns(UserWarning, match="another one takes its place: .*numpy.* was killed by SIGKILL") as told:
+        found = search(MakeFailing(marks), space, preload=["numpy"], **options)
+    assert len(told) == 1
+    assert [trial.state for trial in found.trials] == ["done", "partial", "partial"]
+    assert found.trials[1].errors[1].startswith("The fold was ended with its parent: the process that had imported")
+    assert "ValueError: this fold raises" in found.trials[2].errors[1]
+    pids = [int(path.read_text()) for path in marks.iterdir()]
+    assert len(pids) == 6
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "exits_at_import.py").write_text("import os, sys\nsys.stderr.write('no libgomp')\nos._exit(5)\n")
+    scales = {"scale": [0.0, 0.5]}
+    with pytest.warns(UserWarning, match="ended with exit code 5.\nIts last output:\nno libgomp") as told:
+        found = search(make_scaled, scales, preload=["exits_at_import"], **options)
+    assert [str(each.message).split(": ")[1] for each in told] == [
+        "another one takes its place",
+        "folds start as fresh interpreters from now on",
+    ]
+    assert [trial.state for trial in found.trials] == ["done"] * 2
+
+    # as LightGBM without its OpenMP: no ImportError
+    (tmp_path / "lacks_a_library.py").write_text("raise OSError('libgomp.so.1: cannot open shared object file')\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = search(make_scaled, scales, preload=["lacks_a_library", "numpy"], **options)
+    assert [trial.state for trial in found.trials] == ["done"] * 2
 
 
 RUN = """

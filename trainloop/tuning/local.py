@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,28 +66,32 @@ class Child:
         return code
 
 
-def read_end(job: Job, exitcode: int) -> FoldExit:
-    """Read how a fold ended, from its folder and its exit code."""
+def read_end(job: Job, exitcode: int, why: str = "") -> FoldExit:
+    """Read how a fold ended, from its folder and its exit code; ``why``: where the cause is not its own."""
     folder = Path(job.folder)
     if (folder / "result.pkl").exists():
         return FoldExit(job)
     if (folder / "error.txt").exists():
         return FoldExit(job, (folder / "error.txt").read_text())
-    if exitcode < 0:
-        try:
-            name = signal.Signals(-exitcode).name
-        except ValueError:
-            name = f"signal {-exitcode}"
-        killer = ", as the system does when memory runs out" if exitcode == -signal.SIGKILL else ""
-        what = f"The fold's process was killed by {name}{killer}."
-    else:
-        what = f"The fold's process ended with exit code {exitcode}, without a result."
+    what = why or f"The fold's process {_how(exitcode)}{'' if exitcode < 0 else ', without a result'}."
     with contextlib.suppress(OSError):
         lines = (folder / "log.txt").read_text(errors="replace").splitlines()[-20:]
         if lines:
             what += "\nIts last output:\n" + "\n".join(lines)
     (folder / "error.txt").write_text(what)
     return FoldExit(job, what)
+
+
+def _how(exitcode: int) -> str:
+    """How a process ended, as the rest of a sentence."""
+    if exitcode >= 0:
+        return f"ended with exit code {exitcode}"
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:
+        name = f"signal {-exitcode}"
+    killer = ", as the system does when memory runs out" if exitcode == -signal.SIGKILL else ""
+    return f"was killed by {name}{killer}"
 
 
 class Fork:
@@ -107,40 +112,75 @@ class Fork:
 
 
 class ForkingBackend:
-    """Starts folds as forks of one process that has imported what they need."""
+    """Starts folds as forks of one process that has imported what they need, the template.
+
+    If that ends, a second one takes its place; if that ends too, folds start as fresh interpreters.
+    """
 
     def __init__(self, modules: Sequence[str], environment: dict[str, str]) -> None:
-        self._template = Template(modules, environment)
+        self._told = (modules, environment)
+        self._template: Template | None = Template(*self._told)
+        self._templates_left = 1
         self._forks: dict[str, Fork] = {}
-        self._closed = False
+        self._fresh = LocalBackend()
 
     def start(self, job: Job, slot: Any = None) -> None:
-        fork = Fork(job, self._template)
-        self._forks[fork.file] = fork
+        if self._template is None and self._templates_left:
+            self._templates_left -= 1
+            self._template = Template(*self._told)
+        if self._template is None:
+            self._fresh.start(job, slot)
+        else:
+            fork = Fork(job, self._template)
+            self._forks[fork.file] = fork
 
     def wait(self, timeout_s: float) -> list[FoldExit]:
         """The folds that ended, at once where there are some, else those of the next ``timeout_s`` seconds."""
         deadline = time.monotonic() + timeout_s
-        while True:
+        while self._template is not None:
             heard = self._template.hear(deadline - time.monotonic())
-            if heard is None:  # killed: nobody can tell how its folds end
-                return [read_end(job, -signal.SIGKILL) for job in self.close()]
-            ends = []
-            for what, file, number in heard:
-                if what == "began":
-                    self._forks[file].pid = number
-                else:
-                    ends.append(read_end(self._forks.pop(file).job, number))
+            ends = self._without(self._template) if heard is None else self._ends(heard)
             if ends or time.monotonic() >= deadline:
                 return ends
+        return self._fresh.wait(deadline - time.monotonic())
+
+    def _ends(self, heard: list[tuple[str, str, int]]) -> list[FoldExit]:
+        ends = []
+        for what, file, number in heard:
+            if what == "began":
+                self._forks[file].pid = number
+            else:
+                ends.append(read_end(self._forks.pop(file).job, number))
+        return ends
+
+    def _without(self, template: Template) -> list[FoldExit]:
+        """Go on after the template has ended: the folds that ended with it. Those it had not begun start again."""
+        forks, self._forks = list(self._forks.values()), {}
+        for fork in forks:
+            fork.end()  # nobody can tell how these will end
+        exitcode, lines = template.ending()
+        template.close()
+        self._template = None
+        how = "closed its connection" if exitcode is None else _how(exitcode)
+        what = f"the process that had imported preload={list(self._told[0])}, from which folds are forked, {how}."
+        output = "\nIts last output:\n" + "\n".join(lines) if lines else ""
+        then = (
+            "another one takes its place" if self._templates_left else "folds start as fresh interpreters from now on"
+        )
+        warnings.warn(f"tune: {then}: {what}{output}", stacklevel=2)
+        for fork in forks:
+            if fork.pid is None:
+                self.start(fork.job)
+        why = f"The fold was ended with its parent: {what}{output}"
+        return [read_end(fork.job, -signal.SIGKILL, why) for fork in forks if fork.pid is not None]
 
     def close(self) -> list[Job]:
         """End all; the jobs that were running."""
-        running = [fork.job for fork in self._forks.values()]
-        if not self._closed:
-            self._closed = True
+        running = [fork.job for fork in self._forks.values()] + self._fresh.close()
+        template, self._template, self._templates_left = self._template, None, 0
+        if template is not None:
             while any(fork.pid is None for fork in self._forks.values()):  # asked for, and soon there
-                heard = self._template.hear(60.0)
+                heard = template.hear(60.0)
                 if not heard:
                     break
                 for what, file, number in heard:
@@ -149,7 +189,7 @@ class ForkingBackend:
             for fork in self._forks.values():
                 fork.end()
             self._forks.clear()
-            self._template.close()
+            template.close()
         return running
 
 

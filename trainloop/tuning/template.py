@@ -12,17 +12,19 @@ import gc
 import importlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from multiprocessing.connection import wait
 from typing import Any
 
 from trainloop.tuning import worker
 
 __all__ = ["Template", "main"]
 
+_END_S = 2.0
 _START = "from trainloop.tuning.template import main; main()"
 
 
@@ -33,11 +35,12 @@ class Template:
         commands, self._commands = os.pipe()
         self._answers, answers = os.pipe()
         told = {"modules": list(modules), "sys_path": [os.path.abspath(p) for p in sys.path]}
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  closed by close()
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, str(commands), str(answers), json.dumps(told)],
             stdin=subprocess.PIPE,  # inherited by the folds, and closed by the system when this process ends
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             env={**os.environ, **environment},
             pass_fds=(commands, answers),
             start_new_session=True,
@@ -53,8 +56,7 @@ class Template:
 
     def hear(self, timeout_s: float) -> list[tuple[str, str, int]] | None:
         """``('began', job_file, pid)`` and ``('ended', job_file, exitcode)``; None where the template is no more."""
-        ready, _, _ = select.select([self._answers], [], [], max(0.0, timeout_s))
-        if not ready:
+        if not wait([self._answers], max(0.0, timeout_s)):  # select.select would refuse descriptors above 1023
             return []
         read = os.read(self._answers, 65536)
         if not read:
@@ -62,12 +64,20 @@ class Template:
         *lines, self._heard = (self._heard + read).split(b"\n")
         return [tuple(json.loads(line)) for line in lines]
 
+    def ending(self) -> tuple[int | None, list[str]]:
+        """Of a template that is no more: its exit code and its last lines. None: it lives, but has hung up."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        self._errors.seek(max(0, os.fstat(self._errors.fileno()).st_size - 4096))
+        return self._process.returncode, self._errors.read().decode(errors="replace").splitlines()[-20:]
+
     def close(self) -> None:
         """End the template; folds that still run are for the caller to end."""
         self._process.kill()
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
+        self._errors.close()
         for end in (self._commands, self._answers):
             os.close(end)
 
@@ -78,7 +88,8 @@ def main() -> None:
     told = json.loads(sys.argv[3])
     sys.path[:] = list(dict.fromkeys([*told["sys_path"], *sys.path]))
     for name in told["modules"]:
-        with contextlib.suppress(ImportError):  # whoever needs it will say so
+        # Whoever needs it will say so. It need not be an ImportError: a library that lacks another is an OSError.
+        with contextlib.suppress(Exception):
             importlib.import_module(name)
     gc.freeze()  # the folds share these pages
     woken, wake = os.pipe()
@@ -88,7 +99,7 @@ def main() -> None:
     folds: dict[int, str] = {}
     waiting = b""
     while True:
-        ready, _, _ = select.select([commands, woken], [], [])
+        ready = wait([commands, woken])
         if woken in ready:
             os.read(woken, 4096)
             for pid, exitcode in _ended():
