@@ -8,6 +8,7 @@ import math
 import os
 import re
 import struct
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -212,6 +213,58 @@ def test_learning_rates_of_groups_and_optimizers(tmp_path: Path) -> None:
     make_loop(model, optimizer=both).fit(num_iterations=1, callbacks=[TensorBoard(tmp_path / "several", 1)])
     found = read(tmp_path / "several")
     assert (found["lr/optimizer0"], found["lr/optimizer1"]) == ([(1, pytest.approx(0.1))], [(1, pytest.approx(0.2))])
+
+
+class OwnRate(optim.SGD):
+    """A step size under another name, as in optimizers that find it by themselves."""
+
+    def __init__(self, groups: Any, *, keeps_none: bool) -> None:
+        super().__init__(groups, lr=0.1)
+        for group in self.param_groups[1:]:
+            group["rate"] = group.pop("lr")
+            if keeps_none:
+                group["lr"] = None
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(p.grad, alpha=group.get("rate", 0.1))
+
+
+@pytest.mark.parametrize("keeps_none", [False, True])
+def test_groups_without_a_learning_rate(tmp_path: Path, keeps_none: bool) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    groups = [{"params": [model.fc.weight]}, {"params": [model.fc.bias]}]
+    loop = make_loop(model, optimizer=OwnRate(groups, keeps_none=keeps_none))
+    loop.fit(num_epochs=1, callbacks=[TensorBoard(tmp_path, 1), LearningRateMonitor()])
+    rates = {name: values for name, values in read(tmp_path).items() if "lr" in name}
+    assert set(rates) == {"lr/group0", "epoch/lr/group0"}
+    assert values_of(rates["lr/group0"]) == pytest.approx([0.1] * STEPS_PER_EPOCH)
+
+
+class SetsRate(AbstractCallback):
+    def on_batch_begin(self) -> None:
+        loop = self.train_loop_obj
+        loop.optimizer.param_groups[0]["lr"] = 0.1 * (loop.global_step + 1)
+
+
+def test_a_rate_that_a_later_callback_sets_for_its_batch(tmp_path: Path) -> None:
+    loop = make_loop()
+    loop.fit(
+        num_iterations=6, callbacks=[TensorBoard(tmp_path, 1), LearningRateMonitor(), SetsRate()], grad_accumulation=2
+    )
+    assert values_of(read(tmp_path)["lr"]) == pytest.approx([0.1, 0.2, 0.3])
+    assert loop.history.steps("lr") == pytest.approx([0.1, 0.2, 0.3])
+
+
+def test_arguments_of_the_script_are_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/home/ada/train.py", "--token", "hf_secret"])
+    make_loop().fit(num_epochs=1, callbacks=[TensorBoard(tmp_path)])
+    written = b"".join(Path(path).read_bytes() for path in event_files(tmp_path))
+    assert b"| script | train.py |" in written
+    for secret in (b"hf_secret", b"/home/ada"):
+        assert secret not in written
 
 
 def test_a_second_fit_goes_on_in_the_folder(tmp_path: Path) -> None:

@@ -243,11 +243,13 @@ def test_a_gpu_s_own_time_is_taken_without_waiting_for_it(monkeypatch: pytest.Mo
             clock.steps += 1
             if step < steps - 1:
                 clock.between_steps()
+                waiting.append(len(clock._waiting))
         host[0] = max(host[0], device.busy_until)  # logs are read
         clock.whole += now()
         clock.end_epoch()
         return clock.epochs[-1]
 
+    waiting: list[int] = []
     clock = StepClock(torch.device("cuda", 0))
     behind = epoch(40, data=0.002, compute=0.010)
     assert behind.seconds == pytest.approx(0.4, rel=0.02)
@@ -260,3 +262,7 @@ def test_a_gpu_s_own_time_is_taken_without_waiting_for_it(monkeypatch: pytest.Mo
     short = epoch(1, data=0.002, compute=0.010)  # no step of it is timed on the device: the host's clock
     assert short.data == pytest.approx(0.002)
     assert clock.timings().steps == 81
+    # A long epoch that nobody looks into, as without a terminal.
+    unread = epoch(3 * timings.MOST_WAITING * timings.STEPS_BETWEEN_TIMED, data=0.020, compute=0.003)
+    assert unread.share("data") > 0.75
+    assert max(waiting) < 2 * timings.MOST_WAITING

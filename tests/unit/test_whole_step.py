@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop, TTModel
+from trainloop.callbacks import LearningRateMonitor, TensorBoard
 from trainloop.errors import ConfigurationError
 from trainloop.train_loop.whole_step import WholeStepTraining
 
@@ -164,7 +166,7 @@ def test_with_inductor_too(starts_processes: None) -> None:
     "model, callbacks, reason",
     [
         pytest.param(Looks, [], "data-dependent", id="a number is read"),
-        pytest.param(Net, [Scales("scales")], "on_after_gradient_update", id="a callback in between"),
+        pytest.param(Net, [Scales("scales")], "on_after_gradient_update of scales ", id="a callback in between"),
     ],
 )
 def test_what_is_no_graph_is_done_without(model: type[Net], callbacks: list[Any], reason: str) -> None:
@@ -197,11 +199,107 @@ class Halves(AbstractCallback):
         self.train_loop_obj.optimizer.param_groups[0]["lr"] *= 0.5
 
 
-def test_a_learning_rate_that_changes_counts() -> None:
-    loop = make_loop()
+class HalvesInABatch(AbstractCallback):
+    def on_batch_begin(self) -> None:
+        if self.train_loop_obj.global_step == 7:
+            self.train_loop_obj.optimizer.param_groups[0]["lr"] *= 0.5
+
+
+@pytest.mark.parametrize("halves", [Halves, HalvesInABatch])
+def test_a_learning_rate_that_changes_counts(halves: type[AbstractCallback]) -> None:
+    loop, counts = make_loop(), Counts()
     with pytest.warns(UserWarning, match="such as its learning rate"):
-        loop.fit(num_epochs=2, callbacks=[Halves("halves")])
+        loop.fit(num_epochs=2, callbacks=[halves("halves"), counts])
     check(loop, by_hand(sgd, lr=0.5))
+    assert (counts.began, counts.ended, loop.total_iteration_idx) == (14, 14, 13)
+
+
+class SetsTraining(AbstractCallback):
+    """The first layer is trained from the second epoch on, or no more."""
+
+    def __init__(self, hook: str, trained: bool) -> None:
+        super().__init__("sets training")
+        self.trained = trained
+        setattr(self, hook, self.set_at_step_7)
+
+    def set_at_step_7(self) -> None:
+        if self.train_loop_obj.global_step == 7:
+            self.train_loop_obj.model.layers[0].requires_grad_(self.trained)
+
+
+@pytest.mark.parametrize("hook", ["on_epoch_begin", "on_batch_begin"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_layers_frozen_and_unfrozen_later(hook: str, trained: bool) -> None:
+    model = Net()
+    model.layers[0].requires_grad_(not trained)
+    loop = make_loop(model)
+    with pytest.warns(UserWarning, match="parameters were frozen, unfrozen or added"):
+        loop.fit(num_epochs=2, callbacks=[SetsTraining(hook, trained)])
+
+    expected = Net().double()
+    optimizer = sgd(expected.parameters())
+    for epoch in range(2):
+        expected.layers[0].requires_grad_(trained if epoch else not trained)
+        for x, y in loader():
+            CRITERION(expected(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    check(loop, [t.detach() for t in expected.state_dict().values()])
+
+
+class Hooks(AbstractCallback):
+    """Adds the hook in the second epoch."""
+
+    def on_epoch_begin(self) -> None:
+        if self.train_loop_obj.epoch == 1:
+            stop_gradients(self.train_loop_obj.model)
+
+
+def stop_gradients(model: Any) -> None:
+    def stop(parameter: Tensor) -> None:
+        parameter.grad.zero_()
+
+    model.layers[0].weight.register_post_accumulate_grad_hook(stop)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_hooks_after_a_gradient_are_called(later: bool) -> None:
+    loops = [make_loop(compile=compiles) for compiles in ("step", False)]
+    for loop in loops:
+        if not later:
+            stop_gradients(loop.model)
+    compiled, plain = loops
+    callbacks = [Hooks("hooks")] if later else []
+    with pytest.warns(UserWarning, match="post_accumulate_grad_hook"):
+        compiled.fit(num_epochs=2, callbacks=callbacks)
+    plain.fit(num_epochs=2, callbacks=callbacks)
+    check(compiled, list(plain.model.state_dict().values()))
+
+
+def test_fits_of_a_process_do_not_use_up_dynamo_s_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WholeStepTraining, "backend", "eager")
+    with torch._dynamo.config.patch(recompile_limit=3), warnings.catch_warnings(action="error", category=UserWarning):
+        for _ in range(5):
+            make_loop().fit(num_epochs=1)
+
+
+def test_what_only_reads_the_rate_leaves_the_graph(tmp_path: Path) -> None:
+    loop, monitor = make_loop(), LearningRateMonitor()
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        loop.fit(num_epochs=2, callbacks=[TensorBoard(tmp_path, 1), monitor])
+    check(loop, by_hand(sgd))
+    assert loop.history.steps("lr") == [0.1] * 14
+
+
+def test_timings_have_the_graph_as_a_part() -> None:
+    loop = make_loop()
+    loop.fit(num_epochs=2)
+    found = loop.timings
+    assert found.share("graph") == max(found.share(part) for part in ("data", "forward", "backward", "graph", "other"))
+    parts = [line.split()[0] for line in str(found).splitlines()[1:7]]
+    assert parts == ["data", "forward", "backward", "optimizer", "graph", "other"]
+    assert sum(getattr(found, part) for part in parts) == pytest.approx(found.seconds)
+    assert found.forward > 0  # of the short batches
 
 
 def test_refused() -> None:

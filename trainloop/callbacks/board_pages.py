@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from trainloop import __version__
-from trainloop.callbacks.train_schedule import learning_rate_names
+from trainloop.callbacks.train_schedule import groups_with_rates
 from trainloop.optim import optimizers_of
 
 __all__ = ["chart_layout", "description_of", "quantity_of", "settings_of"]
@@ -68,11 +69,11 @@ def settings_of(loop: Any) -> dict[str, Any]:
         "seed": loop.seed,
         "optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers),
     }
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    for name, group in zip(learning_rate_names(loop.optimizer), groups, strict=True):
+    for name, group in groups_with_rates(loop.optimizer):
         settings[name] = float(group.get("initial_lr", group["lr"]))
-    if "weight_decay" in groups[0]:
-        settings["weight_decay"] = float(groups[0]["weight_decay"])
+    first = optimizers[0].param_groups[0]
+    if "weight_decay" in first:
+        settings["weight_decay"] = float(first["weight_decay"])
     return {name: value for name, value in settings.items() if value is not None}
 
 
@@ -86,7 +87,7 @@ def description_of(loop: Any, settings: Mapping[str, Any]) -> str:
         "devices": ", ".join(devices),
         "host": platform.node(),
         "versions": f"trainloop {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
-        "command": " ".join(sys.argv),
+        "script": os.path.basename(sys.argv[0]),  # without arguments, among which may be a token
         **settings,
     }
     lines = [f"| {_cell(name)} | {_cell(value)} |" for name, value in rows.items()]

@@ -18,7 +18,7 @@ from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.board_pages import chart_layout, description_of, quantity_of, settings_of
 from trainloop.callbacks.epoch_values import EpochValues
 from trainloop.callbacks.event_file import EventFile
-from trainloop.callbacks.train_schedule import learning_rate_names
+from trainloop.callbacks.train_schedule import groups_with_rates
 from trainloop.errors import ConfigurationError
 
 __all__ = [
@@ -118,8 +118,7 @@ class TensorBoard(AbstractCallback):
         self._step_names: set[str] = set()
         self._first_step: int | None = None  # first step of this run
         self._failed = False
-        self._rates: dict[int, list[Any]] = {}
-        self._rate_names: list[str] = []
+        self._rates: dict[int, dict[str, Any]] = {}
         self._once_written = False
         self._settings: dict[str, Any] = {}
         self._charted: set[str] = set()  # quantities that have a chart
@@ -149,7 +148,6 @@ class TensorBoard(AbstractCallback):
 
     def on_train_begin(self) -> None:
         loop = self.train_loop_obj
-        self._rate_names = learning_rate_names(loop.optimizer)
         self._rates, self._first_step, self._failed = {}, None, False
         self._first_of_fit, self._place = loop.global_step, None
         self._settings, self._charted = settings_of(loop), set()
@@ -184,17 +182,20 @@ class TensorBoard(AbstractCallback):
 
     # -- what --------------------------------------------------------------------------------------------------------
 
-    def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
-        # Before the optimizer steps, and so before a scheduler does: the rate the step is made with.
+    def on_batch_begin(self) -> None:
+        # Before the optimizer steps, and so before a scheduler does: the rate the step is made with. Not in a hook
+        # beside the gradients: with one of those compile='step' compiles nothing.
         step = self.train_loop_obj.global_step + 1
         if self._first_step is None:
             self._first_step = step
         every = self.log_every_n_steps
-        if optimizer_idx or every is None or not self.learning_rate:
+        if every is None or not self.learning_rate:
             return
         if step % every == 0:
-            rates = [group["lr"] for group in self.train_loop_obj.optimizer.param_groups]
-            self._rates[step] = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
+            rates = {name: group["lr"] for name, group in groups_with_rates(self.train_loop_obj.optimizer)}
+            self._rates[step] = {
+                name: rate.clone() if isinstance(rate, Tensor) else rate for name, rate in rates.items()
+            }
 
     def on_log(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
         every = self.log_every_n_steps
@@ -207,17 +208,13 @@ class TensorBoard(AbstractCallback):
         if self._rates:
             rates, self._rates = self._rates, {}
             chosen = [
-                (step, {**scalars, **self._rates_of(rates[step], scalars)} if step in rates else scalars)
+                # LearningRateMonitor logs the same names: with it they are there already.
+                (step, {**{name: float(rate) for name, rate in rates.get(step, {}).items()}, **scalars})
                 for step, scalars in chosen
             ]
         with self._writing():
             self._events.write_scalars(chosen)
         self._last_step = rows[-1][0]
-
-    def _rates_of(self, rates: list[Any], scalars: dict[str, float]) -> dict[str, float]:
-        # LearningRateMonitor logs the same names: with it they are there already.
-        named = zip(self._rate_names, rates, strict=True)
-        return {name: float(rate) for name, rate in named if name not in scalars}
 
     @logs_nothing
     def on_epoch_end(self) -> None:
@@ -266,7 +263,7 @@ class TensorBoard(AbstractCallback):
         """Anew where a quantity has come: TensorBoard takes the last one."""
         names = [*self.train_loop_obj.history, *sorted(self._step_names)]
         if self.learning_rate and self.log_every_n_steps is not None:
-            names += self._rate_names
+            names += [name for name, _ in groups_with_rates(self.train_loop_obj.optimizer)]
         quantities = set(map(quantity_of, names))
         if not quantities <= self._charted:
             self._charted |= quantities

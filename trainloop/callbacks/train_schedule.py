@@ -243,36 +243,42 @@ class LearningRateMonitor(AbstractCallback):
     """
 
     def __init__(self, every_n_steps: int = 1) -> None:
-        super().__init__("LearningRateMonitor")
+        super().__init__("LearningRateMonitor", execution_order=996)  # after those that set a rate for the batch
         if every_n_steps < 1:
             raise ConfigurationError(f"LearningRateMonitor: every_n_steps={every_n_steps}: must be 1 or more.")
         self.every_n_steps = every_n_steps
-        self._names: list[str] = []
+        self._last_step = 0
 
     def on_train_begin(self) -> None:
-        self._names = learning_rate_names(self.train_loop_obj.optimizer)
+        self._last_step = 0
 
-    def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
+    def on_batch_begin(self) -> None:
+        # Not a hook beside the gradients: with one of those compile='step' compiles nothing.
         loop = self.train_loop_obj
         step = loop.global_step + 1
-        # Before the optimizer steps, and so before a scheduler does. Of several optimizers' calls the first will do.
-        if optimizer_idx == 0 and (step % self.every_n_steps == 0 or step == 1):
-            for name, group in zip(self._names, loop.optimizer.param_groups, strict=True):
+        if step == self._last_step:  # a later micro-batch of the step
+            return
+        self._last_step = step
+        if step % self.every_n_steps == 0 or step == 1:
+            for name, group in groups_with_rates(loop.optimizer):
                 # The same on all ranks: nothing to average.
                 self.log(name, group["lr"], on_step=True, on_epoch=True, reduce="max", sync_dist=False)
 
 
-def learning_rate_names(optimizer: Optimizer | MultiOptimizer) -> list[str]:
-    """A name for each parameter group's learning rate, in the order of ``optimizer.param_groups``."""
+def groups_with_rates(optimizer: Optimizer | MultiOptimizer) -> list[tuple[str, dict[str, Any]]]:
+    """Parameter groups, each with a name for its learning rate, in the order of ``optimizer.param_groups``.
+
+    Those without ``'lr'`` are left out, and those where it is ``None``, as in optimizers that find their own.
+    """
     optimizers = optimizers_of(optimizer)
-    names = []
+    found = []
     for i, one in enumerate(optimizers):
         prefix = f"lr/optimizer{i}" if len(optimizers) > 1 else "lr"
-        if len(one.param_groups) == 1:
-            names.append(prefix)
-        else:
-            names += [f"{prefix}/{group.get('name', f'group{j}')}" for j, group in enumerate(one.param_groups)]
-    return names
+        several = len(one.param_groups) > 1
+        for j, group in enumerate(one.param_groups):
+            if group.get("lr") is not None:
+                found.append((f"{prefix}/{group.get('name', f'group{j}')}" if several else prefix, group))
+    return found
 
 
 def _is_scheduler(scheduler: Any) -> bool:

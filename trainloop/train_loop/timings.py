@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -13,6 +14,8 @@ __all__ = ["StepClock", "Timings"]
 
 # Steps between two that are timed on the GPU: an event costs the host a microsecond or two.
 STEPS_BETWEEN_TIMED = 16
+# Timed steps that may wait to be read; where nobody looks, as without a terminal, events would pile up for an epoch.
+MOST_WAITING = 64
 
 
 @dataclass(frozen=True)
@@ -39,13 +42,15 @@ class Timings:
     data: float = 0.0
     """Waiting for the loader."""
     forward: float = 0.0
-    """``get_loss``; with ``compile='step'`` the whole graph."""
+    """``get_loss``."""
     backward: float = 0.0
     """With the exchange of gradients: here a rank waits for slower ones."""
     optimizer: float = 0.0
     """Clipping, the optimizers' steps, gradients dropped."""
     other: float = 0.0
     """Hooks of callbacks, logs, the bar, and the loop itself."""
+    graph: float = 0.0
+    """With ``compile='step'``: forward, backward and the optimizer's step at once, and compiling them."""
     epochs: tuple[Timings, ...] = ()
     """The same of each epoch that this process has trained in the last ``fit``."""
 
@@ -68,13 +73,15 @@ class Timings:
     def __str__(self) -> str:
         lines = [f"{'part':<12}{'ms a step':>10}  {'share':>6}"]
         for part in _PARTS:
+            if part == "graph" and not self.graph:  # few have one
+                continue
             milliseconds = 1e3 * getattr(self, part) / max(self.steps, 1)
             lines.append(f"{part:<12}{milliseconds:>10.3f}  {self.share(part):>6.1%}")
         lines.append(f"{self.steps:,} steps in {self.seconds:.1f} s, {self.samples_per_s:,.0f} samples/s")
         return "\n".join(lines)
 
 
-_PARTS = ("data", "forward", "backward", "optimizer", "other")
+_PARTS = ("data", "forward", "backward", "optimizer", "graph", "other")
 _TIMED = _PARTS[:-1]
 
 
@@ -105,8 +112,9 @@ class StepClock:
         self.forward: Any = 0
         self.backward: Any = 0
         self.optimizer: Any = 0
+        self.graph: Any = 0
         self._timed_now: dict[str, _PartOnDevice] = {}
-        self._waiting: list[tuple[dict[str, _PartOnDevice], Any]] = []  # what the device has not come to yet
+        self._waiting: deque[tuple[dict[str, _PartOnDevice], Any]] = deque()  # what the device has not come to yet
         self._on_device_ms = dict.fromkeys((*_TIMED, "whole"), 0.0)
 
     def between_steps(self) -> None:
@@ -114,6 +122,8 @@ class StepClock:
         if self._timed_now:
             self._waiting.append((self._timed_now, _event_on(self.device)))
             self._by_clock()
+            if len(self._waiting) > MOST_WAITING:
+                self._take_in()
         if self.steps % STEPS_BETWEEN_TIMED == 1:  # not the epoch's first: its workers are only starting
             self._timed_now = {name: _PartOnDevice(getattr(self, name), self.device) for name in _TIMED}
             for name, part in self._timed_now.items():
@@ -127,7 +137,7 @@ class StepClock:
     def _take_in(self) -> None:
         """What the device has done by now."""
         while self._waiting and self._waiting[0][1].query():
-            parts, end = self._waiting.pop(0)
+            parts, end = self._waiting.popleft()
             for name, part in parts.items():
                 self._on_device_ms[name] += sum(begin.elapsed_time(stop) for begin, stop in part.events)
             self._on_device_ms["whole"] += parts["data"].events[0][0].elapsed_time(end)
@@ -143,9 +153,8 @@ class StepClock:
         if self._on_device_ms["whole"]:
             shares = {name: self._on_device_ms[name] / self._on_device_ms["whole"] for name in _TIMED}
         seconds = 1e-9 * nanoseconds
-        data, forward, backward, optimizer = (shares[name] * seconds for name in _TIMED)
-        other = max(0.0, seconds - data - forward - backward - optimizer)
-        return Timings(self.steps, self.samples, seconds, data, forward, backward, optimizer, other)
+        parts: dict[str, Any] = {name: shares[name] * seconds for name in _TIMED}
+        return Timings(self.steps, self.samples, seconds, **parts, other=max(0.0, seconds - sum(parts.values())))
 
     def end_epoch(self) -> None:
         """Keep what the epoch took; nothing is going on any more."""

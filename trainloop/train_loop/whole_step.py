@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainloop.callbacks.base import overrides
 from trainloop.data import StepBatches
 from trainloop.errors import ConfigurationError
 from trainloop.metrics import Recorder
@@ -58,27 +59,30 @@ class WholeStepTraining(Training):
         loop, recorder, (size,) = self.loop, self.recorder, step.sizes
         recorder.step = loop.global_step + 1
         self.begin_batch(0, size)
+        # Only now: hooks of the batch may set a rate, or unfreeze layers, as those of the epoch may.
+        if self._whole is None:
+            self._compile()
+        elif self._settings and (changed := self._changed()):
+            self._refuse(changed)
+            return self._go_on_without(step, first, wants_loss)
         if not self._attached:
             self._attached = True
             for parameter, gradient in zip(self._parameters, self._gradients):
                 parameter.grad = gradient
         assert self._whole is not None
         try:
-            self.clock.forward -= perf_counter_ns()
+            self.clock.graph -= perf_counter_ns()
             try:
                 with nullcontext() if self._settings else _without_torchs_warnings():
                     loss, weight = self._whole(step.batches[0])
             finally:
-                self.clock.forward += perf_counter_ns()
+                self.clock.graph += perf_counter_ns()
         except Exception as error:
             if not self._may_go_on(error):
                 raise
             self._refuse(f"{type(error).__name__}: {_first_line(error)}")
             self._logged.clear()
-            self.loop.total_iteration_idx -= 1  # it begins once more
-            self.epoch_batches -= 1
-            with self._without_hooks_of_a_batch():
-                return super().backward(step, first=first, wants_loss=wants_loss)
+            return self._go_on_without(step, first, wants_loss)
         if not self._settings:
             self._settings = self._settings_now()
         logged, self._logged[:] = self._logged[:], ()
@@ -103,15 +107,12 @@ class WholeStepTraining(Training):
     # -- whether -----------------------------------------------------------------------------------------------------
 
     def _takes(self, step: StepBatches) -> bool:
-        if self._whole is None:
+        if not self._size:
             reason = self._reason_against(step)
             if reason is not None:
                 self._refuse(reason)
                 return False
-            self._compile(step.sizes[0])
-        elif self._settings and self._settings_now() != self._settings:
-            self._refuse("the optimizer's settings changed, such as its learning rate, which are part of the graph")
-            return False
+            self._size = step.sizes[0]
         return len(step.sizes) == 1 and step.sizes[0] == self._size
 
     def _reason_against(self, step: StepBatches) -> str | None:
@@ -126,7 +127,9 @@ class WholeStepTraining(Training):
         if self.place.scaler.is_enabled():
             return "fp16 decides after backward whether there is a step; bf16 doesn't"
         if self.hooks.on_after_gradient_update:
-            return "a callback's on_after_gradient_update comes between backward and the optimizer's step"
+            users = [cb.callback_name for cb in loop.callbacks if overrides(cb, "on_after_gradient_update")]
+            whose = f"of {', '.join(users)} " if users else ""
+            return f"on_after_gradient_update {whose}comes between backward and the optimizer's step"
         if gradients.sums is not None:
             return "the loss is a sum over samples"
         if isinstance(loop.optimizer, MultiOptimizer):
@@ -138,7 +141,18 @@ class WholeStepTraining(Training):
             return "torch keeps optimizers with fused=True out of graphs; leave it out, the compiler fuses by itself"
         if is_watched(optimizer):
             return "somebody watches the optimizer's steps, such as a scheduler of torch's"
+        return self._hooked()
+
+    def _hooked(self) -> str | None:
+        if any(p._post_accumulate_grad_hooks for group in self.loop.optimizer.param_groups for p in group["params"]):
+            return "register_post_accumulate_grad_hook has hooks that wait for a backward pass outside of a graph"
         return None
+
+    def _begin_epoch(self) -> Iterator[StepBatches]:
+        steps = super()._begin_epoch()
+        if self._whole is not None and (reason := self._hooked()) is not None:  # they came since
+            self._refuse(reason)
+        return steps
 
     def _may_go_on(self, error: Exception) -> bool:
         """Whether a step that failed has changed nothing: while it was compiled, and not while it ran."""
@@ -155,24 +169,35 @@ class WholeStepTraining(Training):
         drop_gradients(self.gradients.optimizers[0])
 
     def _settings_now(self) -> list[dict[str, Any]]:
+        """Of each group, with what is trained in place of ``params``."""
         (optimizer,) = self.gradients.optimizers
-        return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+        return [{**group, "params": [p.requires_grad for p in group["params"]]} for group in optimizer.param_groups]
 
-    @contextmanager
-    def _without_hooks_of_a_batch(self) -> Iterator[None]:
-        """The batch has begun already."""
+    def _changed(self) -> str | None:
+        """What of the graph's constants is another one now."""
+        now, before = self._settings_now(), self._settings
+        if now == before:
+            return None
+        if [group["params"] for group in now] != [group["params"] for group in before]:
+            return "parameters were frozen, unfrozen or added, and those that are trained are part of the graph"
+        return "the optimizer's settings changed, such as its learning rate, which are part of the graph"
+
+    def _go_on_without(self, step: StepBatches, first: bool, wants_loss: bool) -> Tensor | None:
+        """The step that has begun, as everywhere; its hooks were called."""
+        self.loop.total_iteration_idx -= 1  # it begins once more
+        self.epoch_batches -= 1
         table = vars(self.hooks)
         hooks, table["on_batch_begin"] = table["on_batch_begin"], ()
         try:
-            yield
+            return super().backward(step, first=first, wants_loss=wants_loss)
         finally:
             table["on_batch_begin"] = hooks
 
     # -- the graph ---------------------------------------------------------------------------------------------------
 
-    def _compile(self, size: int) -> None:
+    def _compile(self) -> None:
         loop, (optimizer,) = self.loop, self.gradients.optimizers
-        self._size, self._settings = size, []
+        self._settings = []
         self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         # Assigned inside of the graph, a gradient would be an input that changes with each step.
         self._gradients = [torch.zeros_like(p) for p in self._parameters]
@@ -194,6 +219,8 @@ class WholeStepTraining(Training):
                 take_step(optimizer)
             return loss.detach(), weight
 
+        # Dynamo counts compilations by code object and refuses the ninth; fits of a process would share this one.
+        whole_step.__code__ = whole_step.__code__.replace()
         mode = "reduce-overhead" if device.type == "cuda" else None  # as a CUDA graph
         self.undo.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))
         self.undo.callback(self._detach)
