@@ -6,10 +6,8 @@ import argparse
 import sys
 
 from trainloop import __version__
-from trainloop.checkpoint.export import export
 from trainloop.doctor import examine
 from trainloop.errors import TrainLoopError
-from trainloop.resources.quota import format_bytes
 
 OVERVIEW = f"""\
 trainloop {__version__}: a PyTorch training loop; one script for one device, data parallel and distributed training.
@@ -43,6 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(OVERVIEW)
         return 0
     if given.command == "checkpoint":
+        from trainloop.checkpoint.export import export  # the doctor works where torch does not
+        from trainloop.resources.quota import format_bytes
+
         try:
             size = export(given.checkpoint, given.file)
         except TrainLoopError as error:

@@ -20,7 +20,7 @@ from ranks import run_ranks
 from trainloop import distributed as td
 from trainloop.distributed import wire
 from trainloop.distributed.key import SharedKey, key_from_environment, set_run_key
-from trainloop.distributed.objects import _session
+from trainloop.distributed.objects import session_here
 from trainloop.errors import ConfigurationError
 
 
@@ -72,7 +72,7 @@ def strangers(trap: str, with_key: bool) -> dict[str, Any]:
         SharedKey.open = classmethod(lambda cls, place: None)  # type: ignore[method-assign]  # as on two hosts
     rank = dist.get_rank()
     poison = pickle.dumps(Trap(trap))
-    session = _session()
+    session = session_here()
     sent: list[bytes] = []
     pack = session.pack
     session.pack = lambda *args: sent.append(bytes(block := pack(*args))) or block  # type: ignore[method-assign, func-returns-value]
@@ -160,7 +160,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from trainloop import distributed as td
 from trainloop.distributed.key import SharedKey
-from trainloop.distributed.objects import _session
+from trainloop.distributed.objects import session_here
 
 class Own:
     pass
@@ -176,7 +176,7 @@ for number, (key, other_host) in enumerate(cases):
     store = dist.FileStore(f"{folder}/{number}", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     try:
-        said = f"{td.broadcast_object(1)} {len(td.gather_object(Own()))} {_session().key is not None}"
+        said = f"{td.broadcast_object(1)} {len(td.gather_object(Own()))} {session_here().key is not None}"
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
     print(json.dumps(said), flush=True)

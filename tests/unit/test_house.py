@@ -169,6 +169,8 @@ RANKS = "only where ranks are started: starting them is a layer above"
 UP = "a way up, taken when it is called"
 IN_TRIAL = "a trial's process has its environment set before it imports torch"
 LATE = {
+    "trainloop.__main__ trainloop.checkpoint.export": "the doctor works where torch does not",
+    "trainloop.__main__ trainloop.resources.quota": "the doctor works where torch does not",
     "trainloop.callbacks.performance_eval trainloop.result_package": UP,
     "trainloop.data.loaders trainloop.launch.rank_process": RANKS,
     "trainloop.data.loaders trainloop.launch.settings": RANKS,
