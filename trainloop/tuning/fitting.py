@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,8 @@ class Outcome:
     """The trained model, on the CPU."""
     history: dict[str, list[float]]
     """Values of each epoch by metric; empty for what has no epochs."""
+    classes: list[Any] | None = None
+    """The class of each column, where predictions are probabilities of an estimator's ``classes_``."""
 
 
 class EstimatorLoop:
@@ -168,16 +170,25 @@ def _fit_estimator(loop: EstimatorLoop, fit_args: Mapping[str, Any] | None, metr
                 "give a callable metric(y_true, y_pred)."
             ) from error
         score = float(get_scorer(metric)(estimator, x, y))
-    return Outcome(score, predictions, estimator, {})
+    return Outcome(score, predictions, estimator, {}, classes_of(estimator))
 
 
 def _loss(estimator: Any, predictions: np.ndarray[Any, Any], truth: np.ndarray[Any, Any]) -> float:
     """``val_loss`` of an estimator: cross entropy of classes, squared error of numbers."""
+    if truth.ndim == 2 and truth.shape[1] == 1:  # a table of one column
+        truth = truth[:, 0]
     if hasattr(estimator, "predict_proba"):
-        columns = np.searchsorted(np.asarray(estimator.classes_), truth)
-        chances = np.clip(predictions[np.arange(len(truth)), columns], 1e-15, 1.0)
-        return float(-np.log(chances).mean())
-    return float(np.square(np.asarray(predictions, dtype=float) - truth).mean())
+        if truth.ndim != 1:
+            raise ConfigurationError(
+                f"metric='val_loss' of classes needs one target, but y has the shape {truth.shape}. Give a callable "
+                "metric(y_true, y_pred)."
+            )
+        column = {label: number for number, label in enumerate(np.asarray(estimator.classes_).tolist())}
+        columns = np.array([column.get(label, -1) for label in truth.tolist()], dtype=int)
+        # A class that it was not trained on has no column.
+        chances = np.where(columns < 0, 0.0, predictions[np.arange(len(truth)), columns])
+        return float(-np.log(np.clip(chances, 1e-15, 1.0)).mean())
+    return float(np.square(np.asarray(predictions, dtype=float).reshape(truth.shape) - truth).mean())
 
 
 def as_rows(values: Any) -> Any:
@@ -213,9 +224,41 @@ def predict_with(model: Any, data: Any) -> Any:
     return as_rows(model.predict_proba(data) if hasattr(model, "predict_proba") else model.predict(data))
 
 
-def combine(predictions: list[Any]) -> Any:
-    """One prediction of several models': the mean of floats, the most frequent of classes (the least of equals)."""
-    rows = [np.asarray(each) for each in predictions]
+def classes_of(model: Any) -> list[Any] | None:
+    """The class of each column of what :func:`predict_with` returns, where it is a single target's ``classes_``."""
+    if hasattr(model, "get_predictions") or not hasattr(model, "predict_proba"):
+        return None
+    classes = getattr(model, "classes_", None)
+    if classes is None or any(np.ndim(label) for label in classes):  # several targets have a list of arrays
+        return None
+    return np.asarray(classes).tolist()
+
+
+def align(predictions: Sequence[Any], classes: Sequence[list[Any] | None]) -> list[Any]:
+    """Predictions with a column for every class that any of the models was trained on, in sorted order.
+
+    A model gives no probability to a class that it was not trained on. Where all have the same classes, or any model's
+    are unknown, predictions stay as they are.
+    """
+    parts = [np.asarray(each) for each in predictions]
+    known = [each for each in classes if each is not None]
+    if len(known) < len(parts) or all(each == known[0] for each in known):
+        return parts
+    if any(part.ndim != 2 or part.shape[1] != len(each) for part, each in zip(parts, known)):
+        return parts
+    column = {label: number for number, label in enumerate(sorted({label for each in known for label in each}))}
+    aligned = [np.zeros((len(part), len(column)), dtype=part.dtype) for part in parts]
+    for whole, part, each in zip(aligned, parts, known):
+        whole[:, [column[label] for label in each]] = part
+    return aligned
+
+
+def combine(predictions: Sequence[Any], classes: Sequence[list[Any] | None] | None = None) -> Any:
+    """One prediction of several models': the mean of floats, the most frequent of classes (the least of equals).
+
+    ``classes``: what each model's columns are (:func:`classes_of`).
+    """
+    rows = align(predictions, classes or [None] * len(predictions))
     if rows[0].dtype.kind in "fc":
         return np.mean(rows, axis=0)
     values, codes = np.unique(np.stack(rows), return_inverse=True)

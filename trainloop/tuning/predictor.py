@@ -40,9 +40,11 @@ class BaggedPredictor:
         -------
         numpy.ndarray
             The mean where predictions are floats (logits, probabilities, numbers). For classes the most frequent one,
-            the lowest of equally frequent ones.
+            the lowest of equally frequent ones. Where models were trained on different classes, probabilities have a
+            column for each class that any of them knows, sorted, and a model gives none to a class that it does not.
         """
-        return fitting.combine([fitting.predict_with(model, data) for model in self.models])
+        predictions = [fitting.predict_with(model, data) for model in self.models]
+        return fitting.combine(predictions, [fitting.classes_of(model) for model in self.models])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the models into one file, whole or not at all."""

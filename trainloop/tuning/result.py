@@ -12,7 +12,7 @@ import numpy as np
 
 from trainloop.errors import ConfigurationError
 from trainloop.resources import Plan
-from trainloop.tuning.fitting import is_number
+from trainloop.tuning.fitting import align, is_number
 from trainloop.tuning.folds import Fold
 from trainloop.tuning.predictor import BaggedPredictor
 from trainloop.tuning.storage import read
@@ -143,7 +143,8 @@ class TuneResult:
     def predictions_of(self, trial: Trial) -> Any:
         """Of any trial, of the rows that its models did not train on.
 
-        With bagging as :attr:`out_of_fold_predictions`, without it those of the loop's validation set.
+        With bagging as :attr:`out_of_fold_predictions`, without it those of the loop's validation set. Probabilities of
+        classes have a column for each class that any fold was trained on, sorted.
 
         Raises
         ------
@@ -153,9 +154,11 @@ class TuneResult:
         finished = self._finished(trial)
         if not finished:
             raise ConfigurationError(f"trial {trial.number} has no finished fold; its errors say why.")
-        parts = {fold: np.asarray(self._read(folder / "predictions.pkl")) for fold, folder in finished}
+        predictions = [np.asarray(self._read(folder / "predictions.pkl")) for _, folder in finished]
         if self.folds is None:
-            return parts[0]
+            return predictions[0]
+        classes = [self._read(folder / "result.pkl").get("classes") for _, folder in finished]
+        parts = dict(zip([fold for fold, _ in finished], align(predictions, classes)))
         first = next(iter(parts.values()))
         rows = sum(len(fold.validation) for fold in self.folds)
         lost = len(parts) < len(self.folds)

@@ -122,6 +122,7 @@ def _train(job: Job, folder: Path) -> None:
         result = {
             "score": outcome.score,
             "history": outcome.history,
+            "classes": outcome.classes,
             "seconds": time.monotonic() - began,
             "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else int(quota.num_cpus),
             "gpus": float(quota.num_gpus),
