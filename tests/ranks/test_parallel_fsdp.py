@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,26 @@ def given_back(gives_back: str) -> dict[str, Any]:
     return {"devices": {t.device.type for t in state}, "beside": max(beside), "states": len(state)}
 
 
+def as_it_came(gives_back: str, *, fails: bool) -> bool:
+    """Whether scalars, buffers and all the rest have their first values, and memory, after a run given back nowhere."""
+    model = Normed()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    before = {name: (t.clone(), t.data_ptr(), id(t)) for name, t in model.state_dict(keep_vars=True).items()}
+    with suppress(ZeroDivisionError), sharded_while(model, [optimizer], {}, gives_back=gives_back) as wrapper:
+        wrapper.get_loss(words(1), CRITERION, CPU).backward()
+        optimizer.step()
+        assert not torch.equal(model.norm.running_mean, before["norm.running_mean"][0])
+        assert not torch.equal(model.temperature, before["temperature"][0])
+        if fails:
+            raise ZeroDivisionError
+    after = model.state_dict(keep_vars=True)
+    alike = [
+        torch.equal(after[name], t) and (after[name].data_ptr(), id(after[name])) == (pointer, identity)
+        for name, (t, pointer, identity) in before.items()
+    ]
+    return all(alike) and not optimizer.state
+
+
 def beside_torch() -> dict[str, Any]:
     """Ours, torch's own, and one process, in float64; what attributes do, and what is left when it is taken off."""
     torch.set_default_dtype(torch.float64)
@@ -149,6 +170,7 @@ def beside_torch() -> dict[str, Any]:
     facts["held"] = held / sum(p.numel() for p in sharded.parameters())
 
     facts["given back"] = {to: given_back(to) for to in ("all", "main")}
+    facts["as they came"] = [as_it_came("none", fails=False), as_it_came("all", fails=True)]
 
     kept = copy.deepcopy(plain)
     before = {part: set(vars(part)) for part in kept.modules()}
@@ -172,6 +194,7 @@ def beside_torch() -> dict[str, Any]:
 def test_sharded_loop_equals_torch_and_one_process(world_size: int, tmp_path: Path) -> None:
     everyone = run_ranks(beside_torch, world_size, folder=tmp_path)
     for rank, facts in enumerate(everyone):
+        assert facts["as they came"] == [True, True]
         for to, back in facts["given back"].items():
             assert back["beside"] == 0
             assert back["states"] > 20

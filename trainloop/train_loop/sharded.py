@@ -77,9 +77,11 @@ def sharded(
     """
     originals = dict(model.named_parameters())
     kept = {name: p.data for name, p in originals.items()}  # a unit that goes to its GPU takes its parameters along
-    for p in originals.values():
-        if not p.ndim:  # it is stepped itself, and would not be as it came where nothing is given back
-            p.data = p.data.clone()
+    buffers = {name: (buffer, buffer.data) for name, buffer in model.named_buffers()}
+    in_place = [p for p in originals.values() if not p.ndim] + [buffer for buffer, _ in buffers.values()]
+    for tensor in in_place if optimizers else ():  # they would not be as they came where nothing is given back
+        tensor.data = tensor.data.clone()
+    given = False
     wrapper = TTFullyShardedDataParallel(model, **wrapper_args)
     for name, p in originals.items():
         if p.ndim:
@@ -93,15 +95,17 @@ def sharded(
             wrapper.reshard()
             receives = gives_back == "all" or distributed.is_global_zero()
             _give_back(model, originals, kept, optimizers, receives)
+            given = True
     finally:
         shards = {name: p for name, p in model.named_parameters() if name in originals}
         wrapper.take_off(originals)
         for name, p in originals.items():
             if not p.ndim:
                 p.data = kept[name]
-        for optimizer in optimizers:  # shards that are left, of a run that gives nothing back, are of no use
-            for stepped in [p for p, own in optimizer.state.items() if any(map(is_sharded, dict(own).values()))]:
-                del optimizer.state[stepped]
+        _give_back_buffers(model, buffers, as_they_came=bool(optimizers) and not given)
+        for optimizer in optimizers if not given else ():  # state of values that are gone is of no use
+            for stepped in {*shards.values(), *originals.values()}:
+                optimizer.state.pop(stepped, None)
         _move(optimizers, shards, originals, lambda value, _: value)
         own = {id(shard): originals[name] for name, shard in shards.items()}
         for optimizer, (state, groups) in zip(optimizers, arrived, strict=True):
@@ -140,6 +144,24 @@ def _give_back(
                 if home is not None and isinstance(value, Tensor) and (is_sharded(value) or value.device.type != "cpu"):
                     value = gathered(value, keeps=receives)
                     optimizer.state[stepped][key] = value.to(home) if receives else value
+
+
+def _give_back_buffers(model: nn.Module, buffers: dict[str, tuple[Tensor, Tensor]], *, as_they_came: bool) -> None:
+    """Into the memory, and so onto the device, that each had when it came; those the model has replaced since stay."""
+    now = dict(model.named_buffers())
+    for name, (buffer, came) in buffers.items():
+        if name not in now:
+            continue
+        if as_they_came:
+            owner, _, own_name = name.rpartition(".")
+            model.get_submodule(owner)._buffers[own_name] = buffer
+        elif now.get(name) is not buffer:
+            continue
+        elif buffer.shape == came.shape and buffer.dtype == came.dtype:
+            came.copy_(buffer.data)
+        else:
+            came = buffer.data.to(came.device)
+        buffer.data = came
 
 
 def _move(
