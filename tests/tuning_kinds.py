@@ -38,6 +38,24 @@ def make_scaled(params: dict[str, Any], fold: Any) -> Scaled:
     return Scaled(params["scale"])
 
 
+class Frequencies:
+    """Predicts how frequent each class was in what it was trained on."""
+
+    def fit(self, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> None:
+        self.classes_, counts = np.unique(y, return_counts=True)
+        self.chances = counts / counts.sum()
+
+    def predict(self, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return np.full(len(x), self.classes_[self.chances.argmax()])
+
+    def predict_proba(self, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return np.tile(self.chances, (len(x), 1))
+
+
+def make_frequencies(params: dict[str, Any], fold: Any) -> Frequencies:
+    return Frequencies()
+
+
 def make_broken(params: dict[str, Any], fold: Any) -> Any:
     raise RuntimeError("no data here")
 

@@ -18,9 +18,10 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from descriptors import all_low_numbers_taken
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
-from tuning_kinds import MakeBusy, MakeFailing, Scaled, make_broken, make_scaled, rows
+from tuning_kinds import MakeBusy, MakeFailing, Scaled, make_broken, make_frequencies, make_scaled, rows
 
 from places import IMPORTS
 from trainloop.resources import ResourceQuota, lease
@@ -167,6 +168,20 @@ def test_a_search_outlives_the_process_that_its_folds_are_forks_of(
         warnings.simplefilter("error")
         found = search(make_scaled, scales, preload=["lacks_a_library", "numpy"], **options)
     assert [trial.state for trial in found.trials] == ["done"] * 2
+
+
+def test_a_class_of_one_row_and_a_process_with_many_open_files() -> None:
+    x, y = np.zeros((21, 1)), np.array(["a"] * 10 + ["b"] + ["c"] * 10)
+    with all_low_numbers_taken():
+        found = search(make_frequencies, {"any": [0]}, data=(x, y), preload=["numpy"])
+    assert [trial.state for trial in found.trials] == ["done"], found.trials[0].errors
+    by_fold = [np.array([(y[fold.train] == label).mean() for label in "abc"]) for fold in found.folds]
+    for fold, chances, score in zip(found.folds, by_fold, found.trials[0].scores):
+        np.testing.assert_allclose(found.out_of_fold_predictions[fold.validation], [chances] * len(fold.validation))
+        own = np.maximum(chances[["abc".index(label) for label in y[fold.validation]]], 1e-15)
+        assert score == pytest.approx(-np.log(own).mean())
+    assert sorted(chances[1] for chances in by_fold)[0] == 0.0  # one fold has not seen it
+    np.testing.assert_allclose(found.predict(x), [np.mean(by_fold, axis=0)] * 21)
 
 
 RUN = """

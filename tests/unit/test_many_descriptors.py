@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import resource
 import socket
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
+from descriptors import all_low_numbers_taken
 
 from trainloop.launch.failures import Failure
 from trainloop.launch.lines import Line
@@ -17,18 +16,9 @@ from trainloop.launch.rendezvous import Rendezvous
 
 
 @pytest.fixture(autouse=True)
-def all_low_numbers_are_taken() -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (4096 if hard == resource.RLIM_INFINITY else min(4096, hard), hard))
-    taken = [os.open(os.devnull, os.O_RDONLY)]
-    try:
-        while taken[-1] < 1100:
-            taken.append(os.dup(taken[0]))
+def high_numbers() -> Iterator[None]:
+    with all_low_numbers_taken():
         yield
-    finally:
-        for number in taken:
-            os.close(number)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_line_is_over_when_the_other_side_has_gone_and_not_before() -> None:
