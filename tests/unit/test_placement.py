@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from trainloop.train_loop.placement import _move_state
+from trainloop.train_loop.placement import move_state
 
 META = torch.device("meta")
 
@@ -25,7 +25,14 @@ def test_optimizer_state_goes_where_torchs_own_loading_puts_it(options: dict[str
     for group in reference.param_groups:
         group.update(options)
     reference.load_state_dict(optimizer.state_dict())
-    _move_state(optimizer, META)
+    move_state(optimizer, META)
     for own, expected in zip(layer.parameters(), there.parameters(), strict=True):
         moved, loaded = optimizer.state[own], reference.state[expected]
         assert {name: value.device for name, value in moved.items()} == {n: v.device for n, v in loaded.items()}
+    scalar = nn.Parameter(torch.ones((), device=META))  # as of fsdp, whose parameters are where they are stepped
+    scaling = optim.AdamW([scalar])
+    scaling.param_groups[0].update(options)
+    scaling.state[scalar] = {"step": torch.tensor(1.0), "exp_avg": torch.tensor(0.5)}
+    move_state(scaling)
+    counter = META if options.get("fused") else torch.device("cpu")
+    assert {name: value.device for name, value in scaling.state[scalar].items()} == {"step": counter, "exp_avg": META}

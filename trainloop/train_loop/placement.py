@@ -16,7 +16,7 @@ from trainloop.parallel.ddp import comm_hooks_of
 from trainloop.train_loop.arguments import AmpOptions
 from trainloop.train_loop.recompute import recomputing
 
-__all__ = ["Placement", "placed"]
+__all__ = ["Placement", "move_state", "placed"]
 
 
 @dataclass
@@ -151,7 +151,7 @@ def placed(
         if isinstance(criterion, nn.Module):
             criterion.to(device)
         for optimizer in optimizers if mode != "fsdp" else ():
-            _move_state(optimizer, device)
+            move_state(optimizer, device)
         amp = amp.on(device)
         if sync_batchnorm_over_ranks:
             from trainloop import sync_batchnorm
@@ -202,17 +202,18 @@ def _wrapped(
     return model
 
 
-def _move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move the optimizers' state to the parameters' devices; step counters go where they are read.
+def move_state(optimizer: torch.optim.Optimizer, device: torch.device | None = None) -> None:
+    """Move the optimizer's state to ``device`` (default: to each parameter's); step counters go where they are read.
 
     As torch's ``Optimizer.load_state_dict`` does it: fused and capturable kernels read the counter on the device.
     """
     for group in optimizer.param_groups:
         on_device = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
+            home = parameter.device if device is None else device
             state = optimizer.state.get(parameter, {})
             for key, value in state.items():
                 counts = key == "step" and not on_device
                 stays = not torch.is_tensor(value) or (counts and value.device.type == "cpu")
-                if not stays and value.device != device:
-                    state[key] = value.to(device)
+                if not stays and value.device != home:
+                    state[key] = value.to(home)

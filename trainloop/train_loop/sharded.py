@@ -16,7 +16,7 @@ from trainloop.optim import parameters_of
 from trainloop.parallel import TTFullyShardedDataParallel
 from trainloop.parallel.shards import gathered, is_sharded, map_tensors, shard_like, whole
 from trainloop.train_loop.arguments import Options, RestartOptions
-from trainloop.train_loop.placement import Placement
+from trainloop.train_loop.placement import Placement, move_state
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
@@ -89,6 +89,8 @@ def sharded(
     shards = dict(model.named_parameters())
     arrived = [(optimizer.state, list(optimizer.param_groups)) for optimizer in optimizers]
     _move(optimizers, originals, shards, lambda value, p: shard_like(value, p) if value.shape == p.shape else value)
+    for optimizer in optimizers:  # scalars, and the counters of fused kernels
+        move_state(optimizer)
     try:
         yield wrapper
         if gives_back != "none":
