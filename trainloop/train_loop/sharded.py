@@ -194,6 +194,7 @@ def check_shardable(
     *,
     gather: bool,
     restarts: RestartOptions | None = None,
+    num_nodes: int = 1,
 ) -> None:
     """Raise where ``fsdp`` can't work, before any process starts.
 
@@ -212,6 +213,12 @@ def check_shardable(
             f"fit(gather=False, max_restarts={restarts.most}): restarts go on from snapshots of the whole model and "
             "optimizer in a host's memory, which gather=False is to avoid. Leave max_restarts out, and go on after a "
             "failure by fit(resume_from='last') with the ModelCheckpoint; or leave gather out."
+        )
+    if restarts is not None and num_nodes > 1:
+        raise ConfigurationError(
+            f"max_restarts={restarts.most} with gpu_mode='fsdp' and num_nodes={num_nodes}: hosts don't keep sharded "
+            "snapshots for each other. Leave max_restarts out, and go on after a failure by fit(resume_from='last') with "
+            "a ModelCheckpoint; or use gpu_mode='ddp'."
         )
     meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if gather and meta is not None:
