@@ -217,8 +217,8 @@ def check_shardable(
     if restarts is not None and num_nodes > 1:
         raise ConfigurationError(
             f"max_restarts={restarts.most} with gpu_mode='fsdp' and num_nodes={num_nodes}: hosts don't keep sharded "
-            "snapshots for each other. Leave max_restarts out, and go on after a failure by fit(resume_from='last') with "
-            "a ModelCheckpoint; or use gpu_mode='ddp'."
+            "snapshots for each other. Leave max_restarts out, and go on after a failure by fit(resume_from='last') "
+            "with a ModelCheckpoint; or use gpu_mode='ddp'."
         )
     meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if gather and meta is not None:
