@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from descriptors import all_low_numbers_taken
@@ -35,7 +36,7 @@ def test_a_line_is_over_when_the_other_side_has_gone_and_not_before() -> None:
     line.close()
 
 
-def test_hosts_hear_each_other_at_once() -> None:
+def test_hosts_hear_each_other_at_once_and_say_little(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         point = free.getsockname()
@@ -49,6 +50,17 @@ def test_hosts_hear_each_other_at_once() -> None:
         thread.start()
     for thread in threads:
         thread.join(30)
+    sent: list[float] = []
+    send = Line.send
+
+    def counted(line: Line, message: dict[str, Any]) -> None:
+        sent.append(time.monotonic())
+        send(line, message)
+
+    monkeypatch.setattr(Line, "send", counted)
+    began = time.monotonic()
+    time.sleep(2.5)
+    assert 2 <= len(sent) <= 2 * (time.monotonic() - began + 2)  # a sign of life a second, and no answers to those
     told = [Failure(rank=node, time_ns=1, type="ValueError", message=f"of node {node}") for node in range(2)]
     for node in range(2):
         hosts[node].tell(told[node])

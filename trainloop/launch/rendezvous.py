@@ -310,15 +310,18 @@ class Rendezvous:
     def _listen(self) -> None:
         heard = dict.fromkeys(self._peers, time.monotonic())
         open_lines = dict(self._peers)
+        beat = time.monotonic()
         while not self._over.wait(0) and open_lines:
             with contextlib.suppress(OSError, ValueError):  # ValueError: closed by close()
                 # select.select would refuse descriptors above 1023.
-                ready = wait([line.fileno() for line in open_lines.values()], _BEAT_S)
+                ready = wait([line.fileno() for line in open_lines.values()], max(0.0, beat - time.monotonic()))
                 for node in [n for n, line in open_lines.items() if line.fileno() in ready]:
                     heard[node] = time.monotonic()
                     if not self._hear(node, open_lines[node]):
                         del open_lines[node]
-            self._send_all({"alive": self._me})
+            if time.monotonic() >= beat:  # not after each message, or two hosts would answer each other without end
+                self._send_all({"alive": self._me})
+                beat = time.monotonic() + _BEAT_S
             for node in [n for n in open_lines if time.monotonic() - heard[n] > SILENCE_S]:
                 self._lost(node, f"nothing was heard of it for {SILENCE_S:g} s: the link was cut, or the host is down")
                 del open_lines[node]
