@@ -28,12 +28,17 @@ from typing import Any
 
 from trainloop.stopping import CHECKPOINT, INTERRUPT, TERMINATE, StopAgreement
 
-__all__ = ["Heard", "WorkerInit", "rank_signals", "signals", "started", "uninterrupted"]
+__all__ = ["Heard", "WorkerInit", "rank_signals", "signals", "started", "status_of", "uninterrupted"]
 
 _REASON_OF_SIGNAL = {"SIGINT": INTERRUPT, "SIGTERM": TERMINATE, "SIGUSR1": CHECKPOINT}
 
 _SAME_SIGNAL_S = 30.0  # between the first and the last process of a group to handle a signal that all of them got
 _LOOK_S = 0.1
+
+
+def status_of(reasons: int) -> int:
+    """The exit status of a process that a signal ends: 128 + the signal's number, as shells count."""
+    return 143 if reasons & TERMINATE else 138
 
 
 class Heard:
@@ -52,7 +57,7 @@ class Heard:
         if self.reasons & INTERRUPT:
             raise KeyboardInterrupt
         if self.reasons:
-            raise SystemExit(143 if self.reasons & TERMINATE else 138)  # 128 + the signal's number, as shells count
+            raise SystemExit(status_of(self.reasons))
 
 
 class _Handlers:

@@ -171,7 +171,6 @@ IN_TRIAL = "a trial's process has its environment set before it imports torch"
 LATE = {
     "trainloop.__main__ trainloop.checkpoint.export": "the doctor works where torch does not",
     "trainloop.__main__ trainloop.resources.quota": "the doctor works where torch does not",
-    "trainloop.callbacks.performance_eval trainloop.result_package": UP,
     "trainloop.data.loaders trainloop.launch.rank_process": RANKS,
     "trainloop.data.loaders trainloop.launch.settings": RANKS,
     "trainloop.data.streams trainloop.data.batches": CHEAP,
@@ -272,8 +271,9 @@ FOREIGN: dict[str, str] = {
     "train_loop/preflight.py": "_DropoutNd _NormBase",
     "train_loop/recompute.py": "_reconstructor",
     "train_loop/run.py": "_compiled_call_impl",
+    "train_loop/sharded.py": "_version",
     "train_loop/trained.py": "_get_default_store",
-    "train_loop/whole_step.py": "_dynamo _foreach_copy_",
+    "train_loop/whole_step.py": "_dynamo _foreach_copy_ _post_accumulate_grad_hooks",
     "transfer/pickling.py": (
         "_DYNAMIC_CLASS_TRACKER_BY_CLASS _DYNAMIC_CLASS_TRACKER_BY_ID _array _extra_reducers _mmap _untyped_storage "
         "_utils _validate_loaded_sparse_tensors"

@@ -13,6 +13,7 @@ from trainloop.callbacks.history_report import (
     TrainHistoryPlot,
 )
 from trainloop.errors import ConfigurationError
+from trainloop.result_package import evaluate_result_package
 
 __all__ = [
     "MetricHistoryRename",
@@ -150,8 +151,6 @@ class ModelPerformanceEvaluation(AbstractCallback):
             loop.insert_metric_result_into_history(prefix + name, value)
 
     def _evaluate(self, prefix: str, predict: Callable[[], Any], loss: Callable[[], Any]) -> dict[str, float]:
-        from trainloop.result_package import evaluate_result_package
-
         y_pred, y_true, metadata = predict()
         if getattr(self.result_package, "requires_loss", False):
             metadata = {**metadata, "loss": loss()}

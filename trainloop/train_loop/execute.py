@@ -218,7 +218,8 @@ def _as_rank(
         result = work(run, *args)
     if arrival is None:
         return result
-    return arrival.end_state((result, None if caller is None else CallersRandomness.of(loop)))
+    answer = (result, None if caller is None else CallersRandomness.of(loop))
+    return arrival.end_state(answer, sent=process.local_rank == 0)
 
 
 @contextmanager

@@ -115,9 +115,17 @@ class Arrival:
         """The parts' present contents, by their path."""
         return parts_now(self.parts)
 
-    def end_state(self, result: Any) -> bytes:
-        """The loop's state now, and ``result``, for :meth:`Departure.receive` on the caller's side."""
+    def end_state(self, result: Any, *, sent: bool = True) -> bytes:
+        """The loop's state now, and ``result``, for :meth:`Departure.receive` on the caller's side.
+
+        Of each host one rank's is sent. The others only ask callbacks for their state, which may be an exchange of all
+        ranks, and copy no weights.
+        """
         loop = self._loop
+        callbacks = [callback_state(callback) for callback in loop.callbacks]
+        stateful = [getattr(loop.callbacks[i], name).state_dict() for i, name in self._stateful]
+        if not sent:
+            return b""
         changed = {}
         for key, value in plain_attributes(loop).items():
             dumped = self._dumped(value)
@@ -135,8 +143,8 @@ class Arrival:
             "scaler": loop.scaler_state,
             "counters": {name: getattr(loop, name) for name in COUNTERS if name != "message_service"},
             "messages": loop.message_service.__dict__,
-            "callbacks": [self._that_can_be_sent(callback_state(callback), callback) for callback in loop.callbacks],
-            "stateful": [getattr(loop.callbacks[i], name).state_dict() for i, name in self._stateful],
+            "callbacks": list(map(self._that_can_be_sent, callbacks, loop.callbacks)),
+            "stateful": stateful,
             "result": result,
         }
         return dump_state(state, self.known)

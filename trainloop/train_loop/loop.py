@@ -4,7 +4,7 @@ view.py.
 ::
 
     fit(num_epochs)
-        the loop goes to the ranks (ddp), or stays here (single, dp)
+        the loop goes to the ranks (ddp, fsdp), or stays here (single, dp)
         on_multiprocess_start, on_train_begin
         for each epoch
             on_epoch_begin
@@ -92,16 +92,17 @@ class TrainLoop(LoopView, Generic[ModelT]):
         Turns what was collected into what ``predict_on_*`` returns.
     end_auto_eval : bool or int
         Evaluate at each epoch's end (and on the test set at the end of training), never, or every n epochs.
-    gpu_mode : {'single', 'dp', 'ddp', 'fsdp'}
+    gpu_mode : {'single', 'dp', 'ddp', 'fsdp', 'auto'}
         One process and device; replicas in threads; one process a device, started here, each with a copy of the model;
-        the same, with parameters, gradients and the optimizer's state sharded over them.
+        the same, with parameters, gradients and the optimizer's state sharded over them. ``'auto'``: ``ddp`` on several
+        devices, else ``single``.
     cuda_device_idx : int, optional
         The GPU of ``single``; the same as ``accelerator='cuda', devices=[idx]``.
     use_amp : bool, {'bf16', 'fp16'} or dict
         Mixed precision; ``True`` is bf16 where the device has it; a dict holds ``GradScaler`` arguments and means fp16.
     accelerator : {'auto', 'cpu', 'gpu', 'cuda', 'mps'}
     devices : int, str or list of int
-        See :func:`trainloop.devices.parse_devices`; on the CPU a number of processes (``ddp``) or replicas (``dp``).
+        See :func:`trainloop.devices.parse_devices`; on the CPU a number of processes, or in ``dp`` of replicas.
     auto_select_gpus : bool
         Take ``devices`` GPUs that no other run uses.
     resources : trainloop.resources.ResourceQuota, optional
@@ -120,8 +121,8 @@ class TrainLoop(LoopView, Generic[ModelT]):
         optimizer's step as one graph, in ``single``; where that can't be, a warning says why, and steps are not
         compiled.
     start_method : {'auto', 'forkserver', 'spawn'}
-        How ``ddp`` starts its ranks: from a process that has torch loaded once, or each as a fresh interpreter.
-        ``'auto'`` is the environment's ``TRAINLOOP_START_METHOD``, else a fork server wherever there can be one.
+        How ``ddp`` and ``fsdp`` start their ranks: from a process that has torch loaded once, or each as a fresh
+        interpreter. ``'auto'`` is the environment's ``TRAINLOOP_START_METHOD``, else a fork server wherever there can be one.
     checkpoint_modules : class, str, callable or list of them, optional
         Gradient checkpointing: these modules keep their inputs only, and compute the rest anew in the backward pass.
         Less memory for about a third more time; the same numbers. Classes (``nn.TransformerEncoderLayer``), names
@@ -247,10 +248,10 @@ class TrainLoop(LoopView, Generic[ModelT]):
         grad_accumulation : int
             Batches whose gradients make one optimizer step. An epoch's last step may have fewer.
         num_nodes, node_rank : int
-            Hosts that train together in ``ddp``, and which one this is. Each starts its own ranks.
+            Hosts that train together in ``ddp`` or ``fsdp``, and which one this is. Each starts its own ranks.
         num_gpus : int, optional
-            How many GPUs to use, where the loop was made with ``devices='auto'``, in ``dp`` and ``ddp``; 0 trains on
-            the CPU. ``devices`` that were given to the loop count more.
+            How many GPUs to use, where the loop was made with ``devices='auto'``, in all modes but ``single``; 0 trains
+            on the CPU. ``devices`` that were given to the loop count more.
         dp_model_args, ddp_model_args, fsdp_model_args : dict, optional
             Further arguments of :class:`TTDataParallel`, :class:`TTDistributedDataParallel` and
             :class:`TTFullyShardedDataParallel`.
@@ -288,9 +289,9 @@ class TrainLoop(LoopView, Generic[ModelT]):
         ConfigurationError
             For arguments that can't work, before any process starts.
         UnpicklableError
-            If something can't be sent to the ranks of ``ddp``; names it.
+            If something can't be sent to the ranks; names it.
         WorkerFailedError
-            If a rank fails; names it, with its traceback.
+            If a rank fails; names it, with its traceback. Your objects are as before ``fit``.
         CheckpointError
             If there is nothing to resume from, or it belongs to something else.
         KeyboardInterrupt, SystemExit

@@ -29,6 +29,7 @@ from trainloop import distributed
 from trainloop.data import StepBatches, train_feed
 from trainloop.metrics import Recorder, named_losses
 from trainloop.optim import drop_gradients
+from trainloop.signals import status_of
 from trainloop.stopping import CHECKPOINT, EARLY_STOP, INTERRUPT, TERMINATE, StopAgreement
 from trainloop.train_loop import state as run_state
 from trainloop.train_loop.arguments import FitJob, check_loader
@@ -201,7 +202,7 @@ class Training(Run):
                 save = getattr(callback, "save_now", None)
                 if save is not None:
                     save("SIGTERM" if ended_by & TERMINATE else "SIGUSR1")
-        self._tell_exception(KeyboardInterrupt() if ended_by & INTERRUPT else SystemExit(143))
+        self._tell_exception(KeyboardInterrupt() if ended_by & INTERRUPT else SystemExit(status_of(ended_by)))
 
     def _tell_end(self) -> None:
         """Print who ended training; a reason may be known to one rank only, as a time limit is."""
