@@ -122,8 +122,8 @@ class TrainLoop(LoopView, Generic[ModelT]):
         compiled.
     start_method : {'auto', 'forkserver', 'spawn'}
         How ``ddp`` and ``fsdp`` start their ranks: from a process that has torch loaded once, or each as a fresh
-        interpreter. ``'auto'`` is the environment's ``TRAINLOOP_START_METHOD``, else a fork server wherever there can be
-        one.
+        interpreter. ``'auto'`` is the environment's ``TRAINLOOP_START_METHOD``, else a fork server wherever that is
+        possible.
     checkpoint_modules : class, str, callable or list of them, optional
         Gradient checkpointing: these modules keep their inputs only, and compute the rest anew in the backward pass.
         Less memory for about a third more time; the same numbers. Classes (``nn.TransformerEncoderLayer``), names
