@@ -16,7 +16,6 @@ from trainloop import checkpoint, distributed
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.monitor import Mode, Monitor
 from trainloop.checkpoint import Checkpoint, CheckpointInfo, sharded
-from trainloop.checkpoint.sharded import fitted
 from trainloop.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
@@ -181,9 +180,7 @@ class ModelCheckpoint(AbstractCallback):
                 "Give ModelCheckpoint a monitor, and let at least one epoch end."
             )
         state = checkpoint.load(path)
-        model = model or self.train_loop_obj.model
-        own = model.state_dict()
-        model.load_state_dict({name: fitted(value, own.get(name)) for name, value in state["model"].items()})
+        sharded.load_model(model or self.train_loop_obj.model, state["model"])
         return state
 
     # -- what the loop asks --------------------------------------------------------------------------------------------

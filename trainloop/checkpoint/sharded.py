@@ -25,19 +25,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainloop import distributed
-from trainloop.checkpoint.storage import temporary_name
+from trainloop.checkpoint.storage import sync_directory, temporary_name
 from trainloop.distributed.objects import cpu_group
 from trainloop.errors import CheckpointError, ConfigurationError
-from trainloop.parallel.shards import is_sharded, shard_like, with_items
+from trainloop.parallel.shards import is_sharded, shard_like, spread_like, with_items
 
 __all__ = [
     "STATE",
     "StoredTensor",
     "check_offered",
     "fitted",
+    "load_model",
     "narrowed",
     "new_folder",
     "parts_of",
@@ -299,7 +300,6 @@ def whole_of(value: Any) -> Any:
 
 def part_of(stored: StoredTensor, like: Any) -> Any:
     """A tensor spread as ``like`` is, of which only the parts are read that this rank needs. No exchange."""
-    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # public in no version to 2.13
 
     sizes, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
@@ -311,11 +311,7 @@ def part_of(stored: StoredTensor, like: Any) -> Any:
             assert common is not None
             source = narrowed(part, [c - b for c, b in zip(common[0], begin)], common[1])
             narrowed(mine, [c - o for c, o in zip(common[0], offsets)], common[1]).copy_(source)
-    local = mine.to(like.to_local().device)
-    strides = torch.empty(stored.shape, device="meta").stride()
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=stored.shape, stride=strides
-    )
+    return spread_like(mine.to(like.to_local().device), like, stored.shape)
 
 
 def parts_of(stored: StoredTensor, wanted: Box | None = None) -> Iterator[tuple[Box, Tensor]]:
@@ -354,6 +350,12 @@ def fitted(value: Any, like: Any) -> Any:
     return shard_like(value, like) if isinstance(value, Tensor) and is_sharded(like) else value
 
 
+def load_model(model: nn.Module, state: dict[str, Any]) -> None:
+    """A checkpoint's weights into a model, spread as its own are."""
+    own = model.state_dict()
+    model.load_state_dict(with_items(state, {name: fitted(value, own.get(name)) for name, value in state.items()}))
+
+
 # -- folders -----------------------------------------------------------------------------------------------------------
 
 
@@ -367,11 +369,11 @@ def new_folder(where: str, name: str, run: str) -> str:
 
 def publish(temporary: str, path: str) -> None:
     """Give a folder that is whole its name, in the place of one that may have it."""
-    _sync(temporary)
+    sync_directory(temporary)
     if os.path.isdir(path):
         remove_folder(path)
     os.rename(temporary, path)
-    _sync(os.path.dirname(path))
+    sync_directory(os.path.dirname(path))
 
 
 def remove_folder(path: str) -> None:
@@ -382,12 +384,3 @@ def remove_folder(path: str) -> None:
                 os.unlink(os.path.join(path, name))
     with contextlib.suppress(OSError):
         os.rmdir(path)
-
-
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems can't
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

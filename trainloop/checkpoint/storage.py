@@ -23,7 +23,7 @@ from uuid import uuid4
 
 from trainloop.errors import ConfigurationError
 
-__all__ = ["Folder", "folder", "split_file", "temporary_name"]
+__all__ = ["Folder", "folder", "split_file", "sync_directory", "temporary_name"]
 
 _TEMPORARY = ".tmp"
 # Stores where a file opened with autocommit=False appears at its commit(): nothing has to be copied to be renamed.
@@ -172,7 +172,7 @@ class _LocalFolder(Folder):
                 os.unlink(temporary)
             raise
         if durable:
-            _sync_directory(self.location)
+            sync_directory(self.location)
 
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -219,10 +219,11 @@ class _LocalFolder(Folder):
             path = path.parent
         for new in reversed(missing):
             new.mkdir(exist_ok=True)
-            _sync_directory(str(new.parent))
+            sync_directory(str(new.parent))
 
 
-def _sync_directory(path: str) -> None:
+def sync_directory(path: str) -> None:
+    """Wait until the names in a folder would survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:
         # Some network file systems can't sync a folder; they keep names by other means.

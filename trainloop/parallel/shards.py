@@ -21,6 +21,7 @@ __all__ = [
     "local_part",
     "map_tensors",
     "shard_like",
+    "spread_like",
     "whole",
     "with_items",
 ]
@@ -76,8 +77,6 @@ def shard_like(value: Tensor, like: Any) -> Any:
     """
     if not is_sharded(like) or is_sharded(value):
         return value.detach().to(like.device)
-    from torch.distributed.tensor import DTensor
-
     part = value.detach()
     mesh, placements = like.device_mesh, like.placements
     for dim, placement in enumerate(placements):
@@ -86,8 +85,15 @@ def shard_like(value: Tensor, like: Any) -> Any:
             chunks = part.chunk(size, placement.dim)
             part = chunks[rank] if rank < len(chunks) else part.narrow(placement.dim, 0, 0)
     part = part.to(like.to_local().device, copy=True, memory_format=torch.contiguous_format)
-    strides = torch.empty(value.shape, device="meta").stride()
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=value.shape, stride=strides)
+    return spread_like(part, like, value.shape)
+
+
+def spread_like(part: Tensor, like: Any, shape: torch.Size) -> Any:
+    """A tensor of this shape, spread as another one is, of which this rank has ``part``; no exchange."""
+    from torch.distributed.tensor import DTensor
+
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=shape, stride=strides)
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:

@@ -14,7 +14,7 @@ from trainloop import distributed, rng
 from trainloop.carried import carried_state_of, load_carried_state
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import optimizers_of
-from trainloop.parallel.shards import gathered, map_tensors, with_items
+from trainloop.parallel.shards import gathered, map_tensors
 from trainloop.scratch import remove_dead
 from trainloop.train_loop.ending import end_that_holds, nothing_left
 from trainloop.train_loop.trained import add_missing_groups, changed_flags, group_names, set_flags
@@ -232,8 +232,10 @@ def took_up_finished(loop: TrainLoop[Any], state: dict[str, Any]) -> bool:
     why = nothing_left(loop, state)
     if why:
         _load_parts(loop, state)
+        from trainloop.checkpoint.sharded import load_model
+
         # A callback may have replaced the weights by those from which training would go on.
-        _load_model(loop.model, state["model"])
+        load_model(loop.model, state["model"])
         load_carried_state(loop.model, [saved.get("carried", {}) for saved in state["ranks"]], 0, len(state["ranks"]))
         loop.scaler_state = state["scaler"]
         loop.ends = end_that_holds(loop, state)
@@ -247,9 +249,9 @@ def took_up_finished(loop: TrainLoop[Any], state: dict[str, Any]) -> bool:
 
 def _load_parts(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
     """Load the parts of the loop itself, running or not."""
-    from trainloop.checkpoint.sharded import whole_of  # when first used: `import trainloop` is to be cheap
+    from trainloop.checkpoint.sharded import load_model, whole_of  # when first used: `import trainloop` is to be cheap
 
-    _load_model(loop.model, state["model"])
+    load_model(loop.model, state["model"])
     if isinstance(loop.criterion, nn.Module) and state["criterion"]:
         loop.criterion.load_state_dict(state["criterion"])
     set_flags(loop.model, state.get("flags", {}))
@@ -261,14 +263,6 @@ def _load_parts(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
     _load_callbacks(loop.callbacks, whole_of(state["callbacks"]))
     for name in ("epoch", "global_step", "total_iteration_idx"):
         setattr(loop, name, state["place"][name])
-
-
-def _load_model(model: nn.Module, state: dict[str, Any]) -> None:
-    """Weights into a model that may be sharded, from a checkpoint that may be."""
-    from trainloop.checkpoint.sharded import fitted
-
-    own = model.state_dict()
-    model.load_state_dict(with_items(state, {name: fitted(value, own.get(name)) for name, value in state.items()}))
 
 
 def _fit_state(optimizer: torch.optim.Optimizer) -> None:
