@@ -115,7 +115,7 @@ class StandIn:
         with torch.no_grad():
             self.model.weight.fill_(self.global_step)
         for callback in self.callbacks:
-            callback.on_after_optimizer_step()
+            callback.save_due()
 
 
 def written(where: Path) -> list[tuple[int, int, str]]:

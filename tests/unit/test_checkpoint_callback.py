@@ -59,7 +59,7 @@ def test_a_step_that_amp_skipped_is_not_written_twice(tmp_path: Path) -> None:
     keeper.on_train_begin()
     for _ in range(2):
         loop.step()
-    keeper.on_after_optimizer_step()
+    keeper.save_due()
     assert loop.states == 1
 
 

@@ -43,7 +43,7 @@ class StopAfter(AbstractCallback):
         super().__init__(execution_order=5000)
         self.steps = steps
 
-    def on_after_optimizer_step(self) -> None:
+    def save_due(self) -> None:
         if self.train_loop_obj.global_step == self.steps:
             raise InterruptedError
 

@@ -39,8 +39,8 @@ class ModelCheckpoint(AbstractCallback):
     every_n_epochs : int or None
         Write at the end of every n-th epoch, with its ``val_loss``; a resumed run begins with the next epoch.
     every_n_steps : int or None
-        Write after every n-th optimizer step, counted over all of training: in ``on_after_optimizer_step``, so it does
-        not contain what the batch's ``on_batch_end`` does and logs.
+        Write after every n-th optimizer step, counted over all of training: when all hooks of the step have run, the
+        batch's ``on_batch_end`` too, so that it contains what they do and log.
     monitor : str, optional
         Metric in ``history`` by which checkpoints at an epoch's end are judged. Whenever it is better than ever, one
         is written, also where no ``every_n_*`` asks for it: with all of them None, only then.
@@ -195,6 +195,18 @@ class ModelCheckpoint(AbstractCallback):
         files = checkpoint.checkpoints(self._folder)
         return [(file.info.step, file.path) for file in files if file.info is not None and file.info.run == self._run]
 
+    def save_due(self) -> None:
+        """Write a checkpoint if one is due at this step, whose last hook has run. Collective."""
+        step = self.train_loop_obj.global_step
+        if not self._prepared:
+            self._prepare()
+        if step == self._saved_step:
+            return  # AMP has skipped this one
+        if self.every_n_steps is not None and step % self.every_n_steps == 0:
+            self._save("steps")
+        elif self.every_n_minutes is not None and self._time_is_up(60 * self.every_n_minutes):
+            self._save("time")
+
     def save_now(self, reason: str) -> None:
         """Write a checkpoint now, unless the last one holds this very state, and wait until it is on the disk.
 
@@ -257,17 +269,6 @@ class ModelCheckpoint(AbstractCallback):
         missing = is_last and loop.global_step not in [step for step, _ in self.own_checkpoints()]
         if distributed.exchange_ints([int(missing)])[0][0]:
             self._save("restart")
-
-    def on_after_optimizer_step(self) -> None:
-        step = self.train_loop_obj.global_step
-        if not self._prepared:
-            self._prepare()
-        if step == self._saved_step:
-            return  # AMP has skipped this one
-        if self.every_n_steps is not None and step % self.every_n_steps == 0:
-            self._save("steps")
-        elif self.every_n_minutes is not None and self._time_is_up(60 * self.every_n_minutes):
-            self._save("time")
 
     @logs_nothing
     def on_epoch_end(self) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from time import perf_counter, perf_counter_ns
 from typing import TYPE_CHECKING, Any
@@ -82,6 +82,8 @@ class Training(Run):
         """Whether a checkpoint was made since the last snapshot."""
         self.snapshots: Snapshots | None = None
         """Set for a run that survives failures."""
+        self.savers: tuple[Callable[[], None], ...] = ()
+        """What writes checkpoints of steps, called when the last hook of a step has run."""
         self.clock = StepClock(place.device)
         self._job = job
         self._same_callbacks = True
@@ -104,6 +106,8 @@ class Training(Run):
                         clock.data += perf_counter_ns()
                         self.backward(batches)
                         self.step()
+                        for save in self.savers:
+                            save()
                         clock.steps += 1
                         clock.samples += batches.total
                         if self.epoch_steps % STEPS_BETWEEN_FLUSHES == 0:
@@ -160,6 +164,7 @@ class Training(Run):
         self._same_callbacks = self._have_same_callbacks()
         for hook in self.hooks.on_train_begin:
             hook()
+        self.savers = tuple(callback.save_due for callback in loop.callbacks if hasattr(callback, "save_due"))
         if snapshots is not None:
             snapshots.take_up(resume)
         elif resume is not None:
