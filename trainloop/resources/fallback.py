@@ -11,9 +11,9 @@ __all__ = ["gpu_or_cpu"]
 
 T = TypeVar("T")
 
-# Words of LightGBM, XGBoost, CatBoost, torch and this package for 'no GPU build' and 'no device'.
-_NO_GPU = re.compile(
-    r"""
+# Words of LightGBM, XGBoost, CatBoost, torch and this package for 'no GPU build' and 'no device'. Compiled when an
+# error is looked at: to compile it here took a tenth of `import trainloop`.
+_NO_GPU = r"""
       (gpu|cuda|opencl)[ ]tree[ ]learner[ ]was[ ]not[ ]enabled
     | not[ ]compiled[ ]with[ ](gpu|cuda|opencl)
     | (built|compiled)[ ]without[ ](gpu|cuda|opencl)
@@ -24,9 +24,7 @@ _NO_GPU = re.compile(
     | task[ ]type[ ]\[gpu\][ ]not[ ]found
     | cuda[ ]driver[ ]version[ ]is[ ]insufficient
     | this[ ]machine[ ]has[ ]none
-    """,
-    re.IGNORECASE | re.VERBOSE,
-)
+"""
 
 
 def gpu_or_cpu(fit_on_gpu: Callable[[], T], fit_on_cpu: Callable[[], T]) -> T:
@@ -63,7 +61,7 @@ def gpu_or_cpu(fit_on_gpu: Callable[[], T], fit_on_cpu: Callable[[], T]) -> T:
         return fit_on_gpu()
     except Exception as error:
         text = str(error)
-        if "out of memory" in text.lower() or _NO_GPU.search(text) is None:
+        if "out of memory" in text.lower() or re.search(_NO_GPU, text, re.IGNORECASE | re.VERBOSE) is None:
             raise
         cause = f"{type(error).__name__}: {' '.join(text.split())[:300]}"
     warnings.warn(
