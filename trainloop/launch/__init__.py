@@ -12,16 +12,16 @@ import logging
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from trainloop.devices import usable_cores
 from trainloop.distributed.key import key_from_environment, new_key
 from trainloop.errors import ConfigurationError, WorkerFailedError
-from trainloop.launch.failures import Failure
 from trainloop.launch.fork_server import (
     ForkServerError,
     ServerGoneError,
@@ -34,9 +34,10 @@ from trainloop.launch.inherited import circumstances, taken_at_start
 from trainloop.launch.joining import join, joined
 from trainloop.launch.kept import keeping, kept_here
 from trainloop.launch.main_guard import check_main_guard, main_place
+from trainloop.launch.meetings import Meetings, Survival
 from trainloop.launch.messages import connection_pair
 from trainloop.launch.rank_process import RankSpec, started_by_launch
-from trainloop.launch.rendezvous import FAREWELL_S, RENDEZVOUS_WAIT_S, Rendezvous, rendezvous_point
+from trainloop.launch.rendezvous import Rendezvous
 from trainloop.launch.settings import dumped_settings
 from trainloop.launch.spawning import Ranks
 from trainloop.scratch import scratch_folder
@@ -50,22 +51,6 @@ __all__ = ["Survival", "join", "joined", "keeping", "launch"]
 logger = logging.getLogger("trainloop")
 
 T = TypeVar("T")
-
-
-class Survival(Protocol):
-    """Decides whether ranks that have failed start again, and tells them from where."""
-
-    def failed(self, failure: Failure, error: WorkerFailedError) -> WorkerFailedError | None:
-        """The ranks have ended by this failure: the error that ends the run, or ``None`` to start them again."""
-
-    def says(self) -> dict[str, Any]:
-        """What the other hosts have to know of this one, before each start; plain types."""
-
-    def agreed(self, said: Sequence[dict[str, Any]]) -> None:
-        """All hosts have said it; ranks are about to start. May raise, on all hosts alike."""
-
-    def error_that_ends(self, why: str) -> WorkerFailedError | None:
-        """The last failure's error with a word about why there is no going on; ``None`` where there was none."""
 
 
 def launch(
@@ -135,62 +120,29 @@ def launch(
     The caller's environment, random state, threads, signal handlers and process group are left as they were. Ranks take
     over its process-wide settings: see :mod:`trainloop.launch.settings`.
     """
-    if started_by_launch():
-        raise ConfigurationError("a rank can't start ranks: call fit() with gpu_mode='single' inside of one.")
-    if multiprocessing.current_process().daemon:
-        raise ConfigurationError(
-            "this process is a daemon (a worker of a pool or of a DataLoader), which may not start processes: call "
-            "fit() with gpu_mode='single', or from the main process."
-        )
+    _check_caller()
     check_main_guard()
-    served = _begin_server(start_method)  # it loads its modules while the payload is packed
+    method = chosen_method(start_method)
+    served = _begin_server(method)  # it loads its modules while the payload is packed
     chosen = list(devices) if devices is not None else [torch.device("cpu")] * ranks_per_node
-    on_cuda = all(device.type == "cuda" for device in chosen)
-    if backend is None:
-        backend = "cpu:gloo,cuda:nccl" if on_cuda and len(set(chosen)) == len(chosen) else "gloo"
-    environment = dict(child_env or {})
-    threads = max(1, usable_cores() // ranks_per_node)
-    own_choice = environment.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
-    num_threads: int | None = torch.get_num_threads()  # the caller may have chosen fewer threads
-    if not own_choice:
-        num_threads = min(threads, torch.get_num_threads())
-        environment["OMP_NUM_THREADS"] = str(num_threads)
-    elif environment.get("OMP_NUM_THREADS"):
-        num_threads = None
-
-    def met(ends: str = "") -> Rendezvous:
-        """All hosts meet, at the start and after each failure; ``ends``: why this one does not go on."""
-        says = None if survival is None else {"ends": ends} if ends else survival.says()
-        wait_s = FAREWELL_S if ends else RENDEZVOUS_WAIT_S if attempts > 1 else min(timeout_s, RENDEZVOUS_WAIT_S)
-        try:
-            with signals() as heard:
-                return Rendezvous(
-                    rendezvous_point(init_method),
-                    node_rank=node_rank,
-                    num_nodes=num_nodes,
-                    ranks_per_node=ranks_per_node,
-                    wait_s=wait_s,
-                    key=key_from_environment(),
-                    says=says,
-                    look=heard.end,
-                )
-        except ConfigurationError as error:
-            struck = None if survival is None else survival.error_that_ends(f"The run could not go on: {error}")
-            raise struck or error from None
-
-    def new_ranks(undo: contextlib.ExitStack) -> Ranks:
-        token = f"{os.getpid()}-{time.monotonic_ns()}"
-        hosts = None
-        if num_nodes > 1 and not (init_method or "").startswith("file:"):
-            hosts = undo.enter_context(met())
-        if survival is not None:
-            survival.agreed([survival.says()] if hosts is None else hosts.said)
-        listener = hosts.store_listener if hosts is not None else None
-        lines = [connection_pair() for _ in range(ranks_per_node if kept is not None else 0)]
-        for end in (end for line in lines for end in line):
-            undo.callback(end.close)
-        file = partial(_file, undo)
-        spec = RankSpec(
+    backend = backend or _backend_for(chosen)
+    environment, num_threads = _threads_of_a_rank(ranks_per_node, child_env or {})
+    meetings = Meetings(
+        init_method,
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        ranks_per_node=ranks_per_node,
+        timeout_s=timeout_s,
+        survival=survival,
+    )
+    kept = kept_here() if num_nodes == 1 and survival is None else None
+    terms = None
+    if kept is not None:
+        terms = [chosen, backend, timeout_s, environment, num_threads, start_method, circumstances(), taken_at_start()]
+    settings = dumped_settings()
+    with pack(function, roots=roots) as payload:
+        spec_with = partial(
+            RankSpec,
             rank=node_rank * ranks_per_node,
             world_size=num_nodes * ranks_per_node,
             local_world_size=ranks_per_node,
@@ -201,77 +153,123 @@ def launch(
             timeout_s=timeout_s,
             num_threads=num_threads,
             parcel=payload.parcel,
-            words_fd=file("words", 8 * (SharedStop.num_words(ranks_per_node) + ranks_per_node)),
-            store_fd=file("store"),
-            result_fd=file("result"),
-            record_fds=tuple(file("record") for _ in range(ranks_per_node)),
-            stack_fds=tuple(file("stacks") for _ in range(ranks_per_node)),
-            store_address=hosts.store_address if hosts is not None else None,
-            listen_fd=listener.fileno() if listener is not None else None,
-            interface=hosts.interface if hosts is not None else "lo" if num_nodes == 1 else None,
-            init_method=init_method if num_nodes > 1 and hosts is None else None,
-            scratch=undo.enter_context(scratch_folder(token)),
             inherited=tuple(payload.inherited),
-            line_fds=tuple(theirs.fileno() for _, theirs in lines),
+            interface="lo" if num_nodes == 1 else None,
+            init_method=init_method if num_nodes > 1 and not meetings.are_held else None,
             key=new_key() if num_nodes == 1 else key_from_environment(),
-            settings=dumped_settings(),
+            settings=settings,
             main=main_place(),
         )
-        # If another process held a rank's end of a connection, the rank's death would not close it.
-        handed_over = [*([] if listener is None else [listener]), *(theirs for _, theirs in lines)]
-        ranks = Ranks(spec, token, hosts, lines=[ours for ours, _ in lines], handed_over=handed_over)
-        undo.callback(ranks.close)
-        return ranks
-
-    kept = kept_here() if num_nodes == 1 and survival is None else None
-    terms = None
-    if kept is not None:
-        terms = [chosen, backend, timeout_s, environment, num_threads, start_method, circumstances(), taken_at_start()]
-    attempts = 0
-    final: WorkerFailedError | None = None
-    with pack(function, roots=roots) as payload:
-        while final is None:
-            attempts += 1
+        first = True
+        while True:
             with contextlib.ExitStack() as undo:
-                up = kept.fitting(terms) if kept is not None else None
-                if kept is not None and up is not None:
-                    undo.callback(kept.close)  # unless all goes well
-                    up.begin_again()
-                ranks = up or new_ranks(undo)
+                up = kept.take_up(terms, undo) if kept is not None else None
+                ranks = up or _new_ranks(spec_with, ranks_per_node, meetings.before_start(undo), undo, kept is not None)
                 with signals(ranks.stop) as heard:
-                    if attempts == 1:
+                    if first:
                         heard.end()  # nothing has begun, so there is nothing to start and stop
                     if served and up is None:
-                        served = _server_is_ready(start_method)
-                        if attempts == 1:
+                        served = _server_is_ready(method)
+                        if first:
                             heard.end()
+                    first = False  # from here on a signal makes ranks write a checkpoint before they stop
                     try:
-                        if up is None:
-                            ranks.start(
-                                environment, served=served, may_spawn=chosen_method(start_method) != "forkserver"
-                            )
-                        else:
-                            ranks.give(payload.parcel, payload.inherited, dumped_settings(), environment)
-                        ranks.watch()
-                        ranks.part()
-                    except BaseException as error:
-                        with uninterrupted():
-                            ranks.end()
-                        if survival is None or ranks.cause is None or not isinstance(error, WorkerFailedError):
+                        with _none_left_on_error(ranks):
+                            if up is None:
+                                ranks.start(environment, served=served, may_spawn=method != "forkserver")
+                            else:
+                                ranks.give(payload.parcel, payload.inherited, settings, environment)
+                            ranks.watch()
+                            ranks.part()
+                    except WorkerFailedError as error:
+                        if survival is None or ranks.cause is None:
                             raise
                         final = survival.failed(ranks.cause, error)
-                        continue
+                        if final is None:
+                            continue
+                        break
                     heard.note(ranks.stop.requested)  # a signal to a rank after its last step
                 result: T = ranks.result()
                 if kept is not None:
-                    ending = undo.pop_all()
-                    if up is None:
-                        kept.keep(ranks, terms, ending)
+                    kept.keep(ranks, terms, undo)
                 return result
-    if num_nodes > 1:  # others would wait for this host
-        with contextlib.suppress(ConfigurationError, WorkerFailedError):
-            met(ends=str(final).splitlines()[0]).__exit__()
+    meetings.farewell(final)
     raise final
+
+
+def _check_caller() -> None:
+    if started_by_launch():
+        raise ConfigurationError("a rank can't start ranks: call fit() with gpu_mode='single' inside of one.")
+    if multiprocessing.current_process().daemon:
+        raise ConfigurationError(
+            "this process is a daemon (a worker of a pool or of a DataLoader), which may not start processes: call "
+            "fit() with gpu_mode='single', or from the main process."
+        )
+
+
+def _backend_for(devices: Sequence[torch.device]) -> str:
+    """Gloo, with NCCL for CUDA tensors where each rank has a GPU of its own: NCCL refuses two ranks on one."""
+    own_gpus = all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices)
+    return "cpu:gloo,cuda:nccl" if own_gpus else "gloo"
+
+
+def _threads_of_a_rank(ranks_per_node: int, child_env: dict[str, str]) -> tuple[dict[str, str], int | None]:
+    """The ranks' environment with the number of threads in it, and that number if a rank has to set it.
+
+    Without it each rank would start a thread for every core, and they would take them from each other.
+    """
+    environment = dict(child_env)
+    if environment.get("OMP_NUM_THREADS"):
+        return environment, None  # torch reads it when it is loaded
+    threads = torch.get_num_threads()  # the caller may have chosen fewer than the variable says
+    if not os.environ.get("OMP_NUM_THREADS"):
+        threads = min(threads, max(1, usable_cores() // ranks_per_node))
+        environment["OMP_NUM_THREADS"] = str(threads)  # also for libraries that read it before a rank can set theirs
+    return environment, threads
+
+
+def _new_ranks(
+    spec_with: Callable[..., RankSpec],
+    ranks_per_node: int,
+    hosts: Rendezvous | None,
+    undo: contextlib.ExitStack,
+    outlive_work: bool,
+) -> Ranks:
+    """Make the files and connections of one start, and ranks that are not started yet; ``undo`` takes all back."""
+    token = f"{os.getpid()}-{time.monotonic_ns()}"
+    pairs = [connection_pair() for _ in range(ranks_per_node if outlive_work else 0)]
+    for end in (end for pair in pairs for end in pair):
+        undo.callback(end.close)
+    file = partial(_file, undo)
+    spec = spec_with(
+        words_fd=file("words", 8 * (SharedStop.num_words(ranks_per_node) + ranks_per_node)),
+        store_fd=file("store"),
+        result_fd=file("result"),
+        record_fds=tuple(file("record") for _ in range(ranks_per_node)),
+        stack_fds=tuple(file("stacks") for _ in range(ranks_per_node)),
+        scratch=undo.enter_context(scratch_folder(token)),
+        line_fds=tuple(theirs.fileno() for _, theirs in pairs),
+    )
+    # If this process kept a rank's end of a connection open, the rank's death would not close it.
+    handed_over = [theirs for _, theirs in pairs]
+    if hosts is not None:
+        spec = replace(spec, store_address=hosts.store_address, interface=hosts.interface)
+        if hosts.store_listener is not None:  # global rank 0 takes it over, port and all
+            spec = replace(spec, listen_fd=hosts.store_listener.fileno())
+            handed_over.append(hosts.store_listener)
+    ranks = Ranks(spec, token, hosts, lines=[ours for ours, _ in pairs], handed_over=handed_over)
+    undo.callback(ranks.close)
+    return ranks
+
+
+@contextlib.contextmanager
+def _none_left_on_error(ranks: Ranks) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with uninterrupted():  # an impatient Ctrl-C must not leave processes behind
+            ranks.end()
+        raise
 
 
 def _file(undo: contextlib.ExitStack, name: str, size: int = 0) -> int:
@@ -282,9 +280,8 @@ def _file(undo: contextlib.ExitStack, name: str, size: int = 0) -> int:
     return fd
 
 
-def _begin_server(start_method: str) -> bool:
+def _begin_server(method: str) -> bool:
     """Start loading the fork server, if ranks are to come from one and this process has none yet."""
-    method = chosen_method(start_method)
     if method == "spawn":
         return False
     try:
@@ -295,7 +292,7 @@ def _begin_server(start_method: str) -> bool:
     return True
 
 
-def _server_is_ready(start_method: str) -> bool:
+def _server_is_ready(method: str) -> bool:
     """Wait for the server. Returns whether it can serve. If not, ranks are spawned (always, if it says why)."""
     try:
         for again in (True, False):  # a killed server is replaced once
@@ -311,7 +308,7 @@ def _server_is_ready(start_method: str) -> bool:
                 end_server(str(error), of=loading)
                 raise
     except ForkServerError as error:
-        _explain(error, chosen_method(start_method))
+        _explain(error, method)
     return False
 
 

@@ -88,15 +88,20 @@ class KeptRanks:
         self._terms: object = None
         self._undo = contextlib.ExitStack()
 
-    def fitting(self, terms: object) -> Ranks | None:
-        """Ranks with the same settings that are all up; others are ended."""
+    def take_up(self, terms: object, undo: contextlib.ExitStack) -> Ranks | None:
+        """Ranks with the same settings that are all up, ready for new work, and ended by ``undo``; others are ended."""
         if self._ranks is not None and (self._terms != terms or not self._ranks.are_up()):
             self.close()
+        if self._ranks is not None:
+            undo.callback(self.close)
+            self._ranks.begin_again()
         return self._ranks
 
     def keep(self, ranks: Ranks, terms: object, undo: contextlib.ExitStack) -> None:
-        """Keep these ranks; ``undo`` ends them and removes what was made for them."""
-        self._ranks, self._terms, self._undo = ranks, terms, undo
+        """Keep these ranks, whose work went well; what ``undo`` would do now is done at their end."""
+        ending = undo.pop_all()
+        if ranks is not self._ranks:  # else it is this object's own close()
+            self._ranks, self._terms, self._undo = ranks, terms, ending
 
     def close(self) -> None:
         """End them."""
