@@ -18,7 +18,7 @@ from trainloop import TrainLoop, TTBasicModel
 from trainloop.errors import ResourceError, WorkerFailedError
 from trainloop.launch.failures import Failure
 from trainloop.resources import ResourceQuota
-from trainloop.train_loop.arguments import RestartOptions
+from trainloop.train_loop.options import RestartOptions
 from trainloop.train_loop.restarts import Supervisor
 from trainloop.transfer.slots import SnapshotMemory, Snapshotter, arrived_classes
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,88 +18,7 @@ from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel, yields_losses
 from trainloop.optim import MultiOptimizer, needs_closure, optimizers_of, parameters_of
 from trainloop.resources.quota import ResourceQuota
-
-__all__ = ["AmpOptions", "FitJob", "Options", "RestartOptions"]
-
-
-@dataclass(frozen=True)
-class AmpOptions:
-    """The settings that ``use_amp`` stands for."""
-
-    dtype: torch.dtype | None = None
-    """The dtype of autocast; ``None``: off."""
-    scaler: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the ``GradScaler``."""
-    chosen: bool = True
-    """Whether the user chose the dtype; else it depends on the device, see :meth:`on`."""
-
-    def on(self, device: torch.device) -> AmpOptions:
-        """The options on this device: bf16 where it is fast, else fp16."""
-        if self.dtype is None or self.chosen:
-            return self
-        has_bf16 = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 8
-        return AmpOptions(torch.bfloat16 if has_bf16 else torch.float16, self.scaler)
-
-    def described(self, device: torch.device) -> str:
-        """A few words for a log line, empty for off. Asks no GPU: a process that starts ranks makes no CUDA context."""
-        if self.dtype is None:
-            return ""
-        if not self.chosen and device.type == "cuda":
-            return ", AMP bf16 or fp16"
-        return ", AMP bf16" if self.dtype == torch.bfloat16 else ", AMP fp16"
-
-    @property
-    def scales(self) -> bool:
-        """Whether gradients need a ``GradScaler``: fp16 does."""
-        return self.dtype == torch.float16
-
-
-@dataclass(frozen=True)
-class Options:
-    """The loop's arguments that never change; its devices and nodes are a :class:`~trainloop.train_loop.site.Site`."""
-
-    gpu_mode: Any
-    """As given: ``'auto'`` and Lightning's names are settled by :func:`trainloop.devices.resolve_mode`."""
-    accelerator: Any
-    devices: Any
-    auto_select_gpus: bool
-    amp: AmpOptions
-    compile_args: dict[str, Any] | None
-    """Of ``torch.compile``; ``None``: not compiled."""
-    quota: Any
-    """A ``ResourceQuota`` or ``None``."""
-    start_method: str = "auto"
-    """Of the ranks: ``'auto'``, ``'forkserver'`` or ``'spawn'``."""
-    compiles_step: bool = False
-    """Whether a whole step is to be one graph."""
-    checkpoint_modules: Any = None
-    """Which modules compute their activations anew in the backward pass; ``None``: none."""
-
-
-@dataclass(frozen=True)
-class RestartOptions:
-    """How often ``fit`` restarts after failures, and from which snapshots."""
-
-    most: int
-    """Restarts; -1 for no limit."""
-    every: int | None = None
-    """Steps between two snapshots; ``None``: chosen by the time that they take."""
-
-
-@dataclass(frozen=True)
-class FitJob:
-    """The work of one ``fit``, as it is sent to the ranks."""
-
-    dp_model_args: dict[str, Any] = field(default_factory=dict)
-    ddp_model_args: dict[str, Any] = field(default_factory=dict)
-    fsdp_model_args: dict[str, Any] = field(default_factory=dict)
-    gather: bool = True
-    """In ``fsdp``: whether the caller's model and optimizers get the values reached."""
-    resume: dict[str, Any] | None = None
-    """State of the checkpoint to go on from."""
-    restarts: RestartOptions | None = None
-    """For a run that survives failures."""
-
+from trainloop.train_loop.options import AmpOptions, RestartOptions
 
 # -- the loop's arguments ----------------------------------------------------------------------------------------------
 

@@ -25,10 +25,10 @@ from trainloop.resources.enforce import applied, cap_workers, child_environment
 from trainloop.signals import signals, uninterrupted
 from trainloop.stopping import LocalStop, StopAgreement
 from trainloop.train_loop.alternating import AlternatingTraining
-from trainloop.train_loop.arguments import FitJob
 from trainloop.train_loop.closure import ClosureTraining
 from trainloop.train_loop.evaluating import evaluating
 from trainloop.train_loop.losses import run_through
+from trainloop.train_loop.options import FitJob
 from trainloop.train_loop.placement import placed
 from trainloop.train_loop.run import Run
 from trainloop.train_loop.site import as_launched

@@ -41,7 +41,6 @@ from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, TTFull
 from trainloop.signals import signals
 from trainloop.train_loop import arguments as check
 from trainloop.train_loop import state as run_state
-from trainloop.train_loop.arguments import FitJob, Options
 from trainloop.train_loop.evaluating import Predictions, join_rows, keep_all_batches
 from trainloop.train_loop.execute import execute
 from trainloop.train_loop.kinds import (
@@ -58,6 +57,7 @@ from trainloop.train_loop.kinds import (
     Transform,
 )
 from trainloop.train_loop.names import hides_unknown, refuse_unknown
+from trainloop.train_loop.options import FitJob, Options
 from trainloop.train_loop.predicting import predict
 from trainloop.train_loop.recompute import chosen_modules
 from trainloop.train_loop.run import Run

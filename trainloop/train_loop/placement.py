@@ -13,7 +13,7 @@ from torch import nn
 
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel
 from trainloop.parallel.ddp import comm_hooks_of
-from trainloop.train_loop.arguments import AmpOptions
+from trainloop.train_loop.options import AmpOptions
 from trainloop.train_loop.recompute import recomputing
 
 __all__ = ["Placement", "move_state", "placed"]

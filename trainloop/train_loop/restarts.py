@@ -28,9 +28,9 @@ from trainloop.errors import ConfigurationError, ResourceError, WorkerFailedErro
 from trainloop.launch.failures import Failure, deed_of
 from trainloop.optim import optimizers_of
 from trainloop.resources.quota import format_bytes
-from trainloop.train_loop.arguments import RestartOptions
 from trainloop.train_loop.copies import parts_of_host
 from trainloop.train_loop.going_on import Word, going_on
+from trainloop.train_loop.options import RestartOptions
 from trainloop.train_loop.snapshots import (
     Restart,
     failed_in_a_row,

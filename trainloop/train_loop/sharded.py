@@ -15,7 +15,7 @@ from trainloop.errors import ConfigurationError
 from trainloop.optim import parameters_of
 from trainloop.parallel import TTFullyShardedDataParallel
 from trainloop.parallel.shards import gathered, is_sharded, map_tensors, shard_like, whole
-from trainloop.train_loop.arguments import Options, RestartOptions
+from trainloop.train_loop.options import Options, RestartOptions
 from trainloop.train_loop.placement import Placement, move_state
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from trainloop.devices import check_num_nodes, find_usable_cuda_devices, resolve
 from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError
 from trainloop.resources.enforce import devices_under
-from trainloop.train_loop.arguments import Options, check_bool, check_count, short
+from trainloop.train_loop.arguments import check_bool, check_count, short
+from trainloop.train_loop.options import Options
 
 __all__ = ["Site", "as_launched", "check_backend", "check_rendezvous_point", "settled"]
 

@@ -32,10 +32,11 @@ from trainloop.optim import drop_gradients
 from trainloop.signals import status_of
 from trainloop.stopping import CHECKPOINT, EARLY_STOP, INTERRUPT, TERMINATE, StopAgreement
 from trainloop.train_loop import state as run_state
-from trainloop.train_loop.arguments import FitJob, check_loader
+from trainloop.train_loop.arguments import check_loader
 from trainloop.train_loop.ending import End, described, has_work_at_end
 from trainloop.train_loop.gradients import Gradients
 from trainloop.train_loop.losses import explain_backward, per_sample, split_loss
+from trainloop.train_loop.options import FitJob
 from trainloop.train_loop.placement import Placement
 from trainloop.train_loop.run import STEPS_BETWEEN_FLUSHES, Run
 from trainloop.train_loop.timings import StepClock, Timings

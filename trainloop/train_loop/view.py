@@ -13,9 +13,10 @@ from trainloop.devices import effective_batch_size
 from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError
 from trainloop.history import History
-from trainloop.train_loop.arguments import Options, loader_batch_size
+from trainloop.train_loop.arguments import loader_batch_size
 from trainloop.train_loop.ending import End, who_asks
 from trainloop.train_loop.names import attribute_hint
+from trainloop.train_loop.options import Options
 from trainloop.train_loop.site import Site
 from trainloop.train_loop.timings import StepClock, Timings
 

@@ -1,0 +1,241 @@
+"""Requests for devices, parsed and decided: arithmetic on arguments, without a look at the machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Literal, NamedTuple
+
+from trainloop.errors import ConfigurationError, DeviceError
+
+__all__ = ["DeviceChoice", "choose_devices", "most_cpu_processes", "parse_devices", "shown"]
+
+Kind = Literal["cuda", "mps", "cpu"]
+
+_ACCELERATORS = ("auto", "gpu", "cuda", "mps", "cpu")
+
+
+def parse_devices(devices: object, count: int) -> list[int]:
+    """Indices of the devices that a request means, in the order of the request: rank r gets the r-th.
+
+    Parameters
+    ----------
+    devices : int, str or sequence of int
+        A number (``3``, ``'3'``: the first three), all (``-1``, ``'-1'``, ``'auto'``), or 0-based indices (``[1, 3]``,
+        ``'1,3'``, ``'3,'``). A string without a comma is a number, never an index.
+    count : int
+        Visible devices of the chosen accelerator.
+
+    Returns
+    -------
+    list of int
+        At least one index, each in ``range(count)``, none twice.
+
+    Raises
+    ------
+    DeviceError
+        For every other request, with a correct form in the message.
+
+    Examples
+    --------
+    >>> parse_devices("3", count=4), parse_devices("3,", count=4)
+    ([0, 1, 2], [3])
+    """
+    if isinstance(devices, str):
+        return _parse_text(devices, count)
+    if isinstance(devices, Integral) and not isinstance(devices, bool):
+        return _first(int(devices), devices, count)
+    if isinstance(devices, Sequence) and not isinstance(devices, (bytes, bytearray, memoryview)):
+        return _indices(devices, devices, count)
+    raise _wrong(devices, f"a {type(devices).__name__} names no devices", count)
+
+
+def _parse_text(text: str, count: int) -> list[int]:
+    if text.strip().lower() == "auto":
+        return _first(-1, text, count)
+    if "," not in text:
+        if not text.strip():
+            raise _none_asked(text, count)
+        return _first(_number(text, text, count), text, count)
+    entries = text.split(",")
+    if not entries[-1].strip():  # One trailing comma makes a list; any other gap is a missing number.
+        entries.pop()
+    if not any(entry.strip() for entry in entries):
+        raise _none_asked(text, count)
+    return _indices([_number(entry, text, count) for entry in entries], text, count)
+
+
+def _number(entry: str, given: str, count: int) -> int:
+    # int() alone would take '1_0', '+3' and the digits of every script; 18 digits are more than any machine's devices.
+    if re.fullmatch(r"-?[0-9]{1,18}", entry.strip()) is None:
+        what = f"{shown(entry)} is no number" if entry.strip() else "a number is missing between two commas"
+        raise _wrong(given, what, count)
+    return int(entry)
+
+
+def _first(number: int, given: object, count: int) -> list[int]:
+    if number == 0:
+        raise _none_asked(given, count)
+    if number < -1:
+        raise _wrong(given, "a number of devices is 1 or more, or -1 for all", count)
+    if count == 0:
+        raise _wrong(given, "there is none to use", count)
+    if number > count:
+        raise _wrong(given, f"that is more than the {count} there {_be(count)}", count)
+    return list(range(count if number == -1 else number))
+
+
+def _indices(entries: Sequence[object], given: object, count: int) -> list[int]:
+    indices: list[int] = []
+    for entry in entries:
+        if not isinstance(entry, Integral) or isinstance(entry, bool):
+            raise _wrong(given, f"{shown(entry)} is a {type(entry).__name__}, an index is an int", count)
+        index = int(entry)
+        if index < 0:
+            raise _wrong(given, f"an index is 0 or more, and -1 means 'all' only alone, not in a list ({index})", count)
+        if index >= count:
+            raise _wrong(given, f"there is no device {shown(index)}", count)
+        if index in indices:
+            raise _wrong(given, f"device {index} is named twice", count)
+        indices.append(index)
+    if not indices:
+        raise _none_asked(given, count)
+    return indices
+
+
+def _none_asked(given: object, count: int) -> DeviceError:
+    return _wrong(given, "this asks for no device; to train without a GPU use accelerator='cpu', devices=1", count)
+
+
+def _wrong(given: object, what: str, count: int) -> DeviceError:
+    if count == 0:
+        return DeviceError(
+            f"devices={shown(given)}: {what}. No such device is visible here (0 devices). "
+            "Use accelerator='cpu', devices=1, or check CUDA_VISIBLE_DEVICES."
+        )
+    span = "device 0" if count == 1 else f"0 to {count - 1}"
+    return DeviceError(
+        f"devices={shown(given)}: {what}. There {_be(count)} {count} device{'s' * (count > 1)} ({span}). "
+        f"Give a number (devices={count}), indices (devices=[{count - 1}] or '{count - 1},'), "
+        "or devices='auto' for all."
+    )
+
+
+def _be(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
+def shown(value: object) -> str:
+    """``repr`` cut to one line. It may fail: for an int of thousands of digits, or in a user's class."""
+    try:
+        text = repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+# -- an accelerator and its devices ----------------------------------------------------------------------------------
+
+
+class DeviceChoice(NamedTuple):
+    """Devices by kind and index, before torch is asked for them."""
+
+    kind: Kind
+    """Kind of all of them."""
+    indices: list[int]
+    """In rank order. For ``cpu`` one 0 a process."""
+    note: str = ""
+    """A hint for the user about the choice; empty if there is none."""
+
+
+def choose_devices(
+    accelerator: object, devices: object, *, cuda: int, mps: bool = False, interactive: bool = False, cores: int = 8
+) -> DeviceChoice:
+    """The decision of :func:`resolve`, from what the machine has.
+
+    Parameters
+    ----------
+    accelerator, devices
+        As for :func:`resolve`.
+    cuda : int
+        Visible CUDA devices.
+    mps : bool
+        Whether there is an Apple GPU.
+    interactive : bool
+        In a notebook or shell ``devices='auto'`` takes one of several GPUs, because processes and cells mix badly.
+    cores : int
+        CPU cores this process may use.
+
+    Raises
+    ------
+    ConfigurationError
+        If no accelerator has that name.
+    DeviceError
+        If the accelerator is absent, or has no such devices.
+    """
+    name = accelerator.strip().lower() if isinstance(accelerator, str) else None
+    if name not in _ACCELERATORS:
+        names = ", ".join(repr(known) for known in _ACCELERATORS)
+        raise ConfigurationError(f"accelerator={shown(accelerator)}: must be one of {names}.")
+    here = [f"{cuda} CUDA device{'s' * (cuda > 1)}"] * (cuda > 0) + ["mps"] * mps + ["cpu"]
+    kind: Kind
+    if name == "cpu" or (name == "auto" and not cuda and not mps):
+        count = _cpu_processes(devices, cores, found_none=name == "auto")
+        note = f"devices={count} on {cores} CPU core{'s' * (cores > 1)}: processes will wait for each other's turn."
+        return DeviceChoice("cpu", [0] * count, note if count > cores else "")
+    if name in ("auto", "gpu"):
+        if not cuda and not mps:
+            raise DeviceError(
+                f"accelerator={shown(accelerator)}: no GPU is visible here, only {here[-1]}. "
+                "Use accelerator='cpu' or 'auto', or check CUDA_VISIBLE_DEVICES and the CUDA build of torch."
+            )
+        kind = "cuda" if cuda else "mps"
+    elif name == "cuda":
+        kind = "cuda"
+    else:
+        kind = "mps"
+    if not (cuda if kind == "cuda" else mps):
+        raise DeviceError(
+            f"accelerator={shown(accelerator)}: this machine has none. It has: {', '.join(here)}. "
+            f"Use accelerator='{'cuda' if cuda else 'mps' if mps else 'cpu'}', or 'auto' for the best there is."
+        )
+    indices = parse_devices(devices, cuda if kind == "cuda" else 1)
+    if interactive and len(indices) > 1 and isinstance(devices, str) and devices.strip().lower() == "auto":
+        note = (
+            f"devices='auto' in an interactive session uses one of the {len(indices)} GPUs. "
+            f"Use devices={len(indices)} for all of them."
+        )
+        return DeviceChoice(kind, indices[:1], note)
+    return DeviceChoice(kind, indices)
+
+
+def _cpu_processes(devices: object, cores: int, *, found_none: bool) -> int:
+    """On the CPU ``devices`` is a number of processes: there is no device 3 to choose."""
+    text = devices.strip().lower() if isinstance(devices, str) else None
+    if text == "auto":
+        return 1
+    number = None
+    if text is not None and re.fullmatch(r"-?[0-9]{1,18}", text):
+        number = int(text)
+    elif isinstance(devices, Integral) and not isinstance(devices, bool):
+        number = int(devices)
+    if number == -1 and found_none:
+        return 1  # 'All the GPUs there are', on a machine without: as 'auto'.
+    if number is None or number < 1:
+        where = "no GPU is visible, and " if found_none else ""
+        raise DeviceError(
+            f"devices={shown(devices)}: {where}on the CPU devices is a number of processes, an int of 1 or more. "
+            "Use devices=1 for one process, devices=2 for two; 'auto' is one."
+        )
+    if number > most_cpu_processes(cores):
+        raise DeviceError(
+            f"devices={shown(devices)}: on the CPU that is a number of processes, and there {_be(cores)} {cores} core"
+            f"{'s' * (cores > 1)} to use. Use devices={cores}; more than {most_cpu_processes(cores)} are refused."
+        )
+    return number
+
+
+def most_cpu_processes(cores: int) -> int:
+    """The most CPU processes to allow: far more than is useful, so that a small machine can try out many ranks."""
+    return max(64, 8 * cores)
