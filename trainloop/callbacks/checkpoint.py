@@ -1,4 +1,4 @@
-"""ModelCheckpoint: when to write checkpoints, which ones to keep, and which is the best."""
+"""ModelCheckpoint: when checkpoints are written, by whom, and what comes of an error."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 from trainloop import checkpoint, distributed
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.monitor import Mode, Monitor
-from trainloop.checkpoint import Checkpoint, CheckpointInfo, sharded
+from trainloop.callbacks.run_checkpoints import RunCheckpoints, weights_name
+from trainloop.checkpoint import CheckpointInfo, sharded
 from trainloop.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
@@ -112,11 +111,7 @@ class ModelCheckpoint(AbstractCallback):
         self.safetensors = safetensors
         self.best_value: float | None = None
         self._metric = Monitor(monitor, mode, owner="ModelCheckpoint") if monitor is not None else None
-        self._folder = checkpoint.folder(dirpath)
-        # The writer of a file; a resumed run keeps the name.
-        self._run = f"{time.time_ns():x}-{uuid4().hex[:8]}"
-        self._files: list[Checkpoint] | None = None  # this run's, oldest first; None: not looked up yet
-        self._stamp = 0
+        self._own = RunCheckpoints(checkpoint.folder(dirpath), self._metric, with_weights=safetensors)
         self._saved_step: int | None = None  # None: the state has changed since the last checkpoint
         self._held_step: tuple[int | None, ...] = ()  # the same, in a snapshot
         self._saved_time = 0.0
@@ -140,17 +135,15 @@ class ModelCheckpoint(AbstractCallback):
     @property
     def dirpath(self) -> str:
         """Absolute path or URL of the folder."""
-        return self._folder.location
+        return self._own.folder.location
 
     @property
     def last_path(self) -> str | None:
-        files = self._own_files()
-        return files[-1].path if files else None
+        return self._own.newest
 
     @property
     def best_path(self) -> str | None:
-        ranked = _best_first(self._own_files(), self._metric)
-        return ranked[0].path if ranked else None
+        return self._own.best
 
     def load_best(self, model: nn.Module | None = None) -> dict[str, Any]:
         """Put the weights of the best checkpoint into the loop's model.
@@ -187,13 +180,12 @@ class ModelCheckpoint(AbstractCallback):
 
     def last_state(self, *, whole: bool = True) -> dict[str, Any] | None:
         """The newest whole checkpoint of the folder, whichever run wrote it; None where there is none yet."""
-        found = checkpoint.load_newest(self._folder, whole=whole)
+        found = checkpoint.load_newest(self._own.folder, whole=whole)
         return None if found is None else found[1]
 
     def own_checkpoints(self) -> list[tuple[int, str]]:
         """Steps and paths of whole checkpoints that this run wrote, in the order of writing."""
-        files = checkpoint.checkpoints(self._folder)
-        return [(file.info.step, file.path) for file in files if file.info is not None and file.info.run == self._run]
+        return self._own.on_disk()
 
     def save_due(self) -> None:
         """Write a checkpoint if one is due at this step, whose last hook has run. Collective."""
@@ -227,7 +219,7 @@ class ModelCheckpoint(AbstractCallback):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "run": self._run,
+            "run": self._own.run,
             "step": self.train_loop_obj.global_step,
             "monitor": self.monitor,
             "metric": self._metric.state_dict() if self._metric is not None else {},
@@ -237,7 +229,7 @@ class ModelCheckpoint(AbstractCallback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._saved_step = state["step"]
         if self.train_loop_obj.is_global_zero:
-            self._take_over(state["run"], state["step"])
+            self._own.take_over(state["run"], state["step"])
         if self._metric is not None and state["monitor"] == self.monitor:
             self._metric.load_state_dict(state["metric"])
             self.best_value = state["best_value"]
@@ -247,7 +239,7 @@ class ModelCheckpoint(AbstractCallback):
     def on_train_loop_registration(self) -> None:
         if self._metric is not None:
             self._metric.check(self.train_loop_obj)
-        self._folder.check_writable()
+        self._own.folder.check_writable()
         if self._is_sharded():
             sharded.check_offered(self.dirpath, async_save=self.async_save, safetensors=self.safetensors)
 
@@ -256,7 +248,7 @@ class ModelCheckpoint(AbstractCallback):
         self._failed = False
         self._prepared = not self.async_save
         if self.train_loop_obj.is_global_zero:
-            self._folder.remove_dead()
+            self._own.folder.remove_dead()
         self._restart_clock()
 
     def on_restart(self, failure: Any) -> None:
@@ -308,12 +300,13 @@ class ModelCheckpoint(AbstractCallback):
         state = loop.checkpoint_state(keep_shards=True) if self._is_sharded() else loop.checkpoint_state()
         self._saved_step = loop.global_step
         self._restart_clock()
-        info = CheckpointInfo(loop.history_epoch, loop.global_step, self._run, 0, value, reason)
+        info = CheckpointInfo(loop.history_epoch, loop.global_step, self._own.run, 0, value, reason)
         if self._is_sharded():
             if loop.is_global_zero:
-                self._remove_unfinished()
-            location, name = self._folder.location, checkpoint.checkpoint_name(info)
-            error = sharded.write_folder(location, name, self._run, state, lambda put: self._write_as(info, put))
+                self._own.remove_unfinished()
+            name = checkpoint.checkpoint_name(info)
+            write_as = partial(self._own.write_as, info, keep=self.keep, in_folder=True)
+            error = sharded.write_folder(self.dirpath, name, self._own.run, state, write_as)
             if loop.is_global_zero:
                 self._report(error, info.step)
             return
@@ -330,64 +323,12 @@ class ModelCheckpoint(AbstractCallback):
 
     def _write(self, state: dict[str, Any], info: CheckpointInfo) -> None:
         def put(name: str, info: CheckpointInfo) -> None:
-            checkpoint.save(self._folder.path(name), state, info)
+            checkpoint.save(self._own.folder.path(name), state, info)
             if self.safetensors:
-                checkpoint.save_weights(self._folder.path(_weights_name(name)), state["model"], run=self._run)
+                checkpoint.save_weights(self._own.folder.path(weights_name(name)), state["model"], run=self._own.run)
 
-        self._remove_unfinished()
-        self._write_as(info, put)
-
-    def _remove_unfinished(self) -> None:
-        """At the first checkpoint, what a kill left of this run: nothing else is being written now."""
-        if self._files is None:
-            self._folder.remove_unfinished(self._run)
-
-    def _write_as(self, info: CheckpointInfo, put: Callable[[str, CheckpointInfo], None]) -> None:
-        """Find a name for what ``put`` writes, and delete what is not kept any more."""
-        files = self._own_files()
-        self._stamp = max(time.time_ns(), self._stamp + 1)
-        info = replace(info, stamp=self._stamp)
-        # The end's checkpoint replaces the last epoch's, unless that was judged: weights may have changed since.
-        is_end = info.reason == "end"
-        replaceable = [file.name for file in files if not is_end or file.info is None or file.info.value is None]
-        name = self._free_name(info, replaceable)
-        put(name, info)
-        checkpoint.mark_newest(self._folder, name, run=self._run)
-        files = [file for file in files if file.name != name]
-        files.append(Checkpoint(self._folder.path(name), name, info))
-        kept = _kept(files, self.keep, self._metric)
-        for file in files:
-            if file not in kept:
-                if file.name.endswith(".pt"):
-                    self._folder.remove(file.name)
-                else:
-                    sharded.remove_folder(file.path)
-                if self.safetensors:
-                    self._folder.remove(_weights_name(file.name))
-        self._files = kept
-
-    def _free_name(self, info: CheckpointInfo, own: Sequence[str]) -> str:
-        """A free name, or that of this run's own file of a repeated step: others' files are never replaced."""
-        taken = {*self._folder.names(), *self._folder.folders()}.difference(own)
-        name_of = partial(checkpoint.checkpoint_name, info, sharded=self._is_sharded())
-        version = 1
-        while name_of(version) in taken:
-            version += 1
-        return name_of(version)
-
-    def _own_files(self) -> list[Checkpoint]:
-        if self._files is None:
-            found = checkpoint.checkpoints(self._folder)
-            self._stamp = max([self._stamp, *(file.info.stamp for file in found if file.info is not None)])
-            self._files = [file for file in found if file.info is not None and file.info.run == self._run]
-        return self._files
-
-    def _take_over(self, run: str, step: int) -> None:
-        """Continue as ``run`` and own its files, if resumed from its newest checkpoint here; else begin a branch."""
-        found = [file.info for file in checkpoint.checkpoints(self._folder) if file.info and file.info.run == run]
-        if found and found[-1].step == step:
-            self._run = run
-        self._files = None
+        self._own.remove_unfinished()
+        self._own.write_as(info, put, keep=self.keep, in_folder=False)
 
     def _finish_writing(self) -> None:
         """Wait for writing threads, if there are any, and warn of their errors."""
@@ -401,10 +342,10 @@ class ModelCheckpoint(AbstractCallback):
         if isinstance(error, CheckpointError):
             raise error  # a state that can't be saved never will be
         if error is not None:
-            last = self._files[-1].path if self._files else "none yet"
+            newest = self._own.newest_known or "none yet"
             warnings.warn(
                 f"the checkpoint of step {step} could not be written to {self.dirpath} ({type(error).__name__}: "
-                f"{error}). Training goes on; the newest whole one is {last}. Make room, or choose another dirpath.",
+                f"{error}). Training goes on; the newest whole one is {newest}. Make room, or choose another dirpath.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -460,33 +401,6 @@ def _error_of(write: Callable[[], None]) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-def _best_first(files: Sequence[Checkpoint], metric: Monitor | None) -> list[Checkpoint]:
-    """The judged checkpoints, best first, the older of equal ones first. NaN is no value."""
-    if metric is None:
-        return []
-    judged = [(file.info.value, file) for file in files if file.info is not None and file.info.value is not None]
-    sign = 1.0 if metric.minimize else -1.0
-    ranked = sorted((pair for pair in judged if pair[0] == pair[0]), key=lambda pair: sign * pair[0])
-    return [file for _, file in ranked]
-
-
-def _kept(files: Sequence[Checkpoint], keep: int | None, metric: Monitor | None) -> list[Checkpoint]:
-    """Which of ``files`` (oldest first) stay, oldest first.
-
-    The newest always does: it is what a killed run goes on from. Places that no judged one takes go to the newest.
-    """
-    if keep is None:
-        return list(files)
-    best = _best_first(files, metric)
-    others = [file for file in reversed(files) if file not in best]
-    chosen = [*[*best, *others][:keep], files[-1]]
-    return [file for file in files if file in chosen]
-
-
-def _weights_name(name: str) -> str:
-    return name.removesuffix(".pt") + ".safetensors"
 
 
 def _positive_or_none(name: str, value: Any, kind: Any) -> Any:

@@ -204,12 +204,12 @@ class ExperimentCheckpoint(ModelCheckpoint):
     def last_state(self, *, whole: bool = True) -> dict[str, Any] | None:
         for stamp in self.experiment.earlier_timestamps():
             self.experiment.timestamp = stamp
-            self._folder = self.experiment.folder / "checkpoints"
+            self._own.folder = self.experiment.folder / "checkpoints"
             state = super().last_state(whole=whole)
             if state is not None:
                 return state
         self.experiment.timestamp = self.experiment._new_timestamp()
-        self._folder = self.experiment.folder / "checkpoints"
+        self._own.folder = self.experiment.folder / "checkpoints"
         return None
 
 

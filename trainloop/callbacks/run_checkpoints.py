@@ -1,0 +1,159 @@
+"""The checkpoints of one run in a folder: how they are named, which ones stay, and which is the best."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from uuid import uuid4
+
+from trainloop import checkpoint
+from trainloop.callbacks.monitor import Monitor
+from trainloop.checkpoint import Checkpoint, CheckpointInfo, Folder, sharded
+
+__all__ = ["RunCheckpoints", "weights_name"]
+
+
+class RunCheckpoints:
+    """The checkpoints that one run writes. Files of other runs in the same folder are never replaced or deleted.
+
+    Parameters
+    ----------
+    folder : Folder
+    metric : Monitor, optional
+        Tells which one is better.
+    with_weights : bool
+        Whether the run writes :func:`weights_name` beside each.
+    """
+
+    def __init__(self, folder: Folder, metric: Monitor | None, *, with_weights: bool) -> None:
+        self.folder, self._metric, self._with_weights = folder, metric, with_weights
+        self.run = f"{time.time_ns():x}-{uuid4().hex[:8]}"
+        """The writer of a file; a resumed run keeps the name."""
+        self._files: list[Checkpoint] | None = None  # oldest first; None: not looked up yet
+        self._stamp = 0
+
+    @property
+    def newest(self) -> str | None:
+        """Path of the newest one."""
+        files = self._own()
+        return files[-1].path if files else None
+
+    @property
+    def newest_known(self) -> str | None:
+        """The same without a look into the folder, which may not answer."""
+        return self._files[-1].path if self._files else None
+
+    @property
+    def best(self) -> str | None:
+        """Path of the one with the best value of the metric."""
+        ranked = _best_first(self._own(), self._metric)
+        return ranked[0].path if ranked else None
+
+    def on_disk(self) -> list[tuple[int, str]]:
+        """Steps and paths of whole ones, in the order of writing, looked up anew."""
+        return [(file.info.step, file.path) for file in self._found(self.run) if file.info is not None]
+
+    def remove_unfinished(self) -> None:
+        """At the first checkpoint, what a kill left of this run: nothing else is being written now."""
+        if self._files is None:
+            self.folder.remove_unfinished(self.run)
+
+    def write_as(
+        self, info: CheckpointInfo, put: Callable[[str, CheckpointInfo], None], *, keep: int | None, in_folder: bool
+    ) -> None:
+        """Find a name for what ``put`` writes, and delete what is not kept any more.
+
+        Parameters
+        ----------
+        info : CheckpointInfo
+            Without its stamp.
+        put : callable
+            Takes the name and the whole info.
+        keep : int or None
+            How many stay, this one among them; None: all.
+        in_folder : bool
+            The checkpoint is a folder of shards rather than a file.
+        """
+        files = self._own()
+        # Clocks go backwards, and may be too coarse to tell two checkpoints apart.
+        self._stamp = max(time.time_ns(), self._stamp + 1)
+        info = replace(info, stamp=self._stamp)
+        # The end's checkpoint replaces the last epoch's, unless that was judged: weights may have changed since.
+        is_end = info.reason == "end"
+        replaceable = [file.name for file in files if not is_end or file.info is None or file.info.value is None]
+        name = self._free_name(info, replaceable, in_folder=in_folder)
+        put(name, info)
+        checkpoint.mark_newest(self.folder, name, run=self.run)
+        files = [file for file in files if file.name != name]
+        files.append(Checkpoint(self.folder.path(name), name, info))
+        kept = _kept(files, keep, self._metric)
+        for file in files:
+            if file not in kept:
+                self._remove(file)
+        self._files = kept
+
+    def take_over(self, run: str, step: int) -> None:
+        """Continue as ``run`` and own its files, if resumed from its newest checkpoint here; else begin a branch."""
+        found = self._found(run)
+        if found and found[-1].info is not None and found[-1].info.step == step:
+            self.run = run
+        self._files = None
+
+    def _own(self) -> list[Checkpoint]:
+        if self._files is None:
+            found = checkpoint.checkpoints(self.folder)
+            # Above other runs' too: the newest of a folder is the one with the highest stamp.
+            self._stamp = max([self._stamp, *(file.info.stamp for file in found if file.info is not None)])
+            self._files = [file for file in found if file.info is not None and file.info.run == self.run]
+        return self._files
+
+    def _found(self, run: str) -> list[Checkpoint]:
+        files = checkpoint.checkpoints(self.folder)
+        return [file for file in files if file.info is not None and file.info.run == run]
+
+    def _free_name(self, info: CheckpointInfo, own: Sequence[str], *, in_folder: bool) -> str:
+        """A free name, or that of this run's own file of a repeated step."""
+        taken = {*self.folder.names(), *self.folder.folders()}.difference(own)
+        name_of = partial(checkpoint.checkpoint_name, info, sharded=in_folder)
+        version = 1
+        while name_of(version) in taken:
+            version += 1
+        return name_of(version)
+
+    def _remove(self, file: Checkpoint) -> None:
+        if file.name.endswith(".pt"):
+            self.folder.remove(file.name)
+        else:
+            sharded.remove_folder(file.path)
+        if self._with_weights:
+            self.folder.remove(weights_name(file.name))
+
+
+def weights_name(name: str) -> str:
+    """Name of the weights beside a checkpoint, in the safetensors format."""
+    return name.removesuffix(".pt") + ".safetensors"
+
+
+def _best_first(files: Sequence[Checkpoint], metric: Monitor | None) -> list[Checkpoint]:
+    """The judged checkpoints, best first, the older of equal ones first. NaN is no value."""
+    if metric is None:
+        return []
+    judged = [(file.info.value, file) for file in files if file.info is not None and file.info.value is not None]
+    sign = 1.0 if metric.minimize else -1.0
+    ranked = sorted((pair for pair in judged if pair[0] == pair[0]), key=lambda pair: sign * pair[0])
+    return [file for _, file in ranked]
+
+
+def _kept(files: Sequence[Checkpoint], keep: int | None, metric: Monitor | None) -> list[Checkpoint]:
+    """Which of ``files`` (oldest first) stay, oldest first.
+
+    The newest always does: it is what a killed run goes on from. Places that no judged one takes go to the newest.
+    """
+    if keep is None:
+        return list(files)
+    best = _best_first(files, metric)
+    others = [file for file in reversed(files) if file not in best]
+    chosen = [*[*best, *others][:keep], files[-1]]
+    return [file for file in files if file in chosen]
