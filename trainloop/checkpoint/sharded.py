@@ -31,7 +31,7 @@ from trainloop import distributed
 from trainloop.checkpoint.storage import sync_directory, temporary_name
 from trainloop.distributed.objects import cpu_group
 from trainloop.errors import CheckpointError, ConfigurationError
-from trainloop.parallel.shards import is_sharded, shard_like, spread_like, with_items
+from trainloop.parallel.shards import is_sharded, map_items, shard_like, spread_like, with_items
 
 __all__ = [
     "STATE",
@@ -84,12 +84,7 @@ def take_shards(state: Any) -> tuple[Any, dict[str, Tensor]]:
                 return value
             shards[path] = value.detach()
             return {_MARK: path}
-        if isinstance(value, dict):
-            made = {key: walk(item, f"{path}.{key}" if path else str(key)) for key, item in value.items()}
-            return with_items(value, made)
-        if type(value) in (list, tuple):
-            return type(value)(walk(item, f"{path}.{i}") for i, item in enumerate(value))
-        return value
+        return map_items(value, lambda key, item: walk(item, f"{path}.{key}" if path else str(key)))
 
     return walk(state, ""), shards
 
@@ -245,14 +240,9 @@ def stored_tensors(state: dict[str, Any], path: str) -> dict[str, Any]:
     table = state["shards"]["tensors"]
 
     def walk(value: Any) -> Any:
-        if isinstance(value, dict):
-            if _MARK in value:
-                return _stored(table[value[_MARK]], path)
-            made = {key: walk(item) for key, item in value.items()}
-            return with_items(value, made)
-        if type(value) in (list, tuple):
-            return type(value)(walk(item) for item in value)
-        return value
+        if isinstance(value, dict) and _MARK in value:
+            return _stored(table[value[_MARK]], path)
+        return map_items(value, lambda _, item: walk(item))
 
     return {key: walk(item) for key, item in state.items() if key != "shards"}
 
@@ -290,12 +280,7 @@ def whole_of(value: Any) -> Any:
         for (offsets, sizes), part in parts_of(value):
             narrowed(full, offsets, sizes).copy_(part)
         return full
-    if isinstance(value, dict):
-        made = {key: whole_of(item) for key, item in value.items()}
-        return with_items(value, made)
-    if type(value) in (list, tuple):
-        return type(value)(whole_of(item) for item in value)
-    return value
+    return map_items(value, lambda _, item: whole_of(item))
 
 
 def part_of(stored: StoredTensor, like: Any) -> Any:

@@ -19,6 +19,7 @@ __all__ = [
     "is_mark_of_sharding",
     "is_sharded",
     "local_part",
+    "map_items",
     "map_tensors",
     "shard_like",
     "spread_like",
@@ -100,10 +101,19 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     """Nested dictionaries, lists and tuples with each tensor in them after ``function``; anything else as it is."""
     if isinstance(value, Tensor):
         return function(value)
+    return map_items(value, lambda _, item: map_tensors(item, function))
+
+
+def map_items(value: Any, function: Callable[[Any, Any], Any]) -> Any:
+    """A dictionary, list or tuple with each item after ``function(key or index, item)``; anything else as it is.
+
+    Unlike :func:`trainloop.nested.map_parts` it copies no objects of other types: a state may hold any of the user's,
+    which have to stay the very ones.
+    """
     if isinstance(value, dict):
-        return with_items(value, {key: map_tensors(item, function) for key, item in value.items()})
+        return with_items(value, {key: function(key, item) for key, item in value.items()})
     if type(value) in (list, tuple):
-        return type(value)(map_tensors(item, function) for item in value)
+        return type(value)(function(i, item) for i, item in enumerate(value))
     return value
 
 

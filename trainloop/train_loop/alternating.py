@@ -38,11 +38,12 @@ class AlternatingTraining(Training):
 
     _sizes: list[int]
 
-    def backward(self, step: StepBatches, **_: Any) -> None:
+    def forward_backward(self, step: StepBatches, **_: Any) -> None:
         """Run the micro-batches' generators to their ends, with the optimizers' steps in between."""
         loop, hooks, place, recorder, gradients = self.loop, self.hooks, self.place, self.recorder, self.gradients
         clock = self.clock
-        counts, count = self.micro_batches_of_ranks(step)
+        counts = self.micro_batches_of_ranks(step) if step.ragged else None
+        count = max(counts) if counts else len(step.batches)
         recorder.step = loop.global_step + 1
         # Where this rank has no batch, what hooks log weighs nothing.
         self._sizes = [*step.sizes, *[0] * (count - len(step.sizes))]

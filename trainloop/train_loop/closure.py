@@ -20,13 +20,13 @@ __all__ = ["ClosureTraining"]
 class ClosureTraining(Training):
     """The optimizer gets a closure that runs the step's micro-batches each time; only the first run is logged.
 
-    Each run is a whole :meth:`Training.backward`: as in a loop by hand, dropout draws anew. All ranks get the same
-    gradients and the same loss, so that a line search does the same on all of them.
+    Each run is a whole :meth:`Training.forward_backward`: as in a loop by hand, dropout draws anew. All ranks get the
+    same gradients and the same loss, so that a line search does the same on all of them.
     """
 
     _batches: StepBatches
 
-    def backward(self, step: StepBatches, **_: Any) -> None:
+    def forward_backward(self, step: StepBatches, **_: Any) -> None:
         """Keep the batches; the optimizer's step runs them."""
         self._batches = step
 
@@ -34,7 +34,7 @@ class ClosureTraining(Training):
         """Step the optimizer, which evaluates the closure as often as it likes."""
         gradients, clock = self.gradients, self.clock
         (optimizer,) = gradients.optimizers
-        backward = super().backward
+        forward_backward = super().forward_backward
         first = True
 
         def closure() -> Tensor:
@@ -42,7 +42,7 @@ class ClosureTraining(Training):
             drop_gradients(optimizer)
             clock.optimizer += perf_counter_ns()
             with torch.enable_grad(), nullcontext() if first else self.listening(Recorder()):
-                value = backward(self._batches, first=first, wants_loss=True)
+                value = forward_backward(self._batches, first=first, wants_loss=True)
                 clock.optimizer -= perf_counter_ns()
                 # In every run, not once a step: otherwise a line search would compare clipped gradients with others.
                 gradients.show_and_clip(enumerate(gradients.optimizers), gradients.parameters)

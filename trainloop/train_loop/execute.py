@@ -208,13 +208,13 @@ def _as_rank(
         caller.put_into(loop)
     with applied_here, running(loop, stop, job, joined=joined) as run:
         if memory is not None:
-            from trainloop.train_loop.snapshots import Snapshots
+            from trainloop.train_loop.snapshots import StopWithSnapshots
 
             assert arrival is not None, "who is started by others keeps no snapshots"
             assert isinstance(run, Training)
             assert job is not None
             assert job.restarts is not None
-            run.stop = run.snapshots = Snapshots(run, arrival, memory, job.restarts.every)
+            run.stop = run.snapshots = StopWithSnapshots(run, arrival, memory, job.restarts.every)
         result = work(run, *args)
     if arrival is None:
         return result

@@ -6,7 +6,7 @@
       it would only come again      the error, with a word about why the run ends
     hosts meet again              each says what it has seen and kept: Supervisor.says
       all have spoken               a notice in memory, what failed and which snapshot to go on from: Supervisor.agreed
-    ranks start again             Snapshots reads the notice and takes up what it says
+    ranks start again             StopWithSnapshots reads the notice and takes up what it says
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
     from trainloop.train_loop.training import Training
 
-__all__ = ["Restart", "Snapshots", "status_words"]
+__all__ = ["Restart", "StopWithSnapshots", "status_words"]
 
 SHARE_OF_TIME = 0.01
 """What snapshots may cost, where nobody says how often to make them."""
@@ -105,7 +105,7 @@ def failed_in_a_row(memory: SnapshotMemory) -> int:
     return memory.status[_FAILING]
 
 
-class Snapshots:
+class StopWithSnapshots:
     """A run's :class:`~trainloop.stopping.StopAgreement` that makes snapshots at boundaries, where one is due.
 
     Parameters

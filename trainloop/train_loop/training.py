@@ -4,7 +4,7 @@
 
     train                        epoch after epoch
         _begin_epoch             hooks, modules' modes; gives the epoch's steps
-        backward                 forward and backward of a step's micro-batches, gradients complete
+        forward_backward         forward and backward of a step's micro-batches, gradients complete
         step                     the optimizers' step
         _finish_epoch            logs, history, validation
 
@@ -44,7 +44,7 @@ from trainloop.train_loop.trained import about_eval_mode, begin_training, traini
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
-    from trainloop.train_loop.snapshots import Snapshots
+    from trainloop.train_loop.snapshots import StopWithSnapshots
 
 __all__ = ["Training"]
 
@@ -81,7 +81,7 @@ class Training(Run):
         """Flags of parameters and modules when training began."""
         self.checkpointed = False
         """Whether a checkpoint was made since the last snapshot."""
-        self.snapshots: Snapshots | None = None
+        self.snapshots: StopWithSnapshots | None = None
         """Set for a run that survives failures."""
         self.savers: tuple[Callable[[], None], ...] = ()
         """What writes checkpoints of steps, called when the last hook of a step has run."""
@@ -105,7 +105,7 @@ class Training(Run):
                     clock.data -= perf_counter_ns()
                     for batches in steps:
                         clock.data += perf_counter_ns()
-                        self.backward(batches)
+                        self.forward_backward(batches)
                         self.step()
                         for save in self.savers:
                             save()
@@ -308,7 +308,7 @@ class Training(Run):
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def backward(self, step: StepBatches, *, first: bool = True, wants_loss: bool = False) -> Tensor | None:
+    def forward_backward(self, step: StepBatches, *, first: bool = True, wants_loss: bool = False) -> Tensor | None:
         """Forward and backward for each micro-batch, then reduce gradients; :meth:`step` calls the last
         ``on_batch_end``.
 
@@ -328,7 +328,8 @@ class Training(Run):
         if by_hand or gradients.shares_buffers:
             place.share_buffers()
         # A rank with fewer micro-batches still goes through every hook, as callbacks may exchange values in them.
-        counts, count = self.micro_batches_of_ranks(step) if ragged else (None, len(batches))
+        counts = self.micro_batches_of_ranks(step) if ragged else None
+        count = max(counts) if counts else len(batches)
         weights: list[Any] = []
         scaled_losses: list[Any] = []
         recorder.step = loop.global_step + 1
@@ -372,12 +373,9 @@ class Training(Run):
         return gradients.loss_over_ranks(scaled_losses, factor) if wants_loss else None
 
     @staticmethod
-    def micro_batches_of_ranks(step: StepBatches) -> tuple[list[int] | None, int]:
-        """The number of micro-batches of each rank, None where all have as many, and the largest. Collective."""
-        if not step.ragged:
-            return None, len(step.batches)
-        counts = [count for (count,) in distributed.exchange_ints([len(step.batches)])]
-        return counts, max(counts)
+    def micro_batches_of_ranks(step: StepBatches) -> list[int]:
+        """How many micro-batches each rank has in a step that is ragged. Collective."""
+        return [count for (count,) in distributed.exchange_ints([len(step.batches)])]
 
     def begin_batch(self, i: int, size: int) -> None:
         """The ``i``-th micro-batch of a step begins; ``size``: its samples, 0 on a rank that has none."""

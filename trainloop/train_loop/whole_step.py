@@ -50,12 +50,12 @@ class WholeStepTraining(Training):
     _settings: list[dict[str, Any]]
     """Of the optimizer, which the graph holds as constants."""
 
-    def backward(self, step: StepBatches, *, first: bool = True, wants_loss: bool = False) -> Tensor | None:
+    def forward_backward(self, step: StepBatches, *, first: bool = True, wants_loss: bool = False) -> Tensor | None:
         """The whole step where the graph is for it; else as everywhere."""
         if self._refused or not self._takes(step):
             if self._attached:  # else backward would add to the last step's
                 self._detach()
-            return super().backward(step, first=first, wants_loss=wants_loss)
+            return super().forward_backward(step, first=first, wants_loss=wants_loss)
         loop, recorder, (size,) = self.loop, self.recorder, step.sizes
         recorder.step = loop.global_step + 1
         self.begin_batch(0, size)
@@ -189,7 +189,7 @@ class WholeStepTraining(Training):
         table = vars(self.hooks)
         hooks, table["on_batch_begin"] = table["on_batch_begin"], ()
         try:
-            return super().backward(step, first=first, wants_loss=wants_loss)
+            return super().forward_backward(step, first=first, wants_loss=wants_loss)
         finally:
             table["on_batch_begin"] = hooks
 

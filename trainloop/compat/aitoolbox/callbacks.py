@@ -12,6 +12,7 @@ from torch import nn
 
 from trainloop.callbacks import base
 from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.basic import AllPredictionsSame as CoreAllPredictionsSame
 from trainloop.callbacks.basic import DataSubsetTestRun
 from trainloop.callbacks.basic import FunctionOnTrainLoop as CoreFunctionOnTrainLoop
 from trainloop.callbacks.ddp import InMultiProcessDataLoad
@@ -197,23 +198,12 @@ class TerminateOnNaN(AbstractCallback):
             print(f"Terminating on {self.monitor} = {value} at epoch: {loop.epoch}.")
 
 
-class AllPredictionsSame(AbstractCallback):
+class AllPredictionsSame(CoreAllPredictionsSame):
     """Tells, and if wanted stops, when all predictions on the validation set have one value."""
 
     def __init__(self, value: float = 0.0, stop_training: bool = False, verbose: bool = True) -> None:
-        super().__init__("All predictions have the same value")
-        self.value = value
-        self.stop_training = stop_training
-        self.verbose = verbose
-
-    def on_epoch_end(self) -> None:
-        predictions, _, _ = self.train_loop_obj.predict_on_validation_set()
-        if all(bool(prediction == self.value) for prediction in predictions):
-            if self.verbose:
-                print(f"All the predicted values are of the same value: {self.value}")
-            if self.stop_training:
-                print("Executing early stopping")
-                self.train_loop_obj.early_stop = True
+        super().__init__(value, stop_training, verbose)
+        self.callback_name = "All predictions have the same value"
 
 
 class FunctionOnTrainLoop(CoreFunctionOnTrainLoop):

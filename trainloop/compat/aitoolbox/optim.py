@@ -133,11 +133,12 @@ class MultiLoss(core.MultiLoss):
 class MultiTraining(Training):
     """Backward, step and ``zero_grad`` of one optimizer after the other; counted as one step."""
 
-    def backward(self, step: StepBatches, **_: Any) -> None:
+    def forward_backward(self, step: StepBatches, **_: Any) -> None:
         """All of a step but what comes after its last micro-batch."""
         loop, place, recorder = self.loop, self.place, self.recorder
         optimizer: Any = loop.optimizer
-        counts, count = self.micro_batches_of_ranks(step)
+        counts = self.micro_batches_of_ranks(step) if step.ragged else None
+        count = max(counts) if counts else len(step.batches)
         recorder.step = loop.global_step + 1
         if self.gather is not None:  # the model itself: DDP's reducer expects one backward a forward
             place.share_buffers()
