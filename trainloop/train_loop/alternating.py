@@ -57,6 +57,7 @@ class AlternatingTraining(Training):
         if counts and place.collective:  # every rank runs as many
             given = [self.idle.given(batches, counts, i) for i in range(count)]
             batches = [*batches, *given[len(batches) :]]
+        # Nothing runs yet: a generator begins at its first next().
         generators = [place.evaluated.get_loss(batch, loop.criterion, place.device) for batch in batches]
         shown: list[list[Yielded]] = [[] for _ in step.batches]
         found_inf: list[torch.Tensor] = []
@@ -121,6 +122,8 @@ class AlternatingTraining(Training):
             weights.append(yielded.weight)
             value = per_sample(yielded.loss, step.sizes[i]) if is_sum else yielded.loss.detach()
             shown[i].append(yielded._replace(loss=value))
+        # One exchange for all that may go wrong: a rank that raised alone would leave the others in the next
+        # collective.
         mine = _NONE if not indices else indices.pop() if len(indices) == 1 else _DIFFER
         everyone = {mine}
         if self.gather is not None:

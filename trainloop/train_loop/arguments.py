@@ -60,6 +60,7 @@ def check_loader(loader: Any, name: str, *, optional: bool = True) -> Any:
             f"{name} is a {type(loader).__name__}: wrap it, DataLoader({name.replace('loader', 'data')}, "
             "batch_size=32)."
         )
+    # It would train the first epoch and find the second empty.
     if isinstance(loader, Iterator):
         raise ConfigurationError(
             f"{name} is a {type(loader).__name__}, which ends after one epoch. "
@@ -94,6 +95,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> Any:
         raise ConfigurationError(f"optimizer is a {type(optimizer).__name__}: pass MultiOptimizer([...]) instead.")
     if not isinstance(optimizer, (torch.optim.Optimizer, MultiOptimizer)):
         raise ConfigurationError(f"optimizer={short(optimizer)}: must be a torch optimizer or a MultiOptimizer.")
+    # The commonest slip: the model is made anew (a fold, a notebook cell run twice) and the optimizer is not.
     own = {id(parameter) for parameter in model.parameters()}
     for i, single in enumerate(optimizers_of(optimizer)):
         if not any(id(parameter) in own for parameter in parameters_of(single)):
@@ -116,6 +118,7 @@ def check_amp(use_amp: Any) -> AmpOptions:
     if use_amp == "fp16":
         return AmpOptions(torch.float16)
     if isinstance(use_amp, dict):
+        # The two that the loop decides on.
         known = [p for p in inspect.signature(torch.amp.GradScaler).parameters if p not in ("device", "enabled")]
         unknown = [key for key in use_amp if key not in known]
         if unknown:
@@ -332,6 +335,7 @@ def check_wrapper_args(given: Any, name: str, wrapper: type) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ConfigurationError(f"{name}={short(given)} is a {type(given).__name__}: must be a dict or None.")
     known: list[str] = []
+    # A **kwargs is passed on to the base's constructor, so its names count, too.
     for cls in wrapper.__mro__[:-1]:
         if "__init__" in cls.__dict__:
             parameters = list(inspect.signature(cls.__dict__["__init__"]).parameters.values())[1:]

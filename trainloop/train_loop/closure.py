@@ -41,6 +41,7 @@ class ClosureTraining(Training):
             nonlocal first
             drop_gradients(optimizer)
             clock.optimizer += perf_counter_ns()
+            # Optimizers call their closure under no_grad. Repetitions log into a recorder that nobody reads.
             with torch.enable_grad(), nullcontext() if first else self.listening(Recorder()):
                 value = forward_backward(self._batches, first=first, wants_loss=True)
                 clock.optimizer -= perf_counter_ns()

@@ -39,6 +39,7 @@ class Progress:
         """Print lines without tearing the bar."""
         if self.enabled:
             if self._bar is not None:
+                # Else the line would be written behind the bar.
                 self._bar.clear()
             print(text, flush=True)
 
@@ -105,6 +106,7 @@ class Progress:
         cells = {name: str(value) if isinstance(value, int) else f"{value:.5g}" for name, value in row.items()}
         cells["seconds"] = f"{time.perf_counter() - self._epoch_began:.1f}"
         cells |= _speed(timings)
+        # A metric may be new from some epoch on, with every-n-epochs evaluation for one.
         if list(cells) != self.columns:
             self.columns = list(cells)
             print("  ".join(name.rjust(_width(name)) for name in cells), flush=True)

@@ -56,6 +56,7 @@ def end_that_holds(loop: TrainLoop[Any], state: dict[str, Any]) -> list[End]:
     place = state["place"]
     if any(getattr(loop, name) > place.get(name, 0) for name in ("num_epochs", "num_iterations")):
         return []
+    # An EarlyStopping with more patience than the last run's would go on, so each is asked.
     states = {(saved["type"], saved["name"]): saved["state"] for saved in state["callbacks"]}
     present = {(type(callback).__name__, callback.callback_name): callback for callback in loop.callbacks}
     ends = [End(*saved) for saved in place.get("ends", ())]

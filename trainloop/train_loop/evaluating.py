@@ -134,6 +134,7 @@ def join_rows(batches: list[Any], empty: Any = None) -> Any:
         if all(isinstance(batch, kind) for batch in batches):
             if first.ndim == 0:
                 return stack(batches)
+            # Sequences padded to the longest of their batch differ between batches.
             alike = all(batch.shape[1:] == first.shape[1:] for batch in batches)
             return concatenate(batches) if alike else [row for batch in batches for row in batch]
     if isinstance(first, Mapping):
@@ -150,6 +151,7 @@ def _has_rows(batches: list[tuple[Any, ...]]) -> bool:
     """Whether the entries of tuples are rows, rather than columns that hold the rows."""
     if hasattr(batches[0], "_fields"):
         return False
+    # A tuple of (name, score) is a row; a tuple of tensors is columns.
     scalars = any(isinstance(item, (str, bytes, int, float)) for batch in batches for item in batch)
     return scalars or any(len(batch) != len(batches[0]) for batch in batches)
 
@@ -185,6 +187,7 @@ def predictions(
     parts = gather(mine)
     if parts is None:
         return None, None, None
+    # Ranks took whole batches in turn, so the batches' numbers give the order of one process.
     rows = sorted((row for part in parts for row in part), key=lambda row: row[0])
     results: list[Any] = []
     for column in (2, 3):

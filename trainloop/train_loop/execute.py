@@ -72,7 +72,10 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
     from trainloop.train_loop.handover import Departure
 
     _initialize_lazy_parameters(loop)
+    # Without a seed ranks still need a common one. It is only looked at: a second process must not change what the
+    # caller's generators draw next.
     loop.drawn_seed = rng.peek_seed()
+    # Before the loop is packed: it notes which of the caller's objects are which, so that the answer names them.
     departure = Departure(loop)
     site = loop.site
     options = {"timeout_s": loop.timeout, "backend": site.backend, "init_method": site.init_method}
@@ -87,6 +90,7 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
             )
         as_rank = partial(_as_rank, loop, work, args, job, departure.paths, joined=True)
         return launch.join(as_rank, devices=site.devices, **options)
+    # single and dp come here with max_restarts only: one process that may die without taking the caller along.
     ranks, quota = len(site.devices) if has_ranks(loop.gpu_mode) else 1, loop.options.quota
     with _supervisor(loop, job, ranks) as supervisor, applied(quota, local_rank=None, ranks=ranks):
         data = launch.launch(
@@ -125,6 +129,7 @@ def _supervisor(loop: TrainLoop[Any], job: FitJob | None, ranks: int) -> Iterato
     from trainloop.train_loop.restarts import Supervisor
 
     site = loop.site
+    # A run that fails before its first snapshot starts again from here.
     begins_at = loop.global_step if job.resume is None else job.resume["place"]["global_step"]
     with Supervisor(
         loop,
@@ -193,6 +198,7 @@ def _as_rank(
     """
     from trainloop.train_loop.handover import Arrival
 
+    # The loop came from a process that is no rank: its own place is not this one's.
     loop.process = process = _process_here()
     loop.drawn_seed = distributed.broadcast_object(loop.drawn_seed)
     arrival = None if joined else Arrival(loop, paths)
@@ -225,6 +231,7 @@ def _as_rank(
 @contextmanager
 def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None, *, joined: bool = False) -> Iterator[Run]:
     """Make a run in this process, for training (``job``) or evaluation only; it is ``loop.running`` while it lasts."""
+    # Only dp uses several devices in one process.
     devices = loop.site.devices if loop.gpu_mode == "dp" else [loop.site.devices[loop.process.local_rank]]
     wrapper_args, over_ranks = None, False
     if job is not None:
@@ -291,6 +298,7 @@ def _process_here() -> Rank:
     here = None if started_by_launch() else joined()
     if here is not None:
         return here
+    # A rank of launch() has the group, and its local place in the variables that launch set.
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     local_rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     return Rank(rank, world_size, local_rank, ranks, rank // ranks, world_size // ranks)

@@ -73,6 +73,7 @@ class Gradients:
     def _take_parameters(self) -> None:
         loop = self._training.loop
         self.parameters: list[Tensor] = list(loop.model.parameters())
+        # A criterion may learn too (a margin, class weights), and its parameters are in no wrapper.
         beside = loop.criterion.parameters() if isinstance(loop.criterion, nn.Module) else ()
         self.learned: list[Tensor] = [*self.parameters, *beside]
         self._beside: set[int] = set()
@@ -205,9 +206,11 @@ class Gradients:
                 f"get_loss returned (loss, weight) for {len(given)} of {len(weights)} micro-batches of a step. "
                 "Return a weight always or never."
             )
+        # In float64: token counts of a large global batch are not exact in float32 above 2**24.
         total = self._zero() + sum(given)
         if self._ranks > 1:
             total = distributed.all_reduce(total, "sum")
+        # Where all weights are 0 (every token is padding), so are all gradients: only a division by 0 would make NaN.
         factor: Tensor = self._nominal_weight * self._ranks / total.clamp(min=1e-12)
         for parameter in parameters:
             if parameter.grad is not None:
@@ -242,6 +245,7 @@ class Gradients:
                     hook(i)
                 training.clock.optimizer -= perf_counter_ns()
         if training.loop.gradient_clip_norm is not None:
+            # torch's own can't stack norms of sharded and whole gradients.
             clip = clip_gradients if self._place.collective else nn.utils.clip_grad_norm_
             clip(parameters, training.loop.gradient_clip_norm)
 
@@ -254,6 +258,7 @@ class Gradients:
             return
         for optimizer in optimizers:
             scaler.step(optimizer)
+        # Private in torch 2.6 to 2.13, which tell of a skipped step in no other way that does not wait for the device.
         states = scaler._per_optimizer_states
         self._training.loop.found_inf = [
             found for optimizer in optimizers for found in states[id(optimizer)]["found_inf_per_device"].values()

@@ -35,6 +35,7 @@ class Idle:
         """On ranks that have no ``i``-th batch, that of the first rank that has; else ``None``. Collective."""
         if min(counts) > i:
             return None
+        # Rank 0 may be one that has none.
         source = next(rank for rank, n in enumerate(counts) if n > i)
         mine = i < len(batches)
         theirs = distributed.broadcast_object(batches[i] if mine else None, source)

@@ -34,6 +34,7 @@ def split_loss(output: Any) -> tuple[Any, Any]:
         loss, weight = output
     else:
         loss, weight = output, None
+    # A subclass that returns super().get_loss(...) of a get_loss with yield in it.
     if isinstance(loss, Generator):
         raise ConfigurationError(
             "get_loss returned a generator, but is none itself, so that it was called as any other method. Write it "

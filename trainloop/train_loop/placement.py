@@ -44,6 +44,8 @@ class Placement:
     def wrap_again(self) -> None:
         """In ``ddp``, wrap anew for the parameters that now require gradients. Collective, between two steps."""
         assert self.wrap is not None
+        # DDP reads requires_grad once, in its constructor. The old one goes first: its hooks on the parameters would
+        # reduce beside the new one's.
         before, self.wrapper = self.wrapper, self.model
         hooks: Sequence[tuple[Any, Any]] = ()
         if isinstance(before, TTDistributedDataParallel):
@@ -148,10 +150,12 @@ def placed(
             undo.enter_context(torch.cuda.device(device))
         if mode != "fsdp":  # there no device need have room for all of it
             model.to(device)
+        # Class weights and the like are buffers.
         if isinstance(criterion, nn.Module):
             criterion.to(device)
         for optimizer in optimizers if mode != "fsdp" else ():
             move_state(optimizer, device)
+        # Only here is the GPU known, and a context on it there to ask what it can do.
         amp = amp.on(device)
         if sync_batchnorm_over_ranks:
             from trainloop import sync_batchnorm
@@ -161,6 +165,7 @@ def placed(
         if checkpoint_modules is not None:
             undo.enter_context(recomputing(model, checkpoint_modules))
         if compile_args is not None:
+            # In place: torch.compile(model) would be another module, with prefixed keys in checkpoints.
             model.compile(**compile_args)
             undo.callback(setattr, model, "_compiled_call_impl", None)
         kind: type[Placement] = Placement

@@ -299,6 +299,7 @@ def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
     many = _trained(loop, mode, ranks, steps, 1, find_unused)
     worst, where = 0.0, ""
     for (name, a), b in zip(single.named_parameters(), many.parameters(), strict=True):
+        # Relative to the tensor's largest value: single entries may be anywhere near zero.
         scale = max(float(a.detach().abs().max()) if a.numel() else 0.0, 1e-6)
         difference = float((a - b).detach().abs().max()) / scale if a.numel() else 0.0
         if not difference <= worst:
@@ -338,6 +339,7 @@ def _trained(
         devices=devices,
         seed=loop.seed or 0,
         progress_bar=False,
+        # A rank that hangs is a finding, to be had in seconds.
         timeout=min(loop.timeout, 120.0),
     )
     return trial.fit(num_iterations=iterations, grad_accumulation=accumulation, ddp_model_args=ddp_model_args)

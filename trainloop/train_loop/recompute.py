@@ -47,6 +47,7 @@ def chosen_modules(model: nn.Module, choice: Any) -> list[nn.Module]:
                 f"{', '.join(list(modules)[:8]) or 'none'}{', ...' if len(modules) > 8 else ''}."
             )
         found.update(matched)
+    # Checkpointing inside a checkpointed module would compute the inner one three times.
     outer = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
     return list({id(found[name]): found[name] for name in outer}.values())
 
@@ -84,6 +85,7 @@ def recomputing(model: nn.Module, choice: Any) -> Iterator[None]:
 def _recomputed(cls: type[nn.Module], logging: list[TTModel]) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = partial(cls.forward, self)
+        # Nothing is kept for a backward that won't come.
         if not torch.is_grad_enabled():
             return own(*args, **kwargs)
         contexts = partial(_contexts, self, logging)

@@ -61,6 +61,7 @@ def write_rows(
                 data = _PICKLE + pickle.dumps(rows, protocol=pickle.HIGHEST_PROTOCOL)
             places.append((index, size, file.tell(), len(data)))
             file.write(data)
+    # After the rows: RowFiles looks for tables, and so finds whole files only.
     np.save(folder / f"{rank}.npy", np.array(places, np.int64).reshape(-1, 4))
 
 
@@ -85,6 +86,7 @@ class RowFiles:
         found: list[tuple[int, _Place]] = []
         for path in sorted(folder.glob("*.npy")):
             number = len(self._files)
+            # Opened at once, and read by position: the names may go, and readers share no offset.
             self._files.append(os.open(path.with_suffix(".rows"), os.O_RDONLY | os.O_CLOEXEC))
             for index, size, offset, length in np.load(path).tolist():
                 found.append((index, _Place(number, offset, length, size)))
@@ -101,6 +103,7 @@ class RowFiles:
         data = bytearray(place.length)
         done = 0
         while done < place.length:
+            # One call reads 2 GiB at most.
             done += os.preadv(self._files[place.file], [memoryview(data)[done:]], place.offset + done)
         body = memoryview(data)[1:]
         # A pickle of this run's own, in a folder that only this user may write to.
@@ -171,7 +174,7 @@ class PredictionStream(Iterator[Predictions]):
             parts = []
             for row in order[start : start + sizes[0]].tolist():
                 i = int(np.searchsorted(ends, row, side="right"))
-                if i not in kept:
+                if i not in kept:  # batches were shuffled, but many a sampler shuffles nearby rows only
                     kept[i] = files.read(i)
                     if len(kept) > _BATCHES_KEPT:
                         kept.popitem(last=False)

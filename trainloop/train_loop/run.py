@@ -67,6 +67,7 @@ class Run:
     trains = False
 
     def __init__(self, loop: TrainLoop, place: Placement, stop: StopAgreement) -> None:
+        # ddp under a launcher with one process has a group of one: nothing to exchange there.
         parallel = has_ranks(loop.gpu_mode) and loop.world_size > 1
         self.loop = loop
         self.place = place
@@ -77,6 +78,7 @@ class Run:
         self.gather: Callable[[Any], list[Any]] | None = distributed.gather_object if parallel else None
         self.exchange = exchange_of(distributed, loop.world_size if parallel else 1)
         """Exchanges logs, for all recorders; it remembers which metrics the ranks share."""
+        # One bar, of rank 0: those of several ranks would overwrite each other on one terminal.
         self.progress = Progress(loop.progress_bar and loop.is_global_zero)
         self.recorder = Recorder()
         self.sink: Callable[..., None] | None = None
@@ -98,6 +100,7 @@ class Run:
         """This rank's part of a loader, with as few workers as the quota allows."""
         loop = self.loop
         workers = getattr(loader, "num_workers", 0)
+        # A quota is for the run, so that each rank gets its part of the workers, too.
         most = cap_workers(workers, loop.options.quota, loop.process.local_world_size) if workers else 0
         if most != workers:
             loader = with_workers(loader, most)
@@ -138,8 +141,10 @@ class Run:
             own = self._on_all_ranks(feed.batches(), get_loss)
             batches = _between_hooks(own, self.hooks, recorder, {"type": kind, "pass": "loss"})
             end = mean_loss(batches, get_loss, recorder, name, sum_rule(self.loop.model, criterion))
+        # What a user evaluates from a callback must not overwrite the epoch's own val_loss.
         losses = named_losses(end.losses, prefix) if losses_into_history else {}
         self._into_history(prefix, {**losses, **end.metrics})
+        # A plain loss has the empty name, those of a MultiLoss have their own.
         parts = {part: value for part, value in end.losses.items() if part}
         return parts or end.losses[""]
 
@@ -193,6 +198,7 @@ class Run:
     ) -> Iterator[tuple[Any, Iterator[Any], Callable[[Any, int], Any], Callable[..., list[Any]]]]:
         """This rank's feed, its batches, a function that predicts one, and one that exchanges the logs at the end."""
         model, device = self.place.evaluated, self.place.device
+        # The model's own hooks belong to it, however it is called.
         hooks = self.hooks if execute_callbacks else HookTable((), model=self.loop.model)
         dataset_info = {**dataset_info, "pass": "predictions"}
 
@@ -203,7 +209,7 @@ class Run:
         def get_predictions(batch: Any, size: int) -> Any:
             recorder.batch_size = size
             output = forward(batch)
-            check_rows(output)
+            check_rows(output)  # here, where it is known which batch: when rows are joined it is too late
             for hook in hooks.on_after_batch_prediction:
                 hook(*output, dataset_info)
             return output
@@ -253,6 +259,7 @@ class Run:
         The training around it does not notice: modes and random numbers are as before.
         """
         model = self.loop.model
+        # A recorder of its own: the training's may be in the midst of an epoch.
         recorder = Recorder(rank=self.loop.rank, exchange=self.exchange, on_step=False, prefix=prefix)
         buffers = nullcontext() if self.gather is None else _buffers_of_rank_0(model)
         with buffers, self.listening(recorder), evaluating(model), rng.isolated():
@@ -271,6 +278,7 @@ class Run:
         """Send everything that the model, callbacks and the loop log to this recorder."""
         model = self.loop.model
         parts = [module for module in model.modules() if isinstance(module, TTModel)]
+        # Through __dict__: nn.Module.__setattr__ first looks through parameters, modules and buffers.
         before = [part.__dict__.get("_log_sink") for part in parts]
         # Compiled code breaks its graph at a log: traced, the growing lists of logs would recompile it each step.
         sink = torch.compiler.disable(recorder.log) if _has_compiled_parts(model) else recorder.log

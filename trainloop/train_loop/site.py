@@ -55,7 +55,9 @@ def settled(
             raise ConfigurationError("auto_select_gpus=True: there is no GPU to select from here. Leave it out.")
         everything = str(options.devices).strip().lower() in ("auto", "-1")  # then: all that are free
         wanted = -1 if everything and options.gpu_mode != "single" else len(found)
+        # Not when the loop is made: hours may pass until fit, and the lease lasts as long as the process.
         found = [torch.device("cuda", i) for i in find_usable_cuda_devices(wanted)]
+    # A quota can mean fewer devices than there are; the mode 'auto' goes by those that are left.
     devices = devices_under(options.quota, found, options.devices)
     return Site(resolve_mode(options.gpu_mode, len(devices), num_nodes, kind=devices[0].type), devices, num_nodes)
 
@@ -173,6 +175,7 @@ def check_backend(backend: Any) -> str | None:
     """Return the process group's backend; refuse one that this torch lacks."""
     if backend is None:
         return None
+    # Also those that a plugin has registered.
     names = [*(name.lower() for name in torch.distributed.Backend.backend_list if name != "undefined")]
     parts = [part.split(":")[-1] for part in backend.lower().split(",")] if isinstance(backend, str) else [None]
     if not all(part in names for part in parts):

@@ -45,6 +45,7 @@ def checkpoint_state(run: Training, *, keep_shards: bool = False) -> dict[str, A
 
     loop = run.loop
     run.publish(run.recorder.exchange_steps())
+    # A checkpoint is rank 0's weights: ranks that have drifted apart would not resume as they were.
     run.gradients.check_alike()
     mine = {
         **rank_state(run, plain),
@@ -182,6 +183,7 @@ def check_checkpoint(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
             f"the checkpoint was made with {' and '.join(saved_kinds) or 'no optimizer'}, "
             f"the loop has {' and '.join(kinds) or 'none'}. Pass the same optimizer."
         )
+    # Groups that a callback added in training are added again; nothing is changed before all is known to fit.
     grow = add_missing_groups(loop, state.get("groups"), only_look=True)
     for optimizer, saved, fits in zip(optimizers, state["optimizers"], grow, strict=True):
         sizes = [len(group["params"]) for group in optimizer.param_groups]
@@ -258,6 +260,7 @@ def _load_parts(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
     add_missing_groups(loop, state.get("groups"))
     for optimizer, saved in zip(optimizers_of(loop.optimizer), state["optimizers"], strict=True):
         optimizer.load_state_dict(saved["state"])
+        # torch's load_state_dict keeps what it is given, of the shape of the whole parameter.
         _fit_state(optimizer)
     loop.history.load_state_dict(state["history"])
     _load_callbacks(loop.callbacks, whole_of(state["callbacks"]))
@@ -305,6 +308,7 @@ def _load_callbacks(callbacks: list[Any], saved: list[dict[str, Any]]) -> None:
     left = list(saved)
     for callback in callbacks:
         key = (type(callback).__name__, callback.callback_name)
+        # By type and name: positions change when a callback is added to the list.
         found = next((entry for entry in left if (entry["type"], entry["name"]) == key), None)
         if found is not None:
             left.remove(found)

@@ -38,7 +38,7 @@ class Timings:
     samples: int = 0
     """Of all ranks."""
     seconds: float = 0.0
-    """All in all; it is the sum of the parts below."""
+    """The whole time; the parts below add up to it."""
     data: float = 0.0
     """Waiting for the loader."""
     forward: float = 0.0
@@ -67,7 +67,7 @@ class Timings:
         return self.samples / self.seconds if self.seconds else 0.0
 
     def share(self, part: str) -> float:
-        """Of a part in the whole, from 0 to 1."""
+        """The share of a part in the whole time, from 0 to 1."""
         return float(getattr(self, part) / self.seconds) if self.seconds else 0.0
 
     def __str__(self) -> str:
@@ -86,7 +86,7 @@ _TIMED = _PARTS[:-1]
 
 
 class StepClock:
-    """What an epoch's steps have taken so far, in nanoseconds, and the clock.
+    """Adds up what the parts of an epoch's steps take, in nanoseconds.
 
     A part begins by ``clock.forward -= now()`` and ends by ``clock.forward += now()``: whole numbers add up exactly,
     and nothing is called but the clock. In a step that is timed on the device, a part is a :class:`_PartOnDevice`
@@ -104,7 +104,7 @@ class StepClock:
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
-        """From nothing."""
+        """Set all parts to zero."""
         self.steps = self.samples = 0
         # Ints; `Any`, since for a step each may be a part on the device.
         self.whole: Any = 0
@@ -135,7 +135,7 @@ class StepClock:
         self._timed_now = {}
 
     def _take_in(self) -> None:
-        """What the device has done by now."""
+        """Read the events that the device has passed by now, without waiting for others."""
         while self._waiting and self._waiting[0][1].query():
             parts, end = self._waiting.popleft()
             for name, part in parts.items():
@@ -143,7 +143,7 @@ class StepClock:
             self._on_device_ms["whole"] += parts["data"].events[0][0].elapsed_time(end)
 
     def read(self) -> Timings:
-        """The epoch so far, or all of it."""
+        """The timings of the epoch up to now."""
         now = time.perf_counter_ns()
         values = {name: int(getattr(self, name)) for name in (*_TIMED, "whole")}
         values = {name: value + now if value < 0 else value for name, value in values.items()}  # below 0: it goes on
@@ -151,6 +151,7 @@ class StepClock:
         shares = {name: value / max(nanoseconds, 1) for name, value in values.items()}
         self._take_in()
         if self._on_device_ms["whole"]:
+            # The device's shares of the clock's time: only every sixteenth step was timed there.
             shares = {name: self._on_device_ms[name] / self._on_device_ms["whole"] for name in _TIMED}
         seconds = 1e-9 * nanoseconds
         parts: dict[str, Any] = {name: shares[name] * seconds for name in _TIMED}
@@ -163,13 +164,13 @@ class StepClock:
         self.begin_epoch()
 
     def timings(self) -> Timings:
-        """Of all epochs; the one that is running, and of which steps are done, among them."""
+        """The timings of all epochs, with the steps that are done of the one that is running."""
         running = [self.read()] if self.steps else []
         return Timings.over([*self.epochs, *running])
 
 
 class _PartOnDevice:
-    """A part of one step: what :class:`StepClock` has so far, and events where the device begins and ends it."""
+    """A part of one step: its nanoseconds up to now, and events that the device passes where it begins and ends."""
 
     def __init__(self, nanoseconds: int, device: torch.device) -> None:
         self.nanoseconds = nanoseconds
@@ -192,7 +193,7 @@ class _PartOnDevice:
 
 
 def _event_on(device: torch.device) -> Any:
-    """An event that the device comes to after all that it was given so far."""
+    """An event that the device passes when all work queued up to now is done."""
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event

@@ -55,6 +55,7 @@ class TrainedParameters:
         self._beside = list(criterion.parameters()) if isinstance(criterion, nn.Module) else []
         if distributed.get_world_size() > 1:
             for tensor in (*self._beside, *(criterion.buffers() if isinstance(criterion, nn.Module) else ())):
+                # As DDP does with the model at its construction.
                 dist.broadcast(tensor.detach(), 0)
         self.note()
 
@@ -78,6 +79,7 @@ class TrainedParameters:
             Naming a parameter that trains on some ranks only.
         """
         named = dict(self._model.named_parameters())
+        # A digest first: names of thousands of parameters are exchanged only to say which differ.
         names = [name for name, p in named.items() if p.requires_grad]
         digests = distributed.exchange_ints([zlib.crc32("\n".join(names).encode())])
         if any(digest != digests[0] for digest in digests):
@@ -97,7 +99,8 @@ class TrainedParameters:
         if world_size == 1:
             return
         names = [name for name, p in self._named.items() if p.requires_grad or p.grad is not None]
-        # Through the process group's store: a collective could meet another one, on a rank that saw no change.
+        # Through the process group's store: a collective could meet another one, on a rank that saw no change. There is
+        # no public way to it in torch 2.6 to 2.13.
         store = dist.distributed_c10d._get_default_store()
         keys = [f"trainloop/trained/{number}/{other}" for other in range(world_size)]
         store.set(keys[rank], "\n".join(names))
@@ -142,6 +145,7 @@ class TrainedParameters:
             if name not in wrapper.parameters_to_ignore and type(p) is nn.Parameter
         }
         named.update((f"criterion parameter {i}", p) for i, p in enumerate(self._beside))
+        # Sums of bits rather than of values: NaN is equal to itself, and no rounding hides a difference.
         sums = _bit_sums(list(named.values()))
         digests = distributed.exchange_ints([zlib.crc32(repr(sums).encode())])
         if all(digest == digests[0] for digest in digests):
@@ -224,6 +228,7 @@ def begin_training(model: nn.Module, kept: Sequence[nn.Module] = ()) -> list[nn.
     A class with a ``train()`` of its own decides for itself and for all modules inside of it.
     """
     if model.training:
+        # Users freeze BatchNorm by eval(); a plain model.train() each epoch would undo it.
         kept = [module for module in model.modules() if not module.training]
     model.train()
     if kept:
