@@ -216,6 +216,7 @@ class _Permutation:
     def at(self, positions: Ints) -> Ints:
         if self._length <= PermutedOrder.SORTED_UP_TO:
             return self._sorted[positions]
+        # Cycle walking keeps it a permutation: each number outside leads back inside, to one that nobody else takes.
         words = self._encrypt(positions.astype(np.uint64))
         outside = np.flatnonzero(words >= self._length)
         while outside.size:

@@ -48,6 +48,7 @@ def _leading_dimension(batch: Any) -> int | None:
         return int(shape[0]) if len(shape) else None
     if isinstance(num_graphs := getattr(batch, "num_graphs", None), int):
         return num_graphs  # torch_geometric: tensors are over nodes, losses over graphs
+    # A generator: only the parts before the first hit are looked at.
     counts = (_leading_dimension(part) for part in _parts(batch))
     return next((count for count in counts if count is not None), None)
 

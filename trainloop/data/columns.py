@@ -101,6 +101,7 @@ class SplitBatches:
 
     def part(self, batch: Any, columns: int, rank: int, world_size: int) -> Any:
         """The columns of one rank."""
+        # The very batch, without a copy.
         if world_size == 1:
             return batch
         sizes = self.sizes(columns, world_size)

@@ -63,12 +63,14 @@ def eval_feed(
     given = world_size > 1 and loaders.is_distributed(loader)
     source = _source_of(loader, rank, world_size, seed, name, given)
     length = None if loaders.is_stream(loader) else length_of(loader)
+    # A distributed loader knows its own share's length only.
     num_batches = length * world_size if length is not None and given else length
     return EvalFeed(source, loader, rank, world_size, num_batches, name, exchange_ints, device)
 
 
 def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: str, given: bool) -> Source:
     """The source for a loader of any kind, shared out by whole batches."""
+    # Another stream of random numbers than training's, so that evaluating changes nothing there.
     if seed is not None:
         seed = derive_seed(seed, "evaluation")
     if isinstance(loader, SplitBatches):

@@ -152,6 +152,7 @@ class Indexed(Source):
                 yield sizes, rows.take_list(indices) if sizes[rank] else None
             return
         plan, batch_index = shard.plan, first_batch
+        # One tuple for all full batches, by whose identity a step knows that nothing changed.
         full = plan.shares(0)
         for block in index_blocks(order, plan, rank, first_batch):
             for batch in rows.take(torch.from_numpy(block), plan.batch_size):

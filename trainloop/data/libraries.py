@@ -21,6 +21,7 @@ def is_split(dataset: Any) -> bool | None:
     said = getattr(dataset, "is_distributed", None)
     if said is not None:
         return bool(said)
+    # Set by Hugging Face's split_dataset_by_node, which has no public trace.
     if getattr(dataset, "_distributed", None) is not None:
         return True
     stages = pipeline_of(dataset)
@@ -103,6 +104,7 @@ def goes_on_exactly(dataset: Any) -> bool:
     """
     if not _is_of(dataset, "datasets"):
         return True
+    # Their stages are nested by attribute; there is no public list of them.
     left = [getattr(dataset, "_ex_iterable", None)]
     while left:
         stage = left.pop()

@@ -115,6 +115,7 @@ def workers_outlive_signals(loader: Any) -> Iterator[None]:
         # A rank has its launch's folder; workers that outlive this context keep Python's own.
         if "tempdir" not in multiprocessing.current_process()._config and not loader.persistent_workers:  # type: ignore[attr-defined]
             temporary = undo.enter_context(scratch_folder(f"{os.getpid()}-{time.monotonic_ns()}")).path
+        # Set on the user's own loader, since a twin would not share its persistent workers; put back below.
         loader.worker_init_fn = WorkerInit(_with_settings(loader), temporary)
         try:
             yield
@@ -125,6 +126,7 @@ def workers_outlive_signals(loader: Any) -> Iterator[None]:
 def _with_settings(loader: DataLoader[Any]) -> Any:
     """The loader's ``worker_init_fn``; in a rank, workers that are not forked first apply the rank's settings."""
     context = loader.multiprocessing_context or multiprocessing
+    # Forked workers inherit the settings with everything else.
     if context.get_start_method() != "fork":
         from trainloop.launch.rank_process import started_by_launch
         from trainloop.launch.settings import SettingsInit

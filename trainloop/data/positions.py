@@ -45,6 +45,7 @@ def is_stateful(thing: Any) -> bool:
         return False
     except ValueError:  # has no signature
         pass
+    # A state that is only nearly right must not be trusted: without it the epoch is read again, which is.
     return libraries.goes_on_exactly(thing)
 
 
@@ -165,6 +166,7 @@ class InProcess:
 
     def load(self, state: dict[str, Any], *, begins: bool, same_ranks: bool, same_batches: bool) -> bool:
         """Load the holder's state; not with another number of ranks, as each has read another part of a round."""
+        # The type's name is all there is to tell whether the state is of this loader: its content is the library's.
         if not same_ranks or state.get("of") != type(self._holder).__name__ or state.get("own") is None:
             return False
         if begins and self._holder is self._loader and not state["ended"]:

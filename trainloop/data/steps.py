@@ -58,6 +58,7 @@ def steps_of_known(items: Iterator[tuple[RankSizes, Any]], grad_accumulation: in
         return
     known_group: tuple[RankSizes, ...] | None = None
     while group := list(islice(items, grad_accumulation)):
+        # Nearly all steps weigh the same: compared before anything is computed.
         of_group = tuple(rank_sizes for rank_sizes, _ in group)
         if of_group != known_group:
             known_group = of_group
@@ -84,6 +85,7 @@ def steps_of_exchanged(
     """
     while True:
         group = list(islice(items, grad_accumulation))
+        # Always grad_accumulation numbers, so that ranks whose data has ended exchange as many as others.
         mine = [size for size, _ in group] + [_NONE] * (grad_accumulation - len(group))
         sizes = [[size for size in of_rank if size >= 0] for of_rank in exchange_ints(mine)]
         if not any(sizes):

@@ -34,6 +34,7 @@ class StreamPart:
 
     def pin_memory(self, *args: Any) -> StreamPart:
         """Called by a loader with ``pin_memory``."""
+        # torch's own walk over containers; public in no version to 2.13.
         from torch.utils.data._utils.pin_memory import pin_memory
 
         return StreamPart(pin_memory(self.batch, *args), self.size, self.place, self.is_turn)
@@ -121,6 +122,7 @@ class StreamShard(IterableDataset[Any]):
             count += 1
             if count < size:
                 continue
+            # Asked anew for each batch: a dataset may look at its worker's number only once it has begun.
             if worker is None or worker.takes(group_index):
                 yield mine, group_index, place
             group_index += 1
@@ -176,6 +178,7 @@ def _same_on_all_ranks(dataset: Any, draws: dict[str, Any] | None) -> Iterator[A
     finally:
         for name, function in own.items():
             setattr(dist, name, function)
+    # Each rank would keep a part of what is one rank's part already, and most samples would never be seen.
     if asked and is_split(dataset) is None:
         kind = type(dataset).__name__
         raise ConfigurationError(

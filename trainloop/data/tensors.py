@@ -66,6 +66,7 @@ class TensorRows:
         """Batches of ``batch_size`` of the indices (int64, not below zero), the last one maybe shorter."""
         tensors, rows = self._tensors, self._rows
         at_once = batch_size * _BATCHES_AT_ONCE
+        # In parts: split() of a whole epoch makes a view for each batch at once.
         for start in range(0, len(indices), at_once):
             chunk = indices[start : start + at_once]
             for index in (chunk if rows is None else rows.index_select(0, chunk)).split(batch_size):

@@ -61,6 +61,7 @@ def train_feed(
         If the loader can't be shared out with its meaning kept, or has nothing to train on.
     """
     loaders.check_trains(loader, world_size, name)
+    # Ranks that drew orders of their own would repeat some samples and miss others.
     if world_size > 1 and seed is None:
         seed = 0
     source = _source_of(loader, rank, world_size, seed, name)
@@ -172,6 +173,7 @@ class TrainFeed:
         self._at_epoch_begin = self._states()
         if skip_steps and self._global_rng:  # the epoch began where the checkpoint says, not here
             self._at_epoch_begin["global"] = self._global_rng
+        # Sizes by arithmetic or by an exchange, one item a micro-batch; steps are cut from these below.
         items = self._items(skip_steps * grad_accumulation)
         if self._world_size > 1 and self._exchange_ints is not None:
             items = self._checked(items, self._exchange_ints)
@@ -316,6 +318,7 @@ class TrainFeed:
 
     def close(self) -> None:
         """End persistent workers of this rank's twin of the loader; the feed can't be read afterwards."""
+        # The user's own loader keeps its persistent workers: it may be read again after fit.
         if isinstance(self.loader, DataLoader) and self.loader is not self._users_loader:
             self.loader._iterator = None
 

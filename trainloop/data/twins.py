@@ -79,6 +79,7 @@ class _Main:
     def __reduce__(self) -> tuple[Any, ...]:
         import cloudpickle
 
+        # Modules and data of __main__ stay: workers import the former, and the latter may be large.
         names = {
             name: value
             for name, value in vars(sys.modules["__main__"]).items()
