@@ -279,7 +279,7 @@ def train(folder: Path, mode: str, ranks: int, kind: str, plan: list[Plan], seed
     tl = TrainLoop(
         model,
         LOADERS[kind](batch),
-        DataLoader(TensorDataset(*rows()), batch),
+        LOADERS[kind](batch) if kind == "workers" else DataLoader(TensorDataset(*rows()), batch),
         None,
         optimizer,
         nn.CrossEntropyLoss(),

@@ -82,6 +82,16 @@ def test_one_process_survives_without_a_seed(undisturbed: Undisturbed, tmp_path:
     assert_survives(undisturbed, tmp_path, "single", 1, "rows", plan, seed=None)
 
 
+def test_persistent_workers_go_on_without_a_seed(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """Those that train, and those that validate: in the second epoch and between two, they are at their place."""
+    plan = [
+        (0, "on_epoch_begin", 8, "SIGKILL"),
+        (0, "on_batch_end", 11, "SIGSEGV"),
+        (0, "on_evaluation_begin", 16, "raises"),
+    ]
+    assert_survives(undisturbed, tmp_path, "single", 1, "workers", plan, seed=None, restart_every_steps=1)
+
+
 @pytest.mark.filterwarnings("ignore:no snapshot could be made after step")
 def test_one_snapshot_that_fails_and_a_dataset_that_draws(undisturbed: Undisturbed, tmp_path: Path) -> None:
     """The snapshot before is taken, not the checkpoint of that step, which has no attributes of modules. And batches
@@ -188,7 +198,7 @@ def test_the_checkpoint_that_is_taken_is_this_runs(tmp_path: Path) -> None:
     often = ModelCheckpoint(tmp_path / "second", every_n_epochs=None, every_n_steps=2)
     dies = DiesOnce(tmp_path, no_memory=True)
     tl = fit(ModelCheckpoint(tmp_path / "first", **seldom), often, dies, max_restarts=1)
-    assert [restart.step for restart in tl.restarts] == [6]
+    assert [restart.step for restart in tl.restarts] == [4]
     assert same(tl.model.state_dict(), whole.model.state_dict())
     assert tl.global_step == whole.global_step
     assert len(tl.history["loss"]) == 1

@@ -239,6 +239,7 @@ FOREIGN: dict[str, str] = {
     "callbacks/train_schedule.py": "_opt_called _wrapped_by_lr_sched",
     "data/libraries.py": "_num_samples",
     "data/loaders.py": "_config",
+    "data/persistent.py": "_get_iterator _index_queues _index_sampler _iterator _workers",
     "data/stops.py": "_IterableDatasetFetcher _MapDatasetFetcher",
     "data/streams.py": "_worker_info",
     "data/train.py": "_iterator",

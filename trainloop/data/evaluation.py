@@ -11,6 +11,7 @@ from trainloop.data import loaders
 from trainloop.data.columns import SplitBatches
 from trainloop.data.indexed import Indexed, eval_shard, given_shard
 from trainloop.data.orders import length_of
+from trainloop.data.persistent import ask_workers, start_workers
 from trainloop.data.prefetch import on_device
 from trainloop.data.sources import Columns, Opaque, Source
 from trainloop.data.steps import ExchangeInts
@@ -65,7 +66,7 @@ def eval_feed(
     length = None if loaders.is_stream(loader) else length_of(loader)
     # A distributed loader knows its own share's length only.
     num_batches = length * world_size if length is not None and given else length
-    return EvalFeed(source, loader, rank, world_size, num_batches, name, exchange_ints, device)
+    return EvalFeed(source, loader, rank, world_size, num_batches, name, exchange_ints, device, seed is None)
 
 
 def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: str, given: bool) -> Source:
@@ -100,7 +101,10 @@ class EvalFeed:
         name: str,
         exchange_ints: ExchangeInts | None,
         device: torch.device | None,
+        draws_globally: bool,
     ) -> None:
+        self._draws_globally = draws_globally
+        self._worker_states: list[dict[str, Any]] | None = None
         self._source = source
         self._users_loader = users_loader
         self._rank = rank
@@ -120,6 +124,21 @@ class EvalFeed:
         """Batches of a pass over all ranks; None where only reading tells."""
         return self._num_batches
 
+    @property
+    def worker_states(self) -> list[dict[str, Any]] | None:
+        """Random states of persistent workers between two passes, where they go on; set before the first pass."""
+        if self._worker_states is None and self._draws_globally:
+            self._worker_states = ask_workers(self._read_loader)
+        return self._worker_states
+
+    @worker_states.setter
+    def worker_states(self, states: list[dict[str, Any]] | None) -> None:
+        self._worker_states = states
+
+    @property
+    def _read_loader(self) -> Any:
+        return self.loader.loader if isinstance(self.loader, SplitBatches) else self.loader
+
     def batches(self) -> Iterator[tuple[int, Any, int]]:
         """This rank's batches of one pass: ``(batch_index, batch, size)``, indices ascending.
 
@@ -131,6 +150,9 @@ class EvalFeed:
         ConfigurationError
             If ranks read different orders.
         """
+        if self._draws_globally:
+            start_workers(self._read_loader, self._worker_states)
+            self._worker_states = None
         items: Iterator[tuple[Any, Any]] = self._own_batches()
         if self._device is not None and self._device.type == "cuda":
             items = on_device(items, self._device)

@@ -15,6 +15,7 @@ from trainloop.data import libraries, loaders
 from trainloop.data.columns import SplitBatches
 from trainloop.data.indexed import Indexed, given_shard, train_shard
 from trainloop.data.orders import generators_of
+from trainloop.data.persistent import ask_workers, start_workers
 from trainloop.data.prefetch import on_device
 from trainloop.data.sources import AsItIs, Columns, Opaque, Source, Stream, Tensors
 from trainloop.data.steps import ExchangeInts, StepBatches, steps_of_exchanged, steps_of_known
@@ -121,6 +122,7 @@ class TrainFeed:
         self._resumed: dict[str, Any] | None = None  # the position to begin from
         self._position: Any = _LIVE
         self._global_rng: dict[str, Any] | None = None
+        self._worker_states: list[dict[str, Any]] | None = None  # of persistent workers that these take the place of
         self.after_rereading: Callable[[], None] = lambda: None
         """Called after batches were read again only to find the place in the epoch: to undo what that has moved."""
 
@@ -170,7 +172,9 @@ class TrainFeed:
         ConfigurationError
             If the epoch turns out to be empty.
         """
+        start_workers(self._users_loader, self._worker_states)
         self._at_epoch_begin = self._states()
+        self._worker_states = None
         if skip_steps and self._global_rng:  # the epoch began where the checkpoint says, not here
             self._at_epoch_begin["global"] = self._global_rng
         # Sizes by arithmetic or by an exchange, one item a micro-batch; steps are cut from these below.
@@ -313,7 +317,7 @@ class TrainFeed:
             if name in state["generators"]:
                 generator.set_state(state["generators"][name])
         if self._draws_globally:
-            self._global_rng = state["global"]
+            self._global_rng, self._worker_states = state["global"], state.get("workers")
         self._resumed = state.get("position")
 
     def close(self) -> None:
@@ -326,4 +330,6 @@ class TrainFeed:
         return {
             "generators": {name: generator.get_state() for name, generator in self._generators.items()},
             "global": rng.capture() if self._draws_globally else None,
+            # With a seed workers are seeded by each batch.
+            "workers": (self._worker_states or ask_workers(self._users_loader)) if self._draws_globally else None,
         }

@@ -154,8 +154,8 @@ class Supervisor:
         word = word._replace(
             failed=[error.rank, "hangs" if hangs else deed_of(failure)],
             reached=max(get_status(self.memory, r)[0] for r in range(self._ranks)),
-            whole=(whole := list(self.memory.whole().items())),
-            checkpoint=self._checkpoint(1 if not whole else _FAILURES_IN_A_ROW),
+            whole=list(self.memory.whole().items()),
+            checkpoint=self._checkpoint(),
         )
         return word._asdict()
 
@@ -198,11 +198,11 @@ class Supervisor:
         """The error of the failure that can't be survived; ``None`` where there was none here."""
         return None if self._struck is None else _with_note(self._struck[1], why)
 
-    def _checkpoint(self, failures: int) -> list[Any] | None:
-        """Step and path of the newest, if so many snapshots in a row could not be made."""
+    def _checkpoint(self) -> list[Any] | None:
+        """Step and path of the newest, if several snapshots in a row could not be made."""
         # A snapshot follows on each checkpoint, and has more in it: attributes of modules and of callbacks without a
         # state_dict. So the one before is better than a newer checkpoint, unless it grows old.
-        if failed_in_a_row(self.memory) < failures:
+        if failed_in_a_row(self.memory) < _FAILURES_IN_A_ROW:
             return None
         # This very run's: what is newest in some folder may be another's.
         keepers = [callback for callback in self._loop.callbacks if hasattr(callback, "own_checkpoints")]

@@ -93,6 +93,7 @@ class Run:
         """Closed when the run ends."""
         self.idle = Idle(self)
         self._eval_feeds: dict[int, Any] = {}
+        self._worker_states: dict[int, Any] = {}
 
     # -- data --------------------------------------------------------------------------------------------------------
 
@@ -118,7 +119,27 @@ class Run:
     def _eval_feed(self, loader: Any, name: str) -> Any:
         if id(loader) not in self._eval_feeds:  # kept for the run, with the workers of loaders that keep theirs
             self._eval_feeds[id(loader)] = self.feed_of(eval_feed, loader, name)
+            self._eval_feeds[id(loader)].worker_states = self._worker_states.pop(id(loader), None)
         return self._eval_feeds[id(loader)]
+
+    @property
+    def worker_states(self) -> dict[int, Any]:
+        """What evaluations' persistent workers would draw next, by the place of their loader among the loop's."""
+        states = {}
+        for i, loader in enumerate(self._loaders):
+            feed = self._eval_feeds.get(id(loader))
+            own = self._worker_states.get(id(loader)) if feed is None else feed.worker_states
+            if own is not None:
+                states[i] = own
+        return states
+
+    @worker_states.setter
+    def worker_states(self, states: dict[int, Any]) -> None:
+        self._worker_states = {id(loader): states[i] for i, loader in enumerate(self._loaders) if i in states}
+
+    @property
+    def _loaders(self) -> tuple[Any, ...]:
+        return self.loop.train_loader, self.loop.validation_loader, self.loop.test_loader
 
     # -- evaluation and predictions ----------------------------------------------------------------------------------
 

@@ -216,7 +216,9 @@ class StopWithSnapshots:
         if self._every is None:
             step_s = max(max(pauses), 1) / max(step - self._last_step, 1)
             self._pause = max(1, math.ceil(max(costs) / SHARE_OF_TIME / step_s))
-        self._last_step, self._next = step, step + self._pause
+        # One that could not be made is tried again soon: until then a failure costs more steps.
+        soon = self._pause if not self._failed_in_a_row else 2**self._failed_in_a_row - 1
+        self._last_step, self._next = step, step + min(self._pause, soon)
         self._made_at = time.perf_counter()
 
     def _tell_omitted(self) -> None:
@@ -308,7 +310,7 @@ class StopWithSnapshots:
             "callbacks": rank["callbacks"],
             "history": rank["history"],
             # This rank reads its own only.
-            "ranks": [{name: rank[name] for name in ("rng", "feed", "metrics", "carried")}] * loop.world_size,
+            "ranks": [rank] * loop.world_size,
         }
 
     def take_up(self, resume: dict[str, Any] | None) -> None:

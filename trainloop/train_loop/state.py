@@ -116,6 +116,7 @@ def rank_state(run: Training, kept: Callable[[Any, str], Any]) -> dict[str, Any]
     return {
         "rng": rng.capture(),
         "feed": run.feed.state_dict(kept),
+        "workers of evaluations": run.worker_states,
         "metrics": run.recorder.state_dict(),
         "carried": carried_state_of(run.loop.model),
     }
@@ -218,6 +219,7 @@ def load_checkpoint_state(run: Training, state: dict[str, Any]) -> None:
         mine = ranks[loop.rank]
         run.recorder.load_state_dict(mine["metrics"])
         rng.restore(mine["rng"])
+        run.worker_states = mine.get("workers of evaluations", {})
     else:
         # Sums over ranks don't depend on which rank has which part; each new rank gets random numbers of its own.
         if loop.rank == 0:

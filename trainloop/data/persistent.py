@@ -1,0 +1,123 @@
+"""Random states of a loader's persistent workers, for others that take their place after a restart.
+
+Without a seed a persistent worker draws on, epoch after epoch, from where the last one left it. So a run that goes on
+in another process needs these states; and its first pass must draw no more from this process's generators than a later
+pass does, which starts no workers.
+
+A worker takes batches to load, and no other messages. But one that raises ``queue.Empty`` where it is unpickled counts
+as none there, and the worker waits for the next: ``_worker_loop`` has done so from torch 1.0 to 2.13. If it does so no
+more, the worker ends with a traceback. Of a loader's iterator ``_index_queues`` and ``_workers`` are read, and
+``_index_sampler`` is written.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import queue
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from trainloop import rng
+from trainloop.signals import started
+
+__all__ = ["ask_workers", "start_workers"]
+
+_WAIT_S = 60.0  # for a batch that a worker may still be loading, of a pass that was broken off
+_LOOK_S = 0.0005
+
+
+def ask_workers(loader: Any) -> list[dict[str, Any]] | None:
+    """The random states of a loader's persistent workers, between two passes; plain types and tensors.
+
+    Returns
+    -------
+    list of dict or None
+        As :func:`trainloop.rng.packed` of each worker; None where there are none, or one does not answer.
+    """
+    if not _keeps_workers(loader) or loader._iterator is None:
+        return None
+    iterator = loader._iterator
+    with tempfile.TemporaryDirectory() as folder:
+        for index_queue in iterator._index_queues:
+            index_queue.put(_Message(_tell, folder))
+        answers = [Path(folder, str(worker_id)) for worker_id in range(len(iterator._workers))]
+        deadline = time.monotonic() + _WAIT_S
+        while not all(map(os.path.exists, answers)):
+            if time.monotonic() > deadline or not all(worker.is_alive() for worker in iterator._workers):
+                return None
+            time.sleep(_LOOK_S)
+        return [torch.load(answer, weights_only=True) for answer in answers]
+
+
+def start_workers(loader: Any, states: list[dict[str, Any]] | None) -> None:
+    """Start a loader's persistent workers with the states that :func:`ask_workers` gave, before its next pass.
+
+    Nothing is drawn from this process's generators, nor from the user's. It does nothing where there are other workers.
+    """
+    if states is None or not _keeps_workers(loader) or loader._iterator is not None:
+        return
+    if len(states) != loader.num_workers:
+        return
+    with rng.isolated(), _nothing_to_load(loader):
+        iterator: Any = started(loader)
+    iterator._index_sampler = loader._index_sampler
+    for index_queue, state in zip(iterator._index_queues, states, strict=True):
+        buffer = io.BytesIO()  # a tensor would go through a file
+        torch.save(state, buffer)
+        index_queue.put(_Message(_go_on, buffer.getvalue()))
+
+
+def _keeps_workers(loader: Any) -> bool:
+    """Whether it is torch's own that keeps them; torchdata's has workers of another kind."""
+    return (
+        isinstance(loader, DataLoader)
+        and loader.persistent_workers
+        and loader.num_workers > 0
+        and type(loader)._get_iterator is DataLoader._get_iterator
+    )
+
+
+@contextmanager
+def _nothing_to_load(loader: DataLoader[Any]) -> Iterator[None]:
+    """For as long as the workers start, the sampler is empty, and their first seed is drawn from another generator."""
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    before = {"generator": loader.generator, name: getattr(loader, name)}
+    # Its __setattr__ refuses samplers.
+    loader.__dict__.update({"generator": torch.Generator(), name: ()})
+    try:
+        yield
+    finally:
+        loader.__dict__.update(before)
+
+
+class _Message:
+    """What is done in the worker that takes it from its queue of indices."""
+
+    def __init__(self, does: Any, argument: Any) -> None:
+        self._does, self._argument = does, argument
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._does, (self._argument,)
+
+
+def _tell(folder: str) -> None:
+    worker = get_worker_info()
+    assert worker is not None
+    answer = Path(folder, str(worker.id))
+    part = answer.with_suffix(".part")
+    torch.save(rng.packed(), part)
+    part.replace(answer)
+    raise queue.Empty
+
+
+def _go_on(state: bytes) -> None:
+    rng.restore(torch.load(io.BytesIO(state), weights_only=True))
+    raise queue.Empty
