@@ -81,6 +81,7 @@ def swap(
         data = _WORDS.pack(number, words is not None, out, len(words or ()), *_padded(words or ()))
         data += _digest(piece, out)
         head.numpy()[:] = memoryview(data + _tag(data, rank, to))
+        # Both at once: two ranks that send to each other and wait would wait for ever.
         works.append(dist.isend(head, to, group=group))
     if receive is not None:
         works.append(dist.irecv(theirs, receive[1], group=group))

@@ -58,6 +58,7 @@ def _gather_bytes(call: str, form: int, body: bytes | bytearray) -> list[tuple[M
     dist.all_gather(list(firsts), torch.frombuffer(first, dtype=torch.uint8), group=group)
     blocks = [row.numpy().data for row in firsts]
     messages = [session.unpack(rank, block, call) for rank, block in enumerate(blocks)]
+    # Gloo gathers equal lengths only.
     longest = max(0 if message.body is not None else message.size for message in messages)
     bodies = torch.empty(world_size if longest else 0, longest, dtype=torch.uint8)
     if longest:  # the same on every rank
@@ -275,6 +276,7 @@ def reduce_ints(values: np.ndarray[Any, np.dtype[np.int64]], reduce: str) -> np.
     dist.all_reduce(words, dist.ReduceOp.MAX if biggest else dist.ReduceOp.SUM, group=cpu_group())
     found: np.ndarray[Any, np.dtype[np.int64]] = words.numpy()
     everywhere = place if biggest else place * dist.get_world_size()
+    # Ranks at different exchanges would add numbers that have nothing to do with each other.
     session.check_place("reduce_ints", found[:2].tolist() == [everywhere, -everywhere])
     session.next()
     return found[2:]

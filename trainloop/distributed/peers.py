@@ -45,6 +45,7 @@ def no_strangers() -> Iterator[None]:
     ConnectionError
         That names the user; also in place of the group's own error, which would not say what happened.
     """
+    # What listened before is the user's own, a server that anybody may connect to.
     before = _own_sockets()
     try:
         yield

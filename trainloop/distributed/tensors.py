@@ -127,6 +127,7 @@ def _agreed(
         )
     agreed: dict[str, _Agreed] = {}
     for same_leaf in zip(*(leaves for _, leaves in everyone), strict=True):
+        # An empty batch often has another dtype than the others: float32 where they are int64.
         dtype = functools.reduce(torch.promote_types, (DTYPES[leaf.dtype] for leaf in same_leaf))
         device_types = {leaf.device_type for leaf in same_leaf}
         device_type = device_types.pop() if len(device_types) == 1 else "cpu"
@@ -137,6 +138,7 @@ def _agreed(
 
 def _everyone(own: tuple[str, list[_Leaf]] | str, call: str) -> list[tuple[str, list[_Leaf]]]:
     """Every rank's description of its value; a rank whose value can't be exchanged gives the reason (str) instead."""
+    # Also by a rank with an error, which else would leave the others waiting here.
     everyone = gather_object(own)
     for rank, theirs in enumerate(everyone):
         if isinstance(theirs, str):
@@ -275,6 +277,7 @@ class _Flow(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         wide = _routed(gradient, ctx.direct).to(_accumulation_dtype(gradient.dtype, "sum"))
+        # Autograd may use the gradient elsewhere, and all_reduce writes into what it gets.
         total = wide.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=None if ctx.direct else cpu_group())
         own = total[ctx.where].reshape(ctx.shape)

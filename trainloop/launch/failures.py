@@ -79,6 +79,7 @@ def _chain(error: BaseException) -> list[BaseException]:
     """The error, its cause and its context, and so on."""
     chain: list[BaseException] = []
     current: BaseException | None = error
+    # A context may be a cycle, of an exception that was raised again.
     while current is not None and current not in chain:
         chain.append(current)
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
@@ -128,6 +129,7 @@ def failure_of(error: BaseException, rank: int) -> Failure:
     timeout = is_timeout(error)
     exitcode = 1
     if isinstance(error, SystemExit):
+        # As the interpreter would: sys.exit('text') prints it and ends with 1.
         exitcode = error.code if isinstance(error.code, int) else int(error.code is not None)
     return Failure(
         rank=rank,
@@ -234,6 +236,7 @@ def hint(failure: Failure) -> str:
                 "it did not end itself: the kernel kills the largest process when memory runs out (see dmesg, or the "
                 "memory limit of the job or container), else somebody sent the signal."
             )
+        # A page of a mapped file that could not be given: the memory file system is full.
         if failure.exitcode == -signal.SIGBUS:
             return _HINTS[0][1]
         if failure.exitcode in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGILL):
@@ -345,6 +348,7 @@ def _shortened_traceback(text: str) -> str:
 
 def write_record(fd: int, failure: Failure) -> None:
     """Write the record for the parent to read. A first one is never overwritten."""
+    # Whatever fails while the rank unwinds came of the first error.
     if os.fstat(fd).st_size == 0:
         os.pwrite(fd, failure.to_json(), 0)
 

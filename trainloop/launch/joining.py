@@ -249,6 +249,7 @@ def _agreement(me: Rank, timeout_s: float) -> Iterator[StopAgreement]:
             shared.release()
             return
     with no_strangers():
+        # Of its own: its exchanges must not come between those of the user's code in the default group.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     stop = GroupStop(group, me.world_size)
     yield stop

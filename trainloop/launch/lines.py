@@ -44,6 +44,7 @@ class Line:
         self._socket.settimeout(5.0)
         self._rest = b""
         self._unread: list[dict[str, Any]] = []
+        # A stranger must not make this process hold more than that.
         self._longest = _LONGEST_OF_STRANGERS
         self._key: bytes | None = None
         self._ways = (b"", b"")
@@ -119,6 +120,7 @@ class Line:
 
     @staticmethod
     def _key_of_connection(key: bytes, hello: dict[str, Any], nonce: Any) -> bytes:
+        # All that was said so far: a third party that changes a word of it makes another key.
         said = json.dumps(["trainloop hosts 1", hello, nonce], sort_keys=True)
         return hmac.new(key, said.encode(), hashlib.sha256).digest()
 
@@ -149,6 +151,7 @@ class Line:
         if not data:
             raise ConnectionResetError(errno.ECONNRESET, "closed by the other side")
         *lines, self._rest = (self._rest + data).split(b"\n")
+        # Before the line ends, or it could grow for as long as somebody sends.
         if len(self._rest) > self._longest:
             raise ValueError(f"a line of more than {self._longest} bytes: this is no trainloop host")
         try:

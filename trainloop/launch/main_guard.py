@@ -38,6 +38,7 @@ def check_main_guard() -> None:
     ConfigurationError
         With the guard to write.
     """
+    # Before anything else: here the storm would begin.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         # A process that is just being started imports the script it came from.
         raise ConfigurationError(_MESSAGE.format(where="The script"))

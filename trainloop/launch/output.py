@@ -62,6 +62,7 @@ def quieten_log_streams(me: Rank) -> None:
         return
     for log in (logging.root, *logging.root.manager.loggerDict.values()):
         for handler in getattr(log, "handlers", ()):
+            # Not its subclasses: a FileHandler's file is the user's business.
             if type(handler) is logging.StreamHandler:
                 handler.setLevel(max(handler.level, logging.WARNING))
 

@@ -149,6 +149,7 @@ def run_rank(local_rank: int, spec: RankSpec) -> None:
     own = (spec.words_fd, spec.store_fd, spec.result_fd, spec.scratch.lock_fd)
     for fd in {*own, *spec.record_fds, *spec.stack_fds, *spec.inherited, *spec.line_fds}:
         os.set_inheritable(fd, False)  # not for programs that user code starts
+    # A rank inherits the lines of all: while it held another's, the caller would not see that one close.
     lines = [socket.socket(fileno=fd) for fd in spec.line_fds]
     line = lines.pop(local_rank) if lines else None
     for other in lines:
@@ -258,6 +259,7 @@ def _make_group(spec: RankSpec, me: Rank, device: torch.device) -> None:
         )
         return
     if spec.store_address is None:
+        # A file needs no port, and so none that is free: nothing listens, and two runs can't meet.
         store = dist.FileStore(anonymous_path(spec.store_fd), me.world_size)
     else:
         host, port = spec.store_address
@@ -330,6 +332,7 @@ def _write_result(fd: int, result: Any) -> None:
     from trainloop.transfer import dump_state
 
     data = dump_state(result)
+    # A write takes 2 GiB at most.
     view = memoryview(data)
     place = 0
     while place < len(view):

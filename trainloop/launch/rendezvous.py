@@ -105,6 +105,7 @@ class Rendezvous:
         except BaseException:
             self._close()
             raise
+        # Gloo takes the interface of the host's name, which often is loopback or the wrong network.
         self.interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(next(iter(self._peers.values())).here)
         """Name of the network interface to the other hosts; ``None`` if unknown."""
         self._thread = threading.Thread(target=self._listen, name="trainloop-hosts", daemon=True)
@@ -131,6 +132,7 @@ class Rendezvous:
                 with contextlib.suppress(TimeoutError, ConnectionAbortedError):
                     receive(listener.accept()[0])
         self._end_where_one_ends()
+        # On the interface by which the others came, and there only.
         here = next(iter(self._peers.values())).here
         self.store_listener = listener_at(here, 0)
         address: tuple[str, int] = self.store_listener.getsockname()[:2]
@@ -246,6 +248,7 @@ class Rendezvous:
                 line = Line(socket.create_connection(point, timeout=min(left, 5.0)))
             except OSError as error:
                 reason = error
+                # Node 0 may come later: it is started by hand, or by a scheduler.
                 time.sleep(min(0.2, left))
                 continue
             self._peers[0] = line

@@ -96,6 +96,7 @@ class Ranks:
         """
         before = set(multiprocessing.active_children())
         resource_tracker.ensure_running()  # it lives as long as this process: not with a launch's environment
+        # The token goes to all that ranks start, so that what is left of them can be found.
         variables = {**environment, LAUNCH_VARIABLE: self._token}
         with _environment_lock, _variables(variables), _signals_blocked(), main_not_imported_again():
             self._told = dict(os.environ)
@@ -219,6 +220,7 @@ class Ranks:
             if r in self._failures:
                 continue
             rank = self._spec.rank + r
+            # Before its exit code: it says more, and is there earlier.
             record = read_record(self._spec.record_fds[r])
             if record is not None:
                 self._failures[r] = record
@@ -324,6 +326,7 @@ class Ranks:
     def _join(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while (alive := self._alive()) and (left := deadline - time.monotonic()) > 0:
+            # Returns when one has ended; the loop looks whether others are left.
             connection.wait([self._processes[r].sentinel for r in alive], timeout=left)
 
     def _signal(self, local_rank: int, number: int) -> None:
