@@ -263,6 +263,7 @@ def load(path: str | os.PathLike[str], *, whole: bool = True) -> dict[str, Any]:
             local = io.BytesIO(file.read()) if "://" in shown else file
             _verify(local, shown)
             local.seek(0)
+            # weights_only=True would read these too, by older code of torch; trainloop never wrote one.
             if local.read(len(_ZIP)) != _ZIP:
                 raise CheckpointError(
                     f"{shown} is a pickle of an older form than trainloop writes: refused, and nothing of it was run."
@@ -357,6 +358,7 @@ def checkpoints(location: str | os.PathLike[str] | Folder) -> list[Checkpoint]:
     where = location if isinstance(location, Folder) else folder(location)
     found = []
     listed = [(name, where, name) for name in where.names() if name.endswith(_SUFFIX)]
+    # A sharded one's state.pt has the same end as a whole checkpoint has.
     listed += [(name, where / name, sharded.STATE) for name in where.folders() if not name.endswith(_SUFFIX)]
     for name, inside, file_name in listed:
         if not _NAME.fullmatch(name):
@@ -393,6 +395,7 @@ def load_newest(location: str | os.PathLike[str] | Folder, *, whole: bool = True
         except CheckpointError as error:
             problems.append(str(error))
             continue
+        # By name, as a damaged end has no time.
         newer = [c.problem for c in listed if c.info is None and c.name > candidate.name]
         missing = _missing_newest(where, [c.name for c in listed])
         _warn_of(newer + problems + missing, f"Used instead: {candidate.path}")

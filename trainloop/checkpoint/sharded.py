@@ -193,6 +193,7 @@ def write_shards(path: str, shards: dict[str, Tensor]) -> dict[str, Any] | None:
     files: dict[str, tuple[int, int]] = {}
     metadata: Any = None
     try:
+        # One file a rank: its checksum is taken as soon as it is there.
         writer = FileSystemWriter(path, single_file_per_rank=True, sync_files=True)
         metadata = dcp.save(shards, storage_writer=writer, process_group=cpu_group())
         own = f"__{distributed.get_rank()}_"
@@ -354,6 +355,7 @@ def new_folder(where: str, name: str, run: str) -> str:
 
 def publish(temporary: str, path: str) -> None:
     """Give a folder that is whole its name, in the place of one that may have it."""
+    # What was written into it must be there before its name says so.
     sync_directory(temporary)
     if os.path.isdir(path):
         remove_folder(path)
@@ -363,6 +365,7 @@ def publish(temporary: str, path: str) -> None:
 
 def remove_folder(path: str) -> None:
     """Delete a checkpoint, which is none any more from the first moment on; what is not its own stays."""
+    # state.pt first: without it nothing takes the rest for a checkpoint.
     for name in sorted(os.listdir(path), key=lambda name: name != STATE):
         if name in (STATE, ".metadata") or _OWN.fullmatch(name):
             with contextlib.suppress(OSError):

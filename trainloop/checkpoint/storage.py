@@ -166,6 +166,7 @@ class _LocalFolder(Folder):
                 file.flush()
                 if durable:
                     os.fsync(file.fileno())  # before the rename: else a loss of power leaves the name with no content
+            # Atomic within a file system, and the temporary name is in the same folder.
             os.replace(temporary, self.path(name))
         except BaseException:
             with contextlib.suppress(OSError):
@@ -217,6 +218,7 @@ class _LocalFolder(Folder):
         while not path.exists():
             missing.append(path)
             path = path.parent
+        # Or a loss of power might take the new folder along, with the checkpoint in it.
         for new in reversed(missing):
             new.mkdir(exist_ok=True)
             sync_directory(str(new.parent))

@@ -151,12 +151,14 @@ class Reduced:
             if totals is not None:
                 blocks += [(True, key[0], Block.of_epoch(key[1], _of(totals, key))) for key in self._table]
             digests = [derive_seed(repr(thing)) if thing else 0 for thing in (new, attachment)]
+            # The maximum of x and of -x over ranks: equal but for the sign, if all have the same x.
             own = [*digests, *(-digest for digest in digests)]
             header = np.array(own + list(chain.from_iterable(block.header() for _, _, block in blocks)), np.int64)
             header = self._collectives.reduce_ints(header, "max")
             same_names, same_attachments = (header[:2] == -header[2:4]).tolist()
             if same_names and not new:
                 break
+            # In the order of ranks, so that all tables are alike.
             everyone = [new] if same_names else self._collectives.gather_object(new)
             self._table.update(
                 dict.fromkeys((name, Options(*options)) for those in everyone for name, options in those)

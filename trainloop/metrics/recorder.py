@@ -173,6 +173,7 @@ class Recorder:
         ----------
         asked : Asked, or a tuple of the same
         """
+        # The usual case first: known, with the same options; no more than two comparisons.
         series = self._logged.get(name)
         if series is None or series.asked != asked:
             series = self._register(name, value, Asked(*asked))
@@ -313,6 +314,7 @@ class Recorder:
         """Read all slots, in one transfer for each device. Waits for the device; exchanges nothing."""
         numbers: dict[int, float] = {}
         for slots in self._slots.values():
+            # One transfer a device, however many metrics and steps: each one waits for the device.
             numbers.update(slots.read())
         for series in self._series.values():
             if series.pending:

@@ -145,6 +145,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         """Each loss of a ``get_loss`` that yields them, as a forward pass of DDP of its own."""
         while True:
             with torch.autograd.profiler.record_function("DistributedDataParallel.get_loss"):
+                # Once a loss: DDP's reducer expects one backward for each of its forwards.
                 self._pre_forward(*args, **kwargs)
                 with self._inside_ddp_forward():
                     output = next(losses, losses)
@@ -279,6 +280,7 @@ def _explained(error: RuntimeError, wrapper: TTDistributedDataParallel) -> Runti
     if wrapper._tt_reversed:
         names.reverse()
     found = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", text)
+    # The message has positions only, among those that the reducer was given.
     indices = [int(index) for index in found[1].split()] if found else []
     indices.sort(reverse=wrapper._tt_reversed)  # as DDP was given them
     unused = ", ".join(names[i] for i in indices if i < len(names)) or "see below"

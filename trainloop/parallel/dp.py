@@ -123,12 +123,14 @@ class TTDataParallel(Transparent, DataParallel):
         devices = self._tt_devices
         if not devices:
             return _bound(self.module, method)(*args, **kwargs)
+        # Parameters may have been moved since; the error of the first kernel would name no tensor.
         self._check_on(devices[0])
         with torch.autograd.profiler.record_function(f"DataParallel.{method}"):
             cut = parts.scatter((args, kwargs), len(devices), self.dim)
             sizes = parts.chunk_sizes(parts.batch_length((args, kwargs), self.dim) or 0, len(devices))
             devices = devices[: len(cut)]
             inputs = _on_devices(cut, devices)
+            # Too few samples to cut: no replica is made.
             if len(cut) == 1:
                 return _bound(self.module, method)(*inputs[0][0], **inputs[0][1])
             replicas = _replicas(self.module, devices, sizes)
