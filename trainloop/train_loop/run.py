@@ -94,6 +94,7 @@ class Run:
         self.idle = Idle(self)
         self._eval_feeds: dict[int, Any] = {}
         self._worker_states: dict[int, Any] = {}
+        self._same_callbacks = True
 
     # -- data --------------------------------------------------------------------------------------------------------
 
@@ -329,6 +330,49 @@ class Run:
             rows = rows_of(steps)
             for hook in self.hooks.on_log:
                 hook(rows)
+
+    def _record_epoch(self, *, late: bool = False) -> None:
+        """Put the logs since the epoch's begin (``late``: since the last call) into the history. Collective."""
+        history = self.loop.history
+        end = self.recorder.finish_epoch(history.take_own(), late=late)
+        self.publish(end.steps)
+        for name, value in {**named_losses(end.losses), **end.metrics}.items():
+            history.record(name, value, self.history_epoch, replace=True)
+        history.put_agreed(end.attachments)
+
+    def _call_in_turn(self, name: str) -> None:
+        """Call a hook that comes after its epoch was recorded; each callback finds what those before it logged."""
+        for hook, may_log in self.hooks.in_turn(name):
+            if hook is not None:
+                hook()
+            if may_log and self._same_callbacks:
+                self._record_late()
+        # Ranks with other callbacks would not meet between two of them: one exchange, after them all.
+        if not self._same_callbacks:
+            self._record_late()
+
+    def _record_late(self) -> None:
+        logged = self.recorder.has_logs or self.loop.history.has_own
+        if self.gather is not None:
+            logged = any(theirs for (theirs,) in distributed.exchange_ints([int(logged)]))
+        if logged:
+            self._record_epoch(late=True)
+
+    def _have_same_callbacks(self) -> bool:
+        """Whether ranks can take turns: under torchrun each makes its own callbacks. Collective."""
+        if self.gather is None:
+            return True
+        turns = [len(self.hooks.in_turn(name)) for name in ("on_epoch_end", "on_train_end")]
+        return all(theirs == turns for theirs in distributed.exchange_ints(turns))
+
+    @contextmanager
+    def _recording_alone(self) -> Iterator[None]:
+        """Record this rank's logs into its own history, without an exchange: the other ranks may be gone."""
+        recorder = Recorder(rank=self.loop.rank, on_step=False)
+        with self.listening(recorder):
+            yield
+        for name, value in recorder.finish_epoch().metrics.items():
+            self.loop.history.record(name, value, self.history_epoch, replace=True)
 
 
 def _between_hooks(batches: Iterable[Any], hooks: HookTable, recorder: Recorder, info: dict[str, Any]) -> Iterator[Any]:

@@ -18,7 +18,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from time import perf_counter, perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from trainloop import distributed
 from trainloop.data import StepBatches, train_feed
-from trainloop.metrics import Recorder, named_losses
+from trainloop.metrics import Recorder
 from trainloop.optim import drop_gradients
 from trainloop.signals import status_of
 from trainloop.stopping import CHECKPOINT, EARLY_STOP, INTERRUPT, TERMINATE, StopAgreement
@@ -87,7 +87,6 @@ class Training(Run):
         """What writes checkpoints of steps, called when the last hook of a step has run."""
         self.clock = StepClock(place.device)
         self._job = job
-        self._same_callbacks = True
         self._kept_in_eval: list[torch.nn.Module] | None = None
 
     def train(self) -> int:
@@ -158,6 +157,7 @@ class Training(Run):
         self.began_with = training_flags(loop.model)
         self.gradients = Gradients(self)
         self.start_epoch, self.start_iteration = loop.epoch, loop.total_iteration_idx
+        # The scale that an earlier fit has found; from its first value on, the first steps would be skipped again.
         if self.place.scaler.is_enabled() and loop.scaler_state:
             self.place.scaler.load_state_dict(loop.scaler_state)
         if restart is None:
@@ -280,6 +280,7 @@ class Training(Run):
     def _finish_epoch(self) -> None:
         loop = self.loop
         self.progress.end_epoch()  # before anybody prints
+        # Before the weights are evaluated, and an epoch is spent on weights that have drifted apart.
         self.gradients.check_alike()
         self.recorder.between_steps(loop.global_step)
         self._record_epoch()
@@ -291,6 +292,7 @@ class Training(Run):
         loop.message_service.end_of_epoch_trigger()
         if self.progress.enabled:
             self.progress.row(loop.history.row(loop.epoch), self.clock.epochs[-1])
+        # Only now: hooks and logs of the epoch's end belong to the epoch that ends.
         loop.epoch += 1
         self.epoch_finished, self.epoch_steps, self.epoch_batches = False, 0, 0
 
@@ -304,6 +306,7 @@ class Training(Run):
         if self.gather is not None:
             mine = [int(self.loop.asked_to_end)]
             self.loop.asked_to_end = any(theirs for (theirs,) in distributed.exchange_ints(mine))
+        # Signals too, since evaluation may have taken long.
         return self.stop.reached() | (EARLY_STOP if self.loop.asked_to_end else 0)
 
     # -- a step ------------------------------------------------------------------------------------------------------
@@ -417,45 +420,3 @@ class Training(Run):
         last_loss = self.loop.last_loss
         loss = {} if last_loss is None else {"loss": float(last_loss)}
         return {**loss, **self.recorder.bar_values()}
-
-    def _record_epoch(self, *, late: bool = False) -> None:
-        """Put the logs since the epoch's begin (``late``: since the last call) into the history. Collective."""
-        history = self.loop.history
-        end = self.recorder.finish_epoch(history.take_own(), late=late)
-        self.publish(end.steps)
-        for name, value in {**named_losses(end.losses), **end.metrics}.items():
-            history.record(name, value, self.history_epoch, replace=True)
-        history.put_agreed(end.attachments)
-
-    def _call_in_turn(self, name: str) -> None:
-        """Call a hook that comes after its epoch was recorded; each callback finds what those before it logged."""
-        for hook, may_log in self.hooks.in_turn(name):
-            if hook is not None:
-                hook()
-            if may_log and self._same_callbacks:
-                self._record_late()
-        if not self._same_callbacks:
-            self._record_late()
-
-    def _record_late(self) -> None:
-        logged = self.recorder.has_logs or self.loop.history.has_own
-        if self.gather is not None:
-            logged = any(theirs for (theirs,) in distributed.exchange_ints([int(logged)]))
-        if logged:
-            self._record_epoch(late=True)
-
-    def _have_same_callbacks(self) -> bool:
-        """Whether ranks can take turns: under torchrun each makes its own callbacks. Collective."""
-        if self.gather is None:
-            return True
-        turns = [len(self.hooks.in_turn(name)) for name in ("on_epoch_end", "on_train_end")]
-        return all(theirs == turns for theirs in distributed.exchange_ints(turns))
-
-    @contextmanager
-    def _recording_alone(self) -> Iterator[None]:
-        """Record this rank's logs into its own history, without an exchange: the other ranks may be gone."""
-        recorder = Recorder(rank=self.loop.rank, on_step=False)
-        with self.listening(recorder):
-            yield
-        for name, value in recorder.finish_epoch().metrics.items():
-            self.loop.history.record(name, value, self.history_epoch, replace=True)
