@@ -15,7 +15,7 @@ __all__ = ["units_of"]
 
 
 def units_of(module: nn.Module, shard: Any = None) -> list[tuple[str, nn.Module]]:
-    """The modules that are sharded each for itself, with their names; the root is not among them, and takes the rest.
+    """The modules that are units of their own, with their names; the root, which is not listed, takes the rest.
 
     Parameters
     ----------
@@ -28,9 +28,9 @@ def units_of(module: nn.Module, shard: Any = None) -> list[tuple[str, nn.Module]
     Returns
     -------
     list of (str, nn.Module)
-        Inner ones first, as they are to be sharded. None shares a parameter with a module outside of it: such a
-        parameter has one owner, which is the next unit that holds all its users, and a block that can't do without
-        it goes to that unit as a whole.
+        Inner ones first, the order in which they are to be sharded. No unit shares a parameter with a module outside
+        of it: a block that does (tied weights) is no unit, and belongs to the next one around it that holds all the
+        parameter's users, or to the root.
 
     Raises
     ------
@@ -58,11 +58,13 @@ def _repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
         for own_name, member in members:
             path = f"{name}.{own_name}" if name else own_name
             if counts[type(member)] > 1 and _can_be_unit(member):
+                # Nothing inside of it: small units would mean many small exchanges.
                 found.append((path, member))
             else:
                 look(path, member)
 
     look("", module)
+    # A block that stands in several places comes once, by its first name.
     return list({id(unit): (name, unit) for name, unit in reversed(found)}.values())[::-1]
 
 
@@ -89,6 +91,7 @@ def _matcher(shard: Any) -> Callable[[str, nn.Module], bool]:
         return lambda name, part: isinstance(part, classes)
     if callable(shard) and not isinstance(shard, (type, nn.Module)):
         try:
+            # Asked for its signature rather than tried: an error of its own must not look like one argument too many.
             inspect.signature(shard).bind("", nn.Module())
         except TypeError:
             return lambda name, part: bool(shard(part))
@@ -113,6 +116,7 @@ def _can_be_unit(part: nn.Module) -> bool:
 
 
 def _has_forward(part: nn.Module) -> bool:
+    # Such a container is never called, so that no hook of FSDP's would run there.
     return not (isinstance(part, (nn.ModuleList, nn.ModuleDict)) and type(part).forward is nn.Module.forward)
 
 
