@@ -27,6 +27,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import warnings
 from collections import defaultdict
 from multiprocessing import resource_tracker
@@ -122,7 +123,7 @@ class Soak:
         acts = [*ACTS, "a worker dies"] if "worker" in kind else ACTS
         chosen = [
             *rng.sample(acts, rng.randint(2, 6)),
-            *([rng.choice(RARE)] if ranks > 1 and rng.random() < 0.2 else ()),
+            *([rng.choice(RARE)] if rng.random() < 0.2 else ()),
         ]
         plan = [(rng.randrange(ranks), rng.choice(PLACES), rng.randrange(17), act) for act in chosen]
         if any(act == "loses its connections" for *_, act in plan):
@@ -140,8 +141,8 @@ class Soak:
                 tl, facts = survival.train(
                     folder, mode, ranks, kind, plan, seed, max_restarts=-1, restart_every_steps=every
                 )
-        except Exception as error:
-            return what, repr(error), []
+        except Exception:
+            return what, traceback.format_exc(), []
         finally:
             killer.over.set()
             killer.join()

@@ -108,6 +108,14 @@ def test_one_snapshot_that_fails_and_a_dataset_that_draws(undisturbed: Undisturb
 
 
 @pytest.mark.slow
+def test_one_process_that_hangs_is_started_again(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """Nobody waits for it: with Python's lock held, or in one call without, it does not get on."""
+    plan = [(0, "on_batch_end", 4, "hangs in native code"), (0, "on_evaluation_begin", 8, "hangs")]
+    restarts = assert_survives(undisturbed, tmp_path, "dp", 2, "rows", [*plan], seed=None)
+    assert [restart.cause for restart in restarts] == ["hangs"] * 2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "ranks"), [("single", 1), ("ddp", 2)])
 def test_the_last_epoch_is_finished(tmp_path: Path, mode: str, ranks: int) -> None:
     """Where iterations are counted: by a restart from a snapshot, and a resumed checkpoint, after the last of them."""

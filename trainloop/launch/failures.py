@@ -280,6 +280,8 @@ def worker_failed_error(
         done = " done with all work and" if others_done else ""
         what = f"{who} {'hangs' if len(hanging) == 1 else 'hang'}: {waiting}{done} waited {timeout_s:g} s for "
         what += "it" if len(hanging) == 1 else "them"
+        if world_size == 1:
+            what = f"{who} hangs: for {timeout_s:g} s it was in one call, or waited for a process or thread"
     elif failure.timeout:
         what = f"all ranks wait for each other: {who} did so for {timeout_s:g} s"
     elif failure.type == LOST_HOST:
@@ -305,7 +307,7 @@ def worker_failed_error(
 def deed_of(failure: Failure) -> str:
     """One line to follow a rank's name: what it did, or what was done to it."""
     if failure.timeout:
-        return "waited for a rank that hangs"
+        return "hangs" if failure.type is None else "waited for a rank that hangs"
     if failure.type == "SystemExit":
         return f"ended itself with {exit_text(failure.exitcode)}"
     if failure.type == LOST_HOST:
