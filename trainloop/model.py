@@ -260,9 +260,11 @@ def yields_losses(model: Any, method: str = "get_loss") -> bool:
     if method == "get_loss_eval" and getattr(type(model), method, None) is TTModel.get_loss_eval:
         method = "get_loss"
     function = getattr(model, method, None)
+    # Its own get_loss returns what the feed's returns, and is no generator function itself.
     if isinstance(model, ModelWrap):
         feed = model.batch_model_feed_def
         function = getattr(feed, method, feed.get_loss)
+    # Told by the function and not by a call: it decides which kind of training is made.
     return callable(function) and inspect.isgeneratorfunction(inspect.unwrap(function))
 
 

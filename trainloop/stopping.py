@@ -157,6 +157,7 @@ class SharedStop:
         """
         self._boundary += 1
         words = self._words
+        # The whole word at once: the usual case is one read.
         if not words[self._REQUESTED]:
             words[self._slot] = self._boundary << _BITS
             return 0
@@ -189,6 +190,7 @@ class SharedStop:
 
 def _is_dead(pid: int) -> bool:
     try:
+        # Signal 0 only asks whether the process is there; one of another user is.
         os.kill(pid, 0)
     except ProcessLookupError:
         return True

@@ -286,6 +286,7 @@ class HookTable:
             own = [_hook(model, name)] if name in MODEL_HOOKS and _model_overrides(model, name) else []
             setattr(self, name, (*own, *(_hook(cb, name) for cb in here if overrides(cb, name))))
 
+        # Of all callbacks, those of other ranks too: ranks take turns together, and each needs the same number of them.
         self._in_turn = {
             name: tuple(
                 (_hook(cb, name) if cb in here else None, not hasattr(getattr(cb, name), "_logs_nothing"))

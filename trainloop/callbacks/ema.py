@@ -53,6 +53,7 @@ class WeightAverage(AbstractCallback):
         self.average = _like(self.average, weights)
         if self._trained is not None:
             # A second fit. If the model still holds the average, training goes on where it was.
+            # The user may have loaded other weights since, which then are what training begins from.
             same = all(_equal(weights[name], value) for name, value in self.average.items())
             if all(theirs for (theirs,) in distributed.exchange_ints([int(same)])):  # each may have a part only
                 _copy(weights, self._trained)

@@ -143,6 +143,7 @@ def _by_torchmetrics(name: str, loop: Any) -> bool | None:
     if "torchmetrics" not in sys.modules:  # not imported, so there can't be one
         return None
     stem = re.sub("^(train_end_)?(train_|val_|test_)", "", name).lower()
+    # Two metrics of one name that contradict each other tell nothing.
     said = {higher for own, higher in _torchmetrics_of(loop) if own.lower() == stem and higher is not None}
     return said.pop() if len(said) == 1 else None
 

@@ -363,6 +363,7 @@ def _bound_gpu_memory(quota: ResourceQuota, device: torch.device | None, undo: c
     if device is None or device.type != "cuda" or quota.num_gpus == "auto":
         return
     fraction = exact(quota.num_gpus)
+    # Whole GPUs are the run's own.
     if not 0 < fraction < 1:
         return
     import torch

@@ -70,6 +70,7 @@ def lease_usable(num_devices: int, count: int) -> list[int]:
     """The body of :func:`trainloop.devices.find_usable_cuda_devices`, after the check of its argument."""
     found = names(count)
     others = other_processes(found)
+    # GPUs that others compute on come last; they are no use in exclusive mode, and slow in any other.
     candidates = sorted(range(count), key=lambda index: (others.get(found[index], 0) > 0, index))
     # One run chooses at a time: two runs that each hold some GPUs and try for more could both fail.
     with lease.one_at_a_time("choosing-gpus"):

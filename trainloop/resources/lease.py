@@ -116,6 +116,7 @@ def acquire(requests: Mapping[str, Request], *, timeout_s: float | None = None, 
         time-out. It names who holds the devices.
     """
     for kind, request in requests.items():
+        # At once: waiting would not help.
         if request.enough > len(request.pool):
             raise ResourceError(
                 f"{request.enough} of kind {kind!r} can never be had: there are {len(request.pool)} here. "
@@ -208,6 +209,7 @@ class _Desk:
             lock.release()
 
     def stand_in_line(self, requests: Mapping[str, Request]) -> _Ticket:
+        # Under the desk's lock, so that no two waiters get one number.
         number = 1 + max(self._numbers(), default=0)
         pools = [name for request in requests.values() if request.number for name in request.pool]
         with open(self._pools_file(number), "x") as file:  # 'x' never follows a link that somebody left here
@@ -226,6 +228,7 @@ class _Desk:
         wanted = {name for request in requests.values() if request.number for name in request.pool}
         ahead = 0
         for number in self._numbers():
+            # Only those who came before.
             if number >= ticket.number:
                 continue
             lock = self._try(f"ticket-{number}.lock")

@@ -182,6 +182,7 @@ def plan(
     if isinstance(total, Resources) and bag.memory is None and model.memory is None:
         whole = whole._replace(memory=None)  # That a machine has an end is no wish to divide its memory.
 
+    # Folds come first, then trials: a trial that is done sooner tells the searcher sooner.
     trials = _trials_at_once(num_trials, wanted, whole, bag, model)
     while True:
         bag_quota = _bag_quota(trials, wanted, whole, bag, model)

@@ -67,6 +67,7 @@ class Parcel:
         with load_device(device), _numbered(received or {}):
             unpickler = pickle.Unpickler(_Reader(view[: self.stream_size]), buffers=buffers)
             obj = unpickler.load()
+            # After the object: by then its classes have been made, and are the very ones.
             names = unpickler.load()
         main = sys.modules["__main__"].__dict__
         for name, definition in names.items():
@@ -198,6 +199,7 @@ def _lay_out(
     region_of, first, last = _regions(begin, begin + nbytes)
     sizes = last - first
     unmoved = {copy.__array_interface__["data"][0] for copy in copies}
+    # The largest first, as there is a limit: those are the ones worth a mapping.
     large = np.flatnonzero(sizes >= _MOVED)
     moved = set(large[np.argsort(sizes[large])[::-1][:_MOST_MOVED]].tolist())
     pages = MovedPages(fd)

@@ -125,6 +125,7 @@ def _failing(parts: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
         return []
     if len(parts) == 1:
         return parts
+    # log2(n) tries of whole halves, where one try each would take as many as there are parts.
     middle = len(parts) // 2
     return _failing(parts[:middle]) + _failing(parts[middle:])
 

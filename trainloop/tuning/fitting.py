@@ -145,6 +145,7 @@ def _fit_loop(loop: Any, fit_args: Mapping[str, Any] | None, params: Mapping[str
             "Name one of these, log it in the model, or give a validation_loader (val_loss) or a callable "
             "metric(y_true, y_pred)."
         )
+    # The result is read where there may be no GPU, and by a process that must not open one.
     model = loop.model.cpu()
     return Outcome(score, predictions, model, {name: list(loop.history[name]) for name in loop.history})
 
@@ -279,6 +280,7 @@ def learn_rows(make_loop: Callable[..., Any], params: Mapping[str, Any]) -> tupl
     Exception
         That of the call with a fold, if the other one fails too.
     """
+    # With a fold, since many a make_loop can't be called without one.
     fold = Fold(0, 2, np.array([0]), np.array([1]))
     try:
         made = make_loop(dict(params), fold)

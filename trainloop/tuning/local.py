@@ -69,6 +69,7 @@ class Child:
 def read_end(job: Job, exitcode: int, why: str = "") -> FoldExit:
     """Read how a fold ended, from its folder and its exit code; ``why``: where the cause is not its own."""
     folder = Path(job.folder)
+    # Whatever the exit code: the result is written last, so the fold is done.
     if (folder / "result.pkl").exists():
         return FoldExit(job)
     if (folder / "error.txt").exists():
@@ -209,6 +210,7 @@ class LocalBackend:
             over = [child for child in self._children if child.ended()]
             if over or time.monotonic() >= deadline:
                 break
+            # Polling, since a child may be one of several kinds; a fold takes seconds at least.
             time.sleep(0.02)
         ends = []
         for child in over:

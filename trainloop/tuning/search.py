@@ -173,6 +173,7 @@ def tune(
             total = ray_backend.total
         else:
             total = machine_total(total)
+        # Before anything is written: a plan that can't be had leaves no folder behind.
         division = plan(
             total,
             num_trials=num_trials,
@@ -291,6 +292,7 @@ class _Search:
                 length, targets = self._describe(targets)
                 self.folds = make_folds(length, num_bag_folds, seed=self._seed, classes=class_targets(targets))
                 write(path, self.folds)
+        # Once for all children: the data may be large, and each job only names the file.
         write(self._store.folder / "work.pkl", {**self._work, "folds": self.folds}, "tune")
 
     def _describe(self, targets: Any) -> tuple[int, Any]:
@@ -324,6 +326,7 @@ class _Search:
                 return ended
 
     def _job(self, number: int, fold: int, folder: Path, *, place: int, probe: bool = False) -> Job:
+        # Places of one trial lie side by side, on the devices that the plan gives to one bag.
         bag, model = divmod(place, self._plan.folds_in_parallel)
         return Job(
             trial=number,
@@ -433,6 +436,7 @@ class _Search:
 
     def _end(self, running: Running) -> None:
         trial = running.trial()
+        # Failures too, or a searcher that models the space would propose the same again.
         self._searcher.tell(running.number, running.params, trial.score if trial.state == "done" else None)
         if self._keep_all:
             return

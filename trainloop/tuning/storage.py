@@ -159,6 +159,7 @@ def write_bytes(path: Path, data: bytes) -> None:
         with open(beside, "wb", opener=lambda name, flags: os.open(name, flags | _NO_LINK, 0o644)) as file:
             file.write(data)
             file.flush()
+            # A search goes on after a loss of power, too.
             os.fsync(file.fileno())
         os.replace(beside, path)
     finally:
@@ -241,6 +242,7 @@ class Storage:
             return identity
         begun: dict[str, Any] = json.loads(path.read_text())
         for name, value in identity.items():
+            # Not given: that of the search which goes on.
             if name == "seed" and value is None:
                 continue
             if begun.get(name) != json.loads(json.dumps(value)):
@@ -289,6 +291,7 @@ class Storage:
     def clean_fold(self, number: int, fold: int) -> Path:
         """An empty folder for a fold that begins."""
         folder = self.fold_folder(number, fold)
+        # What a fold that was killed left there.
         shutil.rmtree(folder, ignore_errors=True)
         make_folder(folder)
         return folder
