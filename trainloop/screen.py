@@ -1,4 +1,4 @@
-"""What stderr can show: whether anybody sees a bar there, and how wide it may be."""
+"""Whether anybody sees a progress bar on stderr, and how wide it may be."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ _BITS = 8  # of a vote's word that hold the reasons seen; the rest holds the bou
 
 
 class StopAgreement(Protocol):
-    """What a loop needs to stop all ranks at one boundary."""
+    """The agreement by which a loop stops all ranks at one boundary."""
 
     def request(self, reason: int) -> None:
         """Ask all ranks to stop, for ``reason`` (one of the constants). Any rank, any thread, any number of times."""

@@ -1,4 +1,4 @@
-"""What TensorBoard shows beside curves: which of them share a chart, what the run was, and with which settings."""
+"""TensorBoard's pages beside the curves: which curves share a chart, and the run's description and settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SECTIONS = {"loss": "loss", "acc": "accuracy"}
 
 
 def quantity_of(name: str) -> str:
-    """What a metric measures, whichever data it was measured on."""
+    """The metric's name without the data set it was measured on."""
     return re.sub(f"^({_DATASETS})_", "", name)
 
 
@@ -57,7 +57,7 @@ def _section(quantity: str) -> str:
 
 
 def settings_of(loop: Any) -> dict[str, Any]:
-    """What most tables of runs compare: mode, batch, optimizer and learning rates, as far as the loop knows them."""
+    """The settings that tables of runs mostly compare, as far as the loop knows them: mode, batch, optimizer, rates."""
     optimizers = optimizers_of(loop.optimizer)
     device = loop.site.devices[0]
     settings = {

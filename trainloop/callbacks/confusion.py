@@ -1,4 +1,4 @@
-"""Which classes are taken for which: a confusion matrix of the predictions, as numbers and as a picture."""
+"""Classes that the model takes for others: a confusion matrix of the predictions, as numbers and as a picture."""
 
 from __future__ import annotations
 

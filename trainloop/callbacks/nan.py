@@ -36,7 +36,7 @@ class NonFinite:
     step: int
     """The optimizer step, counted from 1 as in logs."""
     what: str
-    """What was not finite, in words."""
+    """The thing that was not finite, in words."""
     parameters: tuple[str, ...] = ()
     """Names of the parameters whose gradients were not finite in that step, in the model's order."""
 

@@ -24,5 +24,5 @@ def norms_of(tensors: Sequence[Tensor], order: float = 2) -> Sequence[Tensor]:
 
 
 def _norms_over_ranks(tensors: Sequence[Tensor], order: float) -> Sequence[Tensor]:
-    """Of whole tensors, of which ranks have parts; one exchange a tensor. Collective."""
+    """Norms of whole tensors that ranks have parts of; one exchange a tensor. Collective."""
     return [whole(torch.linalg.vector_norm(tensor, order)) for tensor in tensors]

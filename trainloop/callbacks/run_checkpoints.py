@@ -147,7 +147,7 @@ def _best_first(files: Sequence[Checkpoint], metric: Monitor | None) -> list[Che
 
 
 def _kept(files: Sequence[Checkpoint], keep: int | None, metric: Monitor | None) -> list[Checkpoint]:
-    """Which of ``files`` (oldest first) stay, oldest first.
+    """Those of ``files`` (oldest first) that stay, oldest first.
 
     The newest always does: it is what a killed run goes on from. Places that no judged one takes go to the newest.
     """

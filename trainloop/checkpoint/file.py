@@ -64,10 +64,10 @@ class CheckpointInfo:
     """Nanoseconds since 1970, moved on where needed to be later than every older checkpoint in the same folder."""
 
     value: float | None = None
-    """Of the monitored metric; None where it was not judged."""
+    """Value of the monitored metric; None where it was not judged."""
 
     reason: str = ""
-    """What made it: ``'epoch'``, ``'steps'``, ``'time'``, ``'improved'``, ``'end'``, ``'restart'`` or a signal."""
+    """Its cause: ``'epoch'``, ``'steps'``, ``'time'``, ``'improved'``, ``'end'``, ``'restart'`` or a signal."""
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class StoredTensor:
     shape: torch.Size
     dtype: torch.dtype
     parts: tuple[tuple[str, int, int, tuple[int, ...], tuple[int, ...]], ...]
-    """Of each: file, place and length in it; where the part begins in each dimension, and how long it is."""
+    """For each part: file, place and length in it; where it begins in each dimension, and how long it is."""
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What kind of loader a user brought, and its twin for one rank."""
+"""Recognise what kind of loader a user brought, and check that it can be shared out."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Source:
     """A loader's passes as this rank's part of each global batch; the base of a class for each kind of loader."""
 
     loader: Any
-    """What is read: the user's own loader, or its twin for this rank."""
+    """The loader that is read: the user's own, or its twin for this rank."""
 
     sizes_known: bool = True
     """Whether items carry the samples of all ranks, ``(sizes, batch)``, or of this rank only, ``(size, batch)``."""

@@ -25,20 +25,20 @@ class Piece(Protocol):
     """Memory to send, or to fill."""
 
     def words(self) -> list[int] | None:
-        """Up to 8 integers that go before it; ``None``: there is nothing to be sent."""
+        """Up to 8 integers that go before the bytes; ``None``: there is nothing to be sent."""
 
     def size(self) -> int:
         """Bytes to send."""
 
     def read(self, place: int, nbytes: int) -> bytes:
-        """Some of these."""
+        """Some of the bytes to send."""
 
     def write(self, place: int, data: memoryview) -> None:
-        """Some of those that came."""
+        """Take some of the bytes that came."""
 
 
 class Came(NamedTuple):
-    """What :func:`swap` received."""
+    """The result of :func:`swap`."""
 
     words: list[int]
     size: int

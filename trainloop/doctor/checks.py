@@ -30,7 +30,7 @@ class Check:
     status: Status
     found: str
     remedy: str = ""
-    """What to do; empty if there is nothing to do."""
+    """Advice; empty if there is nothing to do."""
 
 
 def check_python(r: Readings) -> Iterator[Check]:

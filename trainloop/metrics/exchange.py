@@ -38,7 +38,7 @@ class Exchanged(NamedTuple):
     totals: dict[str, list[OwnTotal]]
     """By name, in an order that is the same on all ranks; one entry or more, which are to be added up."""
     attachments: list[Any]
-    """What ranks sent along, in the order of ranks; one entry where all sent the same."""
+    """The attachments, in the order of ranks; one entry where all ranks sent the same."""
 
 
 class Exchange(Protocol):

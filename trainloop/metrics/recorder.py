@@ -48,7 +48,7 @@ class EpochEnd(NamedTuple):
     metrics: dict[str, float]
     """The metrics that were logged."""
     attachments: list[Any]
-    """What each rank sent along; one entry if all sent the same."""
+    """Each rank's attachment; one entry if all sent the same."""
 
 
 class _Series:
@@ -167,7 +167,7 @@ class Recorder:
     # -- in the step ---------------------------------------------------------------------------------------------------
 
     def log(self, name: str, value: Tensor | float, asked: Asked, batch_size: Tensor | float | None = None) -> None:
-        """What ``TTModel.log`` calls; see there. Replicas call it from their threads.
+        """Record a value: ``TTModel.log`` calls this; see there. Replicas call it from their threads.
 
         Parameters
         ----------

@@ -34,7 +34,7 @@ StepValues = dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]]
 
 
 class Options(NamedTuple):
-    """What becomes of a metric's values; sent to the other ranks along with them."""
+    """How a metric's values are reduced and kept; sent to the other ranks along with them."""
 
     on_step: bool
     on_epoch: bool

@@ -1,4 +1,4 @@
-"""Which modules of a model are sharded as one: a pure look at the module tree."""
+"""Choose the modules of a model that are sharded as units: a pure look at the module tree."""
 
 from __future__ import annotations
 

@@ -49,10 +49,10 @@ class WholeQuota(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What runs at once, and under which quotas. At every level: used <= granted <= total."""
+    """How many trials and folds run at once, and under which quotas. At every level: used <= granted <= total."""
 
     total: ResourceQuota
-    """What the run holds."""
+    """The resources that the run holds."""
     num_trials: int
     """Trials in all."""
     num_folds: int
@@ -307,7 +307,7 @@ def _trials_at_once(num_trials: int, wanted: int, total: WholeQuota, bag: Partia
 
 
 def _bag_quota(trials: int, wanted: int, total: WholeQuota, bag: PartialQuota, model: PartialQuota) -> WholeQuota:
-    """What is not given is what the folds want, and never more than an equal part of the total."""
+    """A bag's quota: figures not given are what its folds want, and never more than an equal part of the total."""
     cpus, gpus, memory = bag
     if cpus is None:
         cpus = total.cpus // trials

@@ -57,7 +57,7 @@ class Resources:
     cpu_limits: tuple[Limit, ...] = field(default=(), compare=False, repr=False)
     """All that bound the CPUs; the least decides."""
     gpu_limits: tuple[Limit, ...] = field(default=(), compare=False, repr=False)
-    """What bounds the GPUs."""
+    """All that bound the GPUs."""
     memory_limits: tuple[Limit, ...] = field(default=(), compare=False, repr=False)
     """All that bound the memory; the least decides."""
 

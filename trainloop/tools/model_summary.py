@@ -59,7 +59,7 @@ class Summary:
     optimizer_bytes: int
     """Its state after a step."""
     activation_bytes: int
-    """What autograd keeps from forward to backward, each tensor once, weights not among them."""
+    """Tensors that autograd keeps from forward to backward, each once, without the weights."""
     batch_bytes: int
 
     @property

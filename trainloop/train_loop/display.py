@@ -1,4 +1,4 @@
-"""What a run shows: its first lines, a bar for each epoch, a table that grows by a row an epoch."""
+"""The output of a run: its first lines, a bar for each epoch, a table that grows by a row an epoch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Progress:
         """When, by ``time.perf_counter()``, the loop is to call :meth:`look`."""
         self._bar: Any = None
         self.columns: list[str] = []
-        """Of the table, as its head was printed last."""
+        """The table's columns, as its head was printed last."""
         self._epoch_began = 0.0
 
     def say(self, text: str) -> None:

@@ -43,7 +43,7 @@ __all__ = ["execute", "sent_parts"]
 
 
 def execute(loop: TrainLoop[Any], work: Callable[..., Any], *args: Any, job: FitJob | None = None) -> Any:
-    """What ``work(run, *args)`` returns, on a run made here or, in ``ddp`` and ``fsdp``, on one in every rank.
+    """Call ``work(run, *args)`` on a run made here or, in ``ddp`` and ``fsdp``, on one in every rank.
 
     Parameters
     ----------
@@ -52,9 +52,14 @@ def execute(loop: TrainLoop[Any], work: Callable[..., Any], *args: Any, job: Fit
     work : callable
         A method of :class:`~trainloop.train_loop.run.Run`; it is sent to ranks by its name.
     *args
-        Of ``work``.
+        Further arguments of ``work``.
     job : FitJob, optional
         The work of a training; without it the run can only evaluate.
+
+    Returns
+    -------
+    object
+        What ``work`` returned: here, or on the first of this host's ranks.
     """
     if not has_ranks(loop.gpu_mode) and (job is None or job.restarts is None):
         stop = LocalStop()
@@ -147,7 +152,7 @@ class CallersRandomness(NamedTuple):
 
     states: dict[str, Any]
     generators: list[dict[str, torch.Tensor]]
-    """Of each loader."""
+    """The states of each loader's generators."""
 
     @classmethod
     def of(cls, loop: TrainLoop[Any]) -> CallersRandomness:

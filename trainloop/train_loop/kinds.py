@@ -44,4 +44,4 @@ Collate = Callable[[Any, list[Any]], list[Any]]
 """``(batch, collected) -> collected``."""
 
 Transform = Callable[[list[Any]], Any]
-"""What was collected, made into what is returned."""
+"""``collected -> result``."""

@@ -1,4 +1,4 @@
-"""What was asked of a loop and of a ``fit``, once it is checked: frozen, and sent to ranks as it is."""
+"""The arguments of a loop and of a ``fit`` once they are checked: frozen, and sent to ranks as they are."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ class Options:
     auto_select_gpus: bool
     amp: AmpOptions
     compile_args: dict[str, Any] | None
-    """Of ``torch.compile``; ``None``: not compiled."""
+    """Arguments of ``torch.compile``; ``None``: not compiled."""
     quota: Any
     """A ``ResourceQuota`` or ``None``."""
     start_method: str = "auto"
-    """Of the ranks: ``'auto'``, ``'forkserver'`` or ``'spawn'``."""
+    """How ranks start: ``'auto'``, ``'forkserver'`` or ``'spawn'``."""
     compiles_step: bool = False
     """Whether a whole step is to be one graph."""
     checkpoint_modules: Any = None
-    """Which modules compute their activations anew in the backward pass; ``None``: none."""
+    """Modules that compute their activations anew in the backward pass; ``None``: none."""
 
 
 @dataclass(frozen=True)

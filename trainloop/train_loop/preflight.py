@@ -51,7 +51,7 @@ class Finding:
     ok: bool
     """Whether the check passed."""
     detail: str
-    """What was found, and what to do."""
+    """The finding, and what to do about it."""
     seconds: float
     """How long the check took."""
     traceback: str = ""

@@ -26,7 +26,7 @@ class Site:
     mode: str
     """``'single'``, ``'dp'``, ``'ddp'`` or ``'fsdp'``."""
     devices: list[torch.device]
-    """Of this node, in rank order."""
+    """This node's devices, in rank order."""
     num_nodes: int = 1
     node_rank: int = 0
     backend: str | None = None

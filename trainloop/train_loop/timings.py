@@ -36,7 +36,7 @@ class Timings:
     steps: int = 0
     """Optimizer steps."""
     samples: int = 0
-    """Of all ranks."""
+    """Samples of all ranks."""
     seconds: float = 0.0
     """The whole time; the parts below add up to it."""
     data: float = 0.0

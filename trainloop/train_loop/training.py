@@ -84,7 +84,7 @@ class Training(Run):
         self.snapshots: StopWithSnapshots | None = None
         """Set for a run that survives failures."""
         self.savers: tuple[Callable[[], None], ...] = ()
-        """What writes checkpoints of steps, called when the last hook of a step has run."""
+        """Callbacks' ``save_due``, which write checkpoints of steps; called when the last hook of a step has run."""
         self.clock = StepClock(place.device)
         self._job = job
         self._kept_in_eval: list[torch.nn.Module] | None = None
@@ -297,7 +297,7 @@ class Training(Run):
         self.epoch_finished, self.epoch_steps, self.epoch_batches = False, 0, 0
 
     def _end_timing(self) -> None:
-        """Of an epoch's steps, once its logs are read: by then the device has done them."""
+        """End the timing of an epoch's steps, once its logs are read: by then the device has done the steps."""
         self.clock.whole += perf_counter_ns()
         self.clock.end_epoch()
 

@@ -43,7 +43,7 @@ class LoopView:
 
     def __init__(self) -> None:
         self.callbacks: list[AbstractCallback] = []
-        """Of the last ``fit``, those that a kind of loop brings along among them."""
+        """Callbacks of the last ``fit``, with those that the kind of loop brings along."""
         self.message_service = MessageService()
         """Where callbacks leave messages for each other."""
         self.history = History()
@@ -56,11 +56,11 @@ class LoopView:
         """The batch, counted from 0 over all epochs, that is or was the last one; -1 before the first."""
         self.asked_to_end: bool = False
         self.ends: list[End] = []
-        """Which callbacks asked for the end of training."""
+        """The callbacks that asked for the end of training."""
         self.num_epochs = self.num_iterations = 0
         self.grad_accumulation = 1
         self.last_loss: Tensor | None = None
-        """Of the last batch of this process, on its device; reading it waits for the device."""
+        """Loss of this process's last batch, on its device; reading it waits for the device."""
         self.process = Rank()
         """This process's place among all that train together."""
         self.drawn_seed = 0

@@ -26,7 +26,7 @@ class Outcome:
     score: float
     """The metric on the fold's validation rows."""
     predictions: Any
-    """Of the validation rows, in their order; None without a validation set."""
+    """Predictions of the validation rows, in their order; None without a validation set."""
     model: Any
     """The trained model, on the CPU."""
     history: dict[str, list[float]]

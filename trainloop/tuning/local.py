@@ -24,7 +24,7 @@ class FoldExit:
     """The end of a fold's process."""
 
     job: Job
-    """What it was told."""
+    """The job that the process was given."""
     error: str = ""
     """Why there is no result; empty where there is one."""
 

@@ -37,7 +37,7 @@ class RayBackend:
     def __init__(self, ray: Any, total: ResourceQuota) -> None:
         self._ray = ray
         self.total = total
-        """What the search may use of the cluster."""
+        """The part of the cluster that the search may use."""
         self._plan: Plan | None = None
         self._running: dict[Any, Job] = {}
         self._files: dict[str, Any] = {}

@@ -29,21 +29,21 @@ class Trial:
     number: int
     """From 0, in the order of proposal."""
     params: dict[str, Any]
-    """What ``make_loop`` got."""
+    """The parameters that ``make_loop`` got."""
     scores: list[float | None]
     """For each fold its score, None where it has none; one of them without bagging."""
     seconds: float
-    """Of all its folds together."""
+    """The time of all its folds together."""
     state: State
     """``done``: all folds; ``partial``: some failed; ``failed``: all failed; ``interrupted``: the search was."""
     errors: dict[int, str] = field(default_factory=dict)
     """For each fold that failed its traceback, or how its process ended."""
     cpus: int = 0
-    """That each of its models could run on."""
+    """CPUs that each of its models could run on."""
     gpus: float = 0.0
     """Share of GPUs that each of its models had."""
     cpu_seconds: float = 0.0
-    """Of all its folds together, counted by the system; at most ``cpus`` times ``seconds``."""
+    """CPU time of all its folds, counted by the system; at most ``cpus`` times ``seconds``."""
     facts: dict[int, dict[str, Any]] = field(default_factory=dict)
     """For each fold what its model says of itself: the mapping that is its attribute ``facts``, if it has one."""
 
@@ -141,10 +141,10 @@ class TuneResult:
         return BaggedPredictor([self._read(path) for path in paths])
 
     def predictions_of(self, trial: Trial) -> Any:
-        """Of any trial, of the rows that its models did not train on.
+        """Predictions of any trial, for the rows that its models did not train on.
 
-        With bagging as :attr:`out_of_fold_predictions`, without it those of the loop's validation set. Probabilities of
-        classes have a column for each class that any fold was trained on, sorted.
+        With bagging they are like :attr:`out_of_fold_predictions`; without it, those of the loop's validation set.
+        Probabilities of classes have a column for each class that any fold was trained on, sorted.
 
         Raises
         ------

@@ -65,7 +65,7 @@ class Template:
         return [tuple(json.loads(line)) for line in lines]
 
     def ending(self) -> tuple[int | None, list[str]]:
-        """Of a template that is no more: its exit code and its last lines. None: it lives, but has hung up."""
+        """Exit code and last lines of a template that has hung up; None in place of the code: it still lives."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
         self._errors.seek(max(0, os.fstat(self._errors.fileno()).st_size - 4096))
