@@ -63,7 +63,7 @@ def load_carried_state(model: nn.Module, saved: list[dict[str, Any]], rank: int,
     ----------
     model : nn.Module
     saved : list of dict
-        Of every rank, in order. If the number of ranks has changed, the columns are divided anew.
+        States of every rank, in order. If the number of ranks has changed, the columns are divided anew.
     rank, world_size : int
         The rank to load for.
     """

@@ -180,7 +180,7 @@ class MultiOptimizer:
     ----------
     optimizer_list : list of torch.optim.Optimizer
     names : tuple of str or None
-        Of the optimizers, in their order; ``None`` where a sequence was given.
+        Names of the optimizers, in their order; ``None`` where a sequence was given.
 
     Examples
     --------

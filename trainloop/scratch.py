@@ -43,7 +43,7 @@ def scratch_folder(token: str) -> Iterator[Scratch]:
     Parameters
     ----------
     token : str
-        Of the launch; semaphores that :func:`name_semaphores` has named by it are removed as well.
+        Token of the launch; semaphores that :func:`name_semaphores` has named by it are removed as well.
     """
     remove_dead()
     scratch = _make()

@@ -180,14 +180,14 @@ def signals(stop: StopAgreement | None = None, *, say: Callable[[str], None] | N
     Parameters
     ----------
     stop : StopAgreement, optional
-        What receives the requests.
+        The agreement that receives the requests.
     say : callable, optional
         Prints the line; standard error by default.
 
     Returns
     -------
     Heard
-        What came, of the outermost context. Whoever opened it calls :meth:`Heard.end` afterwards.
+        The signals that came, in the outermost context. Whoever opened it calls :meth:`Heard.end` afterwards.
     """
     global _outermost, _mark
     if threading.current_thread() is not threading.main_thread() or (stop is not None and _handled_for(stop)):

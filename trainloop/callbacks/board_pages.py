@@ -36,7 +36,7 @@ def chart_layout(names: Iterable[str]) -> Any:
     Parameters
     ----------
     names : iterable of str
-        Of metrics, without the prefixes that only this file's reader puts before them.
+        Names of metrics, without the prefixes that only this file's reader puts before them.
     """
     from torch.utils.tensorboard.summary import custom_scalars
 

@@ -26,7 +26,7 @@ class ConfusionMatrix(AbstractCallback):
     dataset : {'validation', 'test'}
         The validation set at the end of epochs, or the test set at the end of training.
     every_n_epochs : int
-        Of the validation set.
+        Epochs between two matrices of the validation set.
     class_names : sequence of str, optional
         What the picture calls the classes. Default: their numbers.
     path : str or path, optional

@@ -30,7 +30,7 @@ class MLflowTracking(AbstractCallback):
     hyperparams : mapping, optional
         Sent as parameters. Default: those of a tracking loop, if it is one.
     tags : mapping, optional
-        Of the run.
+        Tags of the run.
 
     Raises
     ------

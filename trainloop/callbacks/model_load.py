@@ -25,7 +25,7 @@ class ModelLoadContinueTraining(AbstractExperimentCallback):
     epoch_num : int, optional
         Index of the epoch the checkpoint was written in, the newest of them. Default: the newest of all.
     project_name, experiment_name, local_model_result_folder_path : str, optional
-        Of the earlier experiment; taken from a tracking loop where left out.
+        Names and folder of the earlier experiment; taken from a tracking loop where left out.
 
     Raises
     ------

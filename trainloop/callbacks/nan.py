@@ -63,7 +63,7 @@ class TerminateOnNaN(AbstractCallback):
     Attributes
     ----------
     found : NonFinite or None
-        What ended training.
+        The finding that ended training.
 
     Examples
     --------

@@ -32,7 +32,7 @@ class Profiler(AbstractCallback):
     skip, warmup, active : int
         Optimizer steps.
     record_shapes, profile_memory, with_stack, with_flops : bool
-        As of ``torch.profiler.profile``; each costs time.
+        As in ``torch.profiler.profile``; each costs time.
     device_idx_execution : int, optional
         Profile this rank only.
 

@@ -69,7 +69,7 @@ class WandBTracking(AbstractCallback):
     hyperparams : mapping, optional
         The run's configuration. Default: that of a tracking loop, if it is one.
     tags : sequence of str, optional
-        Of the run.
+        Tags of the run.
     alerts : sequence of AlertConfig, optional
         Looked at after each epoch.
     wandb_pre_initialized : bool

@@ -121,16 +121,16 @@ def write_folder(
     Parameters
     ----------
     where, name, run : str
-        As of :func:`new_folder`.
+        As in :func:`new_folder`.
     state : dict
-        Of rank 0; of others their shards count.
+        Rank 0's state is written; of the others only their shards.
     write_as : callable
         On rank 0 it calls its argument with the folder's name and a ``CheckpointInfo``.
 
     Returns
     -------
     Exception or None
-        What went wrong; nothing is left of the folder then.
+        The error; nothing is left of the folder then.
     """
     from trainloop.checkpoint.file import save  # it reads folders by means of this module
 
@@ -172,7 +172,7 @@ def write_shards(path: str, shards: dict[str, Tensor]) -> dict[str, Any] | None:
     Parameters
     ----------
     path : str
-        Of a folder that is there.
+        Path of an existing folder.
     shards : dict
         With the same names on all ranks.
 

@@ -249,7 +249,7 @@ class StreamPlaces:
     Parameters
     ----------
     loader : DataLoader
-        Of a :class:`~trainloop.data.streams.StreamShard`.
+        Loader of a :class:`~trainloop.data.streams.StreamShard`.
     own_share : bool
         Whether the stream is this rank's own; else every rank reads it all and keeps a part.
     """

@@ -95,7 +95,7 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
     sampler : iterable of indices
         The user's own, with or without a length, finite or not.
     dataset
-        What the indices are of.
+        The dataset that the indices are of.
     batch_size : int
         Samples of one rank in a full global batch.
     rank, world_size : int

@@ -27,7 +27,7 @@ def whole(batches: Iterator[T], name: str) -> Iterator[T]:
     Parameters
     ----------
     batches : iterator
-        Of a loader.
+        Batches of a loader.
     name : str
         What the user calls the loader.
 

@@ -56,7 +56,7 @@ class StreamShard(IterableDataset[Any]):
         Samples of one rank in a full global batch; None: the dataset's elements are batches, of which each rank takes
         every ``world_size``-th.
     rank, world_size : int
-        Whose share.
+        The rank whose share it is, and the number of ranks.
     drop_last : bool
         Leave out a short global batch.
     shared : bool

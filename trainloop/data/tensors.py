@@ -22,7 +22,7 @@ class TensorRows:
     tensors : tuple of Tensor
         Contiguous, on the CPU, without gradients.
     rows : Tensor or None
-        Of a subset: the row of each of its indices.
+        For a subset, the row of each of its indices.
     """
 
     def __init__(self, tensors: tuple[Tensor, ...], rows: Tensor | None) -> None:

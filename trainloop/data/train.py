@@ -47,7 +47,7 @@ def train_feed(
     rank, world_size : int
         The rank to read for, and the number of ranks.
     seed : int, optional
-        Of order and of augmentation, common to all ranks; None only in one process, where the loader then is read as
+        Seed of order and augmentation, common to all ranks; None only in one process, where the loader then is read as
         ``for batch in loader`` reads it, random number for random number.
     name : str
         What the user calls the loader, for messages.

@@ -54,7 +54,7 @@ def swap(
     Parameters
     ----------
     number : int
-        Of this swap, not used for another one of this process group: what was said before is worth nothing again.
+        Number of this swap, used for no other one of this process group, so that nothing sent before can be sent again.
     send, receive : (Piece, int), optional
         With the rank at the other end.
 

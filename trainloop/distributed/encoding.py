@@ -52,7 +52,7 @@ def decode(data: memoryview, *, trusted: bool = False) -> Any:
     Parameters
     ----------
     data : memoryview
-        Of bytes.
+        The bytes.
     trusted : bool
         Whether the writer is known, so that a named tuple's module may be imported.
 

@@ -83,7 +83,7 @@ def launch(
     devices : sequence of torch.device, optional
         One for each local rank; the CPU by default.
     backend : str, optional
-        Of the process group; by default Gloo, with NCCL for CUDA tensors where each rank has a GPU of its own.
+        Backend of the process group; by default Gloo, with NCCL for CUDA tensors where each rank has a GPU of its own.
     init_method : str, optional
         Rendezvous point of several nodes, ``tcp://host:port`` or a ``file://`` that all see; ``MASTER_ADDR`` and
         ``MASTER_PORT`` by default. One node needs none: its ranks meet in a file without a name.

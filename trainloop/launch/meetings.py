@@ -43,7 +43,7 @@ class Meetings:
     timeout_s : float
         The run's; the first meeting waits no longer.
     survival : Survival, optional
-        Of a run that survives failures.
+        For a run that survives failures.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ class Rendezvous:
     key : bytes, optional
         A secret that all hosts share, and prove to have. Without one, whoever claims to be a node is believed.
     says : dict, optional
-        Of a run that survives failures, on all hosts: what this one has to say to all others. ``{"ends": why}``: that
+        In a run that survives failures, on all hosts: what this one has to say to all others. ``{"ends": why}``: that
         it does not go on. Such hosts part together, by :meth:`part`.
     look : callable, optional
         Called now and then while this host waits; may raise.

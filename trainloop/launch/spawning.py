@@ -47,7 +47,7 @@ class Ranks:
     Parameters
     ----------
     spec : RankSpec
-        What they are told.
+        Their arguments.
     token : str
         Marks this launch's processes, in their environment, and what they make.
     hosts : Rendezvous, optional

@@ -46,7 +46,7 @@ class TTDataParallel(Transparent, DataParallel):
     output_device : int or torch.device, optional
         Default: the first of ``device_ids``.
     dim : int
-        Of the samples, in tensors.
+        Dimension of the samples in tensors.
     devices : int, optional
         Run this many replicas on the CPU, each in a thread, whatever GPUs there are: the same path, testable anywhere.
 
@@ -56,7 +56,7 @@ class TTDataParallel(Transparent, DataParallel):
         If ``devices`` is no number of replicas, comes together with ``device_ids``, or the module is on a GPU then; or
         if the module has lazy parameters.
     Exception
-        What a replica raises, of the same type, with the replica's number and traceback in its message.
+        The exception of a replica, of the same type, with the replica's number and traceback in its message.
 
     Notes
     -----

@@ -51,7 +51,7 @@ def scatter(value: Any, num_chunks: int, dim: int = 0) -> list[Any]:
         else is in every part as it is: other tensors, class weights say, and scalars, modules, devices.
     num_chunks : int
     dim : int
-        Of tensors and arrays.
+        Dimension of the samples in tensors and arrays.
 
     Returns
     -------

@@ -45,7 +45,7 @@ def check_quota(quota: ResourceQuota, *, ranks: int = 1, machine: Resources | No
     Parameters
     ----------
     quota : ResourceQuota
-        Of the run on this node, all its ranks together.
+        Quota of the run on this node, all its ranks together.
     ranks : int
         Processes that train on this node.
     machine : Resources, optional
@@ -103,7 +103,7 @@ def devices_under(quota: ResourceQuota | None, devices: list[torch.device], aske
     Parameters
     ----------
     quota : ResourceQuota or None
-        Of the run on this node.
+        Quota of the run on this node.
     devices : list of torch.device
         The devices that :func:`trainloop.devices.resolve` chose.
     asked : object
@@ -140,7 +140,7 @@ def cpu_shares(quota: ResourceQuota | None, ranks: int, cpus: Sequence[int] | No
     Parameters
     ----------
     quota : ResourceQuota or None
-        Of the run on this node; without one the machine is divided.
+        Quota of the run on this node; without one the machine is divided.
     ranks : int
         Processes that train on this node.
     cpus : sequence of int, optional
@@ -181,7 +181,7 @@ def child_environment(
     Parameters
     ----------
     quota : ResourceQuota or None
-        Of the run on this node; without one the machine is divided.
+        Quota of the run on this node; without one the machine is divided.
     ranks : int
         Processes that train on this node.
     environ : mapping, optional
@@ -212,7 +212,7 @@ def cap_workers(num_workers: int | Literal["auto"], quota: ResourceQuota | None,
     num_workers : int or 'auto'
         The loader's number; ``'auto'`` is all CPUs but the main process's.
     quota : ResourceQuota or None
-        Of the run on this node; without one, or with ``num_cpus='auto'``, a number stays as it is.
+        Quota of the run on this node; without one, or with ``num_cpus='auto'``, a number stays as it is.
     ranks : int
         Processes that train on this node, each with workers of its own.
 
@@ -258,7 +258,7 @@ def applied(
     Parameters
     ----------
     quota : ResourceQuota or None
-        Of the run on this node. Without one, ranks of ``ddp`` divide the machine and one process changes nothing.
+        Quota of the run on this node. Without one, ranks of ``ddp`` divide the machine and one process changes nothing.
     local_rank : int or None
         The rank whose share to apply; None for the process that starts ``ranks`` others and only waits: it takes the
         CPUs of all of them, which they inherit and divide.

@@ -142,8 +142,8 @@ def plan(
     Parameters
     ----------
     total : ResourceQuota or Resources
-        What the run holds. CPUs must be a figure here (``resources.available()`` has them); GPUs that are not given are
-        none, as nothing is read from the machine.
+        Resources that the run holds. CPUs must be a figure here (``resources.available()`` has them); GPUs that are not
+        given are none, as nothing is read from the machine.
     num_trials : int
         Trials in all, 1 or more.
     num_bag_folds : int

@@ -72,7 +72,7 @@ def mean_loss(
     recorder : Recorder
         An empty one; emptied again.
     name : str
-        Of the loader, for messages.
+        Name of the loader, for messages.
     sums : SumRule, optional
         Which losses are sums over samples.
 

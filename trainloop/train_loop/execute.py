@@ -190,7 +190,7 @@ def _as_rank(
     Parameters
     ----------
     loop, work, args, job
-        As of :func:`execute`.
+        As in :func:`execute`.
     paths : tuple of str
         Of the :class:`~trainloop.train_loop.handover.Departure`.
     stop : StopAgreement

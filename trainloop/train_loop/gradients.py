@@ -37,7 +37,7 @@ class Gradients:
     Parameters
     ----------
     training : Training
-        Whose model, criterion and optimizers they are.
+        The run that has the model, criterion and optimizers.
 
     Attributes
     ----------

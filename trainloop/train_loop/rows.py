@@ -46,7 +46,7 @@ def write_rows(
     Parameters
     ----------
     folder : Path
-        Of :func:`rows_folder`, the same on all ranks.
+        The folder of :func:`rows_folder`, the same on all ranks.
     rank : int
     batches, get_predictions
         As for :func:`~trainloop.train_loop.evaluating.predictions`.

@@ -55,7 +55,7 @@ class Training(Run):
     Parameters
     ----------
     loop, place, stop
-        As of :class:`~trainloop.train_loop.run.Run`.
+        As in :class:`~trainloop.train_loop.run.Run`.
     job : FitJob
         What this ``fit`` is to do.
     """

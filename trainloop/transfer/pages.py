@@ -31,7 +31,7 @@ def anonymous_file(name: str) -> int:
     Parameters
     ----------
     name : str
-        What ``/proc/<pid>/maps`` shows.
+        The name that ``/proc/<pid>/maps`` shows.
     """
     if hasattr(os, "memfd_create"):
         with contextlib.suppress(OSError):  # forbidden by a sandbox's filter

@@ -110,7 +110,7 @@ class Payload:
     Parameters
     ----------
     parcel : Parcel
-        What the ranks receive.
+        The description that ranks receive.
     inherited : list of int
         Descriptors that the ranks must inherit, the payload's own among them.
     pages : MovedPages
@@ -151,7 +151,7 @@ def pack(obj: object, *, roots: dict[str, object] | None = None) -> Payload:
     Parameters
     ----------
     obj : object
-        What to send.
+        The object to send.
     roots : dict of str to object, optional
         Names that the paths in an :class:`UnpicklableError` start with; by default the attributes of ``obj``.
 

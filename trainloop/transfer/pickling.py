@@ -342,7 +342,7 @@ class StatePickler(Pickler):
     Parameters
     ----------
     file, buffer_callback
-        As of :class:`Pickler`.
+        As in :class:`Pickler`.
     known : sequence of objects
         Compared by identity.
     """

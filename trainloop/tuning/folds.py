@@ -59,7 +59,7 @@ def make_folds(
     num_folds : int
         2 or more.
     seed : int
-        Of the shuffle.
+        Seed of the shuffle.
     classes : sequence of int, optional
         Class of each row: a fold then has of each class its equal part, give or take one row.
 

@@ -86,13 +86,13 @@ def tune(
     num_trials : int
         Settings to try; a smaller space ends sooner.
     searcher : {'random', 'grid', 'optuna'} or an Optuna sampler
-        What proposes the parameters.
+        The way to propose parameters.
     num_bag_folds : int
         2 or more: each trial is a bag of so many models, each of which is scored on the rows that it did not train on.
         Folds are stratified where targets are classes.
     total : ResourceQuota, optional
-        What the search holds, leased from other runs on this machine; all this process may use by default (with Ray:
-        all of the cluster).
+        Resources that the search holds, leased so that other runs on this machine leave them alone. By default all that
+        this process may use (with Ray: all of the cluster).
     per_bag, per_model : ResourceQuota, optional
         Share of a trial, and of a model.
     metric : str or callable
@@ -103,7 +103,7 @@ def tune(
     backend : {'local', 'ray'}
         This machine, or a Ray cluster (``pip install trainloop[ray]``).
     seed : int, optional
-        Of parameters, folds and models.
+        Seed of parameters, folds and models.
     storage : path, optional
         Folder of the search. One that was begun there goes on, and trains no finished fold again. It holds pickles,
         which can run any code when they are read: it must belong to you or to root, and not be writable by others.
@@ -125,7 +125,7 @@ def tune(
     time_limit_s : float, optional
         After so many seconds no fold begins, and those that train are ended: the result is that of a Ctrl-C.
     keep : {'best', 'all'}
-        Whose models stay: the best trial's, or every trial's (:meth:`TuneResult.predictor_of`).
+        Models that stay: the best trial's, or every trial's (:meth:`TuneResult.predictor_of`).
     preload : sequence of str
         Modules that the models need, such as ``['sklearn.ensemble', 'torch']``: they are imported once, and the models'
         processes begin as forks of the one that has. They must start no thread and touch no GPU when they are imported.
