@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def all_low_numbers_taken() -> Iterator[None]:
-    """What is opened in here has a number that ``select.select`` refuses."""
+    """Files that are opened in here have numbers that ``select.select`` refuses."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (4096 if hard == resource.RLIM_INFINITY else min(4096, hard), hard))
     taken = [os.open(os.devnull, os.O_RDONLY)]

@@ -40,7 +40,7 @@ class Exchange:
         return exchange
 
     def run(self, functions: list[Callable[[], Any]]) -> list[Any]:
-        """What each rank's function returned; the first error that one raised."""
+        """Run a function on ranks: its result on each, or the first error that one raised."""
         results: list[Any] = [None] * len(functions)
         errors: list[BaseException] = []
 

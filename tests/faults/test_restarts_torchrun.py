@@ -105,7 +105,7 @@ def unused_port() -> int:
 
 
 def slurm(rank: int) -> dict[str, str]:
-    """What srun tells a task of two on one node."""
+    """The variables that srun sets for a task of two on one node."""
     return {
         "SLURM_PROCID": str(rank),
         "SLURM_LOCALID": str(rank),
@@ -163,7 +163,7 @@ FEWER = """
 
 @pytest.mark.slow
 def test_torchrun_goes_on_with_fewer_hosts(tmp_path: Path) -> None:
-    """Of two agents, each of which stands for a host, one is lost and does not come again."""
+    """Two agents stand for two hosts; one is lost and does not come again."""
     (tmp_path / "job.py").write_text(textwrap.dedent(FEWER))
     port = unused_port()
     agents = []

@@ -1,4 +1,4 @@
-"""What only a fresh interpreter shows: what an import brings, seeds that no process changes, a shell."""
+"""Facts that only a fresh interpreter shows: the modules an import loads, seeds equal in all processes, a shell."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ print(json.dumps({
 
 
 def fresh_interpreter() -> dict[str, Any]:
-    """What an interpreter finds that has imported nothing yet; its texts have other hashes than this one's."""
+    """Results of an interpreter that has imported nothing yet, and has other hashes of texts than this one."""
     # The first run may compile to bytecode, which later ones find.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(

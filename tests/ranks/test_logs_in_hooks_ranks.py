@@ -1,4 +1,4 @@
-"""What callbacks log and insert on several ranks: one value on all of them, by a stated rule."""
+"""Values that callbacks log and insert on several ranks: one on all of them, by a stated rule."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class OfRankZero(AbstractCallback):
 
 
 class Reads(AbstractCallback):
-    """What each rank finds in the history after the callbacks before."""
+    """The history that each rank finds after the callbacks before."""
 
     def on_epoch_end(self) -> None:
         everyone = distributed.gather_object(dict(self.train_loop_obj.history))

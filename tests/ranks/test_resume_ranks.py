@@ -68,7 +68,7 @@ def make(branches: bool, loader: Any = None) -> tuple[Net, TrainLoop]:
 
 
 def interrupted_everywhere(folder: str, branches: bool, accumulation: int, ddp_model_args: dict[str, Any]) -> Any:
-    """What differs at the end of a run resumed from each checkpoint; and of two fits, the second resumed."""
+    """Differences at the end of a run resumed from each checkpoint; and of two fits, the second resumed."""
     options = {"grad_accumulation": accumulation, "ddp_model_args": ddp_model_args}
 
     def keeper(name: str) -> list[Any]:
@@ -122,7 +122,7 @@ class OnAndOn(IterableDataset[Any]):
 
 
 def streams_everywhere(folder: str) -> Any:
-    """What differs at the end of a run resumed from each checkpoint, without workers and with some that stay."""
+    """Differences at the end of a run resumed from each checkpoint, without workers and with persistent ones."""
     warnings.filterwarnings("ignore", message="the checkpoint holds state of callbacks")
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     found: dict[str, bool] = {}

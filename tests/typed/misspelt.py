@@ -1,4 +1,4 @@
-"""What type checkers must find: each line that ends in ``# wrong``, and no other."""
+"""Mistakes that type checkers must find: each line that ends in ``# wrong``, and no other."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from trainloop.errors import CheckpointError, ConfigurationError
 
 
 class TorchAverage(AbstractCallback):
-    """What a user would write by hand."""
+    """The same as a user would write it by hand."""
 
     def __init__(self, decay: float, every: int = 1) -> None:
         super().__init__("torch")

@@ -143,7 +143,7 @@ def test_steps_fill_places_until_there_are_judged_ones(tmp_path: Path) -> None:
 
 
 def test_others_files_are_neither_deleted_nor_replaced(tmp_path: Path) -> None:
-    """Those of an earlier run, of the user, and what only looks like a checkpoint."""
+    """Files of an earlier run, of the user, and one that only looks like a checkpoint."""
     StandIn(ModelCheckpoint(tmp_path, keep=1)).run(2)
     (tmp_path / "checkpoint-epoch=0001-step=00000005.pt").write_text("mine")
     (tmp_path / "notes.txt").write_text("mine")

@@ -1,4 +1,4 @@
-"""What may stand in a checkpoint, and its copy in host memory."""
+"""Contents that may stand in a checkpoint, and their copy in host memory."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def by_hand(epochs: int) -> dict[str, list[float]]:
 
 
 class Spy(AbstractCallback):
-    """What a callback can see at each hook."""
+    """The state that a callback can see at each hook."""
 
     def __init__(self) -> None:
         super().__init__("spy")

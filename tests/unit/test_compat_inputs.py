@@ -1,4 +1,4 @@
-"""What scripts for AIToolbox may hand to a loop, and what its parts tell of themselves, by its own public names."""
+"""Inputs that scripts for AIToolbox may give to a loop, and attributes of its parts, by its own public names."""
 
 from __future__ import annotations
 

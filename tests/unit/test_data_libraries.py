@@ -1,4 +1,4 @@
-"""What streams say of ranks, and iterators that begin anew when they are iterated; as the libraries have them."""
+"""Attributes by which streams of other libraries tell of ranks, and their iterators, which begin anew each time."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_what_streams_say() -> None:
 
 
 class Environment:
-    """What an agent trains on: it never ends, and has no length."""
+    """The data of an agent: it never ends, and has no length."""
 
     def __iter__(self) -> Iterator[Any]:
         i = 0

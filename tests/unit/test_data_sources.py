@@ -1,4 +1,4 @@
-"""What training and evaluation have in common in reading a loader."""
+"""Reading a loader, as training and evaluation have it in common."""
 
 from __future__ import annotations
 

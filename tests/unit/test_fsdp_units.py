@@ -1,4 +1,4 @@
-"""What is sharded as one unit, and arguments of the wrapper that can't work; no process is started."""
+"""Modules that are sharded as one unit, and arguments of the wrapper that can't work; no process is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reader of one step meets, counted; imports in no circle, at the head of their file; private names at home."""
+"""The frames and files of one step, counted; imports in no circle, at the head of their file; private names at home."""
 
 from __future__ import annotations
 

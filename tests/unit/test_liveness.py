@@ -1,4 +1,4 @@
-"""Who hangs, decided from what the launching process reads; no process is started."""
+"""Which rank hangs, decided from what the launching process reads; no process is started."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def loop(
 
 
 class Heard(AbstractCallback):
-    """What ``on_log`` hears."""
+    """Collects what ``on_log`` gets."""
 
     def __init__(self) -> None:
         super().__init__("heard")
@@ -88,7 +88,7 @@ def log_kinds(model: Logs, x: Tensor) -> None:
 
 
 def kinds_expected(history: Any) -> None:
-    """What log_kinds gives over a whole epoch, however it is divided."""
+    """The result of log_kinds over a whole epoch, however it is divided."""
     assert history["mean"] == history["weighted"] == history["epoch_only"] == [9.0]
     assert history["total"] == [171.0]
     assert (history["least"], history["most"]) == ([0.0], [18.0])
@@ -242,7 +242,7 @@ def test_parts_of_a_loss_are_recorded() -> None:
 
 
 def log_by_rank(model: Logs, x: Tensor) -> None:
-    """What both ranks log, in opposite orders, and what only one does."""
+    """Metrics that both ranks log, in opposite orders, and some that only one does."""
     rank = distributed.get_rank()
     calls: list[Callable[[], None]] = [
         lambda: model.log("mean", x.mean()),

@@ -1,4 +1,4 @@
-"""What hooks log: the epoch it belongs to, who sees it, and that a resumed run neither loses nor doubles it."""
+"""Logs of hooks: the epoch they belong to, who sees them, and that a resumed run neither loses nor doubles them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ for _name in HOOKS:
 
 
 def expected_rows(epochs: int) -> list[dict[str, float]]:
-    """What an epoch's row holds, counted by hand."""
+    """The values of an epoch's row, counted by hand."""
     rows = []
     for epoch in range(epochs):
         first, last = 1 + epoch * STEPS_PER_EPOCH, (epoch + 1) * STEPS_PER_EPOCH
@@ -211,7 +211,7 @@ def test_trackers_write_it_at_its_own_epochs_step(folder: Path) -> None:
 
 
 def test_epoch_values_are_sent_once_and_at_their_step() -> None:
-    """What comes after the tracker is found at the next epoch's end, with the epoch it belongs to."""
+    """Values logged after the tracker's hook come at the next epoch's end, with the epoch they belong to."""
     tl, pending = make_loop(), EpochValues()
     sent: list[Any] = []
 

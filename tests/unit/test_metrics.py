@@ -28,7 +28,7 @@ def log(recorder: Recorder, name: str, value: Any, batch_size: Any = None, **ask
 
 
 def in_ranks(world_size: int, work: Callable[[Recorder, int], Any], **arguments: Any) -> tuple[list[Any], int]:
-    """What ``work(recorder, rank)`` returns on each rank, and the number of exchanges; ranks are threads here."""
+    """Results of ``work(recorder, rank)`` by rank, and the number of exchanges; ranks are threads here."""
     barrier = threading.Barrier(world_size, timeout=20)
     boards: list[dict[int, bytes]] = []
     lock = threading.Lock()
@@ -178,7 +178,7 @@ def test_weight_zero_does_not_count_even_for_nan() -> None:
 
 
 def test_a_value_is_what_it_was_when_logged() -> None:
-    """Whatever is done to the tensor afterwards: a loss that grows by += , a buffer of the next step."""
+    """The value counts as it was, whatever is done to the tensor later: a loss that grows by +=, a reused buffer."""
     recorder = Recorder()
     recorder.step = 1
     loss = torch.tensor(2.0, requires_grad=True) * 1

@@ -1,4 +1,4 @@
-"""What ranks learn of each other's logs: the same by sums as by gathering, in bytes that don't grow with ranks."""
+"""Ranks exchange logs by sums with the same results as by gathering, in bytes that don't grow with their number."""
 
 from __future__ import annotations
 

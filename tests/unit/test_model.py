@@ -1,4 +1,4 @@
-"""What a user writes: TTModel and its two helpers."""
+"""The classes that a user writes: TTModel and its two helpers."""
 
 from __future__ import annotations
 

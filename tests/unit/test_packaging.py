@@ -1,4 +1,4 @@
-"""What the package says of itself: one version, extras that the README explains, classifiers that CI tries."""
+"""The package's metadata: one version, extras that the README explains, classifiers that CI tries."""
 
 from __future__ import annotations
 

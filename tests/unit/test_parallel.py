@@ -1,4 +1,4 @@
-"""What both wrappers are to the user: transparent, torch's own kind, and clear in what they refuse."""
+"""Both wrappers seen by the user: transparent, of torch's own classes, and clear in what they refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes along when a model goes to its device."""
+"""The parts that move when a model moves to its device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run shows: a bar where there is a screen, a table everywhere, from rank 0 only, nothing torn."""
+"""The output of a run: a bar where there is a screen, a table everywhere, from rank 0 only, nothing torn."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ if __name__ == "__main__":
 
 
 def read_all(terminal: int) -> bytes:
-    """What is written to a terminal until nobody has it open."""
+    """Everything written to a terminal until nobody has it open."""
     chunks = []
     try:
         while chunk := os.read(terminal, 65536):

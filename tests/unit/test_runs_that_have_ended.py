@@ -175,7 +175,7 @@ def test_an_end_that_no_callback_asked_for_is_one_of_the_user(folder: Path) -> N
 
 
 class FromThread(AbstractCallback):
-    """What a button in a notebook does: another thread sets the attribute."""
+    """As a button in a notebook does it: another thread sets the attribute."""
 
     def on_batch_end(self) -> None:
         import threading

@@ -172,7 +172,7 @@ def test_what_was_trained_on_is_not_read_again() -> None:
 
 
 def samples(steps: list[Any]) -> list[list[float]]:
-    """Of all ranks, in the stream's order."""
+    """The samples of all ranks, in the stream's order."""
     return sorted(sample for rank in steps for _, batches, _ in rank for batch in batches for sample in batch)
 
 

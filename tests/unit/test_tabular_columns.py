@@ -314,7 +314,7 @@ def test_what_is_not_installed_is_named_with_its_extra(
 
 
 class Planned(Exception):
-    """What ``tune`` was asked for."""
+    """The arguments of ``tune``."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What TrainLoop promises beyond parity: whose objects, in which order, what comes back, what ends it."""
+"""Promises of TrainLoop beyond parity: whose objects it uses, the order of things, what comes back, what ends it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels between processes: every kind of array and object, memory held once, and what can't be sent."""
+"""Sending to other processes: every kind of array and object, memory held once, and what can't be sent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _sent: list[transfer.Payload] = []
 
 @pytest.fixture(autouse=True)
 def give_back() -> Iterator[None]:
-    """What was read is valid as long as the sender keeps it: to the test's end."""
+    """Open a payload whose sender keeps it to the test's end, for as long as what was read is valid."""
     yield
     while _sent:
         _sent.pop().close()
@@ -287,7 +287,7 @@ def test_many_small_arrays_are_one_mapping() -> None:
 
 
 def test_unusual_memory_stays_where_it_is(tmp_path: Path) -> None:
-    """What is mapped from a file, or is shared, is copied, not moved."""
+    """Memory that is mapped from a file, or shared, is copied, not moved."""
     path = tmp_path / "weights"
     path.write_bytes(bytes(MIB))
     of_file: Any = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=MIB)

@@ -288,7 +288,7 @@ def test_an_estimator_loop_brings_its_own_data_and_training() -> None:
 
 
 class Made:
-    """What a fold needs of a loop."""
+    """The methods of a loop that a fold needs."""
 
     def __init__(self, history: dict[str, list[float]], rows: int = 7, trained: bool = True) -> None:
         self.history = history

@@ -1,4 +1,4 @@
-"""What can't be sent to ranks: found before they start, with its path, its type and what to do."""
+"""Objects that can't be sent to ranks are found before these start, with their path, type and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks changed comes back into the caller's own objects: optimizers of every kind, modules wherever they are.
+"""Changes made by ranks come back into the caller's own objects: optimizers of every kind, modules anywhere.
 
 The rank is this process: what it gets is a copy by the same way as in ``fit``, and its end state goes back likewise.
 """
@@ -95,7 +95,7 @@ def loop_of(make: Callable[[nn.Module], optim.Optimizer], criterion: Any = F.mse
 
 
 def train(loop: TrainLoop, steps: int = 3) -> None:
-    """What a rank does, by hand."""
+    """The work of a rank, by hand."""
     keeps: Any = loop.callbacks[0] if loop.callbacks else None
     x, y = loop.train_loader.dataset.tensors
 
