@@ -185,6 +185,7 @@ class ExponentialMovingAverage(WeightAverage):
 
     def on_after_optimizer_step(self) -> None:
         loop = self.train_loop_obj
+        # A skipped step left the weights as they were, and would be counted twice.
         if loop.step_skipped or loop.global_step % self.every_n_steps:
             return
         averages, weights = self._pairs

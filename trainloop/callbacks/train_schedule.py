@@ -190,6 +190,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         _mark_step(self.scheduler.optimizer)
 
     def on_after_optimizer_step(self) -> None:
+        # As in a loop by hand that follows torch's advice: the schedule counts steps that were taken.
         if self.interval == "step" and not self.train_loop_obj.step_skipped:
             self._step()
 

@@ -128,6 +128,7 @@ def _write_sequence(w: Writer, values: list[Any], depth: int) -> None:
 def _write_items(w: Writer, items: list[Any], rows: int, depth: int) -> None:
     """Write items of equally long rows position by position: those at one position are mostly of one kind."""
     width = len(items) // rows if rows > 1 and len(items) % rows == 0 else 0
+    # Rows such as (name, score) would otherwise be columns of mixed kinds, with a few bytes for each change.
     by_position = 1 < width <= 64 and len(set(map(type, items))) > 1
     w.parts.append(bytes([by_position]))
     if by_position:

@@ -1,16 +1,28 @@
-"""State that a process inherits from the one that starts it: read here, to compare it or to give it to a fork."""
+"""State that a process inherits from the one that starts it: read, to compare it or to give it to a fork, or set."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from multiprocessing import spawn
 from typing import Any
 
-__all__ = ["circumstances", "ignored_signals", "interpreter_flags", "own_cpus", "own_lines", "taken_at_start", "umask"]
+__all__ = [
+    "circumstances",
+    "ignored_signals",
+    "interpreter_flags",
+    "own_cpus",
+    "own_lines",
+    "signals_blocked",
+    "taken_at_start",
+    "umask",
+    "variables_set",
+]
 
 # Variables that each rank sets anew, or that no import of the server reads: they need no other server.
 _NOT_AT_IMPORT = (
@@ -88,3 +100,29 @@ def ignored_signals(status: list[str]) -> list[int]:
     """Ignored signals from the lines of ``/proc/self/status``, with those from before Python started."""
     mask = next((int(line.split()[1], 16) for line in status if line.startswith("SigIgn:")), 0)
     return [number for number in range(1, signal.NSIG) if mask >> (number - 1) & 1]
+
+
+@contextlib.contextmanager
+def variables_set(environment: dict[str, str]) -> Iterator[None]:
+    """Set environment variables, for processes that are started in the context."""
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Block signals, for processes that are started in the context: they unblock them once they can handle them."""
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from multiprocessing import connection, resource_tracker
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from trainloop.launch.failures import Failure, exit_text, first_failure, read_record, worker_failed_error
 from trainloop.launch.fork_server import ServedProcess
 from trainloop.launch.forked import LAUNCH_VARIABLE
-from trainloop.launch.inherited import own_cpus
+from trainloop.launch.inherited import own_cpus, signals_blocked, variables_set
 from trainloop.launch.kept import Work
 from trainloop.launch.liveness import Liveness, Sign, hanging_ranks
 from trainloop.launch.main_guard import main_not_imported_again, main_place
@@ -98,7 +98,7 @@ class Ranks:
         resource_tracker.ensure_running()  # it lives as long as this process: not with a launch's environment
         # The token goes to all that ranks start, so that what is left of them can be found.
         variables = {**environment, LAUNCH_VARIABLE: self._token}
-        with _environment_lock, _variables(variables), _signals_blocked(), main_not_imported_again():
+        with _environment_lock, variables_set(variables), signals_blocked(), main_not_imported_again():
             self._told = dict(os.environ)
             try:
                 if served:
@@ -404,31 +404,6 @@ def _process_state(process: Any) -> str:
     except (OSError, StopIteration):
         return "it did not answer"
     return f"it did not answer; the system says '{state}'"
-
-
-@contextlib.contextmanager
-def _variables(environment: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Block signals; children inherit that, and unblock them once they can handle them."""
-    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _kill_strays(token: str) -> None:

@@ -42,6 +42,7 @@ NO_SPAN = (-(2**40), -(2**40))
 
 def _parts(values: Floats) -> tuple[Floats, Ints, Ints]:
     """Finite values other than 0 as ``sign * magnitude * 2**exponent``, with odd magnitudes."""
+    # 53 bits hold the whole fraction of a float64; dividing out factors of 2 keeps the span short.
     fractions, exponents = np.frexp(values)
     magnitudes = np.ldexp(np.abs(fractions), 53).astype(np.int64)
     zeros = np.frexp((magnitudes & -magnitudes).astype(np.float64))[1].astype(np.int64) - 1  # trailing zeros
@@ -90,6 +91,7 @@ def from_limbs(limbs: Ints, low: int) -> Floats:
     if not len(limbs):
         return np.zeros(limbs.shape[1])
     limbs = _carried(np.concatenate([limbs, np.zeros((1, limbs.shape[1]), np.int64)]))
+    # Magnitudes are rounded, so that ties go to even on both sides of 0.
     signs = np.where(limbs[-1] < 0, -1.0, 1.0)
     limbs = _carried(np.where(signs < 0, -limbs, limbs))
     padded = np.concatenate([np.zeros((2, limbs.shape[1]), np.int64), limbs]).astype(np.uint64)
@@ -101,6 +103,7 @@ def from_limbs(limbs: Ints, low: int) -> Floats:
     shift = np.uint64(_BITS) - np.maximum(lengths, np.uint64(1))
     words = ((top << np.uint64(_BITS) | middle) << shift) | (bottom >> (np.uint64(_BITS) - shift))
     below |= (bottom << shift & np.uint64(_MASK)) != 0
+    # 64 bits hold the 53 that a float keeps and 11 to round by; what is below only decides ties.
     kept, rest = words >> np.uint64(11), words & np.uint64(2**11 - 1)
     half = np.uint64(2**10)
     kept += (rest > half) | ((rest == half) & (below | (kept & np.uint64(1) == 1)))
@@ -166,6 +169,7 @@ _NAN_KEY = 2**63 - 1
 def ordered_keys(values: Floats, places: Ints, cells: int, *, least: bool) -> Ints:
     """Integers ordered like floats, so that their maximum is that of the greatest (least) value; nan is above all."""
     bits = (values + 0.0).view(np.int64)  # -0.0 as 0.0
+    # IEEE floats are ordered as sign and magnitude, integers as two's complement.
     keys = np.where(bits < 0, bits ^ (2**63 - 1), bits)
     keys = np.where(np.isnan(values), _NAN_KEY, ~keys if least else keys)
     greatest = np.full(cells, _ABSENT, np.int64)

@@ -27,6 +27,7 @@ def check_model(model: Any) -> Any:
     """Return the model; refuse a wrapped or incomplete one."""
     if isinstance(model, type):
         raise ConfigurationError(f"model={model.__name__}: this is a class. Pass an instance, {model.__name__}(...).")
+    # Its gradients would be exchanged twice, and its checkpoints have a prefix on each key.
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise ConfigurationError(
             f"model is a {type(model).__name__} already. Pass the model itself; gpu_mode='dp', 'ddp' or 'fsdp' "
@@ -243,6 +244,7 @@ def check_devices(
 
 def check_count(value: Any, name: str, least: int) -> int:
     """An int of at least ``least``."""
+    # True is an int to Python, and a slip here.
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(f"{name}={short(value)}: must be an int of {least} or more.")
     return value
@@ -307,6 +309,7 @@ def check_step(model: Any, optimizer: Any, amp: AmpOptions, device: torch.device
     """Refuse a combination of optimizer, model and AMP that can't take steps."""
     optimizers = optimizers_of(optimizer)
     asking = next((type(single).__name__ for single in optimizers if needs_closure(single)), None)
+    # Most optimizers need no closure.
     if asking is None:
         return
     if len(optimizers) > 1:

@@ -100,11 +100,13 @@ class MovedPages:
         """
         first = -(-address // PAGE) * PAGE
         last = (address + nbytes) // PAGE * PAGE
+        # Only whole pages can be mapped, and only at the same place within the page.
         if place % PAGE != address % PAGE or first >= last or not self._may_move(first, last):
             write_all(self._fd, _memory(address, nbytes), place)
             return False
         write_all(self._fd, _memory(address, first - address), place)
         write_all(self._fd, _memory(last, address + nbytes - last), place + last - address)
+        # A piece that is mapped in the midst of a mapping makes three of one.
         self._left -= 2
         for begin in range(first, last, _CHUNK):
             length = min(_CHUNK, last - begin)
@@ -118,6 +120,7 @@ class MovedPages:
         """Put ordinary memory back, with the present contents. The ranks must have ended: the file is emptied."""
         while self._moved:
             address, nbytes, place = self._moved.pop()
+            # Filled first and then moved over the old pages: there is no moment without the contents.
             fresh = self._map(0, nbytes, _MAP_PRIVATE | _MAP_ANONYMOUS, -1, 0)
             ctypes.memmove(fresh, address, nbytes)
             assert self._libc is not None

@@ -162,6 +162,7 @@ def _reduce_backend(backend: Any) -> Any:
 
     name = backend.compiler_name
     state = dict(backend.__dict__)
+    # A backend of the user's own is sent with its function.
     if name in list_backends(exclude_tags=()) and lookup_backend(name) is backend.compiler_fn:
         del state["compiler_fn"]
     return _backend, (state,)
