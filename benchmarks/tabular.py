@@ -57,10 +57,10 @@ def table(name: str) -> Any:
     return frame
 
 
-def one(name: str, folds: int, num_cpus: int) -> dict[str, Any]:
+def one(name: str, folds: int, num_cpus: int, split: int) -> dict[str, Any]:
     """Fit and score, with the package of this interpreter."""
     data = table(name)
-    test = data.sample(frac=0.25, random_state=1)
+    test = data.sample(frac=0.25, random_state=split)
     train = data.drop(test.index)
     hyperparameters = {"LR": {}, "RF": {}, "XT": {}, "GBM": {}, "NN_TORCH": {}}
     began = time.monotonic(), cpu_seconds()
@@ -97,33 +97,78 @@ def cpu_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in found)
 
 
+def watched(command: list[str], environment: dict[str, str]) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Run it; and the most CPUs that it and all its descendants used over any two seconds, counted by the kernel."""
+    import psutil
+
+    most, seen = 0.0, []
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = psutil.Popen(command, env=environment, stdout=out, stderr=err)
+        while process.poll() is None:
+            seen.append((time.monotonic(), used_by(process)))
+            while seen[-1][0] - seen[0][0] > 2:
+                then, before = seen.pop(0)
+                most = max(most, (seen[-1][1] - before) / (seen[-1][0] - then))
+            time.sleep(0.1)
+        texts = [(file.seek(0), file.read())[1] for file in (out, err)]
+    return subprocess.CompletedProcess(command, process.returncode, *texts), most
+
+
+def used_by(process: Any) -> float:
+    """CPU seconds of a process, of its descendants, and of those of them that ended and were waited for."""
+    import psutil
+
+    total = 0.0
+    try:
+        family = [process, *process.children(recursive=True)]
+    except psutil.Error:
+        return total
+    for each in family:
+        try:
+            times = each.cpu_times()
+            total += times.user + times.system + times.children_user + times.children_system
+        except psutil.Error:
+            continue
+    return total
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--beside", help="the interpreter that has AutoGluon")
+    parser.add_argument("--only", choices=("trainloop", "autogluon"))
     parser.add_argument("--sets", nargs="*", default=SETS, choices=SETS)
     parser.add_argument("--folds", type=int, default=0)
     parser.add_argument("--cpus", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--splits", nargs="*", type=int, default=[1], help="seeds of the rows that are held out")
+    parser.add_argument("--to", help="a file to append each run to, as a line of JSON")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print("\n" + json.dumps(one(args.one, args.folds, args.cpus)))
+        print("\n" + json.dumps(one(args.one, args.folds, args.cpus, args.splits[0])))
         return
     interpreters = {"trainloop": sys.executable, **({"autogluon": args.beside} if args.beside else {})}
     print(
-        f"{args.cpus} CPUs, {args.folds} folds\n{'data':<14} {'package':<10} {'score':>9} {'seconds':>8} {'CPU s':>7}"
+        f"{args.cpus} CPUs, {args.folds} folds\n{'data':<14} {'split':<5} {'package':<10} {'score':>9} {'seconds':>8} "
+        f"{'CPU s':>7} {'CPUs':>5}"
     )
-    for name in args.sets:
+    for name, split in ((name, split) for name in args.sets for split in args.splits):
         for package, python in interpreters.items():
-            command = [python, str(Path(__file__).resolve()), "--one", name]
+            if args.only not in (None, package):
+                continue
+            command = [python, str(Path(__file__).resolve()), "--one", name, "--splits", str(split)]
             command += ["--folds", str(args.folds), "--cpus", str(args.cpus)]
             environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
-            run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            run, most = watched(command, environment)
             if run.returncode:
-                print(f"{name:<14} {package:<10} failed: {run.stderr.strip().splitlines()[-1]}")
+                print(f"{name:<14} {split:<5} {package:<10} failed: {run.stderr.strip().splitlines()[-1]}")
                 continue
-            found = json.loads(run.stdout.strip().splitlines()[-1])
-            figures = f"{found['score']:>9.4f} {found['seconds']:>8.1f} {found['cpu_seconds']:>7.1f}"
-            print(f"{name:<14} {package:<10} {figures}  {found['metric']}", flush=True)
+            found = {**json.loads(run.stdout.strip().splitlines()[-1]), "most_cpus": most}
+            figures = f"{found['score']:>9.4f} {found['seconds']:>8.1f} {found['cpu_seconds']:>7.1f} {most:>5.2f}"
+            print(f"{name:<14} {split:<5} {package:<10} {figures}  {found['metric']}", flush=True)
+            if args.to:
+                line = {"data": name, "split": split, "package": package, "folds": args.folds, "cpus": args.cpus}
+                with open(args.to, "a") as file:
+                    file.write(json.dumps({**line, **found}) + "\n")
 
 
 if __name__ == "__main__":

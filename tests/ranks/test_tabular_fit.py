@@ -173,6 +173,77 @@ def test_a_regression_is_searched_for_in_a_second_fit_of_one_predictor() -> None
         predictor.predict_proba(data)
 
 
+FRESH = """
+import sys
+import pandas as pd
+from trainloop.tabular import TabularPredictor
+TabularPredictor.load(sys.argv[1]).predict_proba(pd.read_pickle(sys.argv[2])).to_pickle(sys.argv[3])
+"""
+
+
+@pytest.mark.slow
+def test_an_odd_table_is_fitted_twice_and_predicted_in_a_fresh_process(tmp_path: Path) -> None:
+    """Names that are ints, labels of rows that repeat, gaps in the label, a class of one row, types of Arrow."""
+    data = mixed(200)
+    data.columns = range(len(data.columns))
+    label = len(data.columns) - 1
+    data[label] = data[label].astype(object)
+    data.loc[:9, label] = None
+    data.loc[10, label] = "alone"
+    data[1] = data[1].astype("int64[pyarrow]")
+    data[3] = data[3].astype("string[pyarrow]")
+    data.index = [i // 2 for i in range(200)]
+    predictor = TabularPredictor(label=label)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="only one value"):
+        predictor.fit(data[data[label] == "yes"], verbosity=0)
+    hyperparameters: Any = {"LR": {}, "RF": {"n_estimators": 20}}
+    predictor.fit(data.drop(columns=0), hyperparameters=hyperparameters, verbosity=0)
+    before = predictor.predict_proba(data)
+    predictor.fit(data, hyperparameters=hyperparameters, verbosity=0, num_bag_folds=2)
+    assert not predictor.lost
+    assert predictor.model_names == ["LinearModel_BAG_L1", "RandomForest_BAG_L1", "WeightedEnsemble_L2"]
+    chances = predictor.predict_proba(data)
+    assert not chances.equals(before)
+    assert chances.columns.tolist() == ["alone", "no", "yes"]
+    assert chances.index.tolist() == data.index.tolist() == predictor.predict(data).index.tolist()
+    board = predictor.leaderboard().set_index("model")
+    for name in predictor.model_names[:2]:
+        trial = board.loc[name]
+        assert 0 < trial["cpu_seconds"] <= trial["fit_time"] * trial["cpus"] * 1.1
+        assert trial["gpus"] == 0
+    data.to_pickle(tmp_path / "data.pkl")
+    command = [
+        sys.executable,
+        "-c",
+        FRESH,
+        predictor.save(tmp_path / "p"),
+        tmp_path / "data.pkl",
+        tmp_path / "found.pkl",
+    ]
+    run = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": IMPORTS},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert np.allclose(pd.read_pickle(tmp_path / "found.pkl"), chances)
+
+
+@pytest.mark.slow
+def test_the_documented_gpu_call_trains_all_on_the_cpu_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    train_data = mixed(120)
+    with pytest.warns(UserWarning, match="no GPU is visible here, so all models train on the CPU") as caught:
+        predictor = TabularPredictor(label="class").fit(train_data, num_gpus=1)
+    assert len(caught) == 1
+    assert not predictor.lost
+    assert predictor.leaderboard()["gpus"].tolist() == [0.0] * 6
+
+
 COUNTED = """
 import os, sys, threading, time
 import psutil

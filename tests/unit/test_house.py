@@ -177,8 +177,6 @@ LATE = {
     "trainloop.data.twins trainloop.launch.rank_process": RANKS,
     "trainloop.launch.rank_process trainloop.transfer": "what is sent is read once the rank's environment is set",
     "trainloop.model trainloop.distributed": CHEAP,
-    "trainloop.tabular.specs trainloop.tabular.multimodal": IN_TRIAL,
-    "trainloop.tabular.specs trainloop.tabular.network": IN_TRIAL,
     "trainloop.train_loop.execute trainloop.launch": RANKS,
     "trainloop.train_loop.execute trainloop.launch.rank_process": RANKS,
     "trainloop.train_loop.execute trainloop.train_loop.handover": RANKS,

@@ -17,14 +17,16 @@ from sklearn.linear_model import Perceptron
 from tables import kinds_of_columns, mixed
 
 import trainloop.tabular.predictor as predictor_module
+import trainloop.tabular.specs as specs_module
 import trainloop.tabular.training as training_module
 from trainloop.errors import CheckpointError, ConfigurationError, ResourceError
 from trainloop.resources import ResourceQuota, Resources, plan
 from trainloop.tabular import TabularPredictor, get_hyperparameter_config, list_image_models, list_text_presets
 from trainloop.tabular.columns import Columns, read_table
+from trainloop.tabular.ensemble import greedy_weights
+from trainloop.tabular.models import Given, GradientBoosting
 from trainloop.tabular.specs import parse_hyperparameters
-from trainloop.tabular.targets import Target, find_metric
-from trainloop.tabular.training import greedy_weights
+from trainloop.tabular.targets import Metric, Target
 
 # -- columns ---------------------------------------------------------------------------------------------------------
 
@@ -176,34 +178,34 @@ def test_scores_are_those_of_scikit_learn_and_greater_is_better() -> None:
     rng = np.random.default_rng(0)
     truth, chances = rng.integers(0, 3, 90), rng.dirichlet(np.ones(3), 90)
     classes = chances.argmax(1)
-    assert find_metric(None, "multiclass")(truth, chances) == sk.accuracy_score(truth, classes)
-    assert find_metric("log_loss", "multiclass")(truth, chances) == pytest.approx(-sk.log_loss(truth, chances))
+    assert Metric.find(None, "multiclass")(truth, chances) == sk.accuracy_score(truth, classes)
+    assert Metric.find("log_loss", "multiclass")(truth, chances) == pytest.approx(-sk.log_loss(truth, chances))
     expected = sk.roc_auc_score(truth, chances, multi_class="ovo")
-    assert find_metric("roc_auc", "multiclass")(truth, chances) == pytest.approx(expected)
-    assert find_metric("f1_macro", "multiclass")(truth, chances) == sk.f1_score(truth, classes, average="macro")
+    assert Metric.find("roc_auc", "multiclass")(truth, chances) == pytest.approx(expected)
+    assert Metric.find("f1_macro", "multiclass")(truth, chances) == sk.f1_score(truth, classes, average="macro")
     two, of_two = truth % 2, chances[:, :2] / chances[:, :2].sum(1, keepdims=True)
-    assert find_metric("roc_auc", "binary")(two, of_two) == pytest.approx(sk.roc_auc_score(two, of_two[:, 1]))
+    assert Metric.find("roc_auc", "binary")(two, of_two) == pytest.approx(sk.roc_auc_score(two, of_two[:, 1]))
     y, found = rng.normal(size=50), rng.normal(size=50)
-    assert find_metric("rmse", "regression")(y, found) == -sk.root_mean_squared_error(y, found)
-    assert find_metric("r2", "regression")(y, found) == sk.r2_score(y, found)
-    assert find_metric(lambda truth, found: float(len(truth)), "regression")(y, found) == 50
+    assert Metric.find("rmse", "regression")(y, found) == -sk.root_mean_squared_error(y, found)
+    assert Metric.find("r2", "regression")(y, found) == sk.r2_score(y, found)
+    assert Metric.find(lambda truth, found: float(len(truth)), "regression")(y, found) == 50
     with pytest.raises(ConfigurationError, match=r"eval_metric='r2': a binary problem has accuracy, .*roc_auc"):
-        find_metric("r2", "binary")
+        Metric.find("r2", "binary")
 
 
 def test_few_rows_are_scored_without_a_word() -> None:
     truth, chances = np.array([0, 0]), np.array([[0.9, 0.05, 0.05], [0.2, 0.7, 0.1]])
-    assert find_metric("accuracy", "multiclass")(truth, chances) == 0.5
-    assert find_metric("balanced_accuracy", "multiclass")(truth, chances) == 0.5
-    assert np.isnan(find_metric("roc_auc", "multiclass")(truth, chances))
-    assert np.isnan(find_metric("r2", "regression")(np.array([1.0]), np.array([2.0])))
+    assert Metric.find("accuracy", "multiclass")(truth, chances) == 0.5
+    assert Metric.find("balanced_accuracy", "multiclass")(truth, chances) == 0.5
+    assert np.isnan(Metric.find("roc_auc", "multiclass")(truth, chances))
+    assert np.isnan(Metric.find("r2", "regression")(np.array([1.0]), np.array([2.0])))
 
 
 def test_an_ensemble_is_never_worse_than_its_best_model() -> None:
     rng = np.random.default_rng(0)
     truth = rng.normal(size=200)
     models = [truth + rng.normal(size=200) * scale for scale in (0.5, 0.6, 3.0)]
-    metric = find_metric(None, "regression")
+    metric = Metric.find(None, "regression")
     weights = greedy_weights(models, truth, metric, metric)
     assert sum(weights) == pytest.approx(1)
     mixed_rows = sum(weight * rows for weight, rows in zip(weights, models))
@@ -225,7 +227,7 @@ TUNED = {"num_trials": 2}
         ({"hyperparameters": {}}, "must map models to settings"),
         ({"hyperparameters": "huge"}, "hyperparameters 'huge' is not known: there are default, light"),
         ({"hyperparameters": {"GBM": 3}}, r"hyperparameters\['GBM'\] has 3: must be a dict"),
-        ({"hyperparameters": {3: {}}}, "the key 3: must be one of"),
+        ({"hyperparameters": {3: {}}}, "the model 3: there are LR"),
         ({"hyperparameters": {"GBM": {"num_leaves": [8, 16]}}}, "has a search space .*num_leaves.*no search is asked"),
         ({"hyperparameters": {"GBM": {"ag_args_fit": {"cpus": 1}}}}, "takes num_cpus, num_gpus and memory_limit"),
         ({"hyperparameters": {"AG_IMAGE_NN": {}}}, "no model is left .*ImagePredictor: the table has no columns"),
@@ -298,16 +300,21 @@ def test_pictures_names_are_those_of_timm(monkeypatch: pytest.MonkeyPatch) -> No
         list_image_models()
 
 
-@pytest.mark.parametrize("module, extra", [("lightgbm", "tabular"), ("pandas", "tabular")])
-def test_what_is_not_installed_is_named_with_its_extra(
-    module: str, extra: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib
     import sys
 
     frame = mixed()
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigurationError, match=rf"needs {module}: pip install 'trainloop\[{extra}\]'"):
+    monkeypatch.setitem(sys.modules, "lightgbm", None)
+    with pytest.raises(ConfigurationError, match=r"needs lightgbm: pip install 'trainloop\[tabular\]'"):
         TabularPredictor("class").fit(frame, hyperparameters={"GBM": {}}, verbosity=0)
+    for name in [name for name in sys.modules if name.startswith("trainloop.tabular")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("pandas", "sklearn"):
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, name, None)
+            with pytest.raises(ConfigurationError, match=rf"needs {name}: pip install 'trainloop\[tabular\]'"):
+                importlib.import_module("trainloop.tabular")
 
 
 # -- the documented calls, on the machine that they are documented for -----------------------------------------------
@@ -323,7 +330,7 @@ def large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Planned(asked)
 
     machine = Resources(32, 4, 2**37)
-    monkeypatch.setattr(predictor_module, "available", lambda: machine)
+    monkeypatch.setattr(specs_module, "available", lambda: machine)
     monkeypatch.setattr(predictor_module, "applied", lambda quota: nullcontext())
     monkeypatch.setattr(training_module, "tune", stop)
 
@@ -349,6 +356,69 @@ def test_the_documented_shares_of_32_cpus_and_4_gpus(capsys: pytest.CaptureFixtu
     assert (p.cpus_used, p.gpus_used) == (16, 2)
     assert str(p) in capsys.readouterr().out
     assert asked["backend"] == "local"
+
+
+@pytest.fixture
+def asked_of_tune(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """What each ``tune`` was asked for, by the models' names; nothing is trained."""
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    def note(make: Any, space: Any, **asked: Any) -> Any:
+        calls.append((",".join(spec.name for spec in make.group.specs), asked))
+        return SimpleNamespace(trials=[], interrupted=False)
+
+    monkeypatch.setattr(training_module, "tune", note)
+    return calls
+
+
+def as_documented(train_data: pd.DataFrame) -> Any:
+    with pytest.raises(ConfigurationError, match="no model could be trained"):
+        TabularPredictor(label="class").fit(train_data, num_gpus=1)
+
+
+@pytest.mark.usefixtures("large_machine")
+def test_the_documented_gpu_goes_to_those_that_can_use_it(asked_of_tune: list[tuple[str, dict[str, Any]]]) -> None:
+    as_documented(mixed())
+    shares = {name: (asked["per_model"], asked["num_trials"]) for name, asked in asked_of_tune}
+    assert shares == {
+        "LinearModel,RandomForest,ExtraTrees": (ResourceQuota(num_gpus=0), 3),
+        "LightGBM,NeuralNetTorch": (None, 2),
+    }
+    assert all(asked["total"].num_gpus == 1 for _, asked in asked_of_tune)
+    # as documented: on the CPU, and on the GPU
+    del asked_of_tune[:]
+    hyperparameters = {"GBM": [{"ag_args_fit": {"num_gpus": 0}}, {"ag_args_fit": {"num_gpus": 1}}]}
+    with pytest.raises(ConfigurationError, match="no model could be trained"):
+        TabularPredictor(label="class").fit(mixed(), num_gpus=1, hyperparameters=hyperparameters)
+    assert [(name, asked["per_model"].num_gpus) for name, asked in asked_of_tune] == [
+        ("LightGBM", 0),
+        ("LightGBM_2", 1),
+    ]
+
+
+def test_the_documented_gpu_that_is_not_there_is_one_warning(
+    asked_of_tune: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(specs_module, "available", lambda: Resources(2, 0, 2**33))
+    with pytest.warns(
+        UserWarning, match="num_gpus=1: no GPU is visible here, so all models train on the CPU"
+    ) as caught:
+        as_documented(mixed())
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert [(asked["total"].num_gpus, asked["per_model"].num_gpus) for _, asked in asked_of_tune] == [(0, 0)]
+
+
+def test_a_lightgbm_without_gpus_trains_on_the_cpu_and_says_so_once() -> None:
+    frame = mixed()
+    columns, target = Columns.learn(frame.drop(columns="class")), Target.learn("class", frame["class"], None)
+    table, y = columns.clean(frame), target.encode(frame["class"])
+    model = GradientBoosting(Given(columns, target, {"num_boost_round": 5}, None, None, gpu=True))
+    model.fit(table, y, (table, y))
+    assert len(model.facts["notes"]) == 1
+    assert "goes on from the start on the CPU, because there is no GPU" in model.facts["notes"][0]
+    assert not model.facts["used_gpu"]
+    assert model.predict(table).shape == (120, 2)
 
 
 @pytest.mark.usefixtures("large_machine")

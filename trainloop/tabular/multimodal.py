@@ -6,9 +6,10 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -18,12 +19,18 @@ from trainloop.model import TTBasicModel, TTModel
 from trainloop.tabular.network import NeuralAdapter
 from trainloop.tabular.presets import import_timm
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 __all__ = ["PictureNetwork", "TextNetwork"]
 
 _HELD_BYTES = 2**29  # decoded pictures up to this size stay in memory
+
+
+def _of_transformers(kind: str, folder: str, num_outputs: int) -> nn.Module:
+    import transformers
+
+    module: nn.Module = getattr(transformers, kind).from_pretrained(
+        folder, num_labels=num_outputs, ignore_mismatched_sizes=True, local_files_only=True
+    )
+    return module
 
 
 class Texts(TTBasicModel):
@@ -46,27 +53,18 @@ class TextNetwork(NeuralAdapter):
     def prepare(self, table: pd.DataFrame) -> None:
         from transformers import AutoTokenizer
 
-        self._names = self.given.columns.of("text")
         self._tokenizer = AutoTokenizer.from_pretrained(self.params["model"], local_files_only=True)
 
     def build(self) -> TTModel:
-        return Texts(_of_transformers("AutoModelForSequenceClassification", self.params, self.given.target.num_outputs))
+        outputs = self.given.target.num_outputs
+        return Texts(_of_transformers("AutoModelForSequenceClassification", self.params["model"], outputs))
 
     def inputs(self, table: pd.DataFrame) -> Sequence[Tensor]:
         separator = f" {self._tokenizer.sep_token or ''} "
-        texts = [separator.join(row) for row in table[self._names].astype(str).itertuples(index=False)]
+        texts = [separator.join(row) for row in table[self.given.columns.of("text")].itertuples(index=False)]
         length = self.params["max_length"]
         tokens = self._tokenizer(texts, padding=True, truncation=True, max_length=length, return_tensors="pt")
         return tokens["input_ids"], tokens["attention_mask"]
-
-
-def _of_transformers(kind: str, params: dict[str, Any], num_outputs: int) -> nn.Module:
-    import transformers
-
-    module: nn.Module = getattr(transformers, kind).from_pretrained(
-        params["model"], num_labels=num_outputs, ignore_mismatched_sizes=True, local_files_only=True
-    )
-    return module
 
 
 class Pictures(TTBasicModel):
@@ -90,54 +88,43 @@ class Pictures(TTBasicModel):
 class PictureNetwork(NeuralAdapter):
     """A timm or transformers architecture, or a module that the user's function makes, over all picture columns."""
 
-    defaults = {
-        "learning_rate": 3e-4,
-        "weight_decay": 1e-4,
-        "num_epochs": 30,
-        "patience": 5,
-        "batch_size": None,
-        "mean": (0.485, 0.456, 0.406),  # ImageNet's
-        "std": (0.229, 0.224, 0.225),
-        "size": None,
-    }
+    defaults = {"learning_rate": 3e-4, "weight_decay": 1e-4, "num_epochs": 30, "patience": 5, "batch_size": None}
 
     def prepare(self, table: pd.DataFrame) -> None:
-        self._names = self.given.columns.of("picture")
         known: dict[str, Any] = {}
         if not callable(self.params["model"]):
-            folder = Path(self.params["model"])
-            for name in ("preprocessor_config.json", "config.json"):
-                if (folder / name).exists():
-                    known = {**json.loads((folder / name).read_text()), **known}
-        known = {**known, **known.get("pretrained_cfg", {})}
-        size = known.get("size") or known.get("input_size") or known.get("image_size") or 224
-        if isinstance(size, dict):
-            size = size.get("shortest_edge") or size["height"]
-        given = {name: value for name, value in self.given.params.items() if value is not None}
-        self._size = int(given.get("size") or (size[-1] if isinstance(size, (list, tuple)) else size))
-        self._mean_of = given.get("mean") or known.get("mean") or known.get("image_mean") or self.defaults["mean"]
-        self._std_of = given.get("std") or known.get("std") or known.get("image_std") or self.defaults["std"]
+            for file in (Path(self.params["model"], name) for name in ("preprocessor_config.json", "config.json")):
+                known = {**(json.loads(file.read_text()) if file.exists() else {}), **known}
+            known |= known.get("pretrained_cfg", {})
+
+        def one_of(*names: str, default: Any) -> Any:
+            return next((each[name] for each in (self.params, known) for name in names if each.get(name)), default)
+
+        size = one_of("size", "input_size", "image_size", default=224)
+        size = next(iter(size.values())) if isinstance(size, dict) else size
+        self._size = int(size[-1] if isinstance(size, (list, tuple)) else size)
+        self._mean_of = one_of("mean", "image_mean", default=(0.485, 0.456, 0.406))  # ImageNet's
+        self._std_of = one_of("std", "image_std", default=(0.229, 0.224, 0.225))
 
     def build(self) -> TTModel:
         outputs, model = self.given.target.num_outputs, self.params["model"]
         if callable(model):
             module = model(outputs)
-        elif "model_type" in json.loads((Path(model) / "config.json").read_text()):
-            module = _of_transformers("AutoModelForImageClassification", self.params, outputs)
+        elif "model_type" in json.loads(Path(model, "config.json").read_text()):
+            module = _of_transformers("AutoModelForImageClassification", model, outputs)
         else:
-            timm = import_timm("AG_IMAGE_NN")
-            module = timm.create_model(f"local-dir:{model}", pretrained=True, num_classes=outputs)
+            module = import_timm("AG_IMAGE_NN").create_model(f"local-dir:{model}", pretrained=True, num_classes=outputs)
         return Pictures(module, self._mean_of, self._std_of)
 
-    def inputs(self, table: pd.DataFrame) -> Sequence[Tensor] | Dataset[Any]:
-        paths = table[self._names].astype(str).to_numpy().tolist()
+    def inputs(self, table: pd.DataFrame) -> Sequence[Tensor | Dataset[Any]]:
+        paths = table[self.given.columns.of("picture")].to_numpy().tolist()
         files = _Files(paths, self._size)
-        if len(paths) * len(self._names) * 3 * self._size**2 > _HELD_BYTES:
-            return files
-        return (torch.stack([files[row][0] for row in range(len(paths))]),)
+        if len(paths) * len(paths[0]) * 3 * self._size**2 > _HELD_BYTES:
+            return (files,)
+        return (torch.stack([files[row] for row in range(len(paths))]),)
 
 
-class _Files(Dataset[Any]):
+class _Files(Dataset[Tensor]):
     """Pictures read when they are needed; one that is missing in the table is black."""
 
     def __init__(self, paths: list[list[str]], size: int) -> None:
@@ -147,8 +134,8 @@ class _Files(Dataset[Any]):
     def __len__(self) -> int:
         return len(self._paths)
 
-    def __getitem__(self, row: int) -> tuple[Tensor]:
-        return (torch.stack([self._read(path) for path in self._paths[row]]),)
+    def __getitem__(self, row: int) -> Tensor:
+        return torch.stack([self._read(path) for path in self._paths[row]])
 
     def _read(self, path: str) -> Tensor:
         if not path:

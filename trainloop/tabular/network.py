@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
+from sklearn.preprocessing import OrdinalEncoder
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, StackDataset, TensorDataset
 
 from trainloop.callbacks import AbstractCallback, EarlyStopping, TimeLimit
 from trainloop.model import TTBasicModel, TTModel
-from trainloop.tabular.models import Adapter, Given, Rows, matrix
+from trainloop.tabular.columns import Rows
+from trainloop.tabular.models import Adapter, Given, matrix
 from trainloop.train_loop import TrainLoop
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 __all__ = ["Network", "NeuralAdapter", "OwnNetwork"]
 
@@ -48,7 +48,6 @@ class NeuralAdapter(Adapter):
     """
 
     defaults: dict[str, Any] = {}
-    network: TTModel
 
     def __init__(self, given: Given) -> None:
         super().__init__(given)
@@ -56,13 +55,14 @@ class NeuralAdapter(Adapter):
 
     def prepare(self, table: pd.DataFrame) -> None:
         """Learn from the training table what :meth:`build` and :meth:`inputs` need."""
+        raise NotImplementedError
 
     def build(self) -> TTModel:
         """The network, untrained; its batches are ``(*inputs, target)``."""
         raise NotImplementedError
 
-    def inputs(self, table: pd.DataFrame) -> Sequence[Tensor] | Dataset[Any]:
-        """Tensors with a row for each row of the table, or a dataset of tuples of inputs."""
+    def inputs(self, table: pd.DataFrame) -> Sequence[Tensor | Dataset[Any]]:
+        """Tensors, or datasets of them, with a row for each row of the table."""
         raise NotImplementedError
 
     def fit(self, table: pd.DataFrame, y: Rows, validation: tuple[pd.DataFrame, Rows]) -> None:
@@ -72,19 +72,17 @@ class NeuralAdapter(Adapter):
         self.prepare(table)
         self.network = self.build()
         batch = int(params.get("batch_size") or np.clip(len(table) // 16, 16, 512))
-        lonely = (
-            len(table) % batch == 1 and len(table) > batch
-        )  # a batch of one row, of which BatchNorm has no variance
+        # A batch of one row has no variance for BatchNorm.
+        lonely = len(table) % batch == 1 and len(table) > batch
         train = DataLoader(self._rows(table, y), batch_size=batch, shuffle=True, drop_last=lonely)
         held_out = DataLoader(self._rows(*validation), batch_size=max(batch, 256))
         weights = [weight for weight in self.network.parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(weights, lr=params["learning_rate"], weight_decay=params["weight_decay"])
         criterion = nn.MSELoss() if self.is_regression else nn.CrossEntropyLoss()
         loop = TrainLoop(self.network, train, held_out, None, optimizer, criterion, progress_bar=False)
-        self.used_gpu = loop.device.type == "cuda"
+        self.facts["used_gpu"] = loop.device.type == "cuda"
         callbacks: list[AbstractCallback] = [EarlyStopping("val_loss", patience=params["patience"]), BestWeights()]
-        left = self.seconds_left()
-        if left is not None:
+        if (left := self.seconds_left()) is not None:
             callbacks.append(TimeLimit(max(left, 0.1)))
         loop.fit(num_epochs=params["num_epochs"], callbacks=callbacks)
         self.network.cpu()
@@ -99,23 +97,12 @@ class NeuralAdapter(Adapter):
         return outputs.softmax(dim=1).numpy().astype(float)
 
     def _rows(self, table: pd.DataFrame, y: Rows) -> Dataset[Any]:
-        inputs = self.inputs(table)
+        targets = torch.as_tensor(y)
         if self.is_regression:
-            targets = torch.tensor((y - self._mean) / self._scale, dtype=torch.float32).unsqueeze(1)
-        else:
-            targets = torch.tensor(y, dtype=torch.int64)
-        return _WithTargets(inputs, targets) if isinstance(inputs, Dataset) else TensorDataset(*inputs, targets)
-
-
-class _WithTargets(Dataset[Any]):
-    def __init__(self, inputs: Any, targets: Tensor) -> None:
-        self.inputs, self.targets = inputs, targets
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, row: int) -> Any:
-        return (*self.inputs[row], self.targets[row])
+            targets = ((targets.double() - self._mean) / self._scale).float().unsqueeze(1)
+        inputs = self.inputs(table)
+        whole = all(isinstance(each, Tensor) for each in inputs)
+        return TensorDataset(*inputs, targets) if whole else StackDataset(*inputs, targets)  # type: ignore[arg-type]
 
 
 class Layers(TTBasicModel):
@@ -139,33 +126,24 @@ class Layers(TTBasicModel):
         return self.layers(torch.cat([numbers, *parts], dim=1))
 
 
+_TRAINING = {"learning_rate": 1e-3, "weight_decay": 1e-4, "num_epochs": 300, "patience": 20, "batch_size": None}
+
+
 class Network(NeuralAdapter):
     """The network for tables; words of texts count as numbers."""
 
-    defaults = {
-        "hidden": (128, 128),
-        "dropout": 0.1,
-        "learning_rate": 1e-3,
-        "weight_decay": 1e-4,
-        "num_epochs": 300,
-        "patience": 20,
-        "batch_size": None,
-    }
+    defaults = {"hidden": (128, 128), "dropout": 0.1, **_TRAINING}
 
     def prepare(self, table: pd.DataFrame) -> None:
-        from sklearn.preprocessing import OrdinalEncoder
-
         columns = self.given.columns
         self._categories = columns.of("category")
-        only = type(columns)({name: k for name, k in columns.kinds.items() if k != "category"}, {})
-        self._numbers = matrix(only, categories="codes", scale=True).fit(table)
+        self._numbers = matrix(columns.only({*columns.kinds.values()} - {"category"}), onehot=False, scale=True)
+        self._numbers.fit(table)
         self._codes = OrdinalEncoder(
             handle_unknown="use_encoded_value", unknown_value=-1, max_categories=1000, encoded_missing_value=-1
         )
-        self._sizes = []
-        if self._categories:
-            codes = self._codes.fit_transform(table[self._categories])
-            self._sizes = [int(column.max(initial=-1)) + 2 for column in codes.T]  # 0 is for what is unknown
+        codes = self._codes.fit_transform(table[self._categories]) if self._categories else np.zeros((1, 0))
+        self._sizes = [int(column.max(initial=-1)) + 2 for column in codes.T]  # 0 is for what is unknown
 
     def build(self) -> TTModel:
         width = len(self._numbers.get_feature_names_out())
@@ -180,24 +158,22 @@ class Network(NeuralAdapter):
 
 
 class OwnNetwork(NeuralAdapter):
-    """A ``TTModel`` of the user's: ``factory(num_inputs, num_outputs, **params)``, on batches ``(x, y)``."""
+    """A ``TTModel`` of the user's: ``make(num_inputs, num_outputs, **params)``, on batches ``(x, y)``."""
 
-    TRAINING = {"learning_rate": 1e-3, "weight_decay": 1e-4, "num_epochs": 300, "patience": 20, "batch_size": None}
+    defaults = _TRAINING
 
-    def __init__(self, given: Given, *, made_by: Callable[..., Any]) -> None:
+    def __init__(self, given: Given, make: Callable[..., Any]) -> None:
         super().__init__(given)
-        self._own = {name: value for name, value in given.params.items() if name not in self.TRAINING}
-        self.params = {**self.TRAINING, **given.params}
-        self._made_by = made_by
+        self._make = make
 
     def prepare(self, table: pd.DataFrame) -> None:
-        self._matrix = matrix(self.given.columns, categories="onehot", scale=True).fit(table)
+        self._matrix = matrix(self.given.columns, onehot=True, scale=True).fit(table)
 
     def build(self) -> TTModel:
+        own = {name: value for name, value in self.given.params.items() if name not in _TRAINING}
         width = len(self._matrix.get_feature_names_out())
-        model: TTModel = self._made_by(width, self.given.target.num_outputs, **self._own)
+        model: TTModel = self._make(width, self.given.target.num_outputs, **own)
         return model
 
     def inputs(self, table: pd.DataFrame) -> Sequence[Tensor]:
-        x = self._matrix.transform(table)
-        return (torch.tensor(np.asarray(x.toarray() if hasattr(x, "toarray") else x), dtype=torch.float32),)
+        return (torch.tensor(np.asarray(self._matrix.transform(table)), dtype=torch.float32),)

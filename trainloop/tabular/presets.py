@@ -1,4 +1,4 @@
-"""Names for plain settings: which models a table gets, and which texts' and pictures' networks there are.
+"""Names for plain settings: which models a table gets, and which networks there are for texts and pictures.
 
 A preset can be printed and changed; an unknown name is an error that lists the known ones.
 """
@@ -6,29 +6,22 @@ A preset can be printed and changed; an unknown name is an error that lists the 
 from __future__ import annotations
 
 import copy
+import importlib.util
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from trainloop.errors import ConfigurationError
 
-__all__ = [
-    "PRESETS",
-    "TEXT_PRESETS",
-    "get_hyperparameter_config",
-    "list_image_models",
-    "list_text_presets",
-    "named",
+__all__ = ["PRESETS", "get_hyperparameter_config", "list_image_models", "list_text_presets", "named"]
+
+_LARGE = {"learning_rate": 0.03, "num_leaves": 128, "feature_fraction": 0.9, "min_data_in_leaf": 3}
+_BOOSTING: list[dict[str, Any]] = [
+    {},
+    {"extra_trees": True, "ag_args": {"name_suffix": "XT"}},
+    {**_LARGE, "ag_args": {"name_suffix": "Large"}},
 ]
-
-_LARGE = {
-    "learning_rate": 0.03,
-    "num_leaves": 128,
-    "feature_fraction": 0.9,
-    "min_data_in_leaf": 3,
-    "ag_args": {"name_suffix": "Large"},
-}
-_BOOSTING: list[dict[str, Any]] = [{}, {"extra_trees": True, "ag_args": {"name_suffix": "XT"}}, _LARGE]
-
 HYPERPARAMETERS: dict[str, dict[str, Any]] = {
     "default": {"LR": {}, "RF": {}, "XT": {}, "GBM": {}, "NN_TORCH": {}},
     "light": {"LR": {}, "RF": {"n_estimators": 100, "max_depth": 15}, "GBM": {}, "NN_TORCH": {"num_epochs": 50}},
@@ -40,38 +33,26 @@ HYPERPARAMETERS: dict[str, dict[str, Any]] = {
         "AG_IMAGE_NN": {},
     },
 }
-
 PRESETS: dict[str, dict[str, Any]] = {
     "medium_quality": {},
     "good_quality": {"num_bag_folds": 5, "hyperparameters": "light"},
     "high_quality": {"num_bag_folds": 5},
     "best_quality": {"num_bag_folds": 8},
 }
-
-_TEXT: dict[str, Any] = {
-    "num_epochs": 10,
-    "learning_rate": 1e-4,
-    "weight_decay": 1e-3,
-    "batch_size": 32,
-    "max_length": 128,
-}
-TEXT_PRESETS: dict[str, dict[str, Any]] = {
+_TEXT = {"num_epochs": 10, "learning_rate": 1e-4, "weight_decay": 1e-3, "batch_size": 32, "max_length": 128}
+_LARGE_TEXT = {**_TEXT, "learning_rate": 5e-5, "batch_size": 16}
+_TEXT_PRESETS: dict[str, dict[str, Any]] = {
     "default": {**_TEXT, "model": "google/electra-base-discriminator"},
     "medium_quality_faster_train": {**_TEXT, "model": "google/electra-small-discriminator"},
     "high_quality": {**_TEXT, "model": "google/electra-base-discriminator"},
-    "best_quality": {**_TEXT, "model": "microsoft/deberta-v3-base", "learning_rate": 5e-5, "batch_size": 16},
-    "multilingual": {**_TEXT, "model": "microsoft/mdeberta-v3-base", "learning_rate": 5e-5, "batch_size": 16},
+    "best_quality": {**_LARGE_TEXT, "model": "microsoft/deberta-v3-base"},
+    "multilingual": {**_LARGE_TEXT, "model": "microsoft/mdeberta-v3-base"},
 }
+_PICTURES = "mobilenetv3_large_100"
 
 
 def named(what: str, name: object, known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """A copy of the settings of that name, in any case.
-
-    Raises
-    ------
-    ConfigurationError
-        That lists the names.
-    """
+    """A copy of the settings of that name, in any case; the error lists the names."""
     if not isinstance(name, str) or name.strip().lower() not in known:
         raise ConfigurationError(f"{what} {name!r} is not known: there are {', '.join(known)}.")
     return copy.deepcopy(known[name.strip().lower()])
@@ -94,7 +75,7 @@ def get_hyperparameter_config(config_name: str) -> dict[str, Any]:
 
 def list_text_presets() -> list[str]:
     """Names for ``hyperparameters['AG_TEXT_NN'] = ['<preset>']``."""
-    return list(TEXT_PRESETS)
+    return list(_TEXT_PRESETS)
 
 
 def list_image_models() -> list[str]:
@@ -119,3 +100,66 @@ def import_timm(wanted_by: str) -> Any:
             "where 'model' is a folder of a transformers model, or a function that makes a module."
         ) from error
     return timm
+
+
+def check_installed(module: str, extra: str, wanted_by: str) -> None:
+    """See that a module can be imported where it is used; the error names the extra."""
+    if importlib.util.find_spec(module) is None:
+        raise ConfigurationError(f"{wanted_by} needs {module}: pip install 'trainloop[{extra}]', or leave it out.")
+
+
+# -- weights, found before any process starts ------------------------------------------------------------------------
+
+
+def text_settings(params: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a text network, with ``model`` a folder."""
+    preset = params.pop("presets", "default")
+    settings = {**named("text preset", preset, _TEXT_PRESETS), **params}
+    check_installed("transformers", "multimodal", "AG_TEXT_NN")
+    return {**settings, "model": _folder_of(settings["model"], settings["model"], f"text preset {preset!r}")}
+
+
+def picture_settings(params: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a picture network, with ``model`` a folder or a function."""
+    check_installed("PIL", "multimodal", "AG_IMAGE_NN")
+    model, on_hub = params.get("model", _PICTURES), ""
+    if callable(model):
+        return params
+    if _local(model) is None:
+        known = import_timm(f"AG_IMAGE_NN with model={model!r}").get_pretrained_cfg(model, allow_unregistered=False)
+        if known is None:
+            raise ConfigurationError(
+                f"AG_IMAGE_NN model={model!r} is neither a folder nor a model of timm. list_image_models() has the "
+                "names."
+            )
+        on_hub = known.hf_hub_id or f"timm/{model}"
+    return {**params, "model": _folder_of(model, on_hub, f"image model {model!r}")}
+
+
+def _models_folder() -> Path:
+    return Path(os.environ.get("TRAINLOOP_MODEL_DIR") or Path.home() / ".cache" / "trainloop" / "models")
+
+
+def _local(model: str) -> str | None:
+    here = _models_folder()
+    folders = (Path(model).expanduser(), here / model, here / model.replace("/", "--"))
+    return next((str(folder.absolute()) for folder in folders if (folder / "config.json").exists()), None)
+
+
+def _folder_of(model: str, on_hub: str, wanted_by: str) -> str:
+    if (found := _local(model)) is not None:
+        return found
+    try:
+        from huggingface_hub import snapshot_download
+
+        return snapshot_download(
+            on_hub, allow_patterns=["*.json", "*.txt", "*.model", "*.safetensors"], etag_timeout=10
+        )
+    except Exception as error:
+        fill = _models_folder() / model.replace("/", "--")
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        raise ConfigurationError(
+            f"{wanted_by}: the weights of {model!r} are not on this machine, and could not be fetched ({cause}). Put "
+            f"the model's files (config.json, weights, tokenizer) into {str(fill)!r}, or give the folder that has "
+            "them as 'model'."
+        ) from error

@@ -2,38 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pkgutil import resolve_name
 from typing import Any
 
 from trainloop.errors import ConfigurationError
-from trainloop.resources import ResourceQuota
+from trainloop.resources import ResourceQuota, available
+from trainloop.resources.enforce import check_quota
 from trainloop.tabular.columns import Columns, Kind
-from trainloop.tabular.models import Adapter, Given, GradientBoosting, Linear, OwnEstimator, Trees, check_installed
-from trainloop.tabular.presets import HYPERPARAMETERS, named
-from trainloop.tabular.weights import picture_settings, text_settings
+from trainloop.tabular.models import Adapter, Estimator, Given
+from trainloop.tabular.presets import HYPERPARAMETERS, check_installed, named, picture_settings, text_settings
 from trainloop.tuning import Choice, Integers, Uniform
 
-__all__ = ["Shares", "Spec", "parse_hyperparameters", "quota_of"]
+__all__ = ["Spec", "below", "granted", "parse_hyperparameters", "parse_search", "quota"]
 
-_TABLE: tuple[Kind, ...] = ("number", "boolean", "category", "date", "text")
+_SEARCH = {"searcher": "random", "scheduler": "local", "num_trials": 10}
+
+
+def quota(where: str, given: Mapping[str, Any] | None) -> ResourceQuota:
+    """``ag_args_fit`` as a quota, with ``auto`` for what is not given; a memory limit is in GB, as in AutoGluon."""
+    figures = {"num_cpus": "auto", "num_gpus": "auto", "memory_limit": "auto", **(given or {})}
+    if len(figures) > 3:
+        raise ConfigurationError(f"{where}={dict(given or {})!r}: takes num_cpus, num_gpus and memory_limit.")
+    cpus: Any
+    gpus: Any
+    cpus, gpus, memory = ("auto" if figure is None else figure for figure in figures.values())
+    number = isinstance(memory, (int, float)) and not isinstance(memory, bool)
+    return ResourceQuota(cpus, gpus, f"{memory}GB" if number else memory)
+
+
+def below(own: ResourceQuota, other: ResourceQuota) -> ResourceQuota:
+    """``own`` figures, and those of ``other`` where they are ``auto``."""
+    pairs = ((getattr(own, name), getattr(other, name)) for name in ("num_cpus", "num_gpus", "memory"))
+    return ResourceQuota(*(theirs if mine == "auto" else mine for mine, theirs in pairs))
 
 
 @dataclass(frozen=True)
 class _Model:
-    """A kind of model that comes with the package."""
+    """A kind of model."""
 
     name: str
-    reads: tuple[Kind, ...]
-    space: Mapping[str, Any]
+    maker: Any
+    """``module:name`` below this package: networks are imported in the process that trains them."""
+    reads: tuple[Kind, ...] = ("number", "boolean", "category", "date", "text")
+    space: Mapping[str, Any] = field(default_factory=dict)
     """Searched where a search is asked for and no space is given."""
-    needs: str | None = None
+    needs: str = "sklearn"
     gpu: str = "never"
     """``never``, ``asked`` (only where the user asks for GPUs), or ``always`` (where there are some)."""
 
 
 _FOREST = {"max_features": ["sqrt", 0.5, 0.75, 1.0], "min_samples_leaf": [1, 2, 4, 8]}
 _LEARNING = {"learning_rate": Uniform(1e-4, 3e-2, log=True), "weight_decay": Uniform(1e-6, 1e-2, log=True)}
+_NETWORK = {**_LEARNING, "dropout": [0.0, 0.1, 0.2, 0.4]}
 _BOOSTED = {
     "learning_rate": Uniform(0.01, 0.2, log=True),
     "num_leaves": Integers(8, 128, log=True),
@@ -41,61 +65,14 @@ _BOOSTED = {
     "min_data_in_leaf": Integers(2, 60),
 }
 MODELS = {
-    "LR": _Model("LinearModel", _TABLE, {}),
-    "RF": _Model("RandomForest", _TABLE, _FOREST),
-    "XT": _Model("ExtraTrees", _TABLE, _FOREST),
-    "GBM": _Model("LightGBM", _TABLE, _BOOSTED, needs="lightgbm", gpu="asked"),
-    "NN_TORCH": _Model(
-        "NeuralNetTorch", _TABLE, {**_LEARNING, "dropout": [0.0, 0.1, 0.2, 0.4]}, needs="torch", gpu="always"
-    ),
-    "AG_TEXT_NN": _Model("TextPredictor", ("text",), _LEARNING, gpu="always"),
-    "AG_IMAGE_NN": _Model("ImagePredictor", ("picture",), _LEARNING, gpu="always"),
+    "LR": _Model("LinearModel", "models:linear"),
+    "RF": _Model("RandomForest", "models:forest", space=_FOREST),
+    "XT": _Model("ExtraTrees", "models:extra_trees", space=_FOREST),
+    "GBM": _Model("LightGBM", "models:GradientBoosting", space=_BOOSTED, needs="lightgbm", gpu="asked"),
+    "NN_TORCH": _Model("NeuralNetTorch", "network:Network", space=_NETWORK, needs="torch", gpu="always"),
+    "AG_TEXT_NN": _Model("TextPredictor", "multimodal:TextNetwork", ("text",), _LEARNING, gpu="always"),
+    "AG_IMAGE_NN": _Model("ImagePredictor", "multimodal:PictureNetwork", ("picture",), _LEARNING, gpu="always"),
 }
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Figures of a quota, of which None is not given."""
-
-    num_cpus: Any = None
-    num_gpus: Any = None
-    memory: Any = None
-
-    @classmethod
-    def parse(cls, where: str, given: Mapping[str, Any] | None) -> Shares:
-        """From ``ag_args_fit``.
-
-        Raises
-        ------
-        ConfigurationError
-            For names that it has not.
-        """
-        figures = dict(given or {})
-        memory = figures.pop("memory_limit", None)
-        found = cls(figures.pop("num_cpus", None), figures.pop("num_gpus", None), memory_of(memory))
-        if figures:
-            raise ConfigurationError(f"{where}={dict(given or {})!r}: takes num_cpus, num_gpus and memory_limit.")
-        return found
-
-    def over(self, other: Shares) -> Shares:
-        """These figures, and those of ``other`` that are not given here."""
-        names = ("num_cpus", "num_gpus", "memory")
-        return Shares(*(getattr(other, n) if getattr(self, n) is None else getattr(self, n) for n in names))
-
-
-def memory_of(limit: Any) -> Any:
-    """A memory limit as a quota has it: a number is in GB, as in AutoGluon."""
-    if limit is None or limit == "auto" or isinstance(limit, str):
-        return None if limit == "auto" else limit
-    return f"{limit}GB" if isinstance(limit, (int, float)) and not isinstance(limit, bool) else limit
-
-
-def quota_of(shares: Shares, *, gpus: bool) -> ResourceQuota | None:
-    """The quota that these figures are, with no GPU for a model that can't use any; None where nothing is given."""
-    figures = (shares.num_cpus, shares.num_gpus if gpus else 0, shares.memory)
-    if shares == Shares() and gpus:
-        return None
-    return ResourceQuota(*("auto" if figure is None else figure for figure in figures))
 
 
 @dataclass(frozen=True)
@@ -103,84 +80,44 @@ class Spec:
     """One model to train, or one space to search."""
 
     name: str
-    key: Any
+    model: _Model
     fixed: dict[str, Any]
     space: dict[str, Any]
-    shares: Shares
+    share: ResourceQuota
     """Its own, of ``ag_args_fit`` among its settings."""
-    bag_shares: Shares = field(default=Shares())
-    columns: Columns = field(default=Columns({}, {}))
+    bag: ResourceQuota
+    columns: Columns
     """Of those kinds that it reads."""
 
-    def may_use_gpus(self, asked: bool) -> bool:
-        """Whether it would use a GPU; ``asked``: whether the user named a number of GPUs."""
-        if isinstance(self.key, str):
-            gpu = MODELS[self.key].gpu
-            return gpu == "always" or (gpu == "asked" and (asked or bool(self.shares.num_gpus)))
-        return _is_network(self.key)
-
     def make(self, given: Given) -> Adapter:
-        """The adapter, untrained. Networks are imported here, in the process that trains them."""
-        if self.key == "LR":
-            return Linear(given)
-        if self.key in ("RF", "XT"):
-            return Trees(given, extra=self.key == "XT")
-        if self.key == "GBM":
-            return GradientBoosting(given)
-        if not isinstance(self.key, str) and not _is_network(self.key):
-            return OwnEstimator(given, made_by=self.key)
-        from trainloop.tabular import multimodal, network
-
-        if not isinstance(self.key, str):
-            return network.OwnNetwork(given, made_by=self.key)
-        makers: dict[str, Callable[[Given], Adapter]] = {
-            "NN_TORCH": network.Network,
-            "AG_TEXT_NN": multimodal.TextNetwork,
-            "AG_IMAGE_NN": multimodal.PictureNetwork,
-        }
-        return makers[self.key](given)
+        """The adapter, untrained."""
+        maker = self.model.maker
+        if isinstance(maker, str):
+            made: Adapter = resolve_name(f"trainloop.tabular.{maker}")(given)
+        elif self.model.gpu == "never":
+            made = Estimator(given, maker)
+        else:
+            made = resolve_name("trainloop.tabular.network:OwnNetwork")(given, maker)
+        return made
 
 
-def _is_network(key: Any) -> bool:
-    """Whether a user's class is a factory of networks, and no estimator."""
-    if isinstance(key, type) and any(base.__name__ == "TTModel" for base in key.__mro__):
-        return True
-    return not (hasattr(key, "fit") and hasattr(key, "predict"))
-
-
-def parse_hyperparameters(
-    hyperparameters: Any, columns: Columns, *, searches: bool
-) -> tuple[list[Spec], dict[str, str]]:
-    """The models to train, and why others are not.
-
-    Parameters
-    ----------
-    searches : bool
-        Whether spaces are searched.
-
-    Raises
-    ------
-    ConfigurationError
-        For models that are not known, settings that can't be, or what is not installed.
-    """
-    if hyperparameters is None:
-        hyperparameters = "default"
-    if isinstance(hyperparameters, str):
-        hyperparameters = named("hyperparameters", hyperparameters, HYPERPARAMETERS)
-    if not isinstance(hyperparameters, Mapping) or not hyperparameters:
+def parse_hyperparameters(asked: Any, columns: Columns, *, searches: bool) -> tuple[list[Spec], dict[str, str]]:
+    """The models to train, and why others are not; ``searches``: whether spaces are searched."""
+    if asked is None or isinstance(asked, str):
+        asked = named("hyperparameters", asked or "default", HYPERPARAMETERS)
+    if not isinstance(asked, Mapping) or not asked:
         raise ConfigurationError(
-            f"hyperparameters={hyperparameters!r}: must map models to settings, e.g. {{'GBM': {{}}, 'NN_TORCH': {{}}}}."
+            f"hyperparameters={asked!r}: must map models to settings, e.g. {{'GBM': {{}}, 'NN_TORCH': {{}}}}."
         )
     specs: list[Spec] = []
     skipped: dict[str, str] = {}
-    for key, values in hyperparameters.items():
-        known = _model_of(key)
-        used = Columns({name: kind for name, kind in columns.kinds.items() if kind in known.reads}, {})
+    for key, values in asked.items():
+        model = _model_of(key)
+        used = columns.only(model.reads)
         if not used.kinds:
-            skipped[known.name] = f"the table has no columns that it reads ({', '.join(known.reads)})"
+            skipped[model.name] = f"the table has no columns that it reads ({', '.join(model.reads)})"
             continue
-        if known.needs:
-            check_installed(known.needs, "tabular", repr(key))
+        check_installed(model.needs, "tabular", repr(key))
         for settings in values if isinstance(values, (list, tuple)) else [values]:
             if isinstance(settings, str) and key == "AG_TEXT_NN":
                 settings = {"presets": settings}
@@ -188,7 +125,7 @@ def parse_hyperparameters(
                 raise ConfigurationError(
                     f"hyperparameters[{key!r}] has {settings!r}: must be a dict of settings, or a list of such."
                 )
-            specs.append(_spec(key, known, dict(settings), used, {spec.name for spec in specs}, searches))
+            specs.append(_spec(key, model, dict(settings), used, {spec.name for spec in specs}, searches))
     if not specs:
         reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items())
         raise ConfigurationError(f"no model is left to train ({reasons}). Add models that read these columns.")
@@ -196,47 +133,77 @@ def parse_hyperparameters(
 
 
 def _model_of(key: Any) -> _Model:
-    if isinstance(key, str):
-        if key not in MODELS:
-            raise ConfigurationError(
-                f"hyperparameters has the model {key!r}: there are {', '.join(MODELS)}, and classes of your own."
-            )
+    if isinstance(key, str) and key in MODELS:
         return MODELS[key]
-    if not callable(key):
+    if isinstance(key, str) or not callable(key):
         raise ConfigurationError(
-            f"hyperparameters has the key {key!r}: must be one of {', '.join(MODELS)}, an estimator's class, or a "
+            f"hyperparameters has the model {key!r}: there are {', '.join(MODELS)}, an estimator's class, and a "
             "function or class that makes a TTModel."
         )
-    return _Model(getattr(key, "__name__", type(key).__name__), _TABLE, {})
+    network = any(base.__name__ == "TTModel" for base in getattr(key, "__mro__", ()))
+    estimator = not network and hasattr(key, "fit") and hasattr(key, "predict")
+    return _Model(getattr(key, "__name__", type(key).__name__), key, gpu="never" if estimator else "always")
 
 
-def _spec(key: Any, known: _Model, settings: dict[str, Any], columns: Columns, taken: set[str], searches: bool) -> Spec:
-    shares = Shares.parse("ag_args_fit", settings.pop("ag_args_fit", None))
-    bag = settings.pop("ag_args_ensemble", None) or {}
-    own = settings.pop("ag_args", None) or {}
-    given = set(settings)
-    if key == "AG_TEXT_NN":
-        settings = text_settings(settings)
-    elif key == "AG_IMAGE_NN":
-        settings = picture_settings(settings)
+def _spec(key: Any, model: _Model, settings: dict[str, Any], columns: Columns, taken: set[str], searches: bool) -> Spec:
+    share = quota("ag_args_fit", settings.pop("ag_args_fit", None))
+    bag = quota("ag_args_ensemble['ag_args_fit']", settings.pop("ag_args_ensemble", {}).get("ag_args_fit"))
+    own = settings.pop("ag_args", {})
     space = {name: value for name, value in settings.items() if _is_space(value)}
     if space and not searches:
         raise ConfigurationError(
             f"hyperparameters[{key!r}] has a search space ({', '.join(space)}), and no search is asked for. Give "
             "hyperparameter_tune_kwargs={'num_trials': 10}, or one value; a list that is a value is written as a tuple."
         )
-    name = known.name + str(own.get("name_suffix", ""))
-    number = 2
-    while name in taken:
-        name = f"{known.name}{own.get('name_suffix', '')}_{number}"
-        number += 1
-    fixed = {name: value for name, value in settings.items() if name not in space}
     if searches and not space and own.get("hyperparameter_tune_kwargs", True) is not None:
-        space = {name: value for name, value in known.space.items() if name not in given}
-        fixed = {name: value for name, value in fixed.items() if name not in space}
-    bag_shares = Shares.parse("ag_args_ensemble['ag_args_fit']", bag.get("ag_args_fit"))
-    return Spec(name, key, fixed, space, shares, bag_shares, columns)
+        space = {name: value for name, value in model.space.items() if name not in settings}
+    complete = {"AG_TEXT_NN": text_settings, "AG_IMAGE_NN": picture_settings}.get(key, dict)
+    fixed = {name: value for name, value in complete(settings).items() if name not in space}
+    name = base = model.name + own.get("name_suffix", "")
+    number = 1
+    while name in taken:
+        number += 1
+        name = f"{base}_{number}"
+    return Spec(name, model, fixed, space, share, bag, columns)
 
 
 def _is_space(value: Any) -> bool:
     return isinstance(value, (list, range, Choice, Integers, Uniform)) or hasattr(value, "rvs")
+
+
+# -- for all models together -----------------------------------------------------------------------------------------
+
+
+def parse_search(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """Arguments of ``tune``; it checks their values itself."""
+    words = {**_SEARCH, **({"searcher": given} if isinstance(given, str) else given or {})}
+    if len(words) > len(_SEARCH) or words["scheduler"] not in ("local", "ray"):
+        raise ConfigurationError(
+            f"hyperparameter_tune_kwargs={given!r}: takes searcher ('random', 'grid', 'optuna'), scheduler "
+            "('local', 'ray') and num_trials."
+        )
+    searcher = "random" if words["searcher"] == "auto" else words["searcher"]
+    return {"searcher": searcher, "num_trials": words["num_trials"], "backend": words["scheduler"]}
+
+
+def granted(
+    run: ResourceQuota, share: ResourceQuota, bag: ResourceQuota
+) -> tuple[ResourceQuota, ResourceQuota, ResourceQuota, bool]:
+    """What all models together have, in figures; shares without GPUs where there is none to be had."""
+    machine = available()
+    asked = any(each.num_gpus not in ("auto", 0) for each in (run, share, bag))
+    if asked and not machine.num_gpus:
+        warnings.warn(
+            f"num_gpus={run.num_gpus!r}: no GPU is visible here, so all models train on the CPU. Check "
+            "CUDA_VISIBLE_DEVICES and the driver, or ask for num_gpus=0 to silence this.",
+            stacklevel=3,
+        )
+        run, share, bag = (replace(each, num_gpus="auto") for each in (run, share, bag))
+        run = replace(run, num_gpus=0)
+        asked = False
+    # A run may hold one and a half GPUs, which its models share.
+    whole: Any = "auto" if run.num_gpus == "auto" else math.ceil(run.num_gpus)
+    check_quota(replace(run, num_gpus=whole), machine=machine)
+    cpus = machine.num_cpus if run.num_cpus == "auto" else run.num_cpus
+    gpus = machine.num_gpus if run.num_gpus == "auto" else run.num_gpus
+    return ResourceQuota(cpus, gpus, run.memory), share, bag, asked

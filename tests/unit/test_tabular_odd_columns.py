@@ -1,0 +1,161 @@
+"""Columns and targets as other libraries, files and people hand them over; no process is started."""
+
+from __future__ import annotations
+
+import datetime
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from trainloop.errors import ConfigurationError
+from trainloop.tabular import TabularPredictor
+from trainloop.tabular.columns import Columns, read_table
+from trainloop.tabular.models import matrix
+from trainloop.tabular.targets import Metric, Target, held_out_rows
+
+N = 60
+DAYS = pd.date_range("2024-01-01", periods=N, freq="37h")
+GAPS = [i % 5 if i % 7 else None for i in range(N)]
+ODD: dict[str, tuple[Any, str]] = {
+    "nullable ints": (pd.Series(GAPS, dtype="Int64"), "number"),
+    "nullable floats": (pd.Series(GAPS, dtype="Float64"), "number"),
+    "nullable booleans": (pd.Series([None, True, False] * (N // 3), dtype="boolean"), "boolean"),
+    "booleans with gaps": (pd.Series([None, True, False] * (N // 3), dtype=object), "boolean"),
+    "Arrow ints": (pd.Series(GAPS, dtype="int64[pyarrow]"), "number"),
+    "Arrow decimals": (
+        pd.Series([Decimal(i) / 4 for i in range(N)], dtype=pd.ArrowDtype(pa.decimal128(9, 2))),
+        "number",
+    ),
+    "Arrow booleans": (pd.Series([None, True, False] * (N // 3), dtype="bool[pyarrow]"), "boolean"),
+    "Arrow texts": (pd.Series([None, "a", "b"] * (N // 3), dtype="string[pyarrow]"), "category"),
+    "Arrow categories": (
+        pd.Series([None, "a", "b"] * (N // 3), dtype=pd.ArrowDtype(pa.dictionary(pa.int8(), pa.string()))),
+        "category",
+    ),
+    "Arrow nanoseconds": (pd.Series(DAYS).astype("timestamp[ns][pyarrow]"), "date"),
+    "Arrow time zone": (
+        pd.Series(DAYS.tz_localize("UTC")).astype(pd.ArrowDtype(pa.timestamp("us", tz="Europe/Berlin"))),
+        "date",
+    ),
+    "Arrow durations": (pd.Series(pd.to_timedelta(range(N), unit="s")).astype("duration[ns][pyarrow]"), "number"),
+    "decimals": (pd.Series([Decimal(i) / 4 if i % 5 else None for i in range(N)], dtype=object), "number"),
+    "sparse": (pd.Series(pd.arrays.SparseArray([i % 3 for i in range(N)])), "number"),
+    "infinite": (pd.Series([np.inf, -np.inf, 1.0, 2.0] * (N // 4)), "number"),
+    "beyond int64": (pd.Series([10**30 + i for i in range(N)], dtype=object), "number"),
+    "intervals": (pd.Series(pd.cut(np.arange(N), 4)), "category"),
+    "of two types": (pd.Series([i if i % 2 else f"t{i % 4}" for i in range(N)], dtype=object), "category"),
+    "dates and a word": (pd.Series([DAYS[i] if i % 3 else "unknown" for i in range(N)], dtype=object), "category"),
+    "bytes": (pd.Series([b"a", b"b"] * (N // 2), dtype=object), "category"),
+    "time zone": (pd.Series(DAYS.tz_localize("Asia/Tokyo")), "date"),
+    "several time zones": (
+        pd.Series([day.tz_localize(["UTC", "Asia/Tokyo"][i % 2]) for i, day in enumerate(DAYS)], dtype=object),
+        "date",
+    ),
+    "never": (pd.Series([datetime.datetime(9999, 12, 1 + i % 28) for i in range(N)], dtype=object), "date"),
+    "very long texts": (pd.Series([f"{i} " + "so on " * 5000 for i in range(N)]), "text"),
+    "one long word": (pd.Series(["x" * 50_000 + str(i % 4) for i in range(N)]), "category"),
+    "no Latin letters": (pd.Series(["слово", "言葉", "🙂"] * (N // 3)), "category"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_column_is_told_cleaned_and_made_numbers(name: str) -> None:
+    series, kind = ODD[name]
+    frame = pd.DataFrame({name: series, "other": np.arange(N) % 2})
+    columns = Columns.learn(frame)
+    assert columns.kinds[name] == kind
+    whole = columns.clean(frame)
+    alone = columns.clean(frame.iloc[[4]].reset_index(drop=True))
+    assert alone.equals(whole.iloc[[4]].reset_index(drop=True))
+    missing = series.isna() if kind in ("boolean", "number") else None
+    if missing is not None:
+        numbers = pd.to_numeric(series.astype(object), errors="coerce").astype(float)
+        if kind == "number" and "durations" not in name:
+            expected = numbers.where(np.isfinite(numbers))
+            assert np.array_equal(whole[name], expected, equal_nan=True)
+        else:
+            assert whole[name].isna().tolist() == missing.tolist()
+    if kind == "date" and name != "never":
+        stamps = [pd.Timestamp(value) for value in series]
+        assert whole[f"{name}.seconds"].tolist() == [stamp.timestamp() for stamp in stamps]
+    for onehot in (True, False):
+        assert np.isfinite(matrix(columns, onehot=onehot, scale=onehot).fit_transform(whole)).all()
+    # All of it missing, at prediction.
+    nothing = frame.head(2).assign(**{name: None})
+    assert np.isfinite(matrix(columns, onehot=True).fit(whole).transform(columns.clean(nothing))).all()
+
+
+def test_identifiers_are_dropped_and_what_only_looks_like_one_is_not() -> None:
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame(
+        {
+            "customer_id": rng.permutation(N),
+            "key": [f"{i:04x}" + "k" for i in range(N)],
+            "price_index": rng.normal(size=N),
+            "customers": rng.permutation(N),
+            "happened": DAYS,
+            "remark": [f"this is remark {i}" for i in range(N)],
+            "constant": 3,
+        }
+    )
+    columns = Columns.learn(frame)
+    assert list(columns.dropped) == ["customer_id", "key", "constant"]
+    assert list(columns.kinds) == ["price_index", "customers", "happened", "remark"]
+    assert "dropped   'customer_id': it is different in each row, as an identifier is" in str(columns)
+
+
+def test_names_that_are_numbers_and_names_that_are_equal_then() -> None:
+    frame = pd.DataFrame({0: [1.0, 2.0], 1: ["a", "b"], ("two", 3): [True, False]})
+    assert list(read_table(frame).columns) == ["0", "1", "('two', 3)"]
+    assert list(frame.columns) == [0, 1, ("two", 3)]  # the user's own stays as it is
+    with pytest.raises(ConfigurationError, match="train_data has more than one column '0'"):
+        read_table(frame.rename(columns={1: "0"}))
+
+
+@pytest.mark.parametrize(
+    "values, problem",
+    [
+        (pd.Series([1, 2] * 30, dtype="Int64"), "binary"),
+        (pd.Series([1, 2, 3] * 20, dtype="int64[pyarrow]"), "multiclass"),
+        (pd.Series([True, False] * 30, dtype="boolean"), "binary"),
+        (pd.Series([True, False] * 30, dtype="bool[pyarrow]"), "binary"),
+        (pd.Series(["a", "b", "c"] * 20, dtype="string[pyarrow]"), "multiclass"),
+        (pd.Series(["a", "b"] * 30, dtype=pd.CategoricalDtype(["b", "a", "never"])), "binary"),
+        (pd.Series(np.arange(60) / 7, dtype="Float64"), "regression"),
+        (pd.Series(np.arange(60) / 7, dtype="double[pyarrow]"), "regression"),
+        (pd.Series([Decimal(i) / 4 for i in range(60)], dtype=object), "regression"),
+    ],
+)
+def test_targets_of_other_types_come_back(values: pd.Series, problem: str) -> None:
+    target = Target.learn("y", values, None)
+    assert target.problem == problem
+    encoded = target.encode(values)
+    if problem == "regression":
+        assert encoded.tolist() == [float(value) for value in values]
+        return
+    assert len(target.classes) == values.nunique()
+    found = target.decode(np.eye(target.num_outputs)[encoded])
+    assert found.tolist() == values.tolist()
+
+
+def test_rows_without_a_label_are_left_out_and_nan_is_no_class() -> None:
+    frame = pd.DataFrame({"x": range(40), "y": pd.Series(["a", None, "b", np.nan] * 10, dtype=object)})
+    kept = TabularPredictor("y")._labelled(frame, "train_data")
+    assert len(kept) == 20
+    assert Target.learn("y", kept["y"], None).classes == ("a", "b")
+
+
+def test_a_class_with_one_row_is_learnt_and_not_validated_on() -> None:
+    y = np.array([0] * 50 + [1] * 49 + [2])
+    target = Target("y", "multiclass", ("a", "b", "c"))
+    train, validation = held_out_rows(y, target)
+    assert sorted([*train, *validation]) == list(range(100))
+    assert 2 in y[train]
+    assert 2 not in y[validation]
+    chances = np.full((len(validation), 3), 1 / 3)
+    assert Metric.find("log_loss", "multiclass")(y[validation], chances) == pytest.approx(-np.log(3))
+    assert Metric.find("accuracy", "multiclass")(y[validation], np.eye(3)[y[validation]]) == 1.0
