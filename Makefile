@@ -21,9 +21,10 @@ VENV_SIMULATED_GPU ?= .venv-simulated-gpu
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 ARGS   ?=
-# Tests run in two processes, a file at a time. In one: make test WORKERS=0, or ARGS='-p no:xdist', as for --pdb.
+# Tests run in two processes, a file at a time, in the order in which they are collected: tests/unit, whose files are
+# short, comes last, so that both end together. In one process: make test WORKERS=0, or ARGS='-p no:xdist', as for --pdb.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest $(if $(findstring no:xdist,$(ARGS)),,-n $(WORKERS) --dist loadfile)
+PYTEST := $(BIN)/python -m pytest $(if $(findstring no:xdist,$(ARGS)),,-n $(WORKERS) --dist loadfile --no-loadscope-reorder)
 
 # One stamp for each set of requirements, inside the environment that it describes.
 define install

@@ -114,7 +114,7 @@ def end_children(why: str) -> None:
 os.environ.setdefault(fork_server.METHOD_VARIABLE, "forkserver")
 
 
-@pytest.fixture(params=["forkserver", "spawn"])
+@pytest.fixture(params=["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def each_start_method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A test that runs with ranks from a fork server, and with ranks that are fresh interpreters."""
     monkeypatch.setenv(fork_server.METHOD_VARIABLE, request.param)

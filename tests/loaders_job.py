@@ -153,16 +153,20 @@ def rank_main(rank: int, world_size: int, folder: str, names: list[str]) -> None
     torch.set_num_threads(1)
     torch.multiprocessing.set_sharing_strategy("file_system")  # as ranks do that trainloop starts with few descriptors
     facts: dict[str, Any] = {}
-    if "edges" in names:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/e", rank=rank, world_size=world_size)
-        facts["edges"] = run_edges(world_size)
-        torch.distributed.destroy_process_group()
-    for number, kind in enumerate(kind for kind in KINDS if kind.name in names):
+    for number, name in enumerate(names):
         store = f"file://{folder}/store-{number}"
         torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
-        facts[kind.name] = run_kind(kind, world_size, "ddp")
+        facts.update(run_in_group([name]))
         torch.distributed.destroy_process_group()
     torch.save(facts, Path(folder) / f"{rank}.pt")
+
+
+def run_in_group(names: list[str]) -> dict[str, Any]:
+    """What came out of kinds of loaders in the process group that is open."""
+    world_size = torch.distributed.get_world_size()
+    kinds = {kind.name: kind for kind in KINDS if kind.name in names}
+    edges = {"edges": run_edges(world_size)} if "edges" in names else {}
+    return {**edges, **{name: run_kind(kind, world_size, "ddp") for name, kind in kinds.items()}}
 
 
 if __name__ == "__main__":

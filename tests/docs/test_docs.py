@@ -104,8 +104,17 @@ def with_python(page: Path) -> bool:
     return any(block.language == "python" for block in blocks_of(page))
 
 
+# Searches with dozens of models; make test-docs, and so CI, runs them.
+LONG = ("guides/tuning.rst", "guides/tabular.rst")
+
+
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if with_python(page)], ids=lambda page: str(page.relative_to(ROOT))
+    "page",
+    [
+        pytest.param(page, id=str(page.relative_to(ROOT)), marks=[pytest.mark.slow] * str(page).endswith(LONG))
+        for page in PAGES
+        if with_python(page)
+    ],
 )
 @pytest.mark.filterwarnings("ignore:num_gpus=0. training on the CPU")
 def test_code_of_a_page_runs(page: Path, folder: Path, may_leave: Any) -> None:

@@ -1,10 +1,15 @@
-"""Every kind of loader by 1, 2 and 3 ranks: real processes, with 64 MiB of /dev/shm and 256 file descriptors."""
+"""Every kind of loader by 1, 2 and 3 ranks: real processes with 256 file descriptors.
+
+For the whole table, which is ``slow``, /dev/shm has 64 MiB.
+"""
 
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 from loader_kinds import KINDS, ROWS, Kind
-from loaders_job import LENGTHS, SHAPES, evaluate_rows, run_kind, run_tokens
+from loaders_job import LENGTHS, SHAPES, evaluate_rows, run_in_group, run_kind, run_tokens
 
 from places import IMPORTS, TESTS
+from ranks import run_own_ranks
 
 # Few kinds in the default run, for each way in which samples are shared out; the whole table is `slow`.
 QUICK = ("tensors shuffled", "unsized sampler", "custom batch_sampler", "elements", "batches", "stream", "workers")
@@ -37,7 +43,14 @@ def run_ranks_limited(world_size: int, names: list[str], folder: Path) -> list[d
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks_limited(2, ["edges", *QUICK], tmp_path_factory.mktemp("quick"))
+    return run_own_ranks(with_few_descriptors, 2, ["edges", *QUICK], folder=tmp_path_factory.mktemp("quick"))
+
+
+def with_few_descriptors(names: list[str]) -> dict[str, Any]:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    warnings.simplefilter("ignore")  # of torch, that two workers are many for a rank's one CPU
+    return run_in_group(names)
 
 
 _tables: dict[tuple[int, int], list[dict[str, Any]]] = {}

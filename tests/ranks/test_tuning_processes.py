@@ -188,21 +188,27 @@ RUN = """
 import sys
 from pathlib import Path
 from tuning_kinds import MakeFailing, rows
+from trainloop.resources import ResourceQuota
 from trainloop.tuning import tune
 marks = Path(sys.argv[1])
 found = tune(MakeFailing(marks), {"do": ["hang", "nothing"]}, searcher="grid", num_trials=2, num_bag_folds=2, seed=0,
-             data=rows(), storage=marks.parent / "search", progress=False, preload=sys.argv[2:])
+             data=rows(), total=ResourceQuota(num_cpus=2), storage=marks.parent / "search",
+             progress=False, preload=sys.argv[2:])
 print([trial.state for trial in found.trials], [list(trial.errors) for trial in found.trials], found.interrupted)
 print(found.trials[0].errors.get(1))
 """
 
 
+REST = ("trial-0000/fold-0", "trial-0001/fold-0", "trial-0001/fold-1")
+
+
+@two_cpus
 @pytest.mark.parametrize(
     "end, preload",
     [
         (signal.SIGINT, []),
-        (signal.SIGKILL, []),
         (signal.SIGKILL, ["numpy"]),
+        pytest.param(signal.SIGKILL, [], marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, ["numpy"], marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, [], marks=pytest.mark.slow),
     ],
@@ -220,8 +226,9 @@ def test_a_search_that_is_ended_leaves_no_process_and_goes_on_later(
         env={**os.environ, "PYTHONPATH": IMPORTS},
     )
     try:
-        first = tmp_path / "search" / "trial-0000" / "fold-0" / "result.pkl"
-        wait_until(lambda: (marks / "hang-1-0").exists() and first.exists(), run)
+        # Two folds train at once: while one hangs, the other place takes all that there is besides.
+        rest = [tmp_path / "search" / place / "result.pkl" for place in REST]
+        wait_until(lambda: (marks / "hang-1-0").exists() and all(path.exists() for path in rest), run)
         hanging = psutil.Process(int((marks / "hang-1-0").read_text()))
         run.send_signal(end)
         output, errors = run.communicate(timeout=60)
@@ -230,7 +237,7 @@ def test_a_search_that_is_ended_leaves_no_process_and_goes_on_later(
         run.communicate()
     if end == signal.SIGINT:  # what there is comes back
         assert run.returncode == 0, errors
-        assert output.splitlines()[0] == "['interrupted'] [[1]] True"
+        assert output.splitlines()[0] == "['interrupted', 'done'] [[1], []] True"
         assert "interrupted while this fold trained" in output
     psutil.wait_procs([hanging], timeout=30)
     assert not hanging.is_running()

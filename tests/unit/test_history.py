@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import json
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -176,25 +175,3 @@ def test_without_matplotlib_the_error_names_the_extra(history: History, monkeypa
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ConfigurationError, match=r"history.plot needs matplotlib: pip install 'trainloop\[plot\]'."):
         history.plot()
-
-
-@pytest.mark.usefixtures("starts_processes")
-def test_a_notebook_shows_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_leave: Any) -> None:
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("ipykernel")
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
-    may_leave("ZMQ", "zmq", "eventpoll", "eventfd", "socket", "pipe", "asyncio")
-    kernel = tmp_path / "kernels" / "python3" / "kernel.json"
-    kernel.parent.mkdir(parents=True)
-    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    kernel.write_text(json.dumps({"argv": argv, "display_name": "tests", "language": "python"}))
-    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
-    cells = [
-        "from trainloop.history import History\nh = History()\nh.record('loss', 0.5, 0)\nh",
-        "h.plot()",
-    ]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    nbclient.NotebookClient(notebook, timeout=100, kernel_name="python3").execute()
-    shown = [set(cell.outputs[-1].data) for cell in notebook.cells]
-    assert "text/html" in shown[0]
-    assert "image/png" in shown[1]

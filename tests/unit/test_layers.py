@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,7 @@ PUBLIC = """TrainLoop TrainLoopCheckpoint TrainLoopEndSave TrainLoopCheckpointEn
 SUBMODULES = "parallel callbacks schedulers train_loop model distributed devices resources errors".split()
 
 
+@functools.cache
 def module_files() -> dict[str, list[Path]]:
     """Files of each part of the package: a module, or a subpackage with all it holds."""
     parts: dict[str, list[Path]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import math
@@ -9,10 +10,10 @@ import os
 import pty
 import re
 import struct
-import subprocess
 import sys
 import termios
 import types
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from places import IMPORTS
 from small_loop import Net, make_loop
 from trainloop import AbstractCallback, TrainLoop
 from trainloop import screen as screens
@@ -215,19 +215,6 @@ def test_bar_shows_the_metrics_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "accuracy" not in screen.getvalue()
 
 
-SCRIPT = """
-from small_loop import make_loop
-
-if __name__ == "__main__":
-    tl = make_loop(gpu_mode="ddp", devices=2)
-    tl.progress_bar = True
-    tl.fit(num_epochs=2)
-    # Of rank 0's steps, and the samples of both.
-    found = tl.timings
-    assert [(part.steps, part.samples) for part in (found, *found.epochs)] == [(8, 202), (4, 101), (4, 101)], found
-"""
-
-
 def read_all(terminal: int) -> bytes:
     """Everything written to a terminal until nobody has it open."""
     chunks = []
@@ -241,30 +228,49 @@ def read_all(terminal: int) -> bytes:
     return b"".join(chunks)
 
 
+@contextlib.contextmanager
+def streams_are(stdout: int, stderr: int) -> Iterator[None]:
+    """This process's standard streams, and so those of ranks that it starts."""
+    before = [os.dup(1), os.dup(2)]
+    with pytest.MonkeyPatch.context() as patch:
+        for number, (name, descriptor) in enumerate({"stdout": stdout, "stderr": stderr}.items(), start=1):
+            os.dup2(descriptor, number)
+            patch.setattr(sys, name, io.TextIOWrapper(io.FileIO(number, "w", closefd=False)))
+        try:
+            yield
+        finally:
+            for number, (stream, descriptor) in enumerate(zip((sys.stdout, sys.stderr), before), start=1):
+                stream.flush()
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+
+
 @pytest.mark.usefixtures("starts_processes")
-def test_of_two_ranks_one_shows_the_run(tmp_path: Path) -> None:
+def test_of_two_ranks_one_shows_the_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Table into a file, bar on a terminal: of rank 0 alone."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": IMPORTS, "OMP_NUM_THREADS": "1"}
-    environment.pop("COLUMNS", None)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    tl = make_loop(gpu_mode="ddp", devices=2)
+    tl.progress_bar = True
     ours, theirs = pty.openpty()
     # As in many containers: the terminal says that it has 0 columns, on which tqdm would draw an empty line.
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, capfd.disabled(), open(tmp_path / "table", "w+") as table:
         reading = pool.submit(read_all, ours)
         try:
-            done = subprocess.run(
-                [sys.executable, str(script)], env=environment, timeout=110, stdout=subprocess.PIPE, stderr=theirs
-            )
+            with streams_are(table.fileno(), theirs):
+                tl.fit(num_epochs=2)
         finally:
             os.close(theirs)
         bar = reading.result(timeout=20).decode()
-    assert done.returncode == 0, bar
-    lines = done.stdout.decode().splitlines()
-    assert lines[0].startswith("TrainLoop(ddp on 2 x cpu, effective batch 32, Net with 27 parameters")
+        lines = (tmp_path / "table").read_text().splitlines()
+    assert lines[0].startswith("TrainLoop(ddp on 2 x cpu, effective batch 32, Net with 27 parameters"), bar
     assert is_table(lines[1:], 2, COLUMNS), lines
     # each epoch's bar begins once, and all that is left of them is an empty line
     assert [bar.count(f"epoch {epoch}/2:   0%") for epoch in (1, 2)] == [1, 1]
     assert bar.rstrip(" ").endswith("\r")
     assert "\n" not in bar.rstrip()
+    # Of rank 0's steps, and the samples of both.
+    found = tl.timings
+    assert [(part.steps, part.samples) for part in (found, *found.epochs)] == [(8, 202), (4, 101), (4, 101)], found

@@ -227,8 +227,15 @@ class SetsTraining(AbstractCallback):
             self.train_loop_obj.model.layers[0].requires_grad_(self.trained)
 
 
-@pytest.mark.parametrize("hook", ["on_epoch_begin", "on_batch_begin"])
-@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize(
+    "trained, hook",
+    [
+        (True, "on_epoch_begin"),
+        (False, "on_batch_begin"),
+        pytest.param(True, "on_batch_begin", marks=pytest.mark.slow),
+        pytest.param(False, "on_epoch_begin", marks=pytest.mark.slow),
+    ],
+)
 def test_layers_frozen_and_unfrozen_later(hook: str, trained: bool) -> None:
     model = Net()
     model.layers[0].requires_grad_(not trained)
@@ -278,8 +285,8 @@ def test_hooks_after_a_gradient_are_called(later: bool) -> None:
 
 def test_fits_of_a_process_do_not_use_up_dynamo_s_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WholeStepTraining, "backend", "eager")
-    with torch._dynamo.config.patch(recompile_limit=3), warnings.catch_warnings(action="error", category=UserWarning):
-        for _ in range(5):
+    with torch._dynamo.config.patch(recompile_limit=2), warnings.catch_warnings(action="error", category=UserWarning):
+        for _ in range(4):
             make_loop().fit(num_epochs=1)
 
 
