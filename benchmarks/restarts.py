@@ -1,4 +1,7 @@
-"""The cost of max_restarts without a failure, and the time of a restart: python -m benchmarks.restarts [--rounds 5]"""
+"""The cost of max_restarts without a failure, and the time of a restart.
+
+python -m benchmarks.restarts [--rounds 5] [--only mlp]
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -96,15 +100,26 @@ def recovery(rounds: int) -> Table:
     return table
 
 
-def tables(rounds: int = 5) -> list[Table]:
+PARTS: dict[str, Callable[[int], list[Table]]] = {
+    "recovery": lambda rounds: [recovery(rounds)],
+    "mlp": lambda rounds: cost(work.MLP, 2000, rounds),
+    "cnn": lambda rounds: cost(work.CNN, 200, rounds),
+}
+
+
+def tables(rounds: int = 5, parts: Iterable[str] = PARTS) -> list[Table]:
     torch.set_num_threads(1)
-    found = [recovery(rounds), *cost(work.MLP, 2000, rounds), *cost(work.CNN, 200, rounds)]
-    for table in found:
-        print(table.text(), flush=True)
+    found = []
+    for part in parts:
+        for table in PARTS[part](rounds):
+            print(table.text(), flush=True)
+            found.append(table)
     return found
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    tables(parser.parse_args().rounds)
+    parser.add_argument("--only", choices=PARTS, help="one part")
+    arguments = parser.parse_args()
+    tables(arguments.rounds, [arguments.only] if arguments.only else PARTS)

@@ -1,4 +1,7 @@
-"""One host's part in a training of several that has to survive: ``hosts_job.py FOLDER NODES NODE RANKS PLAN KIND``."""
+"""One host's part in a training of several that has to survive.
+
+``hosts_job.py FOLDER NODES NODE RANKS PLAN KIND MODE``
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ SAME_EVERYWHERE = ("weights", "optimizer", "history", "schedule", "counters", "a
 
 
 def main() -> None:
-    folder, nodes, node, ranks, plan, kind = sys.argv[1:]
+    folder, nodes, node, ranks, plan, kind, mode = sys.argv[1:]
     tl, facts = train(
         Path(folder, f"host-{node}"),
-        "ddp",
+        mode,
         int(ranks),
         kind,
         [tuple(strike) for strike in json.loads(plan)],

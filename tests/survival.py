@@ -275,7 +275,7 @@ def train(folder: Path, mode: str, ranks: int, kind: str, plan: list[Plan], seed
     np.random.seed(0)
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    batch = BATCH // (ranks * fit.get("num_nodes", 1)) if mode == "ddp" else BATCH
+    batch = BATCH // (ranks * fit.get("num_nodes", 1)) if mode in ("ddp", "fsdp") else BATCH
     tl = TrainLoop(
         model,
         LOADERS[kind](batch),

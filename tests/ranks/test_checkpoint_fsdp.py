@@ -137,16 +137,10 @@ def test_values_left_in_checkpoints_are_not_mixed_with_those_of_the_model(tmp_pa
         assert loop.evaluate_loss_on_train_set() == pytest.approx(expected[3].evaluate_loss_on_train_set())
 
 
-def test_restarts_are_refused_where_nothing_is_gathered_and_over_hosts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restarts_are_refused_where_nothing_is_gathered(tmp_path: Path) -> None:
     for restarts in (1, -1):
         with pytest.raises(ConfigurationError, match=rf"max_restarts={restarts}\).*resume_from='last'"):
             fitted("fsdp", 2, tmp_path, gather=False, max_restarts=restarts)
-    monkeypatch.setenv("TRAINLOOP_KEY", "0123456789" * 4)
-    over_hosts = {"num_nodes": 2, "node_rank": 0, "init_method": "tcp://10.99.0.1:29500"}
-    with pytest.raises(ConfigurationError, match=r"num_nodes=2: .*resume_from='last'"):
-        fitted("fsdp", 2, tmp_path, max_restarts=1, **over_hosts)
     with pytest.raises(ConfigurationError, match="gather='no'"):
         fitted("fsdp", 2, tmp_path, gather="no")
     assert not any(tmp_path.iterdir())

@@ -35,8 +35,19 @@ WAIT_S = 300
 class Hosts:
     """Starters of one run, each started again by whoever looks after it when its host has died."""
 
-    def __init__(self, folder: Path, plan: list[Plan], *, nodes: int, ranks: int, at: str, kind: str = "rows") -> None:
-        self._folder, self._plan, self._nodes, self._ranks, self._kind = folder, plan, nodes, ranks, kind
+    def __init__(
+        self,
+        folder: Path,
+        plan: list[Plan],
+        *,
+        nodes: int,
+        ranks: int,
+        at: str,
+        kind: str = "rows",
+        mode: str = "ddp",
+    ) -> None:
+        self._folder, self._plan, self._nodes, self._ranks = folder, plan, nodes, ranks
+        self._kind, self._mode = kind, mode
         host, port = at.rsplit(":", 1)
         self._environment = {
             **os.environ,
@@ -75,17 +86,19 @@ class Hosts:
         command = [*prefix, sys.executable, JOB, str(self._folder), self._nodes, node, self._ranks]
         with open(self._folder / f"said-{node}", "ab") as said:
             return subprocess.Popen(
-                [*map(str, command), json.dumps(self._plan), self._kind], env=self._environment, stderr=said
+                [*map(str, command), json.dumps(self._plan), self._kind, self._mode], env=self._environment, stderr=said
             )
 
     def _read(self) -> list[str]:
         return [(self._folder / f"said-{node}").read_text() for node in range(self._nodes)]
 
 
-def assert_survived(folder: Path, hosts: Hosts, plan: list[Plan], ranks: int, kind: str = "rows") -> None:
+def assert_survived(
+    folder: Path, hosts: Hosts, plan: list[Plan], ranks: int, kind: str = "rows", mode: str = "ddp"
+) -> None:
     """Each host's caller has what one host with as many ranks gets, undisturbed."""
     seed = None if kind == "batch sampler" else 3
-    _, expected = train(folder / "undisturbed", "ddp", ranks, kind, [], seed)
+    _, expected = train(folder / "undisturbed", mode, ranks, kind, [], seed)
     died = sum(what == "its host dies" for *_, what in plan)
     assert sum(hosts.deaths) == died
     for node in range(len(hosts.deaths)):
@@ -100,16 +113,17 @@ def assert_survived(folder: Path, hosts: Hosts, plan: list[Plan], ranks: int, ki
 
 
 @pytest.mark.slow
-def test_each_host_dies_and_comes_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_each_host_dies_and_comes_again(tmp_path: Path, mode: str) -> None:
     """The last one; the first one, which the others meet at; and one when the other has done all of its work."""
     plan: list[Plan] = [
         (1, "on_batch_end", 4, "its host dies"),
         (0, "on_batch_end", 8, "its host dies"),
         (1, "at exit", 16, "its host dies"),
     ]
-    hosts = Hosts(tmp_path, plan, nodes=2, ranks=1, at=f"127.0.0.1:{free_port()}")
+    hosts = Hosts(tmp_path, plan, nodes=2, ranks=1, at=f"127.0.0.1:{free_port()}", mode=mode)
     hosts.run([(), ()])
-    assert_survived(tmp_path, hosts, plan, 2)
+    assert_survived(tmp_path, hosts, plan, 2, mode=mode)
 
 
 @pytest.mark.hosts

@@ -328,15 +328,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
             check.check_bool(gather, "gather")
             if self.gpu_mode == "fsdp":
                 optimizers = optimizers_of(self.optimizer)
-                check_shardable(
-                    self.model,
-                    optimizers,
-                    self.options,
-                    self.callbacks,
-                    gather=gather,
-                    restarts=restarts,
-                    num_nodes=num_nodes,
-                )
+                check_shardable(self.model, optimizers, self.options, self.callbacks, gather=gather, restarts=restarts)
             elif not gather:
                 raise ConfigurationError(f"gather=False with gpu_mode={self.gpu_mode!r}: it is for gpu_mode='fsdp'.")
             job = FitJob(

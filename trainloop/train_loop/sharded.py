@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,15 +43,16 @@ class ShardedPlacement(Placement):
         self.wrapper.share_buffers()
 
     def make_whole(self, callbacks: Iterable[Any]) -> None:
-        """What callbacks keep of sharded tensors, in dictionaries and lists too, whole on rank 0."""
+        """What callbacks keep of sharded tensors, in dictionaries and lists too, whole on each host's first rank."""
+        on_one_rank = partial(gathered, keeps=_is_first_of_host())
         for callback in callbacks:
             for name, value in list(vars(callback).items()):
                 if is_sharded(value):
-                    setattr(callback, name, gathered(value))
+                    setattr(callback, name, on_one_rank(value))
                 elif isinstance(value, dict):
-                    value.update({key: map_tensors(item, gathered) for key, item in value.items()})
+                    value.update({key: map_tensors(item, on_one_rank) for key, item in value.items()})
                 elif type(value) is list:
-                    value[:] = map_tensors(value, gathered)
+                    value[:] = map_tensors(value, on_one_rank)
 
     @property
     def evaluated(self) -> Any:
@@ -72,7 +75,8 @@ def sharded(
     wrapper_args : dict
         Further arguments of the wrapper's constructor.
     gives_back : {'all', 'main', 'none'}
-        Ranks whose model and optimizers get the values that were reached. Collective, at the end; where an exception
+        Ranks whose model and optimizers get the values that were reached; ``'main'``: each host's first, which sends
+        them to the process that started it. Collective, at the end; where an exception
         ends the run, and with ``'none'``, the model has the values it came with.
     """
     originals = dict(model.named_parameters())
@@ -95,7 +99,7 @@ def sharded(
         yield wrapper
         if gives_back != "none":
             wrapper.reshard()
-            receives = gives_back == "all" or distributed.is_global_zero()
+            receives = gives_back == "all" or _is_first_of_host()
             _give_back(model, originals, kept, optimizers, receives)
             given = True
     finally:
@@ -115,6 +119,10 @@ def sharded(
                 state.clear()
             for group in groups:
                 group["params"] = [own.get(id(p), p) for p in group["params"]]
+
+
+def _is_first_of_host() -> bool:
+    return int(os.environ.get("LOCAL_RANK", distributed.get_rank())) == 0
 
 
 def _give_back(
@@ -194,7 +202,6 @@ def check_shardable(
     *,
     gather: bool,
     restarts: RestartOptions | None = None,
-    num_nodes: int = 1,
 ) -> None:
     """Raise where ``fsdp`` can't work, before any process starts.
 
@@ -213,12 +220,6 @@ def check_shardable(
             f"fit(gather=False, max_restarts={restarts.most}): restarts go on from snapshots of the whole model and "
             "optimizer in a host's memory, which gather=False is to avoid. Leave max_restarts out, and go on after a "
             "failure by fit(resume_from='last') with the ModelCheckpoint; or leave gather out."
-        )
-    if restarts is not None and num_nodes > 1:
-        raise ConfigurationError(
-            f"max_restarts={restarts.most} with gpu_mode='fsdp' and num_nodes={num_nodes}: hosts don't keep sharded "
-            "snapshots for each other. Leave max_restarts out, and go on after a failure by fit(resume_from='last') "
-            "with a ModelCheckpoint; or use gpu_mode='ddp'."
         )
     meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if gather and meta is not None:
