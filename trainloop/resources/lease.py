@@ -228,7 +228,6 @@ class _Desk:
         wanted = {name for request in requests.values() if request.number for name in request.pool}
         ahead = 0
         for number in self._numbers():
-            # Only those who came before.
             if number >= ticket.number:
                 continue
             lock = self._try(f"ticket-{number}.lock")

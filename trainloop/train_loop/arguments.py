@@ -309,7 +309,6 @@ def check_step(model: Any, optimizer: Any, amp: AmpOptions, device: torch.device
     """Refuse a combination of optimizer, model and AMP that can't take steps."""
     optimizers = optimizers_of(optimizer)
     asking = next((type(single).__name__ for single in optimizers if needs_closure(single)), None)
-    # Most optimizers need no closure.
     if asking is None:
         return
     if len(optimizers) > 1:

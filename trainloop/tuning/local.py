@@ -210,7 +210,7 @@ class LocalBackend:
             over = [child for child in self._children if child.ended()]
             if over or time.monotonic() >= deadline:
                 break
-            # Polling, since a child may be one of several kinds; a fold takes seconds at least.
+            # Nothing waits for one of several Popen; and a fold takes seconds at least.
             time.sleep(0.02)
         ends = []
         for child in over:
