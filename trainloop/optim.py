@@ -206,6 +206,7 @@ class MultiOptimizer:
         seen: dict[int, int] = {}
         for i, optimizer in enumerate(optimizers):
             for parameter in parameters_of(optimizer):
+                # Two optimizers would step it in turn, each with the other's gradients gone.
                 if seen.setdefault(id(parameter), i) != i:
                     raise ConfigurationError(
                         f"optimizers {seen[id(parameter)]} and {i} share a parameter of shape "

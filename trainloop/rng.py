@@ -147,6 +147,7 @@ def restore(state: dict[str, Any]) -> None:
     )
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
+        # current_device() would initialise CUDA.
         here = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
         there = state.get("cuda_device", here)
         states = dict(enumerate(state["cuda"][: torch.cuda.device_count()]))

@@ -190,6 +190,7 @@ def signals(stop: StopAgreement | None = None, *, say: Callable[[str], None] | N
         The signals that came, in the outermost context. Whoever opened it calls :meth:`Heard.end` afterwards.
     """
     global _outermost, _mark
+    # A rank has had its handlers from its start on.
     if threading.current_thread() is not threading.main_thread() or (stop is not None and _handled_for(stop)):
         yield Heard()
         return

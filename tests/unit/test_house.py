@@ -224,7 +224,7 @@ def test_own_modules_are_imported_at_the_head_of_a_file() -> None:
 # -- private names -----------------------------------------------------------------------------------------------------
 
 # Their documentation names them.
-DOCUMENTED = set("_make _replace _asdict _fields _exit _getframe _parameters _buffers _modules".split())
+DOCUMENTED = set("_make _replace _asdict _fields _exit _getframe _current_frames _parameters _buffers _modules".split())
 DOCUMENTED |= {"_values", "_indices", "_nnz"}  # of sparse tensors
 
 # Files that use private names of torch, the standard library and others. Each is to stand in one place, with the

@@ -57,6 +57,7 @@ def export(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str]) -> 
     model = load(checkpoint, whole=False).get("model")
     if not isinstance(model, dict) or not all(isinstance(value, (Tensor, StoredTensor)) for value in model.values()):
         raise CheckpointError(f"{os.fspath(checkpoint)} holds no model's weights alone. Pass one of fit's checkpoints.")
+    # The header first, as it has every tensor's place: so no more than a part of a tensor is in memory at a time.
     header: dict[str, Any] = {}
     end = 0
     for name, value in model.items():
@@ -65,6 +66,7 @@ def export(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str]) -> 
         begin, end = end, end + value.shape.numel() * value.dtype.itemsize
         header[name] = {"dtype": _DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
+    # The format allows spaces there; tensors are to begin at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     target = os.path.abspath(os.path.expanduser(os.fspath(path)))
     temporary = os.path.join(os.path.dirname(target), temporary_name(os.path.basename(target), "export"))

@@ -179,6 +179,7 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
     def _iterated_batches(self, first_batch: int) -> Iterator[tuple[list[Any], RankSizes]]:
         size, world_size = self.batch_size * self.num_replicas, self.num_replicas
         full = (self.batch_size,) * world_size
+        # Reading a sampler ahead costs one isolated random state for many batches.
         at_once = max(1, _READ_AHEAD // size) if type(self.base) in _SETTLED else 1
         batch_index = 0
         self.digest = None

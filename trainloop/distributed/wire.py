@@ -74,6 +74,7 @@ def encoded(obj: object, session: Session) -> tuple[int, bytes | bytearray]:
     """
     try:
         try:
+            # Tried first, whether there is a key or not: it is faster than a pickle, and can't hold code.
             return Form.PLAIN, encode(obj)
         except NotPlain as what:
             if session.key is not None:

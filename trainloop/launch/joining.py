@@ -51,6 +51,7 @@ def joined(environ: Mapping[str, str] | None = None) -> Rank | None:
     if environ is None and started_by_launch():
         return None
     env = os.environ if environ is None else environ
+    # Before Slurm's: torchrun in a Slurm job is itself the task, and this process is one of several that it started.
     if all(env.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         rank, world_size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
         local_world_size = _number(env, "LOCAL_WORLD_SIZE", world_size)

@@ -200,6 +200,7 @@ def _work(spec: RankSpec, me: Rank, words: memoryview, received: Mapping[int, in
                 pulse = Pulse(threading.get_ident(), spec.timeout_s, beat)
                 pulse.start()
                 undo.callback(pulse.stop)
+            # Opens the payload too, so that an error in the user's imports is recorded like any other.
             result = _result_of(spec, me, stop, undo, received)
             if me.local_rank == 0:
                 _write_result(spec.result_fd, result)

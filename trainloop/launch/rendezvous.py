@@ -172,6 +172,7 @@ class Rendezvous:
         finally:
             with self._lock:
                 self._all_came = True
+                # Connections that have not proved themselves by now are not waited for.
                 strangers = [(thread, line) for thread, line in threads if line not in self._peers.values()]
             for thread, line in strangers:
                 line.hang_up()

@@ -346,6 +346,7 @@ class Recorder:
         self.compact()
         steps, epoch, attachments = self._exchange(self._new_steps(), self._totals(), attachment)
         if late:
+            # Means over the epoch are made anew from all parts: a mean of means would be another value.
             epoch = {name: _joined(name, self._finished.get(name, []), entries) for name, entries in epoch.items()}
             self._finished.update(epoch)
         else:

@@ -76,6 +76,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
 
     def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, **ddp_args: Any) -> None:
         check_not_lazy(module, "TTDistributedDataParallel")
+        # DDP asserts the same, in words that name no module.
         trained = [p for p in module.parameters() if p.requires_grad]
         if not trained:
             raise RuntimeError(

@@ -60,6 +60,7 @@ def available(
     cpus: list[Limit] = []
     if cpu_count is not None:
         cpus.append(Limit(cpu_count, "the machine (cpu_count)"))
+    # Figures that are given stand for the machine in tests and plans, so nothing is read beside them.
     elif affinity is None:
         cpus.append(Limit(os.cpu_count() or 1, "the machine (os.cpu_count)"))
         if hasattr(os, "sched_getaffinity"):

@@ -163,8 +163,10 @@ def _counted(
             loss = split_loss(output)[0]
             total = loss.total() if isinstance(loss, MultiLoss) else loss
             if total.requires_grad:
+                # Under the counter, which so counts the backward pass too.
                 total.backward()
                 step = counter.get_total_flops()
+    # Gradients for all, so that a step makes the optimizer's state of all.
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         if p.grad is None:

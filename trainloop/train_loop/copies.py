@@ -122,6 +122,7 @@ class Copies:
                 part = move.to_part
                 receive = _Part(memory, number, part), move.source
                 memory.begin_copy(number, part)
+        # Counted on all ranks, also those without a part in it: the number keeps an old message from being used again.
         self._swaps += 1
         if send is None and receive is None:
             return True

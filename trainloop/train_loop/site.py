@@ -105,6 +105,7 @@ def devices_for(
     if on_gpu is not None:
         check_bool(on_gpu, "on_gpu")
     on_cpu = isinstance(accelerator, str) and accelerator.strip().lower() == "cpu"
+    # Contradictions first: which argument was meant can't be guessed.
     if on_gpu is False and num_gpus:
         raise ConfigurationError(
             f"num_gpus={num_gpus} with on_gpu=False: these exclude each other. Leave on_gpu out for GPUs, or num_gpus "
@@ -124,6 +125,7 @@ def devices_for(
             stacklevel=4,
         )
         accelerator = "cpu"
+    # The loop's own devices, where they were given, count more.
     elif num_gpus and not on_cpu and mode != "single" and devices == "auto":
         accelerator, devices = ("gpu" if accelerator == "auto" else accelerator), num_gpus
     elif num_gpus and on_cpu and num_gpus > 0:

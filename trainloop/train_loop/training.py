@@ -254,7 +254,9 @@ class Training(Run):
             self.recorder.between_steps(loop.global_step + 1)
             for hook in self.hooks.on_epoch_begin:
                 hook()
+        # After the hook, in which callbacks freeze and unfreeze, and before the first forward.
         self.gradients.follow_at_epoch_begin()
+        # A resumed epoch counts on from the steps that it skips.
         skip, self.skip_steps, self.epoch_steps = self.skip_steps, 0, self.skip_steps
         first = self._kept_in_eval is None
         self._kept_in_eval = begin_training(loop.model, self._kept_in_eval or ())

@@ -211,6 +211,7 @@ def _supervise(told: dict[str, Any], work: bytes, params: bytes) -> tuple[int, d
         with ExitStack() as undo:
             if hasattr(os, "sched_getaffinity"):
                 job.cpus = free_cpus(int(job.quota[0]), sorted(os.sched_getaffinity(0)), undo)
+            # In a child, as Ray's worker has imported things already, and must outlive a crash.
             child = Child(job)
             undo.callback(child.end)
             child.wait()

@@ -140,9 +140,12 @@ def _ended() -> list[tuple[int, int]]:
 def _become(job_file: str, log: str, environment: dict[str, str], close: Sequence[int]) -> None:
     """In the fork: what a fresh interpreter would be, and then the fold."""
     try:
+        # A session of its own, as a fresh child has: a Ctrl-C is for the search, and the group can be ended as one.
         os.setsid()
+        # The template waits for its children by these two; the fold must not write into its pipe.
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # Ends of the search's pipes: while a fold held one, the search would not see the template go.
         for end in close:
             os.close(end)
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)

@@ -94,8 +94,10 @@ def _train(job: Job, folder: Path) -> None:
     from trainloop.resources import ResourceQuota, enforce, lease
     from trainloop.tuning.storage import read, write
 
+    # The search has leased what this fold may use: a lease of its own would wait for the search to end.
     lease.inherit()
     quota = ResourceQuota(*job.quota)
+    # CPU seconds used up to here were imports.
     began, used = time.monotonic(), _cpu_seconds()
     device = None
     if 0 < float(quota.num_gpus) < 1:
@@ -106,6 +108,7 @@ def _train(job: Job, folder: Path) -> None:
         work = read(Path(job.work), trusted=job.trusted)
         params = read(Path(job.params), trusted=job.trusted)
         _seed(job.seed)
+        # Only now: it may import torch, which reads the number of threads that applied() has set.
         from trainloop.tuning import fitting
 
         if job.probe:
@@ -129,6 +132,7 @@ def _train(job: Job, folder: Path) -> None:
             "cpu_seconds": _cpu_seconds() - used,
             "facts": dict(getattr(outcome.model, "facts", None) or {}),
         }
+        # Last: a fold that has this file is finished.
         write(folder / "result.pkl", result)
 
 
