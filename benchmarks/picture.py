@@ -20,9 +20,9 @@ SHOWN = {
 }
 OURS, BASE = "trainloop", "by hand"
 TITLE = "Time of a step, as a ratio to the loop written by hand; shorter is faster"
-MOST = 2.5  # ratios beyond are cut off, with a mark
+MOST = 2.5  # longer bars are broken
 
-LEFT, WIDTH, ROW, GAP = 250, 420, 20, 16
+LEFT, WIDTH, ROW, GAP, LABEL = 250, 420, 20, 16, 36
 
 
 def tables(text: str) -> dict[str, list[tuple[str, float]]]:
@@ -57,10 +57,13 @@ def drawn(text: str) -> str:
                 continue
             length = min(ratio, MOST) * scale
             kind = "ours" if loop.startswith(OURS) else "theirs"
-            label = f"{ratio:.2f}" + (" \N{RIGHTWARDS ARROW}" if ratio > MOST else "")
+            # A number that the line would run through stands behind it.
+            at = LEFT + (scale if length < scale < length + LABEL else length) + 5
             body.append(f'<text x="{LEFT - 8}" y="{y + 14}" class="loop">{escape(loop)}</text>')
             body.append(f'<rect x="{LEFT}" y="{y + 2}" width="{length:.1f}" height="{ROW - 5}" class="{kind}"/>')
-            body.append(f'<text x="{LEFT + length + 5:.1f}" y="{y + 14}">{label}</text>')
+            if ratio > MOST:
+                body.append(f'<path d="M{LEFT + length - 24:.1f} {y + ROW}l8 -{ROW}h6l-8 {ROW}z" class="gap"/>')
+            body.append(f'<text x="{at:.1f}" y="{y + 14}">{ratio:.2f}</text>')
             y += ROW
         y += GAP
     one, width, height = LEFT + scale, LEFT + WIDTH + 70, y + 22
@@ -69,12 +72,12 @@ def drawn(text: str) -> str:
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
             f'viewBox="0 0 {width} {height}">',
             "<style>text{font:12px sans-serif;fill:#222}.head{font-weight:bold}.loop{text-anchor:end}"
-            ".ours{fill:#1f77b4}.theirs{fill:#b8b8b8}.note{fill:#666}</style>",
+            ".ours{fill:#1f77b4}.theirs{fill:#b8b8b8}.gap{fill:white}.note{fill:#666}</style>",
             f'<rect width="{width}" height="{height}" fill="white"/>',
             f'<text x="8" y="18" class="note">{TITLE}</text>',
             *body,
             f'<line x1="{one:.1f}" y1="26" x2="{one:.1f}" y2="{y - 4}" stroke="#222" stroke-dasharray="3 3"/>',
-            f'<text x="{one:.1f}" y="{y + 10}" text-anchor="middle">by hand</text>',
+            f'<text x="{one:.1f}" y="{y + 10}" text-anchor="middle">by hand: 1</text>',
             f'<text x="8" y="{y + 10}" class="note">{escape(machine)}</text>',
             "</svg>",
             "",

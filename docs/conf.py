@@ -6,8 +6,11 @@ import os
 import sys
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
+from pathlib import Path
 
-sys.path.insert(0, os.path.abspath(".."))
+sys.path[:0] = [os.path.abspath(".."), os.path.dirname(__file__)]
+
+import elsewhere  # noqa: E402
 
 project = "trainloop"
 author = copyright = "The trainloop authors"
@@ -20,21 +23,22 @@ version = release
 extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
+    "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
-# Links to torch's and Python's own pages need inventories, which are fetched. Without network they stay plain names.
+# Links to the pages of PyTorch, Python and NumPy, without network. DOCS_ONLINE=1 asks their own inventories instead.
 if os.environ.get("DOCS_ONLINE") == "1":
-    extensions.append("sphinx.ext.intersphinx")
-    intersphinx_mapping = {
-        "python": ("https://docs.python.org/3", None),
-        "torch": ("https://docs.pytorch.org/docs/stable", None),
-    }
+    intersphinx_mapping = {project: (site, None) for project, site in elsewhere.SITES.items()}
+else:
+    intersphinx_mapping = elsewhere.write(Path(__file__).parent / "_build" / "inventories")
 exclude_patterns = ["_build"]
 templates_path = ["_templates"]
 autosummary_generate = True
-nitpicky = False
+# Whatever a guide or a docstring refers to is there, here or elsewhere. But types: numpy's form writes them in words.
+nitpicky = True
+nitpick_ignore_regex = [("py:class", ".*"), ("py:obj", r".*\.ModelT")]
 default_role = "py:obj"
 
 html_theme = "furo"

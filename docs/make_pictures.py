@@ -96,7 +96,7 @@ def main() -> None:
         script.write_text(TRAIN.format(**values))
         subprocess.run([sys.executable, str(script)], cwd=folder, check=True)
         with tensorboard(folder / "runs") as address:
-            screenshot(f"{address}/?darkMode=false#scalars", PICTURES / "tensorboard.png")
+            screenshot(f"{address}/?darkMode=false#custom_scalars", PICTURES / "tensorboard.png")
 
 
 if __name__ == "__main__":

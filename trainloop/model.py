@@ -101,7 +101,7 @@ class TTModel(nn.Module, ABC):
 
         A model that carries state from batch to batch, such as a recurrent network trained on one long text, puts the
         training's aside here and begins with a new one. Called before the same hook of callbacks, with the same
-        ``dataset_info``: see :meth:`trainloop.AbstractCallback.on_evaluation_begin`.
+        ``dataset_info``: see :meth:`~.AbstractCallback.on_evaluation_begin`.
 
         Examples
         --------

@@ -19,6 +19,7 @@ import re
 import runpy
 import sys
 import textwrap
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ import conftest
 import trainloop
 import trainloop.callbacks
 import trainloop.schedulers
+import trainloop.tabular
+import trainloop.tuning
 from benchmarks import picture
 from places import ROOT
 from trainloop.errors import TrainLoopError
@@ -216,6 +219,7 @@ def test_blocks_are_found_with_their_lines_and_marks(tmp_path: Path) -> None:
 # -- the page of errors ------------------------------------------------------------------------------------------------
 
 sys.path.insert(0, str(ROOT / "docs"))
+import elsewhere  # noqa: E402
 import make_errors  # noqa: E402
 
 MADE_HERE = [mistake for mistake in make_errors.MISTAKES if "ddp" not in mistake.code and "NaN" not in mistake.code]
@@ -362,21 +366,72 @@ def test_public_names_have_docstrings(name: str) -> None:
 GUIDES = [ROOT / "docs" / "index.rst", *(page for page in PAGES if page.parent.name in ("guides", "migrating"))]
 
 
-def test_classes_that_a_guide_names_are_links() -> None:
-    """``ModelCheckpoint`` is a word, `.ModelCheckpoint` a link to its page; a name that is not there is neither."""
-    parts = [trainloop, trainloop.callbacks, trainloop.schedulers, trainloop.errors]
-    classes = {name for part in parts for name in part.__all__ if name[0].isupper()}
-    linked = 0
+def prose_of(page: Path) -> str:
+    """A page without its code, its titles, and what tables say of other libraries."""
+    lines = page.read_text().splitlines()
+    kept = []
+    code_of: int | None = None  # the indent of the mark whose block this is
+    there = False
+    for line, below in zip(lines, [*lines[1:], ""]):
+        indent = len(line) - len(line.lstrip())
+        if code_of is not None and line.strip() and indent <= code_of:
+            code_of = None
+        if code_of is None and (_MARK.match(line) or re.match(r" *\.\. (image|math)::|.*[^:]::$", line)):
+            code_of = indent
+        if page.parent.name == "migrating" and page.stem != "plain_ddp":  # on that page both columns are torch's
+            there = line.startswith("   * - ") or (there and line.startswith("       "))
+            line = re.sub("^``[^`]+``(, ``[^`]+``)*", "", line)  # in a row of a simple table
+        if code_of is None and not there and not re.match(r"[=~-]{3,}$", below):
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def names_that_are_pages() -> set[str]:
+    """How guides write what has a place in the API's pages, or in those of PyTorch, Python and NumPy."""
+    parts = [
+        trainloop,
+        trainloop.callbacks,
+        trainloop.schedulers,
+        trainloop.errors,
+        trainloop.tabular,
+        trainloop.tuning,
+    ]
+    names = {name for part in parts for name in part.__all__ if name[0].isupper()}
+    names |= {name for name in vars(trainloop.AbstractCallback) if name.startswith("on_")}
+    names |= {"fit", "get_loss", "get_loss_eval", "get_predictions", "self.log", "self.device", "self.all_gather"}
+    loop = [name for name in dir(trainloop.TrainLoop) if not name.startswith("_")]
+    names |= {f"{tl}.{name}" for tl in ("tl", "TrainLoop", "self.train_loop_obj") for name in loop}
+    pages = [name for project in elsewhere.SITES for name in elsewhere.addresses(project) if "." in name]
+    return names | set(pages) | {name.rpartition(".")[2] for name in pages if name.rpartition(".")[2][0].isupper()}
+
+
+def test_names_in_a_guide_are_links() -> None:
+    """``ModelCheckpoint`` is a word, `.ModelCheckpoint` a link to its page. `make docs` finds links to nowhere."""
+    names = names_that_are_pages() - {"Module", "Generator", "Parameter", "Tensor", "Optimizer", "Path"}
+    linked, plain = 0, []
     for page in GUIDES:
-        text = "\n".join(line for line in page.read_text().splitlines() if not line.startswith("    "))
-        words = re.findall(r"(?<![`\w])``([A-Za-z]+)``", re.sub(r".*\n[=-]{3,}\n", "", text))
-        assert not set(words) & set(classes), f"{page}: write `.Name` for {sorted(set(words) & set(classes))}"
-        for name in re.findall(r"(?<![`:\w])`(trainloop\.[\w.]+)`(?![`_])", text):
-            module, _, attribute = name.rpartition(".")
-            assert pkgutil.resolve_name(name) is not None, f"{page}: {module} has no {attribute}"
-            linked += 1
-        linked += sum(name in classes for name in re.findall(r"(?<![`:\w])`\.(\w+)`", text))
-    assert linked > 50
+        text = prose_of(page)
+        for literal in re.findall(r"(?<!`)``([^`]+)``(?!`)", text):
+            word = re.match(r"(?:with )?([\w.]+)(?:\(.*\))?:?$", " ".join(literal.split()))
+            if word is not None and word[1] in names:
+                plain.append((page.name, literal))
+        linked += len(re.findall(r"(?<![`:\w])`[^`]+`(?![`_])|:(?:class|func|meth|mod|doc):`", text))
+    assert not plain, f"write them as links, `name <.Class.name>`: {plain}"
+    assert linked > 400
+
+
+def test_links_to_other_projects_name_what_is_there(folder: Path) -> None:
+    """Each name of the tables exists, once; what is written of them is an inventory as Sphinx reads it."""
+    for project, (site, path) in elsewhere.write(folder).items():
+        assert re.fullmatch("https://.*/", site)
+        *head, packed = Path(path).read_bytes().split(b"\n", 4)
+        assert (head[0], head[3][-5:]) == (b"# Sphinx inventory version 2", b"zlib.")
+        rows = [row.split(" ") for row in zlib.decompress(packed).decode().splitlines()]
+        assert {row[0] for row in rows} == set(elsewhere.addresses(project))
+        for row in rows:
+            assert re.fullmatch(r"[\w.]+ py:[a-z]+ 1 [\w./]+\.html#[\w.-]+ -", " ".join(row))
+        names = [name for names in elsewhere.PAGES[project].values() for name in names.split()]
+        assert len(names) == len(set(names))
 
 
 WIDTH = 92  # characters of code in the column of the theme

@@ -123,7 +123,7 @@ class AbstractCallback:
         prog_bar: bool = False,
         rank_zero_only: bool = False,
     ) -> None:
-        """Record a metric from a hook, by the arguments of :meth:`trainloop.TTModel.log`, by default over all ranks.
+        """Record a metric from a hook, by the arguments of :meth:`.TTModel.log`, by default over all ranks.
 
         It belongs to the epoch whose hook it is: ``on_train_begin`` to the first, ``on_train_end`` to the last,
         ``on_exception`` to the interrupted epoch (this rank's value only). At an epoch's end and at that of the
@@ -137,7 +137,7 @@ class AbstractCallback:
         Raises
         ------
         ConfigurationError
-            As :meth:`trainloop.TTModel.log`; and in ``on_train_loop_registration``, as no epoch runs there.
+            As :meth:`.TTModel.log`; and in ``on_train_loop_registration``, as no epoch runs there.
         """
         if self.train_loop_obj is None:
             raise ConfigurationError(
@@ -178,7 +178,7 @@ class AbstractCallback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that :meth:`state_dict` returned. Called after :meth:`on_train_begin`."""
+        """Restore what :meth:`state_dict` returned. Called after :meth:`~.AbstractCallback.on_train_begin`."""
 
     def on_train_loop_registration(self) -> None:
         """In the caller's process, before anything starts: check arguments here."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from difflib import get_close_matches
 from typing import Any
 
-from trainloop.errors import ConfigurationError
+from trainloop.keywords import refuse, suggested, table_of
 
-__all__ = ["OwnSignature", "UnknownArgumentError", "refuse_unknown_keywords"]
+__all__ = ["OwnSignature", "refuse_unknown_keywords"]
 
 # What an argument of Lightning, Keras, Ignite or Transformers is here; the first of these that the callback has.
 _SAME = {
@@ -52,11 +51,7 @@ _OTHERWISE = {
     ("patience", "verbose"): "who ended the training is always printed.",
 }  # fmt: skip
 
-_HERE = {name: here.split() for names, here in _SAME.items() for name in names.split()}
-
-
-class UnknownArgumentError(ConfigurationError, TypeError):
-    """An unknown keyword: a ``TypeError``, as for any function, with a hint at the right name."""
+_HERE = {name: here.split() for name, here in table_of(_SAME).items()}
 
 
 def refuse_unknown_keywords(kind: type, given: Iterable[str]) -> None:
@@ -71,10 +66,7 @@ def refuse_unknown_keywords(kind: type, given: Iterable[str]) -> None:
     unknown = [name for name in given if name not in known]
     if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         own = list(known)[1:]
-        messages = [
-            f"{kind.__name__}() got an unexpected keyword argument {name!r}{_hint(name, own)}" for name in unknown
-        ]
-        raise UnknownArgumentError("\n".join(messages))
+        refuse(kind.__name__, unknown, lambda name: _hint(name, own))
 
 
 def _hint(name: str, own: list[str]) -> str:
@@ -82,10 +74,7 @@ def _hint(name: str, own: list[str]) -> str:
         if name == foreign and argument in own:
             return f": {text}"
     here = [candidate for candidate in _HERE.get(name.lower(), ()) if candidate in own]
-    close = here or get_close_matches(name.lower(), own, n=1)
-    if close:
-        return f". Did you mean {close[0]}=?"
-    return f". It has: {', '.join(own)}." if own else ". It has no arguments."
+    return f". Did you mean {here[0]}=?" if here else suggested(name, own)
 
 
 class OwnSignature:

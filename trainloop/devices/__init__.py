@@ -2,7 +2,7 @@
 
 :mod:`~trainloop.devices.requests` and :mod:`~trainloop.devices.modes` are arithmetic on their arguments. Two functions
 here look at the machine: :func:`resolve` counts devices, :func:`find_usable_cuda_devices` tries them.
-:func:`visible_devices` and :func:`child_mask`, of :mod:`trainloop.resources.masks`, are re-exported.
+:func:`visible_devices` and :func:`child_mask`, of ``trainloop.resources.masks``, are re-exported.
 
 An index always counts within ``CUDA_VISIBLE_DEVICES``, as torch's own do.
 """

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainloop.errors import ConfigurationError
 from trainloop.forks import guard_forks
+from trainloop.keywords import WRAPPERS, keywords_of, meant, refuse
 from trainloop.model import yields_losses
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy, with_multi_losses, with_plain_dicts
 
@@ -75,6 +76,12 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     to_kwargs = SharedName("to_kwargs", DistributedDataParallel.to_kwargs)
 
     def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, **ddp_args: Any) -> None:
+        own = keywords_of(TTDistributedDataParallel)
+        refuse(
+            "TTDistributedDataParallel",
+            [name for name in ddp_args if name not in own],
+            lambda name: meant(name, own, WRAPPERS),
+        )
         check_not_lazy(module, "TTDistributedDataParallel")
         # DDP asserts the same, in words that name no module.
         trained = [p for p in module.parameters() if p.requires_grad]

@@ -14,6 +14,7 @@ from torch._utils import ExceptionWrapper
 from torch.nn.parallel import DataParallel, replicate
 
 from trainloop.errors import ConfigurationError
+from trainloop.keywords import WRAPPERS, knows_foreign_names
 from trainloop.nested import map_parts
 from trainloop.optim import MultiLoss
 from trainloop.parallel import scatter as parts
@@ -33,7 +34,7 @@ class TTDataParallel(Transparent, DataParallel):
 
     A ``get_loss`` that yields its losses, so that one optimizer steps after another within a batch, yields those of the
     whole batch; after each, the replicas get the module's new weights. Losses whose criterion says
-    ``reduction='sum'`` add up, see :mod:`trainloop.reduction`.
+    ``reduction='sum'`` add up, see ``trainloop.reduction``.
 
     Every other attribute, property and method is the model's own, for reading and writing.
 
@@ -60,7 +61,7 @@ class TTDataParallel(Transparent, DataParallel):
 
     Notes
     -----
-    What is cut, and how, says :func:`trainloop.parallel.scatter.scatter`: by ``torch.chunk``, so 7 samples over 2
+    What is cut, and how, says ``trainloop.parallel.scatter.scatter``: by ``torch.chunk``, so 7 samples over 2
     replicas are 4 and 3, and over 8 one replica idles.
 
     As with ``nn.DataParallel``, a replica is a shallow copy: attributes that the method sets on ``self`` are lost, and
@@ -87,6 +88,7 @@ class TTDataParallel(Transparent, DataParallel):
     parallel_apply = SharedName("parallel_apply", DataParallel.parallel_apply)
     gather = SharedName("gather", DataParallel.gather)
 
+    @knows_foreign_names(WRAPPERS)
     def __init__(
         self,
         module: nn.Module,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trainloop.errors import ConfigurationError
 from trainloop.forks import guard_forks
+from trainloop.keywords import WRAPPERS, knows_foreign_names
 from trainloop.model import yields_losses
 from trainloop.parallel.shards import MARKS, is_sharded
 from trainloop.parallel.transparent import Transparent, check_not_lazy, with_multi_losses, with_plain_dicts
@@ -87,6 +88,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
     reshard: Callable[[], None]
     """Of ``FSDPModule``, which ``fully_shard`` puts before this class: free what the root unit holds whole."""
 
+    @knows_foreign_names(WRAPPERS)
     def __init__(
         self,
         module: nn.Module,

@@ -15,6 +15,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from trainloop.errors import ResourceError
+from trainloop.keywords import knows_foreign_names
 from trainloop.resources.placement import place
 from trainloop.resources.quota import (
     ResourceQuota,
@@ -128,6 +129,16 @@ class Plan:
         )
 
 
+@knows_foreign_names(
+    {
+        "resources quota run per_run": "total=",
+        "n_trials trials max_trials num_samples": "num_trials=",
+        "n_folds num_folds folds cv n_splits k_fold": "num_bag_folds=",
+        "per_trial resources_per_trial trial": "per_bag=",
+        "per_fold fold model": "per_model=",
+        "parallel": "parallel_folds=",
+    }
+)
 def plan(
     total: ResourceQuota | Resources,
     *,

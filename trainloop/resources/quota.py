@@ -14,6 +14,7 @@ from numbers import Integral, Rational, Real
 from typing import Literal, NamedTuple
 
 from trainloop.errors import ResourceError
+from trainloop.keywords import knows_foreign_names
 
 __all__ = [
     "Limit",
@@ -107,6 +108,15 @@ class ResourceQuota:
             exact(self.num_gpus)
         if self.memory != "auto":
             object.__setattr__(self, "memory", parse_memory(self.memory))
+
+
+ResourceQuota.__init__ = knows_foreign_names(  # type: ignore[method-assign]
+    {
+        "cpus cpu num_cpu n_cpus cores num_cores num_threads threads": "num_cpus=",
+        "gpus gpu num_gpu n_gpus devices": "num_gpus=",
+        "mem ram memory_limit mem_gb memory_gb": "memory='16GB'",
+    }
+)(ResourceQuota.__init__)
 
 
 def _checked_cpus(value: object) -> int:

@@ -15,6 +15,7 @@ from trainloop.callbacks.base import AbstractCallback
 from trainloop.data.libraries import loads
 from trainloop.distributed.key import KEY_VARIABLE, key_from_environment
 from trainloop.errors import ConfigurationError
+from trainloop.keywords import WRAPPERS, keywords_of, meant
 from trainloop.model import TTModel, yields_losses
 from trainloop.optim import MultiOptimizer, needs_closure, optimizers_of, parameters_of
 from trainloop.resources.quota import ResourceQuota
@@ -336,20 +337,11 @@ def check_wrapper_args(given: Any, name: str, wrapper: type) -> dict[str, Any]:
         return {}
     if not isinstance(given, dict):
         raise ConfigurationError(f"{name}={short(given)} is a {type(given).__name__}: must be a dict or None.")
-    known: list[str] = []
-    # A **kwargs is passed on to the base's constructor, so its names count, too.
-    for cls in wrapper.__mro__[:-1]:
-        if "__init__" in cls.__dict__:
-            parameters = list(inspect.signature(cls.__dict__["__init__"]).parameters.values())[1:]
-            known += [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-                break
-    known = [key for key in dict.fromkeys(known) if key != "module"]
+    known = [key for key in keywords_of(wrapper) if key != "module"]
     unknown = [key for key in given if key not in known]
     if unknown:
-        raise ConfigurationError(
-            f"{name}={given!r}: {wrapper.__name__} has no {unknown[0]!r}; it has {', '.join(known)}."
-        )
+        hint = meant(unknown[0], known, WRAPPERS)
+        raise ConfigurationError(f"{name}={given!r}: {wrapper.__name__} has no {unknown[0]!r}{hint}")
     return dict(given)
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from trainloop.callbacks.keywords import UnknownArgumentError
+from trainloop.keywords import refuse, table_of
 
-__all__ = ["UnknownArgumentError", "attribute_hint", "hides_unknown", "refuse_unknown"]
+__all__ = ["attribute_hint", "hides_unknown", "refuse_unknown"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -76,8 +76,7 @@ ATTRIBUTES = {
     "state_dict": "checkpoint_state() in a callback; ModelCheckpoint keeps it",
 }
 
-_KEYWORD = {name: here for names, here in KEYWORDS.items() for name in names.split()}
-_ATTRIBUTE = {name: here for names, here in ATTRIBUTES.items() for name in names.split()}
+_KEYWORD, _ATTRIBUTE = table_of(KEYWORDS), table_of(ATTRIBUTES)
 
 
 def refuse_unknown(unknown: Iterable[str], door: str, doors: dict[str, Callable[..., Any]]) -> None:
@@ -97,12 +96,7 @@ def refuse_unknown(unknown: Iterable[str], door: str, doors: dict[str, Callable[
     UnknownArgumentError
         If there is any.
     """
-    messages = [
-        f"{doors[door].__qualname__}() got an unexpected keyword argument {name!r}{_meant(name, door, doors)}"
-        for name in unknown
-    ]
-    if messages:
-        raise UnknownArgumentError("\n".join(messages))
+    refuse(doors[door].__qualname__, unknown, lambda name: _meant(name, door, doors))
 
 
 def _meant(name: str, door: str, doors: dict[str, Callable[..., Any]]) -> str:

@@ -126,7 +126,7 @@ class LoopView:
             self._note_end(end)
 
     def end_training(self, callback: AbstractCallback, reason: str = "") -> None:
-        """See :meth:`AbstractCallback.end_training`, which calls it."""
+        """See :meth:`.AbstractCallback.end_training`, which calls it."""
         self._note_end(End(type(callback).__name__, callback.callback_name, reason))
         self.asked_to_end = True
 
@@ -190,12 +190,12 @@ class LoopView:
         prog_bar: bool = False,
         rank_zero_only: bool = False,
     ) -> None:
-        """Record a metric from anywhere in a running loop: :meth:`trainloop.TTModel.log` without the model.
+        """Record a metric from anywhere in a running loop: :meth:`.TTModel.log` without the model.
 
         Raises
         ------
         ConfigurationError
-            As :meth:`trainloop.TTModel.log`; and if nothing is running, so that the value would belong to no epoch.
+            As :meth:`.TTModel.log`; and if nothing is running, so that the value would belong to no epoch.
         """
         run = self.running
         if run is None or run.sink is None:

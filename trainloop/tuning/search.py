@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from trainloop.errors import ConfigurationError
+from trainloop.keywords import knows_foreign_names
 from trainloop.resources import Plan, ResourceQuota, plan
 from trainloop.tuning.folds import Fold, class_targets, make_folds
 from trainloop.tuning.local import FoldExit, ForkingBackend, LocalBackend
@@ -43,6 +44,29 @@ class Backend(Protocol):
     def close(self) -> list[Job]: ...
 
 
+@knows_foreign_names(
+    {
+        "objective func fun train_fn trainable model_fn make_model": "make_loop=",
+        "search_space param_space param_grid param_distributions params parameters grid": "space=",
+        "num_samples n_trials trials n_iter max_trials": "num_trials=",
+        "sampler search_alg algo strategy": "searcher=",
+        "num_folds n_folds folds cv n_splits k_folds": "num_bag_folds=",
+        "num_rows n_rows rows labels y stratify": "targets=, a target for each row",
+        "x X dataset": "data=(x, y)",
+        "resources quota": "total=",
+        "resources_per_trial per_trial": "per_bag=, or per_model= without bagging",
+        "num_cpus num_gpus": "per_model=ResourceQuota(...), or total= for all models together",
+        "n_jobs max_concurrent_trials num_workers parallel": "per_model=: as many train at once as fit into total=",
+        "monitor score scoring": "metric=",
+        "direction goal": "mode='min' or 'max'",
+        "storage_path local_dir path folder output_dir dirpath save_dir": "storage=",
+        "timeout max_time time_limit": "time_limit_s=",
+        "num_epochs epochs max_epochs callbacks num_iterations grad_accumulation": "fit_args={...}, which fit gets",
+        "random_state random_seed": "seed=",
+        "verbose progress_bar": "progress=",
+        "scheduler pruner": ": a trial trains to its end; fit_args={'callbacks': [EarlyStopping(...)]} ends it sooner",
+    }
+)
 def tune(
     make_loop: Callable[[dict[str, Any], Fold | None], Any],
     space: Mapping[str, Any],
@@ -82,7 +106,7 @@ def tune(
         ``fit`` and ``predict``; or an :class:`EstimatorLoop`. It runs in the model's process, and may be defined
         anywhere. ``fold.train`` and ``fold.validation`` are row numbers; ``fold`` is None without bagging.
     space : mapping of str to list, range or distribution
-        See :func:`~trainloop.tuning.space.parse_space`. An empty one trains one model, with a warning.
+        See ``trainloop.tuning.space.parse_space``. An empty one trains one model, with a warning.
     num_trials : int
         Settings to try; a smaller space ends sooner.
     searcher : {'random', 'grid', 'optuna'} or an Optuna sampler
