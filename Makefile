@@ -19,7 +19,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 VENV_SIMULATED_GPU ?= .venv-simulated-gpu
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+# The versions that the project is tested with. Without, the newest ones: make test CONSTRAINTS=
+CONSTRAINTS ?= constraints.txt
+PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 ARGS   ?=
 # Tests run in two processes, a file at a time, in the order in which they are collected: tests/unit, whose files are
 # short, comes last, so that both end together. In one process: make test WORKERS=0, or ARGS='-p no:xdist', as for --pdb.
@@ -28,7 +30,7 @@ PYTEST := $(BIN)/python -m pytest $(if $(findstring no:xdist,$(ARGS)),,-n $(WORK
 
 # One stamp for each set of requirements, inside the environment that it describes.
 define install
-$(VENV)/$(1).stamp: setup.cfg setup.py pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/$(1).stamp: setup.cfg setup.py pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "installing trainloop[$(1)] into $(VENV) ..."
 	@$(PIP) -e ".[$(1)]"
 	@touch $$@
