@@ -76,7 +76,7 @@ def screenshot(address: str, path: Path) -> None:
         sys.exit("a screenshot needs Chromium on the PATH")
     options = (
         "--headless --no-sandbox --hide-scrollbars --disable-background-networking --disable-sync "
-        "--disable-component-update --no-first-run --window-size=1280,1120 --virtual-time-budget=60000 "
+        "--disable-component-update --no-first-run --window-size=1280,850 --virtual-time-budget=60000 "
         "--enable-unsafe-swiftshader --run-all-compositor-stages-before-draw"
     )
     with tempfile.TemporaryDirectory() as profile:
