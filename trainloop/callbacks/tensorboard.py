@@ -283,7 +283,7 @@ class TensorBoard(AbstractCallback):
 
     def write_figure(self, tag: str, figure: Any) -> None:
         """Write a ``matplotlib.figure.Figure`` as an image at this step; on ranks without a file it does nothing."""
-        if self._failed or not self.train_loop_obj.is_global_zero:
+        if not self._writes:
             return
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -291,10 +291,44 @@ class TensorBoard(AbstractCallback):
         figure.savefig(png, format="png", dpi=100)
         width, height = (round(100 * inches) for inches in figure.get_size_inches())
         image = Summary.Image(encoded_image_string=png.getvalue(), width=width, height=height, colorspace=4)
-        with self._writing():
-            self._events.write_summary(
-                Summary(value=[Summary.Value(tag=tag, image=image)]), self.train_loop_obj.global_step
+        self.write_summary(Summary(value=[Summary.Value(tag=tag, image=image)]))
+
+    def write_images(self, tag: str, images: Tensor) -> None:
+        """Write a batch of images as one at this step; on ranks without a file it does nothing.
+
+        Parameters
+        ----------
+        tag : str
+        images : Tensor, shape (n, channels, height, width)
+            One channel or three; floats from 0 to 1, or bytes. On any device.
+        """
+        shape = tuple(images.shape)
+        if len(shape) != 4 or shape[1] not in (1, 3) or not images.numel():
+            raise ConfigurationError(
+                f"TensorBoard.write_images({tag!r}): images of shape {shape}: must be (n, 1 or 3 channels, height, "
+                "width). One image: images[None]; without channels: images[:, None]."
             )
+        if not self._writes:
+            return
+        from torch.utils.tensorboard.summary import image
+
+        try:
+            summary = image(tag, images.detach().cpu(), dataformats="NCHW")
+        except ModuleNotFoundError as error:
+            raise ConfigurationError(
+                "TensorBoard.write_images needs Pillow: pip install 'trainloop[plot]', or leave the images out."
+            ) from error
+        self.write_summary(summary)
+
+    def write_summary(self, summary: Any) -> None:
+        """Write what ``torch.utils.tensorboard.summary`` makes (text, audio, a histogram, ...), as the two above."""
+        if self._writes:
+            with self._writing():
+                self._events.write_summary(summary, self.train_loop_obj.global_step)
+
+    @property
+    def _writes(self) -> bool:
+        return not self._failed and self.train_loop_obj.is_global_zero
 
     def _write_graph(self) -> None:
         if self.graph_input is None:
