@@ -139,6 +139,16 @@ class Named(NamedTuple):
     a: int
 
 
+def test_tensors_come_back_where_torch_says_by_an_error_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch 2.6 does in its builds for CUDA; ranks on the CPU exchanged nothing with them."""
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", refuse)
+    assert decode(memoryview(encode([torch.arange(3), 1])))[0].tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     "value",
     [
