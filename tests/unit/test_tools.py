@@ -171,6 +171,24 @@ def test_summary_counts_what_there_is() -> None:
     assert len(make_loop(model).summary(depth=1).layers) == 3
 
 
+def test_summary_says_what_was_not_counted() -> None:
+    class Recurrent(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(8, 8, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.rnn(x[:, None])[0][:, 0])
+
+    found = make_loop(Recurrent()).summary()
+    assert {layer.kind: layer.counted for layer in found.layers} == {"Recurrent": False, "Linear": True, "LSTM": False}
+    for summary in (found, make_loop(Recurrent()).summary(depth=0)):
+        assert f" {found.forward_flops:,}+\n" in str(summary)
+        assert "recurrent layers are not counted" in str(summary)
+    assert next(line for line in str(found).splitlines() if "LSTM" in line).endswith(" ?")
+    assert "recurrent" not in str(make_loop().summary())
+
+
 class Calls(AbstractCallback):
     def on_epoch_begin(self) -> None:
         self.train_loop_obj.find_lr()

@@ -40,6 +40,8 @@ class Layer:
     """Bytes of these parameters and of buffers."""
     flops: int
     """FLOPs of its forward pass: two for a multiplication with an addition."""
+    counted: bool = True
+    """Whether ``flops`` are all: ``torch.utils.flop_counter`` doesn't count recurrent layers."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ class Summary:
         for layer in self.layers:
             depth = layer.name.count(".") + 1 if layer.name else 0
             name = "  " * depth + (layer.name.rpartition(".")[2] or layer.kind)
-            rows.append((name, layer.kind, layer.output, f"{layer.parameters:,}", f"{layer.flops:,}"))
+            flops = f"{layer.flops:,}" if layer.counted else f"{layer.flops:,}+" if layer.flops else "?"
+            rows.append((name, layer.kind, layer.output, f"{layer.parameters:,}", flops))
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         lines = [
             "  ".join(cell.ljust(w) if i < 3 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
@@ -82,6 +85,7 @@ class Summary:
         flops = f"{self.forward_flops:,} forward" + (
             "" if self.step_flops is None else f", {self.step_flops:,} with backward"
         )
+        flops += "" if model.counted else "; recurrent layers are not counted"
         parts = {
             "weights": self.weight_bytes,
             "gradients": self.gradient_bytes,
@@ -188,10 +192,18 @@ def _layers(
     model: nn.Module, shapes: dict[str, str], flops: Mapping[str, int], forward: int, depth: int
 ) -> Iterator[Layer]:
     root = type(model).__name__
-    for name, module in model.named_modules():
+
+    def flops_of(name: str) -> int:
+        return flops.get(f"{root}.{name}", flops.get(name, 0))
+
+    modules = list(model.named_modules())
+    unknown = [name for name, m in modules if isinstance(m, (nn.RNNBase, nn.RNNCellBase)) and not flops_of(name)]
+    for name, module in modules:
         if name.count(".") + bool(name) > depth:
             continue
         parameters = list(module.parameters())
+        # get_loss may call submodules outside of the model's own forward: all of it counts.
+        count = flops_of(name) if name else forward
         yield Layer(
             name,
             type(module).__name__,
@@ -199,8 +211,8 @@ def _layers(
             sum(p.numel() for p in parameters),
             sum(p.numel() for p in parameters if p.requires_grad),
             _bytes([*parameters, *module.buffers()]),
-            # get_loss may call submodules outside of the model's own forward: all of it counts.
-            flops.get(f"{root}.{name}", flops.get(name, 0)) if name else forward,
+            count,
+            counted=not any(f"{other}.".startswith(f"{name}." if name else "") for other in unknown),
         )
 
 
