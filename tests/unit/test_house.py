@@ -243,7 +243,6 @@ FOREIGN: dict[str, str] = {
     "data/train.py": "_iterator",
     "launch/fork_server.py": "_name",
     "launch/inherited.py": "_args_from_interpreter_flags",
-    "launch/pulse.py": "_current_frames",
     "launch/rank_process.py": "_config _prctl_pr_set_pdeathsig _run_exitfuncs _shutdown",
     "launch/settings.py": (
         "_C _GLOBAL_DEVICE_CONTEXT _STYLES _fmt _get_nnpack_enabled _style _tensor_str _validate_args "
