@@ -2,7 +2,7 @@
 
 Two ranks train 100 steps; rank 1 is killed by SIGKILL after steps 33 and 71. Told is, of each kill, how many steps are
 done again, and the seconds from it to the first step after it. ``torchrun`` starts ranks again and knows nothing of
-training: there the script goes on from a checkpoint on disk, made after every 20th step.
+training: there the script goes on from a checkpoint on disk. Checkpoints and snapshots are made after every 20th step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 STEPS, KILLS, CHECKPOINT_EVERY, BATCH = 100, (33, 71), 20, 16
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--max-restarts={len(KILLS)}"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=9"]
 
 
 def parts() -> tuple[nn.Module, TensorDataset]:
@@ -76,7 +76,7 @@ def trainloop_run(folder: Path) -> None:
         devices=2,
         progress_bar=False,
     )
-    tl.fit(num_epochs=1, callbacks=[Steps("Steps")], max_restarts=len(KILLS))
+    tl.fit(num_epochs=1, callbacks=[Steps("Steps")], max_restarts=len(KILLS), restart_every_steps=CHECKPOINT_EVERY)
 
 
 def by_hand(folder: Path) -> None:
@@ -176,13 +176,14 @@ def main() -> None:
         CONTENDERS[name][0](Path(folder))
         return
     rule = f"{'=' * 26} {'=' * 14} {'=' * 12} {'=' * 8}"
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     results: dict[str, list[tuple[int, float]]] = {name: [] for name in CONTENDERS}
     for _ in range(arguments.rounds):
         for name, (function, launcher) in CONTENDERS.items():
             python = arguments.peers if function is lightning else sys.executable
             with tempfile.TemporaryDirectory() as folder:
                 command = [python, *launcher, __file__, "--contender", name, folder]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+                done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
                 if done.returncode:
                     print(f"{name}: {done.stderr[-2000:]}", file=sys.stderr)
                     continue
