@@ -64,6 +64,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(no_gpu)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """What is imported stays, so that the garbage collector finds nothing there, and it would look many times."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _modules_stay() -> None:
     """What is imported by now lives as long as this process: the garbage collector need not visit it again.

@@ -354,3 +354,5 @@ WORKER_KINDS = [
 ]
 
 KINDS = MAP_KINDS + WORKER_KINDS
+# Workers take time to start: shared out over ranks, some are evaluated in the default run, the others trained on.
+EVALUATED = {"workers": 2, "workers batch_sampler": 3, "workers stream": 2, "workers stream init": 3}

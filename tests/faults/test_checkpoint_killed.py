@@ -11,6 +11,8 @@ import time
 import warnings
 from pathlib import Path
 
+import pytest
+
 from checkpoints import in_small_tmpfs
 from places import ROOT
 from trainloop import checkpoint
@@ -67,8 +69,9 @@ for i in range(first, first + 10_000):
 """
 
 
-def test_a_kill_during_the_write_always_leaves_a_whole_one(tmp_path: Path) -> None:
-    """50 kills, spread over the 1 to 3 ms that a write of 1 MB takes; each writer goes on where the last one was."""
+@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_kill_during_the_write_always_leaves_a_whole_one(kills: int, tmp_path: Path) -> None:
+    """Kills spread over the 1 to 3 ms that a write of 1 MB takes; each writer goes on where the last one was."""
     rng = random.Random(0)
     first, before, leftovers = 1, 0, 0
     # One start of Python and torch for all: the writer forks before each round, and the fork is killed.
@@ -97,7 +100,7 @@ def test_a_kill_during_the_write_always_leaves_a_whole_one(tmp_path: Path) -> No
     assert starter.stdin is not None
     assert starter.stdout is not None
     try:
-        for round_ in range(50):
+        for round_ in range(kills):
             print(first, file=starter.stdin, flush=True)
             said = [starter.stdout.readline().strip() for _ in range(2)]
             pid = int(next(line for line in said if line != "ready"))
@@ -125,7 +128,7 @@ def test_a_kill_during_the_write_always_leaves_a_whole_one(tmp_path: Path) -> No
         starter.stdin.close()
         starter.wait(20)
         starter.stdout.close()
-    assert leftovers >= 10, "the kills did not hit the writes"
+    assert leftovers >= kills // 5, "the kills did not hit the writes"
 
 
 WRITES_AND_WAITS = """

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from loader_kinds import (
+    EVALUATED,
     KINDS,
     MAP_KINDS,
     ROWS,
@@ -46,10 +47,10 @@ def whole_pass(ranks: list[EvalFeed]) -> list[tuple[int, Any, int]]:
     ("kind", "world_size"),
     [
         pytest.param(kind, world_size, id=f"{kind.name}-{world_size}", marks=marks)
-        for number, kind in enumerate(KINDS)
+        for kind in KINDS
         for world_size in (2, 3)
-        # Workers take time to start: of each such loader one number of ranks, and both are taken in turn.
-        for marks in [[pytest.mark.slow] if kind in WORKER_KINDS and number % 2 != world_size % 2 else []]
+        # Each with workers is in test_rows_come_in_dataset_order.
+        for marks in [[pytest.mark.slow] if kind in WORKER_KINDS and EVALUATED.get(kind.name) != world_size else []]
     ],
 )
 def test_ranks_get_the_batches_of_one_process(kind: Kind, world_size: int) -> None:

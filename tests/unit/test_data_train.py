@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from loader_kinds import (
+    EVALUATED,
     MAP_KINDS,
     ROWS,
     WORKER_KINDS,
@@ -53,7 +54,7 @@ from trainloop.errors import ConfigurationError
         for grad_accumulation in (1, 3)
     ]
     + [
-        pytest.param(kind, 2, 1, id=kind.name)  # workers take time to start
+        pytest.param(kind, 2, 1, id=kind.name, marks=[pytest.mark.slow] if kind.name in EVALUATED else [])
         for kind in WORKER_KINDS
     ],
 )

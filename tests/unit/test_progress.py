@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from ranks import run_ranks
 from small_loop import Net, make_loop
 from trainloop import AbstractCallback, TrainLoop
 from trainloop import screen as screens
@@ -251,6 +252,8 @@ def test_of_two_ranks_one_shows_the_run(
 ) -> None:
     """Table into a file, bar on a terminal: of rank 0 alone."""
     monkeypatch.delenv("COLUMNS", raising=False)
+    # What stays after a fit, such as the fork server, starts here: the terminal ends when nobody has it open.
+    run_ranks(os.getpid, 1, folder=tmp_path)
     tl = make_loop(gpu_mode="ddp", devices=2)
     tl.progress_bar = True
     ours, theirs = pty.openpty()
