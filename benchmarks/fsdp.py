@@ -1,16 +1,31 @@
-"""Memory and time of a step where a model is sharded: python -m benchmarks.fsdp
+"""Memory, steps and checkpoints of a model that is sharded: python -m benchmarks.fsdp {memory,step,save} RANKS
 
-Each rank's own memory is read by the kernel's proportional count (PSS), after training steps, less what it was before
-the model: parameters, gradients and the state of AdamW. Beside it DDP's, and a step by hand with torch's fully_shard.
+memory
+    PSS of a rank when gradients are there and AdamW has its state, less that of the same run with a tiny model, in
+    ``fsdp`` and in ``ddp``. The kernel counts it: what several processes map is divided among them.
+step
+    Median time of a step, in turns with the same loop by hand (torch's ``fully_shard``), and by the FSDP of Accelerate
+    and Lightning where these are installed and can do it on the CPU; else their error.
+save
+    Seconds and bytes of one checkpoint, beside ``torch.distributed.checkpoint`` by hand: what each rank writes, and the
+    most that a rank's memory grows meanwhile.
+
+Each takes some minutes at most.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
+import statistics
 import tempfile
+import threading
 import time
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,17 +36,27 @@ from torch import nn
 from trainloop import AbstractCallback, TrainLoop, TTModel
 from trainloop.callbacks import ModelCheckpoint
 
-WIDTH, BLOCKS, BATCH, STEPS = 768, 24, 8, 12
+WIDTH, BLOCKS, BATCH, STEPS = 768, 24, 8, 14
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
 
 
 class Model(TTModel):
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS))
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(BLOCKS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            x = x + block(x)
+            x = block(x)
         return x
 
     def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
@@ -41,114 +66,265 @@ class Model(TTModel):
         return self(batch_data), batch_data, {}
 
 
-def private_bytes() -> int:
-    """This process's PSS, but for the code it has mapped."""
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), foreach=True)
+
+
+def loader(ranks: int = 1) -> torch.utils.data.DataLoader[Any]:
+    return torch.utils.data.DataLoader(torch.randn(STEPS * BATCH * ranks, WIDTH), batch_size=BATCH)
+
+
+def pss() -> int:
     with open("/proc/self/smaps_rollup") as file:
         return next(1024 * int(line.split()[1]) for line in file if line.startswith("Pss:"))
 
 
+def step_ms(times: list[float]) -> float:
+    """Median time between two steps, the first three left out."""
+    return 1e3 * statistics.median(b - a for a, b in pairwise(times[3:]))
+
+
+# -- with trainloop ----------------------------------------------------------------------------------------------------
+
+
 class Watch(AbstractCallback):
-    """PSS of all ranks after training, and seconds of a step but the first three; kept on rank 0."""
+    """Times of rank 0's steps, and before the last one the memory of all ranks."""
 
     def __init__(self) -> None:
         super().__init__("watch")
-        self.bytes: list[int] = []
         self.times: list[float] = []
+        self.bytes: list[int] = []
+
+    def on_after_gradient_update(self) -> None:
+        if self.train_loop_obj.global_step == STEPS - 1:
+            self.bytes = [int(b) for b in self.train_loop_obj.model.all_gather(pss())]
 
     def on_after_optimizer_step(self) -> None:
         self.times.append(time.perf_counter())
-        if self.train_loop_obj.global_step == STEPS - 1:
-            self.bytes = [int(b) for b in self.train_loop_obj.model.all_gather(private_bytes())]
 
 
-def with_trainloop(mode: str, ranks: int, model: nn.Module | None = None, folder: str | None = None) -> Watch:
-    torch.manual_seed(0)
-    model = Model() if model is None else model
-    watch = Watch()
+class Saving(ModelCheckpoint):
+    """Times its one checkpoint, at the end of training, on every rank."""
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        dist.barrier()
+        with growth() as facts:
+            super()._save(*args, **kwargs)
+            dist.barrier()
+        everyone = self.train_loop_obj.model.all_gather(torch.tensor([facts["seconds"], facts["bytes"]]))
+        self.seconds, self.grown = (float(value) for value in everyone.max(0).values)
+
+
+def with_trainloop(mode: str, ranks: int, width: int = WIDTH, callbacks: list[Any] | None = None) -> Watch:
+    model, watch = Model(width), Watch()
     loop = TrainLoop(
         model,
-        torch.utils.data.DataLoader(torch.randn(STEPS * BATCH * ranks, WIDTH), batch_size=BATCH),
-        optimizer=torch.optim.AdamW(model.parameters(), foreach=True),
+        loader(ranks),
+        optimizer=adam(model),
         gpu_mode=mode,
         accelerator="cpu",
         devices=ranks,
         progress_bar=False,
     )
-    keeper = [] if folder is None else [ModelCheckpoint(folder)]
-    loop.fit(num_epochs=1, callbacks=[watch, *keeper])
+    loop.fit(num_epochs=1, callbacks=[watch, *(callbacks or [])])
     return watch
 
 
-def _by_hand(rank: int, ranks: int, folder: str) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+@contextmanager
+def growth() -> Any:
+    """Seconds, and the most bytes that this process's own memory grows by meanwhile."""
 
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
+    def own() -> int:
+        with open("/proc/self/statm") as file:
+            _, resident, shared, *_ = map(int, file.read().split())
+        return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+    over, facts, begin = threading.Event(), {"bytes": 0, "seconds": 0.0}, own()
+
+    def watch() -> None:
+        while not over.wait(0.002):
+            facts["bytes"] = max(facts["bytes"], own() - begin)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    started = time.perf_counter()
+    try:
+        yield facts
+    finally:
+        facts["seconds"] = time.perf_counter() - started
+        over.set()
+        thread.join()
+
+
+# -- by hand, and by others --------------------------------------------------------------------------------------------
+
+
+def steps(model: nn.Module, optimizer: Any, backward: Callable[[Any], Any] | None = None) -> list[float]:
+    times = []
+    for batch in loader():
+        loss = model(batch).square().mean()
+        loss.backward() if backward is None else backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter())
+    return times
+
+
+def _in_group(rank: int, work: Callable[[int, int, str], Any], ranks: int, folder: str) -> None:
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+    os.environ.update(LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT="29591")
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
-    torch.manual_seed(0)
+    result = work(rank, ranks, folder)
+    if rank == 0:
+        torch.save(result, f"{folder}/result")
+    dist.barrier()
+    os._exit(0)  # seldom a thread of Gloo outlives the interpreter, and aborts
+
+
+def in_group(work: Callable[[int, int, str], Any], ranks: int) -> Any:
+    """What rank 0's ``work(rank, ranks, folder)`` returns."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_in_group, (work, ranks, folder), ranks)
+        return torch.load(f"{folder}/result")
+
+
+def _sharded(ranks: int) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
     model = Model()
     mesh = init_device_mesh("cpu", (ranks,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    register_fsdp_forward_method(model, "get_loss")
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    times = []
-    for _ in range(STEPS):
-        model.get_loss(torch.randn(BATCH, WIDTH), None, None).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        times.append(time.perf_counter())
-    if rank == 0:
-        torch.save(times, f"{folder}/times")
-    dist.destroy_process_group()
+    return model
 
 
-def by_hand(ranks: int) -> list[float]:
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_by_hand, (ranks, folder), ranks)
-        found: list[float] = torch.load(f"{folder}/times")
-        return found
+def step_by_hand(rank: int, ranks: int, folder: str) -> list[float]:
+    model = _sharded(ranks)
+    return steps(model, adam(model))
 
 
-def step_s(times: list[float]) -> float:
-    """Median time between two steps, the first three left out."""
-    between = sorted(b - a for a, b in pairwise(times[3:]))
-    return between[len(between) // 2]
+def step_by_accelerate(rank: int, ranks: int, folder: str) -> list[float]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = Model()
+    model, optimizer = accelerator.prepare(model, adam(model))
+    if not any(hasattr(p, "device_mesh") for p in model.parameters()):
+        raise RuntimeError(f"Accelerator(cpu=True, fsdp_plugin=...) made a {type(model).__name__}, nothing is sharded")
+    return steps(model, optimizer, accelerator.backward)
 
 
-class Small(Model):
-    """As much of everything else."""
+def step_by_lightning(rank: int, ranks: int, folder: str) -> list[float]:
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, 1), nn.Tanh()), nn.Sequential(nn.Linear(WIDTH, 1))])
+    def parallelize(model: Any, mesh: Any) -> Any:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["data_parallel"])
+        return fully_shard(model, mesh=mesh["data_parallel"])
+
+    strategy = ModelParallelStrategy(parallelize, data_parallel_size=ranks, tensor_parallel_size=1)
+    fabric = Fabric(accelerator="cpu", devices=ranks, strategy=strategy)
+    fabric.launch()
+    model = fabric.setup_module(Model())
+    optimizer = fabric.setup_optimizers(adam(model))
+    return steps(model, optimizer, fabric.backward)
 
 
-def main(ranks_to_try: tuple[int, ...] = (1, 2, 4)) -> None:
-    megabytes = sum(p.numel() * p.element_size() for p in Model().parameters()) / 2**20
-    print(f"{megabytes:.0f} MiB of parameters, AdamW, {torch.__version__}, {os.cpu_count()} cores")
-    for ranks in ranks_to_try:
-        base = {mode: with_trainloop(mode, ranks, Small()).bytes for mode in ("ddp", "fsdp")}
-        found = {mode: with_trainloop(mode, ranks) for mode in ("ddp", "fsdp")}
-        held = {
-            mode: max(b - a for a, b in zip(base[mode], watch.bytes, strict=True)) / 2**20
-            for mode, watch in found.items()
-        }
-        ours, theirs = step_s(found["fsdp"].times), step_s(by_hand(ranks))
+def step_by_lightning_fsdp(rank: int, ranks: int, folder: str) -> list[float]:
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=ranks, strategy="fsdp")
+    fabric.launch()
+    model, optimizer = fabric.setup(*(lambda model: (model, adam(model)))(Model()))
+    return steps(model, optimizer, fabric.backward)
+
+
+def saved_by_hand(rank: int, ranks: int, folder: str) -> tuple[float, float]:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model = _sharded(ranks)
+    optimizer = adam(model)
+    steps(model, optimizer)
+    dist.barrier()
+    with growth() as facts:
+        weights, state = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/saved")
+    facts_of_all = [torch.zeros(2) for _ in range(ranks)]
+    dist.all_gather(facts_of_all, torch.tensor([facts["seconds"], facts["bytes"]]))
+    seconds, grown = torch.stack(facts_of_all).max(0).values.tolist()
+    return seconds, grown
+
+
+# -- what is asked for -------------------------------------------------------------------------------------------------
+
+
+def memory(ranks: int, rounds: int) -> None:
+    base = {mode: with_trainloop(mode, ranks, width=1).bytes for mode in ("ddp", "fsdp")}
+    held = {}
+    for mode in base:
+        found = with_trainloop(mode, ranks).bytes
+        held[mode] = max(b - a for a, b in zip(base[mode], found, strict=True)) / 2**20
+    print(f"memory, {ranks} ranks: ddp {held['ddp']:.0f} MiB a rank, fsdp {held['fsdp']:.0f}", end=" ")
+    print(f"({held['fsdp'] / held['ddp']:.3f})", flush=True)
+
+
+def step(ranks: int, rounds: int) -> None:
+    kinds: dict[str, Callable[[], list[float]]] = {
+        "by hand": lambda: in_group(step_by_hand, ranks),
+        "trainloop": lambda: with_trainloop("fsdp", ranks).times,
+        "Accelerate": lambda: in_group(step_by_accelerate, ranks),
+        "Fabric, ModelParallelStrategy": lambda: in_group(step_by_lightning, ranks),
+        "Fabric, strategy='fsdp'": lambda: in_group(step_by_lightning_fsdp, ranks),
+    }
+    found: dict[str, list[float]] = {name: [] for name in kinds}
+    for _ in range(rounds):
+        for name in list(kinds):
+            try:
+                found[name].append(step_ms(kinds[name]()))
+            except Exception as error:  # whatever another library raises
+                print(f"{name}: {str(error).strip().splitlines()[-1]}", flush=True)
+                del kinds[name]
+    for name in kinds:
+        ratios = [own / hand for own, hand in zip(found[name], found["by hand"], strict=True)]
+        print(f"step, {ranks} ranks, {name}: {statistics.median(found[name]):.1f} ms,", end=" ")
+        print(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})", flush=True)
+
+
+def save(ranks: int, rounds: int) -> None:
+    for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
-            with_trainloop("fsdp", ranks, folder=folder)
-            (newest,) = (entry.path for entry in os.scandir(folder) if entry.is_dir())
-            parts = [e.stat().st_size / 2**20 for e in os.scandir(newest) if e.name.endswith(".distcp")]
-        print(
-            f"{ranks} ranks: ddp {held['ddp']:.0f} MiB a rank, fsdp {held['fsdp']:.0f} "
-            f"({held['fsdp'] / held['ddp']:.2f}); "
-            f"step {1e3 * ours:.0f} ms, by hand {1e3 * theirs:.0f} ({ours / theirs:.2f}); "
-            f"written by each {min(parts):.0f} to {max(parts):.0f} MiB",
-            flush=True,
-        )
+            keeper = Saving(folder, every_n_epochs=None)
+            with_trainloop("fsdp", ranks, callbacks=[keeper])
+            parts = [file.stat().st_size / 2**20 for file in Path(folder).rglob("*.distcp")]
+            seconds, grown = keeper.seconds, keeper.grown
+        print(f"save, {ranks} ranks, trainloop: {seconds:.2f} s, a rank grows by {grown / 2**20:.0f} MiB,", end=" ")
+        print(f"each writes {min(parts):.0f} to {max(parts):.0f} of {sum(parts):.0f} MiB", flush=True)
+        seconds, grown = in_group(saved_by_hand, ranks)
+        print(f"save, {ranks} ranks, by hand: {seconds:.2f} s, a rank grows by {grown / 2**20:.0f} MiB", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=["memory", "step", "save"])
+    parser.add_argument("ranks", type=int)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore", message="devices=")
+    megabytes = sum(p.numel() * p.element_size() for p in Model().parameters()) / 2**20
+    print(f"{megabytes:.0f} MiB of parameters, AdamW, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")
+    with suppress(KeyboardInterrupt):
+        {"memory": memory, "step": step, "save": save}[args.what](args.ranks, args.rounds)
 
 
 if __name__ == "__main__":
-    main(tuple(map(int, sys.argv[1:])) or (1, 2, 4))
+    main()
