@@ -6,6 +6,8 @@ import copy
 import os
 import shutil
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,52 @@ def test_parts_of_two_ranks_resumed_bit_by_bit_and_in_one_process(tmp_path: Path
         assert distance(state_of(again), state_of(whole)) < 1e-9
 
 
+class Slow(AbstractCallback):
+    """Delays rank 1's writing threads; notes on rank 0 whether steps went on meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__("Slow")
+        self.steps_beside = 0
+
+    def on_train_begin(self) -> None:
+        from trainloop.checkpoint import sharded_writing
+
+        if self.train_loop_obj.rank == 1 and not hasattr(sharded_writing, "write_own"):
+            sharded_writing.write_own = sharded_writing._write_own
+            sharded_writing._write_own = lambda *args: (time.sleep(0.3), sharded_writing.write_own(*args))[1]
+
+    def on_after_optimizer_step(self) -> None:
+        self.steps_beside += any(t.name.startswith("checkpoint of") for t in threading.enumerate())
+
+
+def test_parts_written_beside_the_training_are_of_their_step_and_others_readers_find_them(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    slow = Slow()
+    with float64(), TrainLoop(Tower(), None, gpu_mode="fsdp", accelerator="cpu", devices=2).ranks():
+        settings = {"every_n_steps": 1, "keep": None}
+        whole = fitted("fsdp", 2, tmp_path / "a", checkpoint_args=settings)
+        beside = fitted("fsdp", 2, tmp_path / "b", checkpoint_args={**settings, "async_save": True}, callbacks=[slow])
+        assert slow.steps_beside > 0
+        assert distance(state_of(whole), state_of(beside)) == 0
+        found = [{c.info.step: load(c.path) for c in checkpoints(tmp_path / name)} for name in "ab"]
+        assert list(found[0]) == list(found[1]) == [1, 2, 3, 4, 5, 6]
+        for one, other in zip(found[0].values(), found[1].values(), strict=True):
+            assert (
+                distance(
+                    [one["model"], one["optimizers"][0]["state"]["state"]],
+                    [other["model"], other["optimizers"][0]["state"]["state"]],
+                )
+                == 0
+            )
+        # What is left in each folder, and what torch's own reader makes of it.
+        last = checkpoints(tmp_path / "b")[-1].path
+        assert sorted(os.listdir(last)) == [".metadata", "__0_0.distcp", "__1_0.distcp", "state.pt"]
+        dcp_to_torch_save(last, tmp_path / "torch.pt")
+        theirs = torch.load(tmp_path / "torch.pt", weights_only=True)
+        assert torch.equal(theirs["model.words.weight"], beside.model.words.weight)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("writer", ["single 1", "ddp 2", "fsdp 1", "fsdp 2", "fsdp 4"])
 @pytest.mark.filterwarnings("ignore:devices=4 on 2 CPU cores")
@@ -155,10 +203,9 @@ def test_a_run_survives_a_killed_rank_bit_by_bit(tmp_path: Path) -> None:
     assert distance(state_of(killed), state_of(undisturbed)) == 0
 
 
-@pytest.mark.parametrize("given", [{"async_save": True}, {"safetensors": True}])
-def test_what_parts_cannot_be_is_said_before_ranks_start(given: dict[str, bool], tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=f"{next(iter(given))}=True.*gpu_mode='fsdp': not offered"):
-        fitted("fsdp", 2, tmp_path, checkpoint_args=given)
+def test_what_parts_cannot_be_is_said_before_ranks_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"safetensors=True.*gpu_mode='fsdp': not offered.*checkpoint export"):
+        fitted("fsdp", 2, tmp_path, checkpoint_args={"safetensors": True})
     assert torch.get_default_dtype() == torch.float32
 
 

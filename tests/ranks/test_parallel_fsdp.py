@@ -71,11 +71,12 @@ def by_hand(model: nn.Module, method: str) -> None:
 def given_back(gives_back: str) -> dict[str, Any]:
     """Where the optimizer's state is after a run, and how many whole tensors there were beside the one just gathered.
 
-    The caller's parameters are on another device than the shards: one without memory, so that the values are lost.
+    Where each rank gathers, the caller's parameters are on another device than the shards: one without memory, so that
+    the values are lost.
     """
     from torch.distributed.tensor import DTensor
 
-    with torch.device("meta"):
+    with torch.device("meta" if gives_back == "all" else "cpu"):
         model = Tower()
     del model.temperature
     model.temperature = 1.0
@@ -94,7 +95,7 @@ def given_back(gives_back: str) -> dict[str, Any]:
         DTensor.full_tensor = watched
     DTensor.full_tensor = gather
     state = [own[key] for own in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    return {"devices": {t.device.type for t in state}, "beside": max(beside), "states": len(state)}
+    return {"devices": {t.device.type for t in state}, "beside": max(beside, default=0), "states": len(state)}
 
 
 def as_it_came(gives_back: str, *, fails: bool) -> bool:
@@ -147,6 +148,14 @@ def beside_torch() -> dict[str, Any]:
             b["weights"] = {name: b["weights"][name] for name in a["weights"]}
         facts[cls.__name__] = furthest(a["weights"], b["weights"])
 
+    own, first = Normed(seed=rank), Normed(seed=0)
+    own.norm.running_mean += rank
+    made = own.words.weight
+    before = made.detach().clone()
+    TTFullyShardedDataParallel(own)
+    facts["rank 0's weights"] = furthest(whole(own), whole(first))
+    facts["who made one has it as it was"] = torch.equal(made, before)
+
     sharded, plain = Yielding(), Yielding()
     wrapper = TTFullyShardedDataParallel(sharded)
     for model, get_loss, shares in ((sharded, wrapper.get_loss, [rank]), (plain, plain.get_loss, range(world_size))):
@@ -169,7 +178,7 @@ def beside_torch() -> dict[str, Any]:
     held = sum(p.to_local().numel() for p in sharded.parameters() if p.ndim)
     facts["held"] = held / sum(p.numel() for p in sharded.parameters())
 
-    facts["given back"] = {to: given_back(to) for to in ("all", "main")}
+    facts["given back"] = {to: given_back(to) for to in ("all", "host")}
     facts["as they came"] = [as_it_came("none", fails=False), as_it_came("all", fails=True)]
 
     kept = copy.deepcopy(plain)
@@ -193,12 +202,14 @@ def beside_torch() -> dict[str, Any]:
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 def test_sharded_loop_equals_torch_and_one_process(world_size: int, tmp_path: Path) -> None:
     everyone = run_ranks(beside_torch, world_size, folder=tmp_path)
-    for rank, facts in enumerate(everyone):
+    for facts in everyone:
+        assert facts["rank 0's weights"] == 0
+        assert facts["who made one has it as it was"]
         assert facts["as they came"] == [True, True]
         for to, back in facts["given back"].items():
             assert back["beside"] == 0
             assert back["states"] > 20
-            assert back["devices"] == ({"meta"} if to == "all" or not rank else {"cpu"})
+            assert back["devices"] == ({"meta"} if to == "all" else {"cpu"})  # from the file they go to the caller's
         assert furthest(facts["ours"]["weights"], facts["theirs"]["weights"]) == 0
         assert facts["ours"]["norms"] == facts["theirs"]["norms"]
         assert furthest(facts["ours"]["weights"], facts["single"]["weights"]) < 1e-12

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 import torch
 from sharded_models import Block, Tower
@@ -10,7 +12,9 @@ from torch import nn
 from trainloop import TrainLoop
 from trainloop.errors import ConfigurationError
 from trainloop.parallel import TTFullyShardedDataParallel
+from trainloop.parallel.undoing import can_undo
 from trainloop.parallel.units import units_of
+from trainloop.resources.quota import format_bytes
 from trainloop.train_loop.preflight import preflight_shards
 
 
@@ -69,13 +73,29 @@ def test_no_process_group_and_lazy_modules_are_errors() -> None:
 
 
 def test_preflight_lists_units_and_bytes_of_a_rank() -> None:
-    def shards_of(model: nn.Module) -> str:
+    def shards_of(model: nn.Module, arguments: dict[str, object] | None = None) -> str:
         loop = TrainLoop(model, None, gpu_mode="fsdp", accelerator="cpu", devices=2)
-        return preflight_shards(loop)
+        return preflight_shards(loop, arguments or {})
 
     model = Tower()
     held = sum(p.numel() * 4 for p in model.parameters()) // 2
     assert f"blocks.0, blocks.1, blocks.2, the root. Each of 2 ranks holds {held} B of parameters" in shards_of(model)
+    linears = shards_of(model, {"shard": [nn.Linear], "replicas": 2})
+    assert "blocks.0.up, blocks.0.down" in linears
+    assert f"Each of 2 ranks holds {format_bytes(2 * held)} of parameters" in linears
     del model.blocks[1:]
     with pytest.raises(Exception, match=r"no repeated blocks.*Name its blocks"):
         shards_of(model)
+
+
+def test_a_torch_that_has_other_names_is_said_before_anything_is_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    contract = import_module("torch.distributed._composable.contract")
+    can_undo.cache_clear()
+    try:
+        can_undo()
+        can_undo.cache_clear()
+        monkeypatch.delattr(contract, "STATE_KEY")
+        with pytest.raises(ConfigurationError, match=r"contract has no STATE_KEY.*torch 2\.6 to 2\.13.*gpu_mode='ddp'"):
+            can_undo()
+    finally:
+        can_undo.cache_clear()

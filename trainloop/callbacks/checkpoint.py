@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +12,12 @@ from trainloop import checkpoint, distributed
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.monitor import Mode, Monitor
 from trainloop.callbacks.run_checkpoints import RunCheckpoints, weights_name
-from trainloop.checkpoint import CheckpointInfo, sharded
+from trainloop.checkpoint import CheckpointInfo
+from trainloop.checkpoint.background import BackgroundWrite, error_of
+from trainloop.checkpoint.sharded import load_model
+from trainloop.checkpoint.sharded_writing import FolderWriting, check_offered
 from trainloop.errors import CheckpointError, ConfigurationError
+from trainloop.parallel.shards import local_part, map_tensors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelCheckpoint"]
 
 _ASKS_PER_INTERVAL = 20
+_OTHERS_S = 2.0  # how long a write goes on after an exception without the parts of other ranks
 
 
 class ModelCheckpoint(AbstractCallback):
@@ -120,7 +123,7 @@ class ModelCheckpoint(AbstractCallback):
         self._failed = False
         self._prepared = False
         self._host_copy = checkpoint.HostCopy()
-        self._writing: _Writing | None = None
+        self._writing: BackgroundWrite | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         held = {"_host_copy": checkpoint.HostCopy(), "_writing": None, "_held_step": (self._saved_step,)}
@@ -173,7 +176,7 @@ class ModelCheckpoint(AbstractCallback):
                 "Give ModelCheckpoint a monitor, and let at least one epoch end."
             )
         state = checkpoint.load(path)
-        sharded.load_model(model or self.train_loop_obj.model, state["model"])
+        load_model(model or self.train_loop_obj.model, state["model"])
         return state
 
     # -- what the loop asks --------------------------------------------------------------------------------------------
@@ -241,7 +244,7 @@ class ModelCheckpoint(AbstractCallback):
             self._metric.check(self.train_loop_obj)
         self._own.folder.check_writable()
         if self._is_sharded():
-            sharded.check_offered(self.dirpath, async_save=self.async_save, safetensors=self.safetensors)
+            check_offered(self.dirpath, safetensors=self.safetensors)
 
     def on_train_begin(self) -> None:
         self._saved_step, self._held_step = None, ()
@@ -281,15 +284,16 @@ class ModelCheckpoint(AbstractCallback):
         self._host_copy = checkpoint.HostCopy()  # releases the memory
 
     def on_exception(self, exception: BaseException) -> None:
-        self._finish_writing()
+        self._finish_writing(_OTHERS_S)  # another rank may be gone
         self._host_copy = checkpoint.HostCopy()
 
     def _prepare(self) -> None:
         """After the first step, when optimizers have their state: find the memory that copies will need."""
         self._prepared = True
         loop = self.train_loop_obj
-        if loop.is_global_zero:
-            self._host_copy.prepare([loop.model.state_dict(), loop.optimizer.state_dict()])
+        if loop.is_global_zero or self._is_sharded():
+            states = [loop.model.state_dict(), loop.optimizer.state_dict()]
+            self._host_copy.prepare(map_tensors(states, local_part) if self._is_sharded() else states)
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -304,19 +308,30 @@ class ModelCheckpoint(AbstractCallback):
         if self._is_sharded():
             if loop.is_global_zero:
                 self._own.remove_unfinished()
-            name = checkpoint.checkpoint_name(info)
-            write_as = partial(self._own.write_as, info, keep=self.keep, in_folder=True)
-            error = sharded.write_folder(self.dirpath, name, self._own.run, state, write_as)
-            if loop.is_global_zero:
-                self._report(error, info.step)
+            async_ = self.async_save and not final
+            folder = FolderWriting(
+                self.dirpath,
+                checkpoint.checkpoint_name(info),
+                self._own.run,
+                state,
+                partial(self._own.write_as, info, keep=self.keep, in_folder=True),
+                copy=self._host_copy.copy if async_ else None,
+                wait_s=loop.timeout,
+            )
+            if async_:
+                self._writing = BackgroundWrite(folder.write, info.step, give_up=folder.give_up)
+            elif loop.is_global_zero:
+                self._report(folder.write(), info.step)
+            else:
+                folder.write()
             return
         if state is None:
             return
         if self.async_save and not final:
             copied = self._host_copy.copy(state)
-            self._writing = _Writing(lambda: self._write(copied, info), info.step)
+            self._writing = BackgroundWrite(lambda: error_of(lambda: self._write(copied, info)), info.step)
         else:
-            self._report(_error_of(lambda: self._write(state, info)), info.step)
+            self._report(error_of(lambda: self._write(state, info)), info.step)
 
     def _is_sharded(self) -> bool:
         return self.train_loop_obj.gpu_mode == "fsdp"
@@ -330,12 +345,14 @@ class ModelCheckpoint(AbstractCallback):
         self._own.remove_unfinished()
         self._own.write_as(info, put, keep=self.keep, in_folder=False)
 
-    def _finish_writing(self) -> None:
-        """Wait for writing threads, if there are any, and warn of their errors."""
+    def _finish_writing(self, seconds: float | None = None) -> None:
+        """Wait for writing threads, if there are any, and warn of their errors; for other ranks' not longer than so."""
         self._host_copy.close()
         if self._writing is not None:
             writing, self._writing = self._writing, None
-            self._report(writing.wait(), writing.step)
+            error = writing.wait(seconds)
+            if self.train_loop_obj.is_global_zero:
+                self._report(error, writing.step)
 
     def _report(self, error: Exception | None, step: int) -> None:
         self._failed = error is not None
@@ -373,34 +390,6 @@ class ModelCheckpoint(AbstractCallback):
         is_up, pause = distributed.exchange_ints([int(left_s <= 0), pause])[0]
         self._ask_step, self._asked = step + pause, (now, step)
         return bool(is_up)
-
-
-class _Writing:
-    """One write in a thread of its own."""
-
-    def __init__(self, write: Callable[[], None], step: int) -> None:
-        self.step = step
-        self._write = write
-        self._error: Exception | None = None
-        # Not a daemon thread: the interpreter waits for it at the program's end, so the file becomes whole.
-        self._thread = threading.Thread(target=self._run, name=f"checkpoint of step {step}", daemon=False)
-        self._thread.start()
-
-    def _run(self) -> None:
-        self._error = _error_of(self._write)
-
-    def wait(self) -> Exception | None:
-        self._thread.join()
-        return self._error
-
-
-def _error_of(write: Callable[[], None]) -> Exception | None:
-    # Not OSError alone: fsspec file systems have errors of their own.
-    try:
-        write()
-    except Exception as error:
-        return error
-    return None
 
 
 def _positive_or_none(name: str, value: Any, kind: Any) -> Any:

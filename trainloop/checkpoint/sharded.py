@@ -18,25 +18,22 @@ import contextlib
 import io
 import os
 import re
-import shutil
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainloop import distributed
 from trainloop.checkpoint.storage import sync_directory, temporary_name
-from trainloop.distributed.objects import cpu_group
-from trainloop.errors import CheckpointError, ConfigurationError
-from trainloop.parallel.shards import is_sharded, map_items, shard_like, spread_like, with_items
+from trainloop.errors import CheckpointError
+from trainloop.parallel.shards import Box, box_of, is_sharded, map_items, shard_like, spread_like, with_items
 
 __all__ = [
+    "MARK",
     "STATE",
     "StoredTensor",
-    "check_offered",
     "fitted",
     "load_model",
     "narrowed",
@@ -44,20 +41,17 @@ __all__ = [
     "parts_of",
     "publish",
     "remove_folder",
+    "size_and_checksum",
     "stored_tensors",
-    "take_shards",
     "verify_files",
     "whole_of",
-    "write_folder",
 ]
 
 STATE = "state.pt"
-_MARK = "trainloop.shard"
+MARK = "trainloop.shard"
+"""The key of a reference."""
 _OWN = re.compile(r"__\d+_\d+\.distcp")
 _CHUNK = 4 << 20
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where a part of a tensor begins in each dimension, and how long it is."""
 
 
 @dataclass(frozen=True)
@@ -71,168 +65,6 @@ class StoredTensor:
     """For each part: file, place and length in it; where it begins in each dimension, and how long it is."""
 
 
-# -- writing -----------------------------------------------------------------------------------------------------------
-
-
-def take_shards(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """A state with references in the place of its sharded tensors, and these by the names that the references have."""
-    shards: dict[str, Tensor] = {}
-
-    def walk(value: Any, path: str) -> Any:
-        if isinstance(value, Tensor):
-            if not is_sharded(value):
-                return value
-            shards[path] = value.detach()
-            return {_MARK: path}
-        return map_items(value, lambda key, item: walk(item, f"{path}.{key}" if path else str(key)))
-
-    return walk(state, ""), shards
-
-
-def check_offered(location: str, **given: bool) -> None:
-    """Refuse what a checkpoint of many ranks' parts can't be.
-
-    Raises
-    ------
-    ConfigurationError
-        Saying what to do instead.
-    """
-    instead = {
-        "async_save": "Each rank writes its part only: leave it out",
-        "safetensors": "Make the file afterwards: python -m trainloop checkpoint export FOLDER model.safetensors",
-    }
-    for name, value in given.items():
-        if value:
-            raise ConfigurationError(
-                f"ModelCheckpoint({name}=True) with gpu_mode='fsdp': not offered. {instead[name]}."
-            )
-    if "://" in location:
-        raise ConfigurationError(
-            f"ModelCheckpoint({location!r}) with gpu_mode='fsdp': all ranks write into one folder, which must be "
-            "on a disk that they share. Give a path."
-        )
-
-
-def write_folder(
-    where: str, name: str, run: str, state: Any, write_as: Callable[[Callable[[str, Any], None]], None]
-) -> Exception | None:
-    """A state with sharded tensors, into a folder that gets its name when it is whole. Collective.
-
-    Parameters
-    ----------
-    where, name, run : str
-        As in :func:`new_folder`.
-    state : dict
-        Rank 0's state is written; of the others only their shards.
-    write_as : callable
-        On rank 0 it calls its argument with the folder's name and a ``CheckpointInfo``.
-
-    Returns
-    -------
-    Exception or None
-        The error; nothing is left of the folder then.
-    """
-    from trainloop.checkpoint.file import save  # it reads folders by means of this module
-
-    state, shards = take_shards(state)
-    folder, problem, table = "", None, None
-    if distributed.is_global_zero():
-        try:
-            folder = new_folder(where, name, run)
-        except OSError as error:
-            problem = error
-    folder = distributed.broadcast_object(folder)
-    if not folder:
-        return problem
-
-    def put(name: str, info: Any) -> None:
-        assert table is not None
-        missing = set(table["files"]).difference(os.listdir(folder))
-        if missing:  # a disk that ranks don't share, or somebody who cleans up
-            raise OSError(
-                f"{', '.join(sorted(missing))} of {folder}, which a rank has written, can't be seen by rank 0"
-            )
-        save(os.path.join(folder, STATE), {**state, "shards": table}, info)
-        publish(folder, os.path.join(where, name))
-
-    try:
-        table = write_shards(folder, shards)
-        if table is not None:
-            write_as(put)
-    except Exception as error:  # a full disk, or a state that can't be written
-        if distributed.is_global_zero():
-            shutil.rmtree(folder, ignore_errors=True)
-        return error
-    return None
-
-
-def write_shards(path: str, shards: dict[str, Tensor]) -> dict[str, Any] | None:
-    """Each rank's part of the tensors into files of its own, on the disk when this returns. Collective.
-
-    Parameters
-    ----------
-    path : str
-        Path of an existing folder.
-    shards : dict
-        With the same names on all ranks.
-
-    Returns
-    -------
-    dict or None
-        On rank 0 the table that belongs into the state, ``None`` on the others.
-
-    Raises
-    ------
-    OSError
-        On every rank, where one could not write.
-    """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
-    problem = ""
-    files: dict[str, tuple[int, int]] = {}
-    metadata: Any = None
-    try:
-        # One file a rank: its checksum is taken as soon as it is there.
-        writer = FileSystemWriter(path, single_file_per_rank=True, sync_files=True)
-        metadata = dcp.save(shards, storage_writer=writer, process_group=cpu_group())
-        own = f"__{distributed.get_rank()}_"
-        for name in sorted(os.listdir(path)):
-            if name.startswith(own):
-                files[name] = _size_and_checksum(os.path.join(path, name))
-    except Exception as error:  # DCP wraps what a rank raised
-        problem = f"{type(error).__name__}: {error}"
-    gathered = distributed.gather_object((files, problem))
-    problems = [text for _, text in gathered if text]
-    if problems:
-        raise OSError(problems[0])
-    if distributed.get_rank():
-        return None
-    everything = {name: list(entry) for theirs, _ in gathered for name, entry in theirs.items()}
-    return {"files": everything, "tensors": _table(metadata)}
-
-
-def _table(metadata: Any) -> dict[str, Any]:
-    tensors: dict[str, Any] = {
-        name: {"shape": list(one.size), "dtype": one.properties.dtype, "parts": []}
-        for name, one in metadata.state_dict_metadata.items()
-    }
-    for index, place in metadata.storage_data.items():
-        chunks = metadata.state_dict_metadata[index.fqn].chunks
-        chunk = next(c for c in chunks if index.offset is None or c.offsets == index.offset)
-        part = [place.relative_path, place.offset, place.length, list(chunk.offsets), list(chunk.sizes)]
-        tensors[index.fqn]["parts"].append(part)
-    return tensors
-
-
-def _size_and_checksum(path: str) -> tuple[int, int]:
-    size = crc = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            crc, size = zlib.crc32(chunk, crc), size + len(chunk)
-    return size, crc
-
-
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
@@ -241,8 +73,8 @@ def stored_tensors(state: dict[str, Any], path: str) -> dict[str, Any]:
     table = state["shards"]["tensors"]
 
     def walk(value: Any) -> Any:
-        if isinstance(value, dict) and _MARK in value:
-            return _stored(table[value[_MARK]], path)
+        if isinstance(value, dict) and MARK in value:
+            return _stored(table[value[MARK]], path)
         return map_items(value, lambda _, item: walk(item))
 
     return {key: walk(item) for key, item in state.items() if key != "shards"}
@@ -264,7 +96,7 @@ def verify_files(path: str, state: dict[str, Any]) -> None:
     for name, (size, crc) in state["shards"]["files"].items():
         full = os.path.join(path, name)
         try:
-            found = _size_and_checksum(full)
+            found = size_and_checksum(full)
         except OSError as error:
             raise CheckpointError(f"{full}: {error.strerror}. Use another checkpoint.") from error
         if found != (size, crc):
@@ -286,12 +118,10 @@ def whole_of(value: Any) -> Any:
 
 def part_of(stored: StoredTensor, like: Any) -> Any:
     """A tensor spread as ``like`` is, of which only the parts are read that this rank needs. No exchange."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # public in no version to 2.13
-
-    sizes, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    offsets, sizes = box_of(like)
     mine = torch.empty(sizes, dtype=stored.dtype)
     if mine.numel():
-        wanted = (tuple(offsets), tuple(sizes))
+        wanted = (offsets, sizes)
         for (begin, length), part in parts_of(stored, wanted):
             common = _overlap(wanted, (begin, length))
             assert common is not None
@@ -340,6 +170,15 @@ def load_model(model: nn.Module, state: dict[str, Any]) -> None:
     """A checkpoint's weights into a model, spread as its own are."""
     own = model.state_dict()
     model.load_state_dict(with_items(state, {name: fitted(value, own.get(name)) for name, value in state.items()}))
+
+
+def size_and_checksum(path: str) -> tuple[int, int]:
+    """Of a file."""
+    size = crc = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            crc, size = zlib.crc32(chunk, crc), size + len(chunk)
+    return size, crc
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------

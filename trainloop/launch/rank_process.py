@@ -42,8 +42,9 @@ from trainloop.signals import rank_signals
 from trainloop.stopping import GroupStop, SharedStop
 from trainloop.transfer import Parcel
 from trainloop.transfer.pages import anonymous_path
+from trainloop.transfer.result import ResultFile
 
-__all__ = ["STACK_SIGNAL", "RankSpec", "State", "run_rank", "started_by_launch"]
+__all__ = ["STACK_SIGNAL", "RankSpec", "State", "result_file", "run_rank", "started_by_launch"]
 
 STACK_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else None
 """Makes a rank write its Python stacks: a real-time signal, which programs leave alone."""
@@ -137,11 +138,17 @@ class RankTerminated(BaseException):
 
 
 _started = False
+_result_file: ResultFile | None = None
 
 
 def started_by_launch() -> bool:
     """Whether this process is a rank that ``launch`` started."""
     return _started
+
+
+def result_file() -> ResultFile | None:
+    """Where local rank 0's result goes, for ranks that have parts of it; ``None`` in a process that others started."""
+    return _result_file
 
 
 def run_rank(local_rank: int, spec: RankSpec) -> None:
@@ -186,6 +193,8 @@ def run_rank(local_rank: int, spec: RankSpec) -> None:
 
 def _work(spec: RankSpec, me: Rank, words: memoryview, received: Mapping[int, int]) -> int:
     """Do one piece of work, from opening it to its result; returns the exit code, 0 for success."""
+    global _result_file
+    _result_file = ResultFile(spec.result_fd)
     stop = SharedStop(words, me.local_rank, spec.local_world_size, spec.timeout_s)
     state = SharedStop.num_words(spec.local_world_size) + me.local_rank
     with (
@@ -203,7 +212,7 @@ def _work(spec: RankSpec, me: Rank, words: memoryview, received: Mapping[int, in
             # Opens the payload too, so that an error in the user's imports is recorded like any other.
             result = _result_of(spec, me, stop, undo, received)
             if me.local_rank == 0:
-                _write_result(spec.result_fd, result)
+                _result_file.write(result)
             words[state] = State.DONE
         except BaseException as error:
             exitcode = _fail(error, spec, me, stop, words, state)
@@ -336,17 +345,6 @@ def _kill_stuck_daemons() -> None:
             timer = threading.Timer(_DAEMONS_S, child.kill)
             timer.daemon = True
             timer.start()
-
-
-def _write_result(fd: int, result: Any) -> None:
-    from trainloop.transfer import dump_state
-
-    data = dump_state(result)
-    # A write takes 2 GiB at most.
-    view = memoryview(data)
-    place = 0
-    while place < len(view):
-        place += os.pwrite(fd, view[place:], place)
 
 
 def _allow_many_descriptors() -> None:

@@ -27,7 +27,8 @@ from trainloop.launch.main_guard import main_not_imported_again, main_place
 from trainloop.launch.rank_process import STACK_SIGNAL, RankSpec, State, run_rank
 from trainloop.launch.rendezvous import Rendezvous
 from trainloop.stopping import SharedStop
-from trainloop.transfer import Parcel, load_state
+from trainloop.transfer import Parcel
+from trainloop.transfer.result import ResultFile
 
 __all__ = ["Ranks"]
 
@@ -366,11 +367,7 @@ class Ranks:
 
     def result(self) -> Any:
         """The result of local rank 0's function."""
-        fd = self._spec.result_fd
-        with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as data:
-            result = load_state(data[:])
-        os.ftruncate(fd, 0)
-        return result
+        return ResultFile(self._spec.result_fd).read()
 
     def close(self) -> None:
         """Release the processes' resources. Ranks that wait for more work end; no others may be alive."""

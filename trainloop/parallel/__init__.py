@@ -7,7 +7,8 @@ let every other attribute of the model be read and written as if the wrapper wer
 
 * ``transparent.py``: decides whether a name belongs to the wrapper or the model
 * ``ddp.py``: the one wrapper, and :func:`reduce_gradients`
-* ``fsdp.py``: the one that shards parameters; ``units.py`` tells which modules are sharded as one
+* ``fsdp.py``: the one that shards parameters; ``units.py`` tells which modules are sharded as one,
+  ``undoing.py`` takes the sharding off
 * ``dp.py``: the one with replicas in threads; ``scatter.py`` cuts a batch for them and puts their results together
 """
 

@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainloop.distributed.objects import backend_of
 from trainloop.errors import ConfigurationError
 from trainloop.forks import guard_forks
 from trainloop.keywords import WRAPPERS, knows_foreign_names
 from trainloop.model import yields_losses
-from trainloop.parallel.shards import MARKS, is_sharded
+from trainloop.parallel.shards import is_sharded
 from trainloop.parallel.transparent import Transparent, check_not_lazy, with_multi_losses, with_plain_dicts
+from trainloop.parallel.undoing import can_undo, undo_fully_shard
 from trainloop.parallel.units import units_of
 
 if TYPE_CHECKING:
@@ -63,6 +65,9 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         An int: sharded over so many ranks meanwhile.
     mp_policy, offload_policy : optional
         ``torch.distributed.fsdp.MixedPrecisionPolicy`` and ``OffloadPolicy``.
+    init_sync : bool
+        Whether rank 0's parameters and buffers are sent to all ranks first, as DDP does it; one at a time. ``False``
+        where they are equal already.
 
     Raises
     ------
@@ -99,6 +104,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         reshard_after_forward: bool | int = True,
         mp_policy: Any = None,
         offload_policy: Any = None,
+        init_sync: bool = True,
     ) -> None:
         from torch.distributed.fsdp import fully_shard  # half a second, and most programs never shard
 
@@ -113,6 +119,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
                 f"TTFullyShardedDataParallel: {type(module).__name__} has DTensor parameters: it is sharded already. "
                 "Pass the model as it is built."
             )
+        can_undo()
         guard_forks()
         super().__init__()
         self.module = module
@@ -133,8 +140,10 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             if seed is not None:
                 _give_values(unit, device, seed + number)
                 own = dict(unit.named_parameters())
-            for p in own.values():
-                if not is_sharded(p) and not p.is_contiguous():
+            came = [(p, p.data) for p in own.values() if not is_sharded(p)]
+            for p, data in came:
+                p.data = _of_rank_0(data, device) if init_sync and seed is None else data
+                if not p.is_contiguous():
                     p.data = p.data.contiguous()  # channels_last, for instance: a shard is cut from plain rows
             # The root is needed again at once when backward begins: torch keeps it whole where nothing is said.
             root = unit is self and reshard_after_forward is True
@@ -142,10 +151,14 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
                 fully_shard(unit, reshard_after_forward=None if root else reshard_after_forward, **options)
             except (ValueError, TypeError, NotImplementedError) as error:
                 raise ConfigurationError(f"TTFullyShardedDataParallel: {error}") from error
+            for p, data in came if init_sync else ():  # not the module's any more; who made it gets it as it was
+                p.data = data
         self._tt_whole = {p for p in module.parameters() if p.ndim == 0}
         self._tt_hooks = []
+        for buffer in module.buffers() if init_sync and seed is None else ():
+            buffer.data = _of_rank_0(buffer.data, device).to(buffer.device)
         for p in self._tt_whole:
-            p.data = p.data.to(device)
+            p.data = (_of_rank_0(p.data, device) if init_sync and seed is None else p.data).to(device)
             trains = p.requires_grad
             p.requires_grad_(True)  # a frozen one may be unfrozen later, and takes no hook
             self._tt_hooks.append(p.register_post_accumulate_grad_hook(self._average))
@@ -224,49 +237,11 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         before = dict(self.module.named_parameters())
         new = {id(before[name]): parameter for name, parameter in parameters.items() if name in before}
         for part in [*self.module.modules(), self]:
-            _undo_fully_shard(part)
+            undo_fully_shard(part)
             for name, parameter in part._parameters.items():
                 if parameter is not None and id(parameter) in new:
                     part._parameters[name] = new[id(parameter)]
         return self.module
-
-
-# What is used of torch beyond its public face, to undo fully_shard; read in torch 2.6 to 2.13.
-
-
-def _undo_fully_shard(part: nn.Module) -> None:
-    from torch.distributed import _composable_state
-    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-    from torch.distributed.fsdp import FSDPModule
-
-    for name in MARKS:
-        part.__dict__.pop(name, None)
-    if not isinstance(part, FSDPModule):
-        return
-    state = part._get_fsdp_state()
-    state._pre_forward_hook_handle.remove()
-    state._post_forward_hook_handle.remove()
-    for group in _groups_of(state):
-        for handles in (
-            group._module_to_pre_save_state_dict_hook_handle,
-            group._module_to_pre_load_state_dict_hook_handle,
-        ):
-            for handle in handles.values():
-                handle.remove()
-        for parameter in group.fsdp_params:
-            parameter._post_load_hook_handle.remove()
-    part.__class__ = type(part).__mro__[2]  # after FSDP<class> and FSDPModule
-    _composable_state._module_state_mapping.pop(part, None)
-    for key in (STATE_KEY, REGISTRY_KEY):
-        part.__dict__.pop(key, None)
-
-
-def _groups_of(state: Any) -> list[Any]:
-    """Parameter groups of a unit: one where torch (to 2.9 or so) has one at most, else a list of them."""
-    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
 
 
 # -- construction ------------------------------------------------------------------------------------------------------
@@ -304,6 +279,14 @@ def _mesh(module: nn.Module, mesh: Any, replicas: Any) -> Any:
 
 def _device_of(mesh: Any) -> torch.device:
     return torch.device("cpu") if mesh.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
+
+
+def _of_rank_0(own: Tensor, device: torch.device) -> Tensor:
+    """Rank 0's values of a tensor, in other memory than this rank's. Collective."""
+    can_send = backend_of(own.device.type) is not None
+    sent = own.clone(memory_format=torch.contiguous_format) if can_send else own.to(device, copy=True).contiguous()
+    dist.broadcast(sent, 0)
+    return sent
 
 
 def _check_dtypes(unit: str, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -14,19 +14,27 @@ from torch import Tensor, nn
 
 __all__ = [
     "MARKS",
+    "Box",
+    "box_of",
     "clip_gradients",
+    "free",
     "gathered",
+    "is_first_replica",
     "is_mark_of_sharding",
     "is_sharded",
     "local_part",
     "map_items",
     "map_tensors",
+    "put_part",
     "shard_like",
     "spread_like",
     "whole",
     "with_items",
 ]
 
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where a part of a tensor begins in each dimension, and how long it is."""
 
 MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 """Attributes that torch (2.6 to 2.13) gives to every module in a unit."""
@@ -78,15 +86,54 @@ def shard_like(value: Tensor, like: Any) -> Any:
     """
     if not is_sharded(like) or is_sharded(value):
         return value.detach().to(like.device)
-    part = value.detach()
-    mesh, placements = like.device_mesh, like.placements
-    for dim, placement in enumerate(placements):
-        if placement.is_shard():
-            size, rank = mesh.size(dim), mesh.get_local_rank(dim)
-            chunks = part.chunk(size, placement.dim)
-            part = chunks[rank] if rank < len(chunks) else part.narrow(placement.dim, 0, 0)
+    part = _own_part(value.detach(), like)
     part = part.to(like.to_local().device, copy=True, memory_format=torch.contiguous_format)
     return spread_like(part, like, value.shape)
+
+
+def is_first_replica(tensor: Any) -> bool:
+    """Whether no other rank before this one has the same part of a sharded tensor."""
+    coordinates = zip(tensor.placements, tensor.device_mesh.get_coordinate(), strict=True)
+    return all(place == 0 or placement.is_shard() for placement, place in coordinates)
+
+
+def box_of(tensor: Any) -> Box:
+    """Where this rank's part of a sharded tensor lies in the whole."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # public in no version to 2.13
+
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offsets), tuple(sizes)
+
+
+def put_part(tensor: Any, into: Tensor) -> bool:
+    """Write what this rank has of a sharded tensor into a whole one that its ranks share; no exchange.
+
+    Returns
+    -------
+    bool
+        Whether the ranks together have written all of it; not where each has a term of a sum.
+    """
+    if any(placement.is_partial() for placement in tensor.placements):
+        return False
+    if is_first_replica(tensor):
+        _own_part(into, tensor).copy_(local_part(tensor))
+    return True
+
+
+def _own_part(value: Tensor, like: Any) -> Tensor:
+    """Of a whole tensor the part that this rank has of a sharded one, as a view."""
+    mesh = like.device_mesh
+    for dim, placement in enumerate(like.placements):
+        if placement.is_shard():
+            size, rank = mesh.size(dim), mesh.get_local_rank(dim)
+            chunks = value.chunk(size, placement.dim)
+            value = chunks[rank] if rank < len(chunks) else value.narrow(placement.dim, 0, 0)
+    return value
+
+
+def free(tensor: Any) -> None:
+    """Give back the memory of this rank's part, of which nobody has any use left."""
+    local_part(tensor).untyped_storage().resize_(0)
 
 
 def spread_like(part: Tensor, like: Any, shape: torch.Size) -> Any:

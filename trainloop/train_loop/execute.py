@@ -238,7 +238,7 @@ def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None, *, jo
     """Make a run in this process, for training (``job``) or evaluation only; it is ``loop.running`` while it lasts."""
     # Only dp uses several devices in one process.
     devices = loop.site.devices if loop.gpu_mode == "dp" else [loop.site.devices[loop.process.local_rank]]
-    wrapper_args, over_ranks = None, False
+    wrapper_args, over_ranks = loop.fsdp_model_args if loop.gpu_mode == "fsdp" else None, False
     if job is not None:
         wrapper_args = {"dp": job.dp_model_args, "fsdp": job.fsdp_model_args}.get(loop.gpu_mode, job.ddp_model_args)
         over_ranks = loop.sync_batchnorm and has_ranks(loop.gpu_mode) and loop.world_size > 1
@@ -254,7 +254,7 @@ def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None, *, jo
         compile_args=loop.options.compile_args,
         checkpoint_modules=loop.options.checkpoint_modules if job is not None else None,
         trains=job is not None,
-        gives_back="none" if job is None or not job.gather else "all" if joined else "main",
+        gives_back="none" if job is None or not job.gather else "all" if joined else "host",
     )
     with nullcontext() if job is None else _own_randomness(loop), place_of_model as place:
         loop.running = run = Run(loop, place, stop) if job is None else _kind_of_training(loop)(loop, place, stop, job)

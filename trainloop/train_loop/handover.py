@@ -12,9 +12,10 @@ from torch import nn
 from trainloop.carried import names_of
 from trainloop.optim import optimizers_of
 from trainloop.parallel.shards import is_mark_of_sharding
-from trainloop.transfer import dump_state, load_state
+from trainloop.transfer import PackedState, pack_state, unpack_state
 from trainloop.transfer.kept import kept_attributes
-from trainloop.transfer.shared import changed_parts, dumped_parts, parts_now, put_into, shared_parts
+from trainloop.transfer.pages import trim
+from trainloop.transfer.shared import changed_parts, fingerprint, fingerprints, parts_now, put_into, shared_parts
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
@@ -84,12 +85,15 @@ class Departure:
         self.paths = tuple(self._parts)
         """Of the parts, for :class:`Arrival`: both sides number them alike."""
 
-    def receive(self, data: bytes) -> Any:
+    def receive(self, data: PackedState) -> Any:
         """Put a rank's end state into the caller's own objects; returns the ``result`` that came with it."""
-        state = load_state(data, [*self._known, *self._parts.values()])
+        state = unpack_state(data, [*self._known, *self._parts.values()])
         _receive(self._loop, state)
         put_into(self._parts, state["parts"])
-        return state["result"]
+        result = state["result"]
+        del state  # a whole model, of which nothing is to stay
+        trim()
+        return result
 
 
 class Arrival:
@@ -108,32 +112,34 @@ class Arrival:
         ]
         # A pickled optimizer loses the mark by which torch's schedulers recognise it, and they would warn about it.
         warnings.filterwarnings("ignore", message=r"Seems like `optimizer\.step\(\)` has been overridden")
-        self._attributes = {key: self._dumped(value) for key, value in plain_attributes(loop).items()}
-        self._arrived = dumped_parts(self.parts, self.known)
+        self._attributes = {
+            key: fingerprint(value, self.known, fixed=True) for key, value in plain_attributes(loop).items()
+        }
+        self._arrived = fingerprints(self.parts, self.known)
 
     def parts_now(self) -> dict[str, Any]:
         """The parts' present contents, by their path."""
         return parts_now(self.parts)
 
-    def end_state(self, result: Any, *, sent: bool = True) -> bytes:
+    def end_state(self, result: Any, *, sent: bool = True) -> PackedState | None:
         """The loop's state now, and ``result``, for :meth:`Departure.receive` on the caller's side.
 
-        Of each host one rank's is sent. The others only ask callbacks for their state, which may be an exchange of all
-        ranks, and copy no weights.
+        Of each host one rank's is sent, the live memory of its tensors beside it. The others only ask callbacks for
+        their state, which may be an exchange of all ranks.
         """
         loop = self._loop
         callbacks = [callback_state(callback) for callback in loop.callbacks]
         stateful = [getattr(loop.callbacks[i], name).state_dict() for i, name in self._stateful]
         if not sent:
-            return b""
+            return None
         changed = {}
         for key, value in plain_attributes(loop).items():
-            dumped = self._dumped(value)
-            if dumped is None:
+            mark = fingerprint(value, self.known)
+            if mark is None:
                 if self._attributes.get(key) is not None:
                     message = f"model attribute {key[2]!r} can't be pickled any more: the caller's stays as it was."
                     warnings.warn(message, stacklevel=2)
-            elif dumped != self._attributes.get(key):
+            elif mark != self._attributes.get(key):
                 changed[key] = value
         state = {
             "tensors": {key: (t.detach().cpu(), t.requires_grad) for key, t in _tensors(loop) if not t.is_meta},
@@ -147,21 +153,15 @@ class Arrival:
             "stateful": stateful,
             "result": result,
         }
-        return dump_state(state, self.known)
+        return pack_state(state, self.known)
 
     def _that_can_be_sent(self, state: Any, callback: Any) -> Any:
-        if not isinstance(state, dict) or self._dumped(state) is not None:
+        if not isinstance(state, dict) or fingerprint(state, self.known) is not None:
             return state
-        can = {name: value for name, value in state.items() if self._dumped(value) is not None}
+        can = {name: value for name, value in state.items() if fingerprint(value, self.known) is not None}
         lost = ", ".join(str(name) for name in state if name not in can)
         warnings.warn(f"{callback!r}: {lost} can't be pickled any more: the caller's stays as it was.", stacklevel=2)
         return can
-
-    def _dumped(self, value: Any) -> bytes | None:
-        try:
-            return dump_state(value, self.known)
-        except Exception:  # whatever a user's __reduce__ raises
-            return None
 
 
 def plain_attributes(loop: TrainLoop[Any]) -> dict[tuple[int, int, str], Any]:

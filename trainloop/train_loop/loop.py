@@ -255,7 +255,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
             on the CPU. ``devices`` that were given to the loop count more.
         dp_model_args, ddp_model_args, fsdp_model_args : dict, optional
             Further arguments of :class:`TTDataParallel`, :class:`TTDistributedDataParallel` and
-            :class:`TTFullyShardedDataParallel`.
+            :class:`TTFullyShardedDataParallel`. Evaluation and predictions after ``fit`` use the last's again.
         gather : bool
             ``False``, in ``fsdp``: what was trained stays in the checkpoints of a ``ModelCheckpoint``, for models that
             no host has room for; the model that is returned is as it was. To train on, evaluate or predict is an error
@@ -351,6 +351,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
             if job.resume is not None and run_state.took_up_finished(self, job.resume):
                 return self.model
             with noting_values(self, gather=gather):
+                self.fsdp_model_args = job.fsdp_model_args or {}
                 heard.note(execute(self, Training.train, job=job))
         heard.end()
         return self.model

@@ -139,8 +139,8 @@ def placed(
         What :func:`~trainloop.train_loop.recompute.chosen_modules` takes.
     trains : bool
         In ``fsdp``: optimizers are to step the shards.
-    gives_back : {'all', 'main', 'none'}
-        In ``fsdp`` the ranks whose model gets the values reached, in its own tensors.
+    gives_back : {'all', 'host', 'none'}
+        In ``fsdp`` whose model gets the values reached: each rank's, or one on each host.
     """
     device = devices[0]
     with ExitStack() as undo:

@@ -24,10 +24,12 @@ from trainloop.distributed.peers import owners_are_known
 from trainloop.errors import TrainLoopError, WorkerFailedError
 from trainloop.nested import parts_of
 from trainloop.optim import MultiLoss, optimizers_of, parameters_of
+from trainloop.parallel import TTFullyShardedDataParallel
 from trainloop.parallel.scatter import batch_length, chunk_sizes, scatter
 from trainloop.parallel.units import units_of
 from trainloop.reduction import sum_rule
 from trainloop.resources.quota import format_bytes
+from trainloop.train_loop.arguments import check_wrapper_args
 from trainloop.train_loop.execute import sent_parts
 from trainloop.train_loop.kinds import GpuMode
 from trainloop.train_loop.loop import TrainLoop
@@ -40,6 +42,7 @@ __all__ = ["Finding", "PreflightReport", "preflight", "preflight_shards"]
 # Sums in another order differ in the last bits; a few steps of Adam near zero gradients enlarge that.
 TOLERANCE = 1e-4
 CPU = torch.device("cpu")
+_UNITS = ("shard", "reshard_after_forward")
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,9 @@ class PreflightReport:
     __repr__ = __str__
 
 
-def preflight(loop: TrainLoop[Any], *, steps: int = 3, ranks: int = 2) -> PreflightReport:
+def preflight(
+    loop: TrainLoop[Any], *, steps: int = 3, ranks: int = 2, fsdp_model_args: dict[str, Any] | None = None
+) -> PreflightReport:
     """Look for what would go wrong later.
 
     Parameters
@@ -96,6 +101,8 @@ def preflight(loop: TrainLoop[Any], *, steps: int = 3, ranks: int = 2) -> Prefli
         Optimizer steps to compare.
     ranks : int
         CPU processes to compare with.
+    fsdp_model_args : dict, optional
+        As ``fit`` will have them. Default: those of the last ``fit``.
 
     Returns
     -------
@@ -108,15 +115,19 @@ def preflight(loop: TrainLoop[Any], *, steps: int = 3, ranks: int = 2) -> Prefli
         If the loop has no ``train_loader`` or no ``optimizer``.
     """
     require_training_parts(loop, "preflight")
+    check_wrapper_args(fsdp_model_args, "fsdp_model_args", TTFullyShardedDataParallel)
+    sharding = loop.fsdp_model_args if fsdp_model_args is None else fsdp_model_args
     findings = []
     checks: dict[str, Callable[[], str]] = {
-        **({"shards": lambda: preflight_shards(loop)} if loop.gpu_mode == "fsdp" else {}),
+        **({"shards": lambda: preflight_shards(loop, sharding)} if loop.gpu_mode == "fsdp" else {}),
         "can be sent to ranks": lambda: _sendable(loop),
         "strangers among the ranks": lambda: _protection(loop),
         "one batch": lambda: _one_batch(loop),
         "gradients": lambda: _gradients(loop),
         "batches alike on all ranks": lambda: _batches(loop, steps, ranks),
-        f"single equals {_mode_of_ranks(loop)} on {ranks} CPU ranks": lambda: _modes_agree(loop, steps, ranks),
+        f"single equals {_mode_of_ranks(loop)} on {ranks} CPU ranks": lambda: _modes_agree(
+            loop, steps, ranks, sharding
+        ),
     }
     for name, run in checks.items():
         began, traceback = time.perf_counter(), ""
@@ -149,10 +160,11 @@ def _protection(loop: TrainLoop[Any]) -> str:
     return f"{objects}; connections on this host: {looked_up} (SECURITY.md)"
 
 
-def preflight_shards(loop: TrainLoop[Any]) -> str:
+def preflight_shards(loop: TrainLoop[Any], sharding: dict[str, Any]) -> str:
     """List the units that are sharded, and the bytes that a rank holds: its shards, and whole units at a time."""
     ranks = loop.site.num_nodes * len(loop.site.devices)
-    units = {name: sum(map(_bytes, unit.parameters())) for name, unit in units_of(loop.model)}
+    parts = max(ranks // sharding.get("replicas", 1), 1)
+    units = {name: sum(map(_bytes, unit.parameters())) for name, unit in units_of(loop.model, sharding.get("shard"))}
     total = sum(map(_bytes, loop.model.parameters()))
     if not units and ranks > 1:
         raise _Found(
@@ -162,8 +174,8 @@ def preflight_shards(loop: TrainLoop[Any]) -> str:
     gradients = sum(_bytes(p) for p in loop.model.parameters() if p.requires_grad)
     root, largest = total - sum(units.values()), max(units.values(), default=0)
     return (
-        f"units: {_some([*units, 'the root'])}. Each of {ranks} ranks holds {format_bytes(total // ranks)} of "
-        f"parameters, {format_bytes(gradients // ranks)} of gradients and the optimizer's state of these; whole at a "
+        f"units: {_some([*units, 'the root'])}. Each of {ranks} ranks holds {format_bytes(total // parts)} of "
+        f"parameters, {format_bytes(gradients // parts)} of gradients and the optimizer's state of these; whole at a "
         f"time: the root, {format_bytes(root)}, and one or two units, {format_bytes(largest)} each"
     )
 
@@ -287,7 +299,7 @@ def _batches(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
     return f"same shapes and dtypes in {seen} steps" if seen else "fewer samples than ranks: nothing to compare"
 
 
-def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
+def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int, sharding: dict[str, Any]) -> str:
     # One process that accumulates over `ranks` batches sees the samples that so many ranks see in one step.
     # But if ranks share each batch, a step has a single one.
     per_step = 1 if isinstance(loop.train_loader, SplitBatches) else ranks
@@ -295,8 +307,12 @@ def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
     unused = any(p.grad is None for p in _after_backward(loop)[0].parameters() if p.requires_grad)
     single = _trained(loop, "single", 1, steps * per_step, per_step)
     mode = _mode_of_ranks(loop)
-    find_unused = {"find_unused_parameters": True} if unused and mode == "ddp" else None
-    many = _trained(loop, mode, ranks, steps, 1, find_unused)
+    arguments: dict[str, Any] = {}
+    if mode == "fsdp":  # lower precision would differ, and so few ranks need not make so many replicas
+        arguments["fsdp_model_args"] = {key: value for key, value in sharding.items() if key in _UNITS}
+    elif unused:
+        arguments["ddp_model_args"] = {"find_unused_parameters": True}
+    many = _trained(loop, mode, ranks, steps, 1, **arguments)
     worst, where = 0.0, ""
     for (name, a), b in zip(single.named_parameters(), many.parameters(), strict=True):
         # Relative to the tensor's largest value: single entries may be anywhere near zero.
@@ -318,7 +334,7 @@ def _trained(
     devices: int,
     iterations: int,
     accumulation: int,
-    ddp_model_args: dict[str, Any] | None = None,
+    **arguments: Any,
 ) -> nn.Module:
     model, optimizer, criterion = copies(loop, CPU)
     for module in model.modules():  # what draws or counts in each process rightly differs between modes
@@ -342,7 +358,7 @@ def _trained(
         # A rank that hangs is a finding, to be had in seconds.
         timeout=min(loop.timeout, 120.0),
     )
-    return trial.fit(num_iterations=iterations, grad_accumulation=accumulation, ddp_model_args=ddp_model_args)
+    return trial.fit(num_iterations=iterations, grad_accumulation=accumulation, **arguments)
 
 
 def _stay(module: nn.Module) -> Callable[..., nn.Module]:

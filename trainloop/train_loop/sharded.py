@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,14 +15,28 @@ from trainloop import distributed
 from trainloop.errors import ConfigurationError
 from trainloop.optim import parameters_of
 from trainloop.parallel import TTFullyShardedDataParallel
-from trainloop.parallel.shards import gathered, is_sharded, map_tensors, shard_like, whole
+from trainloop.parallel.shards import (
+    free,
+    gathered,
+    is_sharded,
+    local_part,
+    map_tensors,
+    put_part,
+    shard_like,
+    whole,
+)
+from trainloop.parallel.undoing import can_undo
 from trainloop.train_loop.options import Options, RestartOptions
 from trainloop.train_loop.placement import Placement, move_state
+from trainloop.transfer.pages import trim
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
+    from trainloop.transfer.result import ResultFile
 
 __all__ = ["LeftBehind", "ShardedPlacement", "check_has_values", "check_shardable", "noting_values", "sharded"]
+
+_TRIMMED_AFTER = 32 << 20  # bytes that this process has freed, and may still hold
 
 
 class ShardedPlacement(Placement):
@@ -43,21 +56,32 @@ class ShardedPlacement(Placement):
         self.wrapper.share_buffers()
 
     def make_whole(self, callbacks: Iterable[Any]) -> None:
-        """What callbacks keep of sharded tensors, in dictionaries and lists too, whole on each host's first rank."""
-        on_one_rank = partial(gathered, keeps=_is_first_of_host())
-        for callback in callbacks:
-            for name, value in list(vars(callback).items()):
-                if is_sharded(value):
-                    setattr(callback, name, on_one_rank(value))
-                elif isinstance(value, dict):
-                    value.update({key: map_tensors(item, on_one_rank) for key, item in value.items()})
-                elif type(value) is list:
-                    value[:] = map_tensors(value, on_one_rank)
+        """What callbacks keep of sharded tensors, in dictionaries and lists too, whole on ranks that send it back."""
+        callbacks = list(callbacks)
+        found: dict[int, Any] = {}
+        _map_kept(callbacks, lambda tensor: found.setdefault(id(tensor), tensor))
+        shards = [tensor for tensor in found.values() if is_sharded(tensor)]
+        file = _result_file()
+        whole_ones = map(gathered, shards) if file is None else _in_file(shards, file)
+        made = dict(zip(map(id, shards), whole_ones, strict=True))
+        _map_kept(callbacks, lambda tensor: made.get(id(tensor), tensor))
 
     @property
     def evaluated(self) -> Any:
         """The wrapper: only it can gather parameters."""
         return self.wrapper
+
+
+def _map_kept(callbacks: Iterable[Any], function: Callable[[Tensor], Any]) -> None:
+    """Each tensor that callbacks keep, after ``function``."""
+    for callback in callbacks:
+        for name, value in list(vars(callback).items()):
+            if isinstance(value, dict):
+                value.update({key: map_tensors(item, function) for key, item in value.items()})
+            elif type(value) is list:
+                value[:] = map_tensors(value, function)
+            elif is_sharded(value):
+                setattr(callback, name, function(value))
 
 
 @contextmanager
@@ -74,10 +98,10 @@ def sharded(
         Their state is sharded along.
     wrapper_args : dict
         Further arguments of the wrapper's constructor.
-    gives_back : {'all', 'main', 'none'}
-        Ranks whose model and optimizers get the values that were reached; ``'main'``: each host's first, which sends
-        them to the process that started it. Collective, at the end; where an exception
-        ends the run, and with ``'none'``, the model has the values it came with.
+    gives_back : {'all', 'host', 'none'}
+        Whose model and optimizers get the values that were reached: each rank's, or of each host those of local rank 0,
+        in the file from which the launching process reads the result. Collective, at the end; where an exception ends
+        the run, and with ``'none'``, the model has the values it came with.
     """
     originals = dict(model.named_parameters())
     kept = {name: p.data for name, p in originals.items()}  # a unit that goes to its GPU takes its parameters along
@@ -86,12 +110,15 @@ def sharded(
     for tensor in in_place if optimizers else ():  # they would not be as they came where nothing is given back
         tensor.data = tensor.data.clone()
     given = False
+    if "init_sync" not in wrapper_args:  # ranks of one host map the same weights; others have made their own
+        wrapper_args = {**wrapper_args, "init_sync": not _all_here() or _result_file() is None}
     wrapper = TTFullyShardedDataParallel(model, **wrapper_args)
     for name, p in originals.items():
         if p.ndim:
             p.data = kept[name]
     shards = dict(model.named_parameters())
     arrived = [(optimizer.state, list(optimizer.param_groups)) for optimizer in optimizers]
+    own_state = [{p: dict(own) for p, own in optimizer.state.items()} for optimizer in optimizers]
     _move(optimizers, originals, shards, lambda value, p: shard_like(value, p) if value.shape == p.shape else value)
     for optimizer in optimizers:  # scalars, and the counters of fused kernels
         move_state(optimizer)
@@ -99,8 +126,7 @@ def sharded(
         yield wrapper
         if gives_back != "none":
             wrapper.reshard()
-            receives = gives_back == "all" or _is_first_of_host()
-            _give_back(model, originals, kept, optimizers, receives)
+            _give_back(model, originals, kept, optimizers, own_state, _result_file() if gives_back == "host" else None)
             given = True
     finally:
         shards = {name: p for name, p in model.named_parameters() if name in originals}
@@ -130,30 +156,91 @@ def _give_back(
     originals: dict[str, nn.Parameter],
     kept: dict[str, Tensor],
     optimizers: list[torch.optim.Optimizer],
-    receives: bool,
+    own_state: list[dict[Any, dict[Any, Any]]],
+    file: ResultFile | None,
 ) -> None:
     """The values reached into a model's own parameters and its optimizers' state, one tensor after the other.
 
-    A device that had room for its shards need not have any for all of them: each whole one leaves it before the next.
+    With a file each rank writes its part into that, and its memory is free for the next: all of it is there once. Else
+    every rank gathers it; a device that had room for its shards need not have any for all of them, so each whole one
+    leaves it before the next.
     """
-    homes: dict[int, torch.device] = {}
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if name in originals:
-                target = originals[name]
-                homes[id(p)] = kept[name].device
-                full = whole(p)
-                if receives:
-                    (kept[name] if p is target else target).copy_(full)
-                del full
-                target.requires_grad_(p.requires_grad)
-    for optimizer in optimizers:
+    receives = file is None or _local_rank() == 0
+    shards: list[Any] = []
+    owners: list[tuple[dict[Any, Any] | None, Any, Tensor | None, torch.device]] = []
+    names = {id(p): name for name, p in model.named_parameters() if name in originals}
+    for p in model.parameters():
+        if id(p) not in names:
+            continue
+        name = names[id(p)]
+        target = originals[name]
+        target.requires_grad_(p.requires_grad)
+        if is_sharded(p):
+            shards.append(p)
+            owners.append((None, None, target, kept[name].device))
+        elif receives:
+            (kept[name] if p is target else target).data.copy_(p.detach())
+    for optimizer, came in zip(optimizers, own_state, strict=True):
         for stepped in parameters_of(optimizer):
-            home = homes.get(id(stepped))
-            for key, value in optimizer.state.get(stepped, {}).items():
-                if home is not None and isinstance(value, Tensor) and (is_sharded(value) or value.device.type != "cpu"):
-                    value = gathered(value, keeps=receives)
-                    optimizer.state[stepped][key] = value.to(home) if receives else value
+            if id(stepped) not in names:
+                continue
+            name = names[id(stepped)]
+            own, before = optimizer.state.get(stepped, {}), came.get(originals[name], {})
+            for key, value in own.items():
+                if is_sharded(value):
+                    shards.append(value)
+                    owners.append((own, key, before.get(key), kept[name].device))
+                elif isinstance(value, Tensor) and value.device.type != "cpu" and receives:
+                    own[key] = value.to(kept[name].device)
+    in_file = None if file is None else _in_file(shards, file, frees=True)
+    for i, (state, key, home, device) in enumerate(owners):
+        full = whole(shards[i]) if in_file is None else in_file[i]
+        fits = home is not None and home.shape == full.shape and home.dtype == full.dtype
+        if home is not None and fits and receives:
+            if in_file is None:
+                home.detach().copy_(full)
+            else:
+                home.data = full
+        if state is not None:
+            state[key] = home if fits else full.to(device) if in_file is None else full
+        del full
+
+
+def _in_file(shards: Sequence[Any], file: ResultFile, *, frees: bool = False) -> list[Tensor]:
+    """Sharded tensors as whole ones in the file of this host's result, all parts there when it returns. Collective."""
+    room = file.room_for((shard.shape, shard.dtype) for shard in shards)
+    all_here, kept = _all_here(), 0
+    for shard, target in zip(shards, room, strict=True):
+        if not (all_here and put_part(shard, target)):
+            full = whole(shard)
+            if _local_rank() == 0:
+                target.copy_(full)
+            del full
+        if frees:
+            kept += local_part(shard).nbytes
+            free(shard)
+            if kept > _TRIMMED_AFTER:
+                trim()
+                kept = 0
+    if frees:
+        trim()
+    distributed.barrier()
+    return room
+
+
+def _result_file() -> ResultFile | None:
+    from trainloop.launch.rank_process import result_file  # `import trainloop` is to be cheap
+
+    return result_file()
+
+
+def _all_here() -> bool:
+    """Whether all ranks are on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == distributed.get_world_size()
+
+
+def _local_rank() -> int:
+    return int(os.environ["LOCAL_RANK"])
 
 
 def _give_back_buffers(model: nn.Module, buffers: dict[str, tuple[Tensor, Tensor]], *, as_they_came: bool) -> None:
@@ -189,8 +276,8 @@ def _move(
         optimizer.state.clear()
         for p, own in state:
             target = new.get(id(p), p)
-            if target is not p and isinstance(own, dict):
-                own = {k: convert(v, target) if isinstance(v, Tensor) and v.ndim else v for k, v in own.items()}
+            if target is not p and isinstance(own, dict):  # which stays the one that users may hold
+                own.update({k: convert(v, target) for k, v in own.items() if isinstance(v, Tensor) and v.ndim})
             optimizer.state[target] = own
 
 
@@ -221,6 +308,7 @@ def check_shardable(
             "optimizer in a host's memory, which gather=False is to avoid. Leave max_restarts out, and go on after a "
             "failure by fit(resume_from='last') with the ModelCheckpoint; or leave gather out."
         )
+    can_undo()
     meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if gather and meta is not None:
         raise ConfigurationError(

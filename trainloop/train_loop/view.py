@@ -71,6 +71,8 @@ class LoopView:
         self.restarts: list[Restart] = []
         """Failures that the last ``fit(max_restarts=...)`` has survived."""
         self.timings_of_last_fit = Timings()
+        self.fsdp_model_args: dict[str, Any] = {}
+        """Arguments of ``fit`` for the wrapper of ``fsdp``; evaluation outside of ``fit`` has the same units."""
         self.left_behind: LeftBehind | None = None
         """After ``fit(gather=False)``, the parameters that have no trained values yet."""
         self.running: Run | None = None

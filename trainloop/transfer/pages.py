@@ -5,12 +5,13 @@ from __future__ import annotations
 import bisect
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 import sys
 import tempfile
 
-__all__ = ["PAGE", "MovedPages", "anonymous_file", "anonymous_path", "write_all"]
+__all__ = ["PAGE", "MovedPages", "anonymous_file", "anonymous_path", "give_back", "trim", "write_all"]
 
 PAGE = mmap.PAGESIZE
 _CHUNK = 32 << 20  # bytes copied before the memory they came from is given back: the peak above one copy
@@ -51,6 +52,24 @@ def write_all(fd: int, data: memoryview, place: int) -> None:
     while data.nbytes:
         written = os.pwrite(fd, data, place)
         data, place = data[written:], place + written
+
+
+def give_back(fd: int, place: int, nbytes: int) -> None:
+    """Return the memory or disk space of a part of a file to the system; it reads as zeros from then on.
+
+    Where the system can't, the file keeps it until it is closed.
+    """
+    libc = _libc() if sys.platform == "linux" else None
+    if libc is not None and nbytes:
+        libc.fallocate(fd, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, place, nbytes)
+
+
+def trim() -> None:
+    """Return freed memory to the system, which glibc's malloc would keep for this process's next use."""
+    libc = _libc() if sys.platform == "linux" else None
+    with contextlib.suppress(AttributeError):  # another C library
+        if libc is not None:
+            libc.malloc_trim(0)
 
 
 class MovedPages:
@@ -126,7 +145,7 @@ class MovedPages:
             assert self._libc is not None
             if self._libc.mremap(fresh, nbytes, nbytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, address) == _FAILED:
                 raise OSError(ctypes.get_errno(), "memory that was shared with the ranks can't be taken back")
-            self._libc.fallocate(self._fd, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, place, nbytes)
+            give_back(self._fd, place, nbytes)
 
     def _may_move(self, first: int, last: int) -> bool:
         if self._left < 2:
@@ -145,6 +164,7 @@ class MovedPages:
 _FAILED = ctypes.c_void_p(-1).value
 
 
+@functools.cache
 def _libc() -> ctypes.CDLL | None:
     try:
         libc = ctypes.CDLL(None, use_errno=True)

@@ -17,12 +17,11 @@ import torch
 
 from trainloop.errors import UnpicklableError
 from trainloop.transfer.pages import PAGE, MovedPages, anonymous_file, write_all
-from trainloop.transfer.pickling import Pickler, load_device
+from trainloop.transfer.pickling import IN_STREAM, Pickler, load_device
 from trainloop.transfer.unpicklable import explain
 
 __all__ = ["Parcel", "Payload", "pack"]
 
-_IN_STREAM = 256  # bytes; below, a buffer's own bookkeeping costs more than copying it
 _MOVED = 64 << 10  # bytes; from here on, memory is shared in place
 _MOST_MOVED = 8192  # each is a mapping or two, of which a process may have 65530
 _ALIGNMENT = 64
@@ -166,7 +165,7 @@ def pack(obj: object, *, roots: dict[str, object] | None = None) -> Payload:
             buffers: list[pickle.PickleBuffer] = []
 
             def keep_out(buffer: pickle.PickleBuffer) -> bool:
-                small = buffer.raw().nbytes < _IN_STREAM
+                small = buffer.raw().nbytes < IN_STREAM
                 if not small:
                     buffers.append(buffer)
                 return small

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import importlib.machinery
 import io
 import mmap
@@ -17,7 +18,7 @@ import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
@@ -27,7 +28,22 @@ from torch.utils.data import DataLoader
 
 from trainloop.transfer.torch_objects import compile_context_of, reduce_compiled_function, reducer_for
 
-__all__ = ["Pickler", "StatePickler", "StateUnpickler", "dump_state", "load_device", "load_state"]
+__all__ = [
+    "IN_STREAM",
+    "Fingerprint",
+    "PackedState",
+    "Pickler",
+    "StatePickler",
+    "StateUnpickler",
+    "dump_state",
+    "load_device",
+    "load_state",
+    "pack_state",
+    "unpack_state",
+]
+
+IN_STREAM = 256
+"""Bytes; below, a buffer's own bookkeeping costs more than copying it."""
 
 _VIEWED = 4096  # bytes; smaller arrays are pickled as numpy does
 _STANDARD_STREAMS = ("stdin", "stdout", "stderr", "__stdin__", "__stdout__", "__stderr__")
@@ -275,7 +291,7 @@ def _storage_from_buffer(buffer: Any, on_accelerator: bool) -> torch.UntypedStor
     if nbytes == 0:
         storage = torch.UntypedStorage(0)
     elif isinstance(buffer, bytearray):
-        # From the stream, hence small: a copy, which can be resized as torch's own storages can.
+        # From a stream, or read from a file: a copy, which can be resized as torch's own storages can.
         storage = torch.UntypedStorage(nbytes)
         torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).copy_(torch.frombuffer(buffer, dtype=torch.uint8))
     else:
@@ -420,3 +436,64 @@ def load_state(data: bytes, known: Sequence[object] = ()) -> Any:
     """The inverse of :func:`dump_state`, with this side's objects for the other's ``known``. Tensors are on the CPU."""
     with load_device(None):
         return StateUnpickler(io.BytesIO(data), known).load()
+
+
+class PackedState(NamedTuple):
+    """A pickled state, with what it holds of large memory beside it; pickled again, that stays beside."""
+
+    stream: bytes
+    buffers: list[Any]
+    """Where it was packed, ``PickleBuffer`` objects over the live memory."""
+
+
+def pack_state(state: object, known: Sequence[object] = ()) -> PackedState:
+    """As :func:`dump_state`, without a copy of the memory of tensors and arrays."""
+    file = io.BytesIO()
+    buffers: list[pickle.PickleBuffer] = []
+
+    def keep_out(buffer: pickle.PickleBuffer) -> bool:
+        if buffer.raw().nbytes < IN_STREAM:
+            return True
+        buffers.append(buffer)
+        return False
+
+    StatePickler(file, known, keep_out).dump(state)
+    return PackedState(file.getvalue(), buffers)
+
+
+def unpack_state(packed: PackedState, known: Sequence[object] = ()) -> Any:
+    """The inverse of :func:`pack_state`, as :func:`load_state`; of the buffers each is let go when it is read."""
+    packed.buffers.reverse()
+    buffers = (packed.buffers.pop() for _ in range(len(packed.buffers)))
+    with load_device(None):
+        return StateUnpickler(io.BytesIO(packed.stream), known, buffers).load()
+
+
+class Fingerprint:
+    """Tells whether a state has changed, and that it can be pickled: its stream, and a digest of its large memory.
+
+    Raises
+    ------
+    Exception
+        Whatever pickling it raises.
+    """
+
+    def __init__(self, state: object, known: Sequence[object] = ()) -> None:
+        self._stream, self._buffers = pack_state(state, known)
+        self._summed: bytes | None = None
+
+    def fixed(self) -> Fingerprint:
+        """This one, of the memory as it is now: that may change. Without it, a digest is made when it is needed."""
+        if self._summed is None:
+            total = hashlib.sha256()
+            for buffer in self._buffers:
+                total.update(buffer.raw())
+            self._summed, self._buffers = total.digest(), []
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Fingerprint):
+            return NotImplemented
+        return self._stream == other._stream and self.fixed()._summed == other.fixed()._summed
+
+    __hash__ = None  # type: ignore[assignment]  # it is compared only

@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from trainloop.transfer.kept import kept_attributes
-from trainloop.transfer.pickling import dump_state
+from trainloop.transfer.pickling import Fingerprint
 from trainloop.transfer.torch_objects import optimizer_state
 
-__all__ = ["changed_parts", "dumped_parts", "parts_now", "put_into", "shared_parts"]
+__all__ = ["changed_parts", "fingerprint", "fingerprints", "parts_now", "put_into", "shared_parts"]
 
 _MOST_PARTS = 20_000
 _LONG = 1000  # items; a longer list is treated as data, and travels whole
@@ -109,19 +109,30 @@ def _contents(obj: Any) -> dict[Any, Any] | list[Any] | None:
     }
 
 
-def dumped_parts(parts: Mapping[str, Any], known: list[object]) -> dict[str, bytes | None]:
-    """Each part's present contents as bytes, for :func:`changed_parts`; ``None`` if they can't be pickled."""
-    return {path: _dumped(_contents(obj), known) for path, obj in parts.items() if not isinstance(obj, torch.Tensor)}
+def fingerprints(parts: Mapping[str, Any], known: list[object]) -> dict[str, Fingerprint | None]:
+    """Of each part's present contents, for :func:`changed_parts`; ``None`` if they can't be pickled."""
+    return {
+        path: fingerprint(_contents(obj), known, fixed=True)
+        for path, obj in parts.items()
+        if not isinstance(obj, torch.Tensor)
+    }
 
 
-def _dumped(value: Any, known: list[object]) -> bytes | None:
+def fingerprint(value: Any, known: list[object], *, fixed: bool = False) -> Fingerprint | None:
+    """What tells whether a value has changed; ``None`` if it can't be pickled.
+
+    ``fixed``: it is of the value as it is now, and not as it is when compared.
+    """
     try:
-        return dump_state(value, known)
+        found = Fingerprint(value, known)
     except Exception:  # whatever a user's __reduce__ raises
         return None
+    return found.fixed() if fixed else found
 
 
-def changed_parts(parts: Mapping[str, Any], before: Mapping[str, bytes | None], known: list[object]) -> dict[str, Any]:
+def changed_parts(
+    parts: Mapping[str, Any], before: Mapping[str, Fingerprint | None], known: list[object]
+) -> dict[str, Any]:
     """The contents of parts that have changed, for :func:`put_into`; those of tensors always, on the CPU."""
     changed: dict[str, Any] = {}
     for path, obj in parts.items():
@@ -129,11 +140,11 @@ def changed_parts(parts: Mapping[str, Any], before: Mapping[str, bytes | None], 
             changed[path] = (obj.detach().cpu(), obj.requires_grad)
             continue
         now = _contents(obj)
-        dumped = _dumped(now, known)
-        if dumped is not None and dumped != before.get(path):
+        mark = fingerprint(now, known)
+        if mark is not None and mark != before.get(path):
             changed[path] = now
-        elif dumped is None and isinstance(now, dict):  # then each entry by itself
-            can = {key: value for key, value in now.items() if _dumped((key, value), known) is not None}
+        elif mark is None and isinstance(now, dict):  # then each entry by itself
+            can = {key: value for key, value in now.items() if fingerprint((key, value), known) is not None}
             if before.get(path) is not None:
                 lost = ", ".join(str(key) for key in now if key not in can)
                 warnings.warn(f"{path}: {lost} can't be pickled any more: the caller's stays as it was.", stacklevel=2)

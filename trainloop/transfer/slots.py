@@ -25,13 +25,12 @@ import numpy as np
 import torch
 
 from trainloop.transfer.pages import anonymous_file, write_all
-from trainloop.transfer.pickling import StatePickler, StateUnpickler, load_device
+from trainloop.transfer.pickling import IN_STREAM, StatePickler, StateUnpickler, load_device
 
 __all__ = ["Packed", "SnapshotMemory", "Snapshotter", "arrived_classes"]
 
 _SLOTS = 2
 _ALL = "*"  # stands for an entry's name
-_IN_STREAM = 256  # bytes; below, a buffer's own bookkeeping costs more than copying it
 _ALIGNMENT = 64
 _CHUNK = 4 << 20  # bytes summed while they are still in the CPU's cache
 _NUMBER, _STEP, _SIZE, _STREAM, _COUNT, _CRC, _HEAD_CRC, _HEAD = range(8)  # words of a head; the number comes last
@@ -362,7 +361,7 @@ class Snapshotter:
 
         def keep_out(buffer: pickle.PickleBuffer) -> bool:
             raw = buffer.raw()
-            if raw.nbytes < _IN_STREAM:
+            if raw.nbytes < IN_STREAM:
                 return True
             buffers.append(raw)
             alive.append(buffer)

@@ -1,0 +1,128 @@
+"""The end of an ``fsdp`` training: what the ranks hold together while the values reached come back to the caller."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainloop import AbstractCallback, TrainLoop, TTModel
+
+WIDTH = 1024
+
+
+class Wide(TTModel):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(24)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Tensor:
+        return self(batch_data).square().mean()
+
+    def get_predictions(self, batch_data: Any, device: Any) -> Any:
+        return self(batch_data), batch_data, {}
+
+
+class Ended(AbstractCallback):
+    """Leaves a mark when all steps are done, and stays a while for memory to be read."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("Ended")
+        self.mark = folder / "ended"
+
+    def on_train_end(self) -> None:
+        self.mark.touch()
+        time.sleep(0.5)
+
+
+def family() -> set[int]:
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{name}/stat") as file:
+            children.setdefault(int(file.read().rpartition(")")[2].split()[1]), []).append(int(name))
+    found, left = set(), [os.getpid()]
+    while left:
+        pid = left.pop()
+        found.add(pid)
+        left += children.get(pid, [])
+    return found
+
+
+def held_bytes() -> int:
+    """Memory of this process and those it has started: what is each one's own, and the library's files in memory."""
+    own, files = 0, {}
+    for pid in family():
+        with suppress(OSError):
+            with open(f"/proc/{pid}/smaps_rollup") as file:
+                own += sum(1024 * int(line.split()[1]) for line in file if line.startswith("Pss_Anon:"))
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                path = f"/proc/{pid}/fd/{fd}"
+                with suppress(OSError):
+                    if "trainloop-" in os.readlink(path):
+                        status = os.stat(path)
+                        files[status.st_ino] = 512 * status.st_blocks
+    return own + sum(files.values())
+
+
+@contextmanager
+def watched(mark: Path) -> Iterator[list[int]]:
+    """Readings from the moment that there is the mark."""
+    readings: list[int] = []
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.05):
+            if mark.exists():
+                readings.append(held_bytes())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield readings
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_what_comes_back_is_there_once_beside_the_callers_own(tmp_path: Path) -> None:
+    model = Wide()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    copy = 3 * sum(4 * p.numel() for p in model.parameters())  # of parameters and state
+    addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
+    loop = TrainLoop(
+        model,
+        torch.utils.data.DataLoader(torch.randn(16, WIDTH), batch_size=4),
+        optimizer=optimizer,
+        gpu_mode="fsdp",
+        accelerator="cpu",
+        devices=2,
+        progress_bar=False,
+    )
+    ended = Ended(tmp_path)
+    state: list[dict[str, Any]] = []
+    with loop.ranks():
+        for _ in range(2):  # in the second the caller has an optimizer's state of its own, too
+            before = {name: p.detach().clone() for name, p in model.named_parameters()}
+            with watched(ended.mark) as readings:
+                loop.fit(num_epochs=1, callbacks=[ended])
+            ended.mark.unlink()
+            assert max(readings) - readings[0] < 0.5 * copy  # with a second one it would be 1
+            assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+            assert {name: p.data_ptr() for name, p in model.named_parameters()} == addresses
+            state.append(dict(optimizer.state[model.blocks[0].weight]))
+            del before
+    assert all(first is second for first, second in zip(state[0].values(), state[1].values(), strict=True))
+    assert float(state[1]["step"]) == 4

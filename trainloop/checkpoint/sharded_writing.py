@@ -1,0 +1,302 @@
+"""Write a checkpoint whose tensors are spread over ranks: each rank its part, in parallel, without an exchange.
+
+The folder's layout is in :mod:`~trainloop.checkpoint.sharded`. Ranks find each other in the folder itself: one that has
+written its part leaves word there, which rank 0 collects. So the writing may go on in threads beside a training, whose
+own exchanges it can't meet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainloop import distributed
+from trainloop.checkpoint.file import save
+from trainloop.checkpoint.sharded import MARK, STATE, new_folder, publish, size_and_checksum
+from trainloop.errors import ConfigurationError
+from trainloop.parallel.shards import Box, box_of, is_first_replica, is_sharded, local_part, map_items
+
+__all__ = ["FolderWriting", "check_offered"]
+
+_TOLD = ".told-by-{}"
+
+
+def check_offered(location: str, *, safetensors: bool) -> None:
+    """Refuse what a checkpoint of many ranks' parts can't be.
+
+    Raises
+    ------
+    ConfigurationError
+        Saying what to do instead.
+    """
+    if safetensors:
+        raise ConfigurationError(
+            "ModelCheckpoint(safetensors=True) with gpu_mode='fsdp': not offered. Make the file afterwards: "
+            "python -m trainloop checkpoint export FOLDER model.safetensors."
+        )
+    if "://" in location:
+        raise ConfigurationError(
+            f"ModelCheckpoint({location!r}) with gpu_mode='fsdp': all ranks write into one folder, which must be "
+            "on a disk that they share. Give a path."
+        )
+
+
+class FolderWriting:
+    """A state with sharded tensors on its way into a folder, which gets its name when it is whole.
+
+    Made on all ranks together; then each calls :meth:`write`, which meets the others in the folder alone, so that it
+    may run in a thread beside a training.
+
+    Parameters
+    ----------
+    where, name, run : str
+        As of :func:`new_folder`.
+    state : dict
+        Of rank 0; of others their shards count.
+    write_as : callable
+        On rank 0 it calls its argument with the folder's name and a ``CheckpointInfo``.
+    copy : callable, optional
+        Where the state may change before :meth:`write` has ended: gives a copy of nested tensors and plain values.
+    wait_s : float
+        How long rank 0 waits for another rank's part.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        name: str,
+        run: str,
+        state: Any,
+        write_as: Callable[[Callable[[str, Any], None]], None],
+        *,
+        copy: Callable[[Any], Any] | None = None,
+        wait_s: float = 1800.0,
+    ) -> None:
+        self._where, self._write_as, self._wait_s = where, write_as, wait_s
+        self._rank, self._world_size = distributed.get_rank(), distributed.get_world_size()
+        self._given_up = threading.Event()
+        self._problem: Exception | None = None
+        self._state, shards = _take_shards(state)
+        self._shards = {name: _own_part(shard) for name, shard in shards.items()}
+        folder = ""
+        if distributed.is_global_zero():
+            try:
+                folder = new_folder(where, name, run)
+            except OSError as error:
+                self._problem = error
+        self._folder = distributed.broadcast_object(folder)
+        seen = distributed.exchange_ints([int(bool(self._folder) and _is_there(self._folder))])
+        blind = [rank for rank, (sees,) in enumerate(seen) if not sees]
+        if blind and self._folder:
+            self._problem = OSError(
+                f"{self._folder} can't be seen by rank {', '.join(map(str, blind))}: the folder must be on a disk that "
+                "all ranks share"
+            )
+            self._remove()
+            self._folder = ""
+        if copy is not None and self._folder:
+            tensors = {name: part.tensor for name, part in self._shards.items() if part.tensor is not None}
+            try:
+                self._state, tensors = copy([self._state if self._rank == 0 else None, tensors])
+            except BaseException:  # a state that can't be written
+                self._remove()
+                raise
+            for name, tensor in tensors.items():
+                self._shards[name] = replace(self._shards[name], tensor=tensor)
+
+    def write(self) -> Exception | None:
+        """This rank's part, on the disk when it returns; rank 0 waits for those of all, and gives the folder its name.
+
+        Returns
+        -------
+        Exception or None
+            On rank 0 what went wrong; nothing is left of the folder then.
+        """
+        if not self._folder:
+            return self._problem
+        error: Exception | None = None
+        told: dict[str, Any] = {}
+        try:
+            told = _write_own(self._folder, self._shards, self._rank)
+        except Exception as problem:  # a full disk
+            error, told = problem, {"problem": f"{type(problem).__name__}: {problem}"}
+        if self._rank:
+            _tell(self._folder, self._rank, told)
+            return None
+        try:
+            if error is not None:
+                raise error
+            self._publish(told)
+        except Exception as problem:  # or a state that can't be written
+            self._remove()
+            return problem
+        return None
+
+    def give_up(self) -> None:
+        """Let rank 0 wait no longer for ranks that may be gone."""
+        self._given_up.set()
+
+    def _remove(self) -> None:
+        if self._rank == 0:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _publish(self, mine: dict[str, Any]) -> None:
+        everyone = [mine, *(self._wait_for(rank) for rank in range(1, self._world_size))]
+        problems = [told["problem"] for told in everyone if "problem" in told]
+        if problems:
+            raise OSError(problems[0])
+        table: dict[str, dict[str, Any]] = {"files": {}, "tensors": {}}
+        for name, shard in self._shards.items():
+            parts = [told["parts"][name] for told in everyone if name in told["parts"]]
+            table["tensors"][name] = {"shape": list(shard.shape), "dtype": shard.dtype, "parts": parts}
+        for told in everyone:
+            table["files"].update(told["files"])
+        _write_metadata(self._folder, table["tensors"])
+
+        def put(name: str, info: Any) -> None:
+            missing = set(table["files"]).difference(os.listdir(self._folder))
+            if missing:  # somebody who cleans up
+                raise OSError(
+                    f"{', '.join(sorted(missing))} of {self._folder}, which a rank has written, can't be seen by rank 0"
+                )
+            save(os.path.join(self._folder, STATE), {**self._state, "shards": table}, info)
+            publish(self._folder, os.path.join(self._where, name))
+
+        self._write_as(put)
+
+    def _wait_for(self, rank: int) -> dict[str, Any]:
+        path = os.path.join(self._folder, _TOLD.format(rank))
+        deadline = time.monotonic() + self._wait_s
+        while not os.path.exists(path):
+            if self._given_up.wait(0.005):
+                raise OSError(f"rank {rank} has not written its part of {self._folder}")
+            if time.monotonic() > deadline:
+                raise OSError(f"rank {rank} has not written its part of {self._folder} within {self._wait_s:g} s")
+            os.listdir(self._folder)  # a network disk looks again
+        with open(path) as file:
+            told: dict[str, Any] = json.load(file)
+        os.unlink(path)
+        return told
+
+
+def _tell(folder: str, rank: int, told: dict[str, Any]) -> None:
+    """Leave word for rank 0, whole from the moment that it is there."""
+    path = os.path.join(folder, _TOLD.format(rank))
+    with contextlib.suppress(OSError):  # the folder may be gone, where rank 0 has given up
+        with open(f"{path}.new", "w") as file:
+            json.dump(told, file)
+        os.rename(f"{path}.new", path)
+
+
+def _is_there(folder: str) -> bool:
+    with contextlib.suppress(OSError):
+        os.listdir(os.path.dirname(folder))  # a network disk looks again
+    return os.path.isdir(folder)
+
+
+@dataclass(frozen=True)
+class _OwnPart:
+    """Of a sharded tensor what this rank has, and writes."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    box: Box
+    tensor: Tensor | None
+    """``None`` where it has nothing, or a replica of what another rank writes."""
+
+
+def _own_part(shard: Any) -> _OwnPart:
+    part = local_part(shard) if is_first_replica(shard) else None
+    return _OwnPart(shard.shape, shard.dtype, box_of(shard), part if part is not None and part.numel() else None)
+
+
+def _write_own(folder: str, shards: dict[str, _OwnPart], rank: int) -> dict[str, Any]:
+    """This rank's parts into files of its own, as torch's distributed checkpoint has them; no exchange.
+
+    Returns
+    -------
+    dict
+        Plain: the files with size and checksum; by tensors' names the parts.
+    """
+    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    mine = {name: part for name, part in shards.items() if part.tensor is not None}
+    if not mine:
+        return {"files": {}, "parts": {}}
+
+    class Planner(DefaultSavePlanner):
+        def resolve_data(self, write_item: WriteItem) -> Any:
+            return mine[write_item.index.fqn].tensor
+
+    items = []
+    for name, part in mine.items():
+        offsets, sizes = map(torch.Size, part.box)
+        assert part.tensor is not None
+        properties = TensorProperties.create_from_tensor(part.tensor)
+        data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, part.shape)
+        items.append(WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data))
+    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+    writer.set_up_storage_writer(False)
+    plan = writer.prepare_local_plan(SavePlan(items))
+    plan = writer.prepare_global_plan([plan] * (rank + 1))[rank]  # names the file by the rank
+    parts = {}
+    for written in writer.write_data(plan, Planner()).wait():
+        place, name = written.storage_data, written.index.fqn
+        parts[name] = [place.relative_path, place.offset, place.length, *map(list, mine[name].box)]
+    names = sorted({entry[0] for entry in parts.values()})
+    return {"files": {name: size_and_checksum(os.path.join(folder, name)) for name in names}, "parts": parts}
+
+
+def _write_metadata(folder: str, tensors: dict[str, Any]) -> None:
+    """The table that torch's own readers look for."""
+    # What a table holds of each part has no public name in any version to 2.13.
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    described: dict[str, Any] = {}
+    results = []
+    for name, entry in tensors.items():
+        chunks = []
+        for path, at, length, offsets, sizes in entry["parts"]:
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            index = MetadataIndex(name, torch.Size(offsets))
+            results.append(WriteResult(index, length, _StorageInfo(path, at, length)))
+        properties = TensorProperties(dtype=entry["dtype"])
+        described[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
+    names = {name: (name,) for name in tensors}
+    writer = FileSystemWriter(folder, sync_files=True)
+    writer.finish(Metadata(described, planner_data=names), [results])
+
+
+def _take_shards(state: Any) -> tuple[Any, dict[str, Tensor]]:
+    """A state with references in the place of its sharded tensors, and these by the names that the references have."""
+    shards: dict[str, Tensor] = {}
+
+    def walk(value: Any, path: str) -> Any:
+        if isinstance(value, Tensor):
+            if not is_sharded(value):
+                return value
+            shards[path] = value.detach()
+            return {MARK: path}
+        return map_items(value, lambda key, item: walk(item, f"{path}.{key}" if path else str(key)))
+
+    return walk(state, ""), shards
