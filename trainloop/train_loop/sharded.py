@@ -165,7 +165,7 @@ def _give_back(
     every rank gathers it; a device that had room for its shards need not have any for all of them, so each whole one
     leaves it before the next.
     """
-    receives = file is None or _local_rank() == 0
+    receives = file is None or _is_first_of_host()
     shards: list[Any] = []
     owners: list[tuple[dict[Any, Any] | None, Any, Tensor | None, torch.device]] = []
     names = {id(p): name for name, p in model.named_parameters() if name in originals}
@@ -213,7 +213,7 @@ def _in_file(shards: Sequence[Any], file: ResultFile, *, frees: bool = False) ->
     for shard, target in zip(shards, room, strict=True):
         if not (all_here and put_part(shard, target)):
             full = whole(shard)
-            if _local_rank() == 0:
+            if _is_first_of_host():
                 target.copy_(full)
             del full
         if frees:
@@ -237,10 +237,6 @@ def _result_file() -> ResultFile | None:
 def _all_here() -> bool:
     """Whether all ranks are on this host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == distributed.get_world_size()
-
-
-def _local_rank() -> int:
-    return int(os.environ["LOCAL_RANK"])
 
 
 def _give_back_buffers(model: nn.Module, buffers: dict[str, tuple[Tensor, Tensor]], *, as_they_came: bool) -> None:
