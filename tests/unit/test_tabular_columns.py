@@ -266,6 +266,8 @@ def test_settings_become_models_with_names_of_their_own() -> None:
     specs, skipped = parse_hyperparameters({"GBM": [*large, {}], Perceptron: {"alpha": 0.1}}, COLUMNS, searches=False)
     assert [spec.name for spec in specs] == ["LightGBM", "LightGBMXT", "LightGBMLarge", "LightGBM_2", "Perceptron"]
     assert not skipped
+    nothing: Any = dict.fromkeys(["ag_args", "ag_args_fit", "ag_args_ensemble"])
+    assert parse_hyperparameters({"GBM": nothing}, COLUMNS, searches=False)[0][0].fixed == {}
     specs, _ = parse_hyperparameters(
         {"GBM": {"num_leaves": [4, 8]}, "NN_TORCH": {"dropout": 0.0}}, COLUMNS, searches=True
     )

@@ -123,7 +123,8 @@ class Estimator(Adapter):
         x = self._matrix.fit_transform(table)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="(?s).*converge")  # near the optimum is as good
-            if self.given.seconds is not None and {"n_estimators", "warm_start"} <= vars(self._estimator).keys():
+            grows = all(hasattr(self._estimator, name) for name in ("n_estimators", "warm_start"))
+            if grows and self.given.seconds is not None:
                 self._grow(x, y)
             else:
                 trained = self._estimator.fit(x, y)

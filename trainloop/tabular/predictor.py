@@ -31,7 +31,7 @@ __all__ = ["TabularPredictor"]
 
 Data: TypeAlias = pd.DataFrame | str | os.PathLike[str]
 
-_HEAD = b"trainloop tabular predictor 1\n"
+_HEAD = b"trainloop tabular predictor 2\n"
 _FILE = "predictor.pkl"
 
 

@@ -147,8 +147,8 @@ def _model_of(key: Any) -> _Model:
 
 def _spec(key: Any, model: _Model, settings: dict[str, Any], columns: Columns, taken: set[str], searches: bool) -> Spec:
     share = quota("ag_args_fit", settings.pop("ag_args_fit", None))
-    bag = quota("ag_args_ensemble['ag_args_fit']", settings.pop("ag_args_ensemble", {}).get("ag_args_fit"))
-    own = settings.pop("ag_args", {})
+    bag = quota("ag_args_ensemble['ag_args_fit']", (settings.pop("ag_args_ensemble", None) or {}).get("ag_args_fit"))
+    own = settings.pop("ag_args", None) or {}
     space = {name: value for name, value in settings.items() if _is_space(value)}
     if space and not searches:
         raise ConfigurationError(
