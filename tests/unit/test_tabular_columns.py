@@ -384,7 +384,7 @@ def test_the_documented_gpu_goes_to_those_that_can_use_it(asked_of_tune: list[tu
     shares = {name: (asked["per_model"], asked["num_trials"]) for name, asked in asked_of_tune}
     assert shares == {
         "LinearModel,RandomForest,ExtraTrees": (ResourceQuota(num_gpus=0), 3),
-        "LightGBM,NeuralNetTorch": (None, 2),
+        "NeuralNetTorch,LightGBM": (None, 2),
     }
     assert all(asked["total"].num_gpus == 1 for _, asked in asked_of_tune)
     # as documented: on the CPU, and on the GPU

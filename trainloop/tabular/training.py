@@ -147,6 +147,8 @@ def _groups(specs: list[Spec], course: Course) -> list[_Group]:
         members.setdefault(key, []).append(spec)
     groups = []
     for (gpu, share, bag, searched), together in members.items():
+        # Networks first: they import torch while the others train.
+        together.sort(key=lambda spec: spec.model.gpu != "always")
         num_trials = course.search["num_trials"] if searched else len(together)
         trials = {"num_trials": num_trials, "per_model": share, "per_bag": bag}
         division = plan(**course.division, **trials)
