@@ -66,7 +66,7 @@ class _Handlers:
     def __init__(self, say: Callable[[str], None] | None) -> None:
         self.pid = os.getpid()
         self.heard = Heard()
-        self.mark = _Mark()
+        self.mark = _mark_of_a_run()
         self.stops: tuple[StopAgreement, ...] = ()
         self.held = 0
         self.postponed = False
@@ -238,7 +238,7 @@ def rank_signals(stop: StopAgreement, *, ended: Callable[[], bool], end: type[Ba
     """
     global _mark
     pid = os.getpid()
-    mark = _mark = _Mark()
+    mark = _mark = _mark_of_a_run()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if os.getpid() != pid:
@@ -293,7 +293,7 @@ class _Mark:
     _NOTHING, _HEARD, _OVER = range(3)
 
     def __init__(self) -> None:
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._fd = -1  # anonymous memory: forked workers have it, spawned ones don't learn of signals
         if hasattr(os, "memfd_create"):
             with contextlib.suppress(OSError):  # forbidden by a sandbox's filter
@@ -304,9 +304,18 @@ class _Mark:
     def set_heard(self) -> None:
         self._byte[0] = self._HEARD
 
+    def set_begun(self) -> None:
+        """A run begins."""
+        self._byte[0] = self._NOTHING
+
     def set_over(self) -> None:
         """The process needs its workers no longer; it may have sent the signal itself."""
         self._byte[0] = self._OVER
+        if self is not _lasting:
+            self.close()
+
+    def close(self) -> None:
+        """No more workers learn of this mark."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -317,7 +326,7 @@ class _Mark:
         return None if self._byte[0] == self._NOTHING else self._byte[0] == self._HEARD
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open_mark, (f"/proc/{self._pid}/fd/{self._fd}",)
+        return _open_mark, (f"/proc/{self.pid}/fd/{self._fd}",)
 
 
 def _open_mark(path: str) -> _Mark | None:
@@ -332,6 +341,34 @@ def _open_mark(path: str) -> _Mark | None:
 
 _mark: _Mark | None = None
 """This process's mark while it handles signals; in a worker, the mark of the process that it serves."""
+
+_lasting: _Mark | None = None
+"""The mark of one run after the other, if workers outlive a run."""
+
+
+def _mark_of_a_run() -> _Mark:
+    if _lasting is None or _lasting.pid != os.getpid():
+        return _Mark()
+    _lasting.set_begun()
+    return _lasting
+
+
+@contextlib.contextmanager
+def lasting_mark() -> Iterator[None]:
+    """Runs in this context, and one around it, tell workers of signals by the same mark: workers may outlive a run."""
+    global _lasting
+    before, _lasting = _lasting, _mark or _Mark()
+    own = _lasting
+    try:
+        yield
+    finally:
+        _lasting = before
+        own.close()
+
+
+def heard_in_this_run() -> bool:
+    """Whether a signal has come that workers may have had, too."""
+    return _mark is not None and bool(_mark.heard)
 
 
 class WorkerInit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import signal
@@ -15,12 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop, TTModel
+from trainloop import launch as launch_module
 from trainloop.errors import UnpicklableError, WorkerFailedError
-from trainloop.launch import keeping, launch
+from trainloop.launch import fork_server, keeping, launch
+from trainloop.launch.inherited import circumstances
 
 ROWS = make_data(64)
 
@@ -161,9 +164,16 @@ def memory_of_ranks(stop: Any, block: Any) -> list[tuple[int, int, str]]:
     return everybody
 
 
-def test_kept_ranks_hold_nothing_of_a_call() -> None:
+def test_kept_ranks_hold_nothing_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     import functools
 
+    def counted() -> list[Any]:
+        readings.append(1)
+        return circumstances()
+
+    readings: list[int] = []
+    for module in (launch_module, fork_server):
+        monkeypatch.setattr(module, "circumstances", counted)
     block = torch.ones(64 << 20, dtype=torch.uint8)
     with keeping():
         started = launch(functools.partial(memory_of_ranks, block=block), ranks_per_node=2)
@@ -174,6 +184,7 @@ def test_kept_ranks_hold_nothing_of_a_call() -> None:
         assert {interface for calls in facts for _, _, interface in calls} == {started[0][2]} != {None}
         held = [psutil.Process(pid).memory_full_info().pss for pid, _, _ in facts[0]]
         maps = [Path(f"/proc/{pid}/maps").read_text() for pid, _, _ in facts[0]]
+    assert len(readings) == 4  # once a launch, however many ranks it starts
     assert not any("trainloop-payload" in text for text in maps)
     assert all(pss > 0 for pss in held)
 
@@ -232,3 +243,93 @@ def test_ctrl_c_stops_the_work_and_leaves_the_ranks(each_start_method: str) -> N
         second, again = launch(steps, ranks_per_node=2)
     assert (first, reasons) == (second, again)
     assert reasons
+
+
+class LoadedRows(Dataset[Any]):
+    """Rows with the number of the process that loaded them; large enough to lie in memory shared with the caller."""
+
+    def __init__(self) -> None:
+        self.rows = torch.full((64, 1024), 0.5)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index] + 0.001 * torch.rand(1024), os.getpid()
+
+
+class Mean(TTModel):
+    """Keeps what each call's batches held on both ranks, and who loaded them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.seen: list[Any] = []
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        rows, pids = batch_data
+        self.seen.append((self.all_gather(pids).flatten().tolist(), float(self.all_gather(rows.sum()).sum())))
+        return (rows.mean() - self.weight).square()
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        return batch_data[0], batch_data[1], {}
+
+
+def test_loaders_workers_stay_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def calls(inside: bool) -> Any:
+        torch.manual_seed(0)
+        model, data = Mean(), LoadedRows()
+        loader = DataLoader(
+            data, 8, shuffle=True, num_workers=1, persistent_workers=True, generator=torch.Generator().manual_seed(4)
+        )
+        tl = TrainLoop(
+            model,
+            loader,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            gpu_mode="ddp",
+            accelerator="cpu",
+            devices=2,
+            seed=1,
+            progress_bar=False,
+        )
+        sums, workers, predicted = [], [], []
+
+        def fit(**arguments: Any) -> set[int]:
+            model.seen.clear()
+            tl.fit(num_epochs=1, **arguments)
+            sums.append([total for _, total in model.seen])
+            workers.append({pid for pids, _ in model.seen for pid in pids})
+            return workers[-1]
+
+        with tl.ranks() if inside else contextlib.nullcontext():
+            first = fit()
+            for _ in range(2):
+                predicted.append([part.clone() for part in tl.predict_on_train_set()[:2]])
+            again = fit()
+            data.rows.numpy()[:] *= -2  # noticed, though no version counts it
+            changed = fit()
+            still = fit()
+            if inside:
+                assert first == again
+                assert len(first) == 2  # one of each rank
+                assert changed == still
+                assert not changed & first
+                assert set(predicted[0][1].tolist()) == set(predicted[1][1].tolist())
+                assert not set(predicted[0][1].tolist()) & first  # an evaluation has its own
+                monkeypatch.setenv("WANDB_CHANGED", "yes")
+                assert not fit() & still
+                monkeypatch.delenv("WANDB_CHANGED")
+                # A failure ends ranks and workers; the next call has others.
+                with pytest.raises(WorkerFailedError, match="on purpose"):
+                    tl.fit(num_epochs=1, callbacks=[Fails()])
+                assert not any(map(psutil.pid_exists, workers[-1]))
+                tl.callbacks.clear()
+                last = fit()
+                os.kill(min(last), signal.SIGKILL)  # while nobody reads
+                assert not fit() & last
+        assert not any(map(psutil.pid_exists, workers[-1]))
+        return sums[:4], [rows for rows, _ in predicted], model.weight.detach().clone()
+
+    new, kept = calls(False), calls(True)
+    assert new[0] == kept[0]
+    assert all(map(torch.equal, new[1], kept[1]))

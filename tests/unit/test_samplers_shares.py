@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from trainloop.data.randomness import Aside
 from trainloop.data.samplers import ShardSampler
@@ -23,6 +23,10 @@ KINDS: dict[str, Callable[[], Any]] = {
     ),
     "subset": lambda: SubsetRandomSampler(range(100, 153)),
     "subset of text": lambda: SubsetRandomSampler([f"key {i}" for i in range(53)]),  # type: ignore[misc]
+    "shuffled with a generator": lambda: RandomSampler(range(53), generator=torch.Generator().manual_seed(6)),
+    "several shuffles": lambda: RandomSampler(range(9), num_samples=53, generator=torch.Generator().manual_seed(6)),
+    "whole shuffles": lambda: RandomSampler(range(9), num_samples=54, generator=torch.Generator().manual_seed(6)),
+    "part of a shuffle": lambda: RandomSampler(range(99), num_samples=53, generator=torch.Generator().manual_seed(6)),
     "list": lambda: list(range(53, 0, -1)),
     "range": lambda: range(5, 58),
     "array": lambda: np.arange(53)[::-1],
@@ -65,6 +69,17 @@ def test_shares_are_cut_from_torchs_own_order(kind: str, world_size: int) -> Non
         ]
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "shuffle" in kind or "generator" in kind])
+def test_the_users_generator_ends_where_torchs_own_loader_leaves_it(kind: str) -> None:
+    own, split = KINDS[kind](), KINDS[kind]()
+    shard = ShardSampler(split, None, batch_size=4, rank=1, world_size=3, drop_last=False, seed=3)
+    for epoch in range(2):
+        list(own)
+        shard.set_epoch(epoch)
+        list(shard.batches())
+        assert torch.equal(split.generator.get_state(), own.generator.get_state())
+
+
 def test_ranks_with_other_weights_are_told_apart() -> None:
     digests = [
         shares(lambda weights=weights: WeightedRandomSampler(weights, 53), 2, 0)[0][1]
@@ -78,9 +93,10 @@ def test_ranks_with_other_weights_are_told_apart() -> None:
     [
         lambda: WeightedRandomSampler(torch.ones(1_000_000), 1_000_000),
         lambda: SubsetRandomSampler(range(1_000_000)),
+        lambda: RandomSampler(range(1_000_000), generator=torch.Generator()),
         lambda: np.arange(1_000_000),
     ],
-    ids=["weighted", "subset", "array"],
+    ids=["weighted", "subset", "shuffled", "array"],
 )
 def test_no_rank_makes_a_list_of_the_whole(make: Callable[[], Any]) -> None:
     shard = ShardSampler(make(), None, batch_size=64, rank=1, world_size=8, drop_last=False, seed=0)

@@ -10,6 +10,7 @@ import torch
 from trainloop.data import loaders
 from trainloop.data.columns import SplitBatches
 from trainloop.data.indexed import Indexed, eval_shard, given_shard
+from trainloop.data.kept_workers import ReaderOf
 from trainloop.data.orders import length_of
 from trainloop.data.persistent import ask_workers, start_workers
 from trainloop.data.prefetch import on_device
@@ -29,6 +30,7 @@ def eval_feed(
     name: str = "loader",
     exchange_ints: ExchangeInts | None = None,
     device: torch.device | None = None,
+    reader_of: ReaderOf | None = None,
 ) -> EvalFeed:
     """A loader's batches for evaluation: rank ``r`` of ``w`` gets the batches ``r, r + w, ...`` of one process.
 
@@ -52,6 +54,9 @@ def eval_feed(
         make sure, once a pass, that it is the same on all.
     device : torch.device, optional
         Where batches go; None leaves them where they are.
+    reader_of : callable, optional
+        Called before an indexed dataset's loader is first read: gives one to read in its place, whose workers outlive
+        this feed.
 
     Raises
     ------
@@ -62,14 +67,16 @@ def eval_feed(
     if world_size > 1 and seed is None:
         seed = 0
     given = world_size > 1 and loaders.is_distributed(loader)
-    source = _source_of(loader, rank, world_size, seed, name, given)
+    source = _source_of(loader, rank, world_size, seed, name, given, reader_of)
     length = None if loaders.is_stream(loader) else length_of(loader)
     # A distributed loader knows its own share's length only.
     num_batches = length * world_size if length is not None and given else length
     return EvalFeed(source, loader, rank, world_size, num_batches, name, exchange_ints, device, seed is None)
 
 
-def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: str, given: bool) -> Source:
+def _source_of(
+    loader: Any, rank: int, world_size: int, seed: int | None, name: str, given: bool, reader_of: ReaderOf | None
+) -> Source:
     """The source for a loader of any kind, shared out by whole batches."""
     # Another stream of random numbers than training's, so that evaluating changes nothing there.
     if seed is not None:
@@ -80,7 +87,7 @@ def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: 
         loader = loaders.for_rank(loader, rank, world_size, name)
     if loaders.is_indexed(loader, given):
         shard = (given_shard if given else eval_shard)(loader, rank, world_size, seed)
-        return Indexed(loader, shard, name, TensorRows.of(loader))
+        return Indexed(loader, shard, name, TensorRows.of(loader), None if seed is None else reader_of)
     # An iterable dataset may repeat each sample in every worker, or differ between ranks: its twin checks both.
     shared = world_size > 1 and not given
     if loaders.is_stream(loader) and not loaders.iterates_itself(loader) and (shared or loader.num_workers > 0):

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from trainloop.data.host_orders import OrderToDraw
 from trainloop.data.randomness import Aside
 from trainloop.rng import derive_seed
 from trainloop.sharding import IdentityOrder, Order, PermutedOrder
@@ -91,26 +92,48 @@ def generators_of(loader: Any) -> dict[str, torch.Generator]:
     return found
 
 
-# Sequences, and torch's samplers that draw their whole order before they yield the first index.
-_AT_ONCE = (WeightedRandomSampler, SubsetRandomSampler, list, tuple, range, np.ndarray)
-
-
 def is_there_at_once(sampler: Any) -> bool:
-    """Whether :func:`all_at_once` knows the sampler."""
-    return type(sampler) in _AT_ONCE
+    """Whether a sampler's whole order exists, or torch's own sampler draws it before it yields the first index."""
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement
+    return type(sampler) in (WeightedRandomSampler, SubsetRandomSampler, list, tuple, range, np.ndarray)
 
 
-def all_at_once(sampler: Any) -> tuple[Any, Any]:
-    """A sampler's whole order, drawn as its own ``__iter__`` draws it, and the elements that it orders.
+def all_at_once(sampler: Any) -> tuple[OrderToDraw | Any, Any]:
+    """Such a sampler's whole order, or how its own ``__iter__`` draws it; and the elements that it orders.
 
     A sampler's own iterator makes a Python list of it: 36 bytes an index, on every rank.
     """
     if type(sampler) is WeightedRandomSampler:
-        weights, generator = sampler.weights, sampler.generator
-        return torch.multinomial(weights, sampler.num_samples, sampler.replacement, generator=generator), None
+        weights, count, generator = sampler.weights, sampler.num_samples, sampler.generator
+        replacement = sampler.replacement
+
+        def draw(out: torch.Tensor) -> None:
+            if weights.is_cpu:
+                torch.multinomial(weights, count, replacement, generator=generator, out=out)
+            else:
+                out.copy_(torch.multinomial(weights, count, replacement, generator=generator))
+
+        return OrderToDraw(count, draw, generator), None
     if type(sampler) is SubsetRandomSampler:
-        return torch.randperm(len(sampler.indices), generator=sampler.generator), sampler.indices
+        return permutations(len(sampler.indices), len(sampler.indices), sampler.generator), sampler.indices
+    if type(sampler) is RandomSampler:
+        number = len(sampler.data_source)
+        return permutations(number, sampler.num_samples, sampler.generator, one_more=True), None
     return sampler, None
+
+
+def permutations(number: int, length: int, generator: torch.Generator | None, *, one_more: bool = False) -> OrderToDraw:
+    """Permutations of ``number`` indices one after the other, the last one cut; ``one_more``: or drawn and dropped."""
+
+    def draw(out: torch.Tensor) -> None:
+        whole = length - length % number if number else 0
+        for start in range(0, whole, number):
+            torch.randperm(number, generator=generator, out=out[start : start + number])
+        if one_more or whole < length:
+            out[whole:] = torch.randperm(number, generator=generator)[: length - whole]
+
+    return OrderToDraw(length, draw, generator)
 
 
 def listed(order: Any, elements: Any) -> list[Any]:

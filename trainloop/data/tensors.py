@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset, TensorDataset
 from torch.utils.data.dataloader import default_collate
+
+from trainloop.data.orders import permutations
 
 _BATCHES_AT_ONCE = 256
 
@@ -149,7 +151,7 @@ def _shuffled(rows: TensorRows, sampler: RandomSampler, size: int, drop_last: bo
         generator.manual_seed(seed)
     num_indices, length = len(sampler.data_source), sampler.num_samples
     if length != num_indices:  # several permutations, or a part of one
-        indices = torch.cat(list(_permutations(num_indices, length, generator)))
+        indices = permutations(num_indices, length, generator, one_more=True).drawn()
         yield from islice(rows.take(indices, size), length // size if drop_last else None)
         return
     order = torch.randperm(num_indices, generator=generator)
@@ -160,9 +162,3 @@ def _shuffled(rows: TensorRows, sampler: RandomSampler, size: int, drop_last: bo
         torch.randperm(num_indices, generator=generator)
     if stop < length and not drop_last:
         yield from rows.take(order[stop:], size)
-
-
-def _permutations(num_indices: int, length: int, generator: torch.Generator) -> Iterable[Tensor]:
-    for _ in range(length // num_indices):
-        yield torch.randperm(num_indices, generator=generator)
-    yield torch.randperm(num_indices, generator=generator)[: length % num_indices]

@@ -14,6 +14,7 @@ from trainloop import rng
 from trainloop.data import libraries, loaders
 from trainloop.data.columns import SplitBatches
 from trainloop.data.indexed import Indexed, given_shard, train_shard
+from trainloop.data.kept_workers import ReaderOf
 from trainloop.data.orders import generators_of
 from trainloop.data.persistent import ask_workers, start_workers
 from trainloop.data.prefetch import on_device
@@ -34,6 +35,7 @@ def train_feed(
     name: str = "train_loader",
     exchange_ints: ExchangeInts | None = None,
     device: torch.device | None = None,
+    reader_of: ReaderOf | None = None,
 ) -> TrainFeed:
     """A loader's epochs as the optimizer steps of one rank.
 
@@ -55,6 +57,9 @@ def train_feed(
         A collective exchange of integers, for loaders whose sizes no rank can know of another.
     device : torch.device, optional
         Where batches go; None leaves them where they are.
+    reader_of : callable, optional
+        Called before an indexed dataset's loader is first read: gives one to read in its place, whose workers outlive
+        this feed.
 
     Raises
     ------
@@ -65,16 +70,20 @@ def train_feed(
     # Ranks that drew orders of their own would repeat some samples and miss others.
     if world_size > 1 and seed is None:
         seed = 0
-    source = _source_of(loader, rank, world_size, seed, name)
+    source = _source_of(loader, rank, world_size, seed, name, reader_of)
     if not source.sizes_known and world_size > 1 and exchange_ints is None:
         raise ConfigurationError(
             f"{name}: each of {world_size} ranks must ask the others how many samples they have; exchange_ints=None "
             f"was given. Pass trainloop.distributed.exchange_ints."
         )
+    if isinstance(source, Indexed) and world_size > 1 and exchange_ints is not None:
+        source.draw_together(exchange_ints)
     return TrainFeed(source, loader, rank, world_size, seed, name, exchange_ints, device)
 
 
-def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: str) -> Source:
+def _source_of(
+    loader: Any, rank: int, world_size: int, seed: int | None, name: str, reader_of: ReaderOf | None
+) -> Source:
     """The source for a loader of any kind, each rank with its part of every global batch."""
     if isinstance(loader, SplitBatches):
         return Columns(loader, rank, world_size, seed, name)
@@ -86,7 +95,7 @@ def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: 
         return AsItIs(loader, name) if rows is None else Tensors(loader, rows)
     if loaders.is_indexed(loader, given):
         shard = (given_shard if given else train_shard)(loader, rank, world_size, seed)
-        return Indexed(loader, shard, name, rows)
+        return Indexed(loader, shard, name, rows, reader_of)
     if isinstance(loader, DataLoader) and not loaders.iterates_itself(loader):
         return Stream(loader, rank, world_size, seed, name, given)
     return Opaque(loader, rank, world_size, seed, name, given=given, with_position=True)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -123,7 +123,8 @@ def launch(
     _check_caller()
     check_main_guard()
     method = chosen_method(start_method)
-    served = _begin_server(method)  # it loads its modules while the payload is packed
+    now = circumstances()
+    served = _begin_server(method, now)  # it loads its modules while the payload is packed
     chosen = list(devices) if devices is not None else [torch.device("cpu")] * ranks_per_node
     backend = backend or _backend_for(chosen)
     environment, num_threads = _threads_of_a_rank(ranks_per_node, child_env or {})
@@ -138,7 +139,7 @@ def launch(
     kept = kept_here() if num_nodes == 1 and survival is None else None
     terms = None
     if kept is not None:
-        terms = [chosen, backend, timeout_s, environment, num_threads, start_method, circumstances(), taken_at_start()]
+        terms = [chosen, backend, timeout_s, environment, num_threads, start_method, now, taken_at_start()]
     settings = dumped_settings()
     with pack(function, roots=roots) as payload:
         spec_with = partial(
@@ -170,7 +171,7 @@ def launch(
                     if first:
                         heard.end()  # nothing has begun, so there is nothing to start and stop
                     if served and up is None:
-                        served = _server_is_ready(method)
+                        served = _server_is_ready(method, now if first else None)
                         if first:
                             heard.end()
                     first = False  # from here on a signal makes ranks write a checkpoint before they stop
@@ -281,23 +282,23 @@ def _file(undo: contextlib.ExitStack, name: str, size: int = 0) -> int:
     return fd
 
 
-def _begin_server(method: str) -> bool:
+def _begin_server(method: str, now: list[Any]) -> bool:
     """Start loading the fork server, if ranks are to come from one and this process has none yet."""
     if method == "spawn":
         return False
     try:
-        server()
+        server(now)
     except ForkServerError as error:
         _explain(error, method)
         return False
     return True
 
 
-def _server_is_ready(method: str) -> bool:
+def _server_is_ready(method: str, now: list[Any] | None = None) -> bool:
     """Wait for the server. Returns whether it can serve. If not, ranks are spawned (always, if it says why)."""
     try:
         for again in (True, False):  # a killed server is replaced once
-            loading = server()
+            loading = server(now)
             try:
                 loading.wait()
                 return True

@@ -97,8 +97,8 @@ def no_server(error: ForkServerError | None) -> ConfigurationError:
 class ForkServer:
     """This process's side of a server. The server loads its modules in the background; :meth:`wait` for it."""
 
-    def __init__(self) -> None:
-        self.circumstances = circumstances()
+    def __init__(self, now: list[Any] | None = None) -> None:
+        self.circumstances = circumstances() if now is None else now
         self._ready = False
         self._reading = threading.Lock()  # several threads' fits wait for its one message
         folder = "/"
@@ -235,8 +235,13 @@ _cannot: tuple[str, list[Any]] | None = None
 _lock = threading.RLock()
 
 
-def server() -> ForkServer:
+def server(now: list[Any] | None = None) -> ForkServer:
     """This process's server; a new one if there is none or it no longer fits. Does not wait for it.
+
+    Parameters
+    ----------
+    now : list, optional
+        The present :func:`~trainloop.launch.inherited.circumstances`, which take a millisecond to read.
 
     Raises
     ------
@@ -246,15 +251,16 @@ def server() -> ForkServer:
     global _current, _cannot
     with _lock:
         objection = _objection()
-        if objection is None and _cannot is not None and _cannot[1] == circumstances():
+        now = circumstances() if now is None else now
+        if objection is None and _cannot is not None and _cannot[1] == now:
             objection = _cannot[0]
         if objection is not None:
             raise ForkServerError(objection)
-        if _current is not None and (_current.ended() or _current.circumstances != circumstances()):
+        if _current is not None and (_current.ended() or _current.circumstances != now):
             end_server()
         if _current is None:
             try:
-                _current = ForkServer()
+                _current = ForkServer(now)
             except OSError as error:
                 raise ForkServerError(f"it can't be started: {error}") from error
             atexit.register(end_server)
@@ -360,7 +366,8 @@ class ServedProcess(context.SpawnProcess):
 
 def _served(command: list[Any], fds: list[int]) -> int:
     with _lock:
-        forks = server()
+        # For each rank: the launch has compared circumstances.
+        forks = server() if _current is None or _current.ended() else _current
         try:
             return forks.start(command[command.index("-c") :], fds)
         except ForkFailedError:

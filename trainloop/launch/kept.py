@@ -19,15 +19,17 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from trainloop.launch.inherited import circumstances, own_cpus, taken_at_start
 from trainloop.launch.messages import receive, send
+from trainloop.launch.settings import read_settings
 from trainloop.transfer import Parcel
 
 if TYPE_CHECKING:
     from trainloop.launch.spawning import Ranks
 
-__all__ = ["KeptRanks", "Work", "kept_here", "keeping", "next_work"]
+__all__ = ["KeptRanks", "Work", "kept_here", "keeping", "next_work", "surroundings"]
 
 
 @dataclass(frozen=True)
@@ -131,3 +133,18 @@ def keeping() -> Iterator[None]:
     finally:
         _here.kept = None
         kept.close()
+
+
+def surroundings() -> dict[str, Any]:
+    """What a process that this one starts has from it besides its data; to compare it with an earlier time's."""
+    folder = None
+    with contextlib.suppress(OSError):
+        folder = os.getcwd()
+    _, *inherited = circumstances()  # the environment is here as a whole
+    return {
+        "folder": folder,
+        "CPUs": own_cpus(),
+        "inherited": [*inherited, *taken_at_start()],
+        **{f"variable {name}": value for name, value in os.environ.items()},
+        **{f"setting {name}": value for name, value in read_settings().items()},
+    }

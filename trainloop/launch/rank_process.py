@@ -44,7 +44,7 @@ from trainloop.transfer import Parcel
 from trainloop.transfer.pages import anonymous_path
 from trainloop.transfer.result import ResultFile
 
-__all__ = ["STACK_SIGNAL", "RankSpec", "State", "result_file", "run_rank", "started_by_launch"]
+__all__ = ["STACK_SIGNAL", "RankSpec", "State", "is_kept", "result_file", "run_rank", "started_by_launch"]
 
 STACK_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else None
 """Makes a rank write its Python stacks: a real-time signal, which programs leave alone."""
@@ -137,7 +137,7 @@ class RankTerminated(BaseException):
     """Raised in a rank by the parent's SIGTERM, so that ``finally`` blocks run."""
 
 
-_started = False
+_started = _kept = False
 _result_file: ResultFile | None = None
 
 
@@ -151,10 +151,15 @@ def result_file() -> ResultFile | None:
     return _result_file
 
 
+def is_kept() -> bool:
+    """Whether this process is a rank that may have more work after the present one."""
+    return _kept
+
+
 def run_rank(local_rank: int, spec: RankSpec) -> None:
     """The main function of a rank's process."""
-    global _started
-    _started = True
+    global _started, _kept
+    _started, _kept = True, bool(spec.line_fds)
     me = spec.rank_of(local_rank)
     stack_fd = spec.stack_fds[local_rank]
     own = (spec.words_fd, spec.store_fd, spec.result_fd, spec.scratch.lock_fd)

@@ -6,16 +6,18 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from trainloop import distributed, rng
+from trainloop.data.kept_workers import keeping_workers, kept_workers
 from trainloop.data.orders import generators_of
 from trainloop.devices import has_ranks
 from trainloop.distributed import Rank
@@ -201,8 +203,13 @@ def _as_rank(
     caller : CallersRandomness, optional
         For the one process of ``single`` and ``dp``.
     """
+    from trainloop.launch.rank_process import is_kept
     from trainloop.train_loop.handover import Arrival
 
+    if is_kept() and kept_workers() is None:
+        kept = ExitStack()
+        kept.enter_context(keeping_workers(own_memory=True))
+        atexit.register(kept.close)
     # The loop came from a process that is no rank: its own place is not this one's.
     loop.process = process = _process_here()
     loop.drawn_seed = distributed.broadcast_object(loop.drawn_seed)
@@ -256,7 +263,7 @@ def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None, *, jo
         trains=job is not None,
         gives_back="none" if job is None or not job.gather else "all" if joined else "host",
     )
-    with nullcontext() if job is None else _own_randomness(loop), place_of_model as place:
+    with nullcontext() if job is None else _own_randomness(loop), place_of_model as place, _workers_stay():
         loop.running = run = Run(loop, place, stop) if job is None else _kind_of_training(loop)(loop, place, stop, job)
         try:
             with run.undo:
@@ -282,6 +289,16 @@ def _kind_of_training(loop: TrainLoop[Any]) -> type[Training]:
     from trainloop.train_loop.whole_step import WholeStepTraining  # most programs never need the compiler
 
     return WholeStepTraining
+
+
+def _workers_stay() -> AbstractContextManager[None]:
+    """A run that hands workers on, where the caller, or this rank, keeps them up."""
+    kept = kept_workers()
+    if kept is None:
+        return nullcontext()
+    from trainloop.launch.kept import surroundings
+
+    return kept.for_a_run(surroundings)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, cast
 
@@ -499,14 +499,21 @@ class TrainLoop(LoopView, Generic[ModelT]):
 
     @contextmanager
     def ranks(self) -> Iterator[None]:
-        """Keep the ranks of ``ddp`` and ``fsdp`` up between the calls in a ``with`` block.
+        """Keep ranks, and loaders' persistent workers, up between the calls in a ``with`` block.
 
         The first ``fit``, ``predict_*`` or ``evaluate_*`` in it starts them, further ones run in the same processes,
         and the block's end ends them: no start, no import, no new process group, and GPUs keep their memory. What
         changed in between in the loop, its model, loaders and callbacks, in the environment or a notebook's cells is
         sent with each call. A call that fails ends the ranks, and the next one starts others; so does one that needs
-        another number of them, or other devices. Other loops' calls in the block use the ranks, too. In other modes,
-        with several nodes, with ``max_restarts`` and under a launcher, it does nothing.
+        another number of them, or other devices. Other loops' calls in the block use the ranks, too. With several
+        nodes, with ``max_restarts`` and under a launcher there are no ranks to keep.
+
+        Workers of a loader with ``persistent_workers=True`` go on in the next call that reads that loader in the same
+        way (as ``train_loader`` to train, say), if dataset, ``collate_fn`` and all else that is sent to workers are
+        byte for byte what they were; else new ones are started. That is so in every mode, where the loop has a seed or
+        ranks. Started anew in each call are those of streams, of datasets that can't be pickled or share memory with
+        other processes, and of datasets of more than 64 MiB. Not noticed is a change of what a dataset only refers to:
+        a file's contents, a module's globals.
 
         Examples
         --------
@@ -516,10 +523,8 @@ class TrainLoop(LoopView, Generic[ModelT]):
         ...         tl.fit(num_epochs=1)
         ...         print(tl.evaluate_loss_on_validation_set())
         """
-        if not has_ranks(self.gpu_mode):
-            yield
-            return
+        from trainloop.data.kept_workers import keeping_workers
         from trainloop.launch import keeping
 
-        with keeping():
+        with keeping_workers(), keeping() if has_ranks(self.gpu_mode) else nullcontext():
             yield

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from torch import nn
 from trainloop import distributed, rng
 from trainloop.callbacks.base import HookTable, overrides
 from trainloop.data import eval_feed
+from trainloop.data.kept_workers import kept_workers
 from trainloop.data.loaders import workers_outlive_signals
 from trainloop.data.twins import with_workers
 from trainloop.devices import has_ranks
@@ -107,6 +109,7 @@ class Run:
         if most != workers:
             loader = with_workers(loader, most)
         self.undo.enter_context(workers_outlive_signals(loader))
+        kept = kept_workers()
         return make(
             loader,
             rank=loop.rank,
@@ -115,6 +118,7 @@ class Run:
             name=name,
             exchange_ints=None if self.gather is None else distributed.exchange_ints,
             device=self.place.device,
+            reader_of=None if kept is None else partial(kept.reader_of, f"{make.__name__} of {name}"),
         )
 
     def _eval_feed(self, loader: Any, name: str) -> Any:

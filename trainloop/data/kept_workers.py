@@ -1,0 +1,188 @@
+"""Persistent workers that outlive the run that started them, and load for the next one.
+
+A run makes its own twin of each loader, and new workers with it. Inside ``with tl.ranks():`` the workers of the run
+before go on, if a new set would be the same: all that would be sent to it, and the process that starts it, must be byte
+for byte what it was then. So data that has changed in between is never missed; only workers that could not be told from
+new ones stay.
+
+This is the one module that touches the insides of torch's iterator over workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils.data import DataLoader, MapDataPipe
+from torch.utils.data._utils import signal_handling
+
+from trainloop.data.tensors import draw_base_seed
+from trainloop.data.twins import twin
+from trainloop.signals import heard_in_this_run, lasting_mark
+
+__all__ = ["KeptWorkers", "ReaderOf", "keeping_workers", "kept_workers"]
+
+ReaderOf = Callable[["DataLoader[Any]"], "DataLoader[Any]"]
+"""Gives the loader to read in place of another."""
+
+# Reading the data once takes as long as sending it to a rank; but forked workers, which are there in no time, share
+# data that is larger.
+_MOST_BYTES = 64 << 20
+# Whatever else belongs to a loader is sent to its workers, or says how to read from them.
+_NOT_SENT = frozenset(
+    "sampler batch_sampler generator _iterator _IterableDataset_len_called _DataLoader__multiprocessing_context".split()
+)
+
+
+class KeptWorkers:
+    """The workers that are kept in this process, one set for each purpose.
+
+    Parameters
+    ----------
+    own_memory : bool
+        Whether the loaders' data lies in memory that ends with the run: workers that stay then have a copy.
+    """
+
+    def __init__(self, *, own_memory: bool = False) -> None:
+        self._own_memory = own_memory
+        self._before: tuple[dict[str, Any], dict[str, Any]] | None = None
+        """The surroundings at the begin of the run before, and at its end."""
+        self._idle: dict[str, tuple[bytes, Any]] = {}
+        self._reading: dict[str, tuple[bytes, DataLoader[Any]]] = {}
+
+    @contextmanager
+    def for_a_run(self, surroundings: Callable[[], dict[str, Any]]) -> Iterator[None]:
+        """A run in this process.
+
+        Parameters
+        ----------
+        surroundings : callable
+            What workers inherit from this process, by name. They end where some of it is neither what it was when the
+            run before began nor when that ended: what a run itself changes, its persistent workers never see.
+        """
+        begin = surroundings()
+        if self._before is not None and any(
+            begin.get(name) not in [before.get(name) for before in self._before]
+            for name in set().union(begin, *self._before)
+        ):
+            self.close()
+        try:
+            yield
+            # After a signal a worker takes the next one for its own end.
+            if self._reading and not heard_in_this_run():
+                self._idle.update(
+                    (purpose, (content, _put_by(reader._iterator)))
+                    for purpose, (content, reader) in self._reading.items()
+                    if reader._iterator is not None
+                )
+                self._reading.clear()
+            self._before = begin, surroundings()
+        finally:
+            for _, reader in self._reading.values():
+                _end(reader._iterator)
+            self._reading.clear()
+
+    def reader_of(self, purpose: str, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """The loader to read in place of ``loader``, now: with workers that are there, or that will be kept.
+
+        Parameters
+        ----------
+        purpose : str
+            There is one set of workers for each: where the loader is another than before, the former's workers end.
+        """
+        if not _can_stay(loader) or purpose in self._reading:
+            return loader
+        from trainloop.transfer import load_state  # `import trainloop` is to be cheap
+        from trainloop.transfer.content import content_of
+
+        found, workers = self._idle.pop(purpose, (b"", None))
+        sent = {name: value for name, value in vars(loader).items() if name not in _NOT_SENT}
+        how = [_start_method(loader), loader.batch_sampler is None]
+        pickled = content_of((type(loader), sent, how), _MOST_BYTES)
+        content = b"" if pickled is None else hashlib.sha256(pickled).digest()
+        if workers is not None and (content != found or not all(worker.is_alive() for worker in workers._workers)):
+            _end(workers)
+            workers = None
+        if pickled is None:
+            return loader
+        if workers is not None:
+            if loader.generator is not None:
+                draw_base_seed(loader)  # as new workers would, from the generator that the order may come from, too
+            reader = twin(loader)
+            reader._iterator = _taken_up(workers, reader)
+        else:
+            reader = twin(loader, **(load_state(pickled)[1] if self._own_memory else {}))
+        self._reading[purpose] = content, reader
+        return reader
+
+    def close(self) -> None:
+        """End the workers that nobody reads now."""
+        while self._idle:
+            _, (_, workers) = self._idle.popitem()
+            _end(workers)
+
+
+def _can_stay(loader: DataLoader[Any]) -> bool:
+    kind = type(loader)
+    return (
+        bool(loader.num_workers)
+        and loader.persistent_workers
+        and kind.__iter__ is DataLoader.__iter__
+        and kind._get_iterator is DataLoader._get_iterator
+        and not isinstance(loader.dataset, MapDataPipe)
+    )
+
+
+def _start_method(loader: DataLoader[Any]) -> str | None:
+    context: Any = loader.multiprocessing_context
+    return None if context is None else str(context.get_start_method())
+
+
+def _put_by(workers: Any) -> Any:
+    """Workers for later: without what they were asked for, and without an error at once should one of them die."""
+    workers._index_sampler = workers._sampler_iter = None
+    if workers._worker_pids_set:
+        signal_handling._remove_worker_pids(id(workers))
+        workers._worker_pids_set = False
+    return workers
+
+
+def _taken_up(workers: Any, reader: Any) -> Any:
+    workers._index_sampler = reader._index_sampler
+    signal_handling._set_worker_pids(id(workers), tuple(worker.pid for worker in workers._workers))
+    workers._worker_pids_set = True
+    return workers
+
+
+def _end(workers: Any) -> None:
+    if workers is not None:
+        workers._shutdown_workers()
+
+
+_here = threading.local()  # as ranks are kept by thread
+
+
+def kept_workers() -> KeptWorkers | None:
+    """Those of this thread's innermost :func:`keeping_workers`, if it is in one."""
+    kept: KeptWorkers | None = getattr(_here, "kept", None)
+    return kept if kept is not None and _here.pid == os.getpid() else None
+
+
+@contextmanager
+def keeping_workers(*, own_memory: bool = False) -> Iterator[None]:
+    """Keep loaders' workers up between the runs in this block; an inner block shares them."""
+    if kept_workers() is not None:
+        yield
+        return
+    kept = KeptWorkers(own_memory=own_memory)
+    with lasting_mark():
+        _here.kept, _here.pid = kept, os.getpid()
+        try:
+            yield
+        finally:
+            _here.kept = None
+            kept.close()
