@@ -1,6 +1,8 @@
-"""The cost of exchanges by the number of ranks, in bytes and in time: python -m benchmarks.scale [--ranks 2 4 8 16 32]
+"""The cost of exchanges by the number of ranks, in bytes and in time: python -m benchmarks.scale [--ranks 2 4 ...]
 
-Ranks are processes of this machine that talk over Gloo, forked from one that has everything imported, so that 32 of
+And the time and memory until ranks of a host have their parts of a weighted epoch's order.
+
+Ranks are processes of this machine that talk over Gloo, forked from one that has everything imported, so that 64 of
 them fit into it. They share its cores: times show how a cost grows, and which of two ways is quicker, not the cost on a
 cluster. Bytes are those that one rank, the busiest, sends and receives, by the algorithms that Gloo uses; they are the
 same on a cluster. Writes ``docs/design/scale_measured.txt``.
@@ -21,9 +23,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import WeightedRandomSampler
 
 from benchmarks.timing import machine
 from trainloop import distributed, rng
+from trainloop.data.host_orders import HostOrders
+from trainloop.data.samplers import ShardSampler
 from trainloop.metrics import Asked, Recorder
 from trainloop.metrics.exchange import Gathered, Reduced
 from trainloop.stopping import GroupStop
@@ -149,15 +154,78 @@ def of_rank(rank: int, world_size: int, folder: str) -> None:
 
 
 def measured(world_size: int) -> dict[str, Any]:
-    context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=of_rank, args=(rank, world_size, folder)) for rank in range(world_size)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
+        for process in in_ranks(of_rank, world_size, folder):
             process.join()
         found: dict[str, Any] = json.loads(Path(folder, "found.json").read_text())
         return found
+
+
+def in_ranks(work: Callable[..., None], world_size: int, folder: str, *arguments: Any) -> list[Any]:
+    """Start ranks, forked from this process."""
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=work, args=(rank, world_size, folder, *arguments)) for rank in range(world_size)]
+    for process in ranks:
+        process.start()
+    return ranks
+
+
+def own_order(rank: int, world_size: int, folder: str, number: int, once: bool, ready: Any, done: Any) -> None:
+    """A rank draws its part of a weighted order of ``number`` rows, or has it from the one that draws for the host."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    weights = torch.from_file(f"{folder}/weights", size=number, shared=True, dtype=torch.float64)
+    sampler = WeightedRandomSampler(weights, number)
+    shard = ShardSampler(sampler, None, batch_size=32, rank=rank, world_size=world_size, drop_last=False, seed=0)
+    if once:
+        shard.together = HostOrders(rank, distributed.exchange_ints)
+    distributed.barrier()
+    ready.wait()
+    batches = shard.batches()
+    next(batches)
+    done.wait()
+    dist.destroy_process_group()
+
+
+def order_cost(world_size: int, number: int, once: bool) -> tuple[float, float]:
+    """Seconds until all ranks have their part, and by how many bytes the host's memory has grown at its peak."""
+    context = multiprocessing.get_context("fork")
+    ready, done = context.Barrier(world_size + 1), context.Barrier(world_size + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.from_file(f"{folder}/weights", size=number, shared=True, dtype=torch.float64).uniform_(0.5, 1)
+        ranks = in_ranks(own_order, world_size, folder, number, once, ready, done)
+        ready.wait()
+        begin, before, peak = time.perf_counter(), proportional(ranks), 0
+        while done.n_waiting < world_size:
+            peak = max(peak, proportional(ranks))
+            time.sleep(0.02)
+        seconds = time.perf_counter() - begin
+        done.wait()
+        for process in ranks:
+            process.join()
+    return seconds, peak - before
+
+
+def proportional(ranks: list[Any]) -> int:
+    """Bytes of memory of some processes, what they share counted once."""
+    total = 0
+    for process in ranks:
+        lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+        total += next(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return total
+
+
+def order_table(ranks: list[int], number: int) -> list[str]:
+    lines = [f".. csv-table:: A weighted epoch of {number:,} rows: until each rank has its part"]
+    lines += ["   :header: ranks of a host,once a host,by each rank", ""]
+    for world_size in ranks:
+        cells = [
+            f'"{seconds:.2g} s, {human(size)}"'
+            for seconds, size in (order_cost(world_size, number, once) for once in (True, False))
+        ]
+        lines.append(f"   {world_size}," + ",".join(cells))
+    return [*lines, ""]
 
 
 def human(size: float) -> str:
@@ -170,8 +238,10 @@ def human(size: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 32])
-    numbers = parser.parse_args().ranks
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64])
+    parser.add_argument("--rows", type=int, default=1 << 24, help="of a weighted sampler (2^24, torch's most)")
+    given = parser.parse_args()
+    numbers = given.ranks
     found = {number: measured(number) for number in numbers}
     columns = ",".join(f"{number} ranks" for number in numbers)
     lines = [".. Written by python -m benchmarks.scale", "", machine(), ""]
@@ -183,6 +253,7 @@ def main() -> None:
                 shown = [f"{value * 1e3:.3g}" if key == "seconds" else human(value) for value in values]
                 lines.append(f'   "{name}",' + ",".join(f'"{value}"' for value in shown))
         lines.append("")
+    lines += order_table([number for number in numbers if number <= 8], given.rows)
     OUT.write_text("\n".join(lines))
     print("\n".join(lines))
 

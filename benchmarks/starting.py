@@ -1,12 +1,15 @@
 """The cost of starting ranks: whole scripts, second calls, ranks that stay up, memory: python -m benchmarks.starting
 
-Each script trains one step on 2 or 8 ranks. CPU seconds are of all its processes, from the first import to the end, and
-mean the same on a busy machine; seconds are the median of interleaved rounds.
+Beside a loop by hand with ``mp.spawn`` and, where they are installed, Lightning (``ddp_spawn``) and Accelerate
+(``debug_launcher``, which forks the script: for those that have used no threads and no GPU). Each script trains
+one step on 2 or 8 ranks. CPU seconds are of all its processes, from the first import to the end, and mean the same on a
+busy machine; seconds are the median of interleaved rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import resource
@@ -114,6 +117,58 @@ if __name__ == "__main__":
 """
 )
 
+LIGHTNING = (
+    MODEL
+    + """
+import lightning
+
+class Model(lightning.LightningModule):
+    def __init__(self, module):
+        super().__init__()
+        self.module, self.criterion = module, nn.CrossEntropyLoss()
+    def training_step(self, batch, index):
+        return self.criterion(self.module(batch[0]), batch[1])
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.module.parameters(), lr=0.1)
+
+if __name__ == "__main__":
+    module, data = make()
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=RANKS, strategy="ddp_spawn", max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )
+    trainer.fit(Model(module), DataLoader(data, batch_size=16))
+    print(json.dumps({}))
+"""
+)
+
+ACCELERATE = (
+    MODEL
+    + """
+from accelerate import Accelerator, debug_launcher
+
+def rank_main(folder):
+    accelerator = Accelerator(cpu=True)
+    module, data = make()
+    criterion = nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(module, optimizer, DataLoader(data, batch_size=16))
+    for x, y in loader:
+        optimizer.zero_grad()
+        accelerator.backward(criterion(model(x), y))
+        optimizer.step()
+    if accelerator.is_main_process:
+        torch.save(accelerator.unwrap_model(model).state_dict(), f"{folder}/weights")
+
+if __name__ == "__main__":
+    module, data = make()
+    with tempfile.TemporaryDirectory() as folder:
+        debug_launcher(rank_main, (folder,), num_processes=RANKS)
+        module.load_state_dict(torch.load(f"{folder}/weights"))
+    print(json.dumps({}))
+"""
+)
+
 
 def run(script: str, *arguments: str, **environment: str) -> tuple[float, float, dict[str, Any]]:
     """Seconds, CPU seconds and what a script printed."""
@@ -141,10 +196,17 @@ def main() -> None:
             "trainloop, spawn": (TRAINLOOP, "spawn"),
             "trainloop, forkserver": (TRAINLOOP, "forkserver"),
         }
+        for name, script in {"lightning": LIGHTNING, "accelerate": ACCELERATE}.items():
+            if importlib.util.find_spec(name) is not None:
+                contenders[name] = script, "spawn"
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
         for _ in range(given.rounds):
-            for name, (script, method) in contenders.items():
-                times[name].append(run(script, str(ranks), TRAINLOOP_START_METHOD=method)[:2])
+            for name, (script, method) in list(contenders.items()):
+                try:
+                    times[name].append(run(script, str(ranks), TRAINLOOP_START_METHOD=method)[:2])
+                except subprocess.CalledProcessError as error:
+                    print(f"  {name} could not run: {error}")
+                    del contenders[name], times[name]
         wall, cpu = (statistics.median(t[i] for t in times["by hand"]) for i in (0, 1))
         print(f"{ranks} ranks, whole script, seconds and CPU seconds, with their ratios to the one by hand:")
         for name, found in times.items():

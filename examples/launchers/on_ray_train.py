@@ -2,13 +2,17 @@
 
     pip install 'ray[train]'
     python examples/launchers/on_ray_train.py --workers 2
+    RAY_ADDRESS=head:6379 TRAINLOOP_KEY=... python examples/launchers/on_ray_train.py --workers 16 --storage /shared
 
 Ray places the workers, starts them anew when a node is lost, and reports; the training is that of ``gpu_mode='ddp'``.
+Workers on several nodes need a key in common, and storage that all of them reach.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import tempfile
 from typing import Any
 
 
@@ -45,20 +49,35 @@ def train(config: dict[str, Any]) -> None:
         progress_bar=False,
     )
     tl.fit(num_epochs=config["epochs"])
-    ray.train.report({"loss": tl.history["loss"][-1], "steps": tl.global_step})
+    with tempfile.TemporaryDirectory() as folder:
+        if tl.is_global_zero:
+            torch.save(model.state_dict(), f"{folder}/weights.pt")
+        # Ray keeps the metrics that come with a checkpoint; it takes rank 0's.
+        checkpoint = ray.train.Checkpoint.from_directory(folder) if tl.is_global_zero else None
+        ray.train.report({"loss": tl.history["loss"][-1], "steps": tl.global_step}, checkpoint=checkpoint)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--storage", help="folder or URL that all nodes reach (Ray's own: ~/ray_results, for one node)")
     arguments = parser.parse_args()
+    import ray
     import torch
-    from ray.train import ScalingConfig
+    from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
+    key = {name: os.environ[name] for name in ("TRAINLOOP_KEY",) if name in os.environ}
+    ray.init(runtime_env={"env_vars": key})  # workers have their node's environment, not this one
     scaling = ScalingConfig(num_workers=arguments.workers, use_gpu=torch.cuda.is_available())
-    result = TorchTrainer(train, train_loop_config={"epochs": arguments.epochs}, scaling_config=scaling).fit()
+    trainer = TorchTrainer(
+        train,
+        train_loop_config={"epochs": arguments.epochs},
+        scaling_config=scaling,
+        run_config=RunConfig(storage_path=arguments.storage),
+    )
+    result = trainer.fit()
     print("loss after the last epoch:", result.metrics["loss"], "steps:", result.metrics["steps"])
 
 

@@ -130,3 +130,48 @@ def test_ray_train(folder: Path, may_leave: Callable[..., None], monkeypatch: py
     finally:
         ray.shutdown()
     assert_trained(folder)
+
+
+def as_worker_of_two_nodes(config: dict[str, Any]) -> None:
+    import ray
+
+    (Path(config["folder"]) / f"node-{ray.get_runtime_context().get_node_id()}").touch()
+    as_ray_worker(config)
+
+
+def test_ray_train_on_two_nodes(folder: Path, may_leave: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes of a local cluster, a worker on each; and the example's own script on the same cluster."""
+    may_leave("ray", "RAY", "Thread", "thread", "signal handlers", "file descriptors", "shared memory")
+    monkeypatch.setenv("RAY_TRAIN_V2_ENABLED", "1")
+    monkeypatch.setenv("TRAINLOOP_KEY", "a key of more than sixteen characters")
+    import ray
+    from ray.cluster_utils import Cluster
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        cluster.add_node(num_cpus=1)
+        ray.init(address=cluster.address, log_to_driver=False)
+        TorchTrainer(
+            as_worker_of_two_nodes,
+            train_loop_config={"folder": str(folder)},
+            scaling_config=ScalingConfig(num_workers=2, placement_strategy="STRICT_SPREAD"),
+            run_config=RunConfig(storage_path=str(folder / "ray")),
+        ).fit()
+        ray.shutdown()
+        script = str(Path(__file__).parents[2] / "examples" / "launchers" / "on_ray_train.py")
+        done = subprocess.run(
+            [sys.executable, script, "--workers", "2", "--epochs", "2", "--storage", str(folder / "example")],
+            env={**os.environ, "RAY_ADDRESS": cluster.address},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    assert len(list(folder.glob("node-*"))) == 2
+    assert_trained(folder)
+    assert done.returncode == 0, done.stderr
+    assert "steps: 32" in done.stdout  # 500 rows in batches of 16 on 2 workers, twice

@@ -430,7 +430,9 @@ if __name__ == "__main__":
     if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
         sys.exit(5)  # the first attempt fails
     first, second = join(work, timeout_s=60), join(work, timeout_s=60)
-    assert first == second, (first, second)
+    assert first[::2] == second[::2], (first, second)
+    # At the step of the request, or at the next, if another rank had passed that already.
+    assert {first[1], second[1]} <= {3, 4}, (first, second)
     print("JOINED", *first, dist.is_initialized(), flush=True)
 """
 

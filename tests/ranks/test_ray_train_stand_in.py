@@ -21,7 +21,8 @@ def as_ray_worker(epochs: int) -> Any:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # nobody may meet there: the group exists
     reports: list[Any] = []
     ray, ray_train = types.ModuleType("ray"), types.ModuleType("ray.train")
-    ray.train, ray_train.report = ray_train, reports.append  # type: ignore[attr-defined]
+    ray.train, ray_train.report = ray_train, lambda metrics, checkpoint: reports.append(metrics)  # type: ignore[attr-defined]
+    ray_train.Checkpoint = types.SimpleNamespace(from_directory=str)  # type: ignore[attr-defined]
     sys.modules["ray"], sys.modules["ray.train"] = ray, ray_train
     sys.path.insert(0, str(ROOT / "examples" / "launchers"))
     from on_ray_train import train
