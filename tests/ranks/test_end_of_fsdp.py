@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -97,6 +98,7 @@ def watched(mark: Path) -> Iterator[list[int]]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_what_comes_back_is_there_once_beside_the_callers_own(tmp_path: Path) -> None:
     model = Wide()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)

@@ -153,6 +153,8 @@ def test_all_cases(case: str, ranks: int) -> None:
 
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "LBFGS": (lambda: fitted(optimizer=torch.optim.LBFGS), r"LBFGS with gpu_mode='fsdp'.*Use gpu_mode='ddp'"),
+    "Adafactor": (lambda: fitted(optimizer=torch.optim.Adafactor), r"Adafactor with gpu_mode='fsdp'.*such as AdamW"),
+    "Rprop": (lambda: fitted(optimizer=torch.optim.Rprop), r"Rprop with gpu_mode='fsdp'.*such as AdamW"),
     "compile": (lambda: fitted(compile=True), r"compile=True with gpu_mode='fsdp'.*block.compile"),
     "a compiled step": (lambda: fitted(compile="step"), r"compile='step' with gpu_mode='fsdp'"),
     "an argument": (

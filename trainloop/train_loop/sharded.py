@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LeftBehind", "ShardedPlacement", "check_has_values", "check_shardable", "noting_values", "sharded"]
 
+# They look at a whole parameter at once, or do in place what a DTensor can't (torch 2.13).
+_NOT_SHARDABLE = (torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Adafactor, torch.optim.Rprop)
 _TRIMMED_AFTER = 32 << 20  # bytes that this process has freed, and may still hold
 
 
@@ -318,7 +320,7 @@ def check_shardable(
             "Compile the blocks in the script, `for block in model.blocks: block.compile()`, and leave compile out."
         )
     for optimizer in optimizers:
-        if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
+        if isinstance(optimizer, _NOT_SHARDABLE):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} with gpu_mode='fsdp': it can't step sharded parameters. Use "
                 "gpu_mode='ddp', or an optimizer that looks at each element by itself, such as AdamW."
