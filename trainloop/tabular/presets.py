@@ -126,7 +126,11 @@ def picture_settings(params: dict[str, Any]) -> dict[str, Any]:
     if callable(model):
         return params
     if _local(model) is None:
-        known = import_timm(f"AG_IMAGE_NN with model={model!r}").get_pretrained_cfg(model, allow_unregistered=False)
+        timm = import_timm(f"AG_IMAGE_NN with model={model!r}")
+        try:
+            known = timm.get_pretrained_cfg(model, allow_unregistered=False)
+        except RuntimeError:  # of timm 1.0 on; before, None
+            known = None
         if known is None:
             raise ConfigurationError(
                 f"AG_IMAGE_NN model={model!r} is neither a folder nor a model of timm. list_image_models() has the "
