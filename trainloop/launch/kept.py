@@ -145,6 +145,7 @@ def surroundings() -> dict[str, Any]:
         "folder": folder,
         "CPUs": own_cpus(),
         "inherited": [*inherited, *taken_at_start()],
-        **{f"variable {name}": value for name, value in os.environ.items()},
+        # But for the one that torch itself sets and resets when it imports its compiler.
+        **{f"variable {name}": value for name, value in os.environ.items() if name != "KMP_DUPLICATE_LIB_OK"},
         **{f"setting {name}": value for name, value in read_settings().items()},
     }
