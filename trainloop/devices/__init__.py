@@ -1,6 +1,6 @@
 """Choose a run's devices: parse requests, resolve mode names, count batches.
 
-:mod:`~trainloop.devices.requests` and :mod:`~trainloop.devices.modes` are arithmetic on their arguments. Two functions
+``requests.py`` and ``modes.py`` are arithmetic on their arguments. Two functions
 here look at the machine: :func:`resolve` counts devices, :func:`find_usable_cuda_devices` tries them.
 :func:`visible_devices` and :func:`child_mask`, of ``trainloop.resources.masks``, are re-exported.
 
