@@ -171,26 +171,30 @@ IN_TRIAL = "a trial's process has its environment set before it imports torch"
 LATE = {
     "trainloop.__main__ trainloop.checkpoint.export": "the doctor works where torch does not",
     "trainloop.__main__ trainloop.resources.quota": "the doctor works where torch does not",
+    "trainloop.data.host_orders trainloop.transfer.pages": CHEAP,
+    "trainloop.data.kept_workers trainloop.transfer": CHEAP,
+    "trainloop.data.kept_workers trainloop.transfer.content": CHEAP,
     "trainloop.data.loaders trainloop.launch.rank_process": RANKS,
     "trainloop.data.loaders trainloop.launch.settings": RANKS,
     "trainloop.data.streams trainloop.data.batches": CHEAP,
     "trainloop.data.twins trainloop.launch.rank_process": RANKS,
-    "trainloop.launch.rank_process trainloop.transfer": "what is sent is read once the rank's environment is set",
     "trainloop.model trainloop.distributed": CHEAP,
     "trainloop.train_loop.execute trainloop.launch": RANKS,
+    "trainloop.train_loop.execute trainloop.launch.kept": RANKS,
     "trainloop.train_loop.execute trainloop.launch.rank_process": RANKS,
     "trainloop.train_loop.execute trainloop.train_loop.handover": RANKS,
     "trainloop.train_loop.loop trainloop.tools": UP,
+    "trainloop.train_loop.loop trainloop.data.kept_workers": CHEAP,
     "trainloop.train_loop.loop trainloop.launch": RANKS,
     "trainloop.train_loop.loop trainloop.train_loop.preflight": UP,
     "trainloop.train_loop.placement trainloop.sync_batchnorm": CHEAP,
     "trainloop.train_loop.predicting trainloop.launch": RANKS,
     "trainloop.train_loop.run trainloop.launch.rank_process": RANKS,
+    "trainloop.train_loop.sharded trainloop.launch.rank_process": RANKS,
     "trainloop.train_loop.site trainloop.launch": RANKS,
     "trainloop.train_loop.state trainloop.checkpoint": CHEAP,
     "trainloop.train_loop.state trainloop.checkpoint.plain": CHEAP,
     "trainloop.train_loop.state trainloop.checkpoint.sharded": CHEAP,
-    "trainloop.checkpoint.sharded trainloop.checkpoint.file": UP,
     "trainloop.train_loop.execute trainloop.train_loop.whole_step": CHEAP,
     "trainloop.train_loop.placement trainloop.train_loop.sharded": CHEAP,
     "trainloop.train_loop.state trainloop.launch": RANKS,
@@ -235,6 +239,11 @@ FOREIGN: dict[str, str] = {
     "callbacks/performance_eval.py": "_version",
     "callbacks/swa.py": "_BatchNorm _foreach_copy_",
     "callbacks/train_schedule.py": "_opt_called _wrapped_by_lr_sched",
+    "checkpoint/sharded_writing.py": "_StorageInfo",
+    "data/kept_workers.py": (
+        "_get_iterator _index_sampler _iterator _remove_worker_pids _sampler_iter _set_worker_pids _shutdown_workers "
+        "_worker_pids_set _workers"
+    ),
     "data/libraries.py": "_num_samples",
     "data/loaders.py": "_config",
     "data/persistent.py": "_get_iterator _index_queues _index_sampler _iterator _workers",
@@ -257,12 +266,12 @@ FOREIGN: dict[str, str] = {
         "_push_all_rebuilt_params _remove_autograd_hooks _sync_buffers"
     ),
     "parallel/dp.py": "_former_parameters _replicate_for_data_parallel",
-    "parallel/fsdp.py": (
+    "parallel/shards.py": "_local_tensor",
+    "parallel/undoing.py": (
         "_composable_state _fsdp_param_group _get_fsdp_state _module_state_mapping "
         "_module_to_pre_load_state_dict_hook_handle _module_to_pre_save_state_dict_hook_handle "
         "_post_forward_hook_handle _post_load_hook_handle _pre_forward_hook_handle"
     ),
-    "parallel/shards.py": "_local_tensor",
     "scratch.py": "_config _rand",
     "signals.py": "_config",
     "sync_batchnorm.py": "_BatchNorm _LazyNormBase",
