@@ -10,6 +10,7 @@ import sys
 import uuid
 import warnings
 from collections.abc import Iterator
+from ctypes.util import find_library
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -348,6 +349,17 @@ def test_this_machine() -> None:
     assert 1 <= found.num_cpus <= len(os.sched_getaffinity(0))
     assert 0 < found.memory <= psutil.virtual_memory().total
     assert found.num_gpus == torch.cuda.device_count()
+
+
+@pytest.mark.usefixtures("starts_processes")
+def test_torch_is_not_imported_to_learn_that_there_is_no_gpu() -> None:
+    code = "import sys; from trainloop.resources import available; print(available().num_gpus, 'torch' in sys.modules)"
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    gpus, imported = run.stdout.split()
+    assert int(gpus) == torch.cuda.device_count()
+    a_driver = find_library("cuda") or Path("/dev/kfd").exists()
+    assert imported == "False" or a_driver or int(gpus), run.stdout
 
 
 def run_python(code: str, *, prefix: tuple[str, ...] = (), **variables: str) -> str:

@@ -6,8 +6,10 @@ the lowest counts. A cgroup's limit binds its descendants: every ancestor is rea
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
@@ -105,11 +107,23 @@ def _physical_memory() -> int:
 
 
 def _visible_gpus() -> int:
-    if visible_devices() == []:  # torch takes seconds to import, and would say the same
+    # torch takes seconds to import, and would say the same.
+    if visible_devices() == [] or ("torch" not in sys.modules and not _driver_is_there()):
         return 0
     import torch
 
     return torch.cuda.device_count()
+
+
+def _driver_is_there() -> bool:
+    """Whether torch could find a GPU: CUDA calls this library of the driver's, ROCm opens this device."""
+    if not sys.platform.startswith("linux") or os.path.exists("/dev/kfd"):
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _gpu_source(environ: Mapping[str, str]) -> str:

@@ -158,12 +158,14 @@ def _groups(specs: list[Spec], course: Course) -> list[_Group]:
 
 def _modules(group: _Group) -> list[str]:
     """What the models of a group import."""
-    makers = [str(spec.model.maker) for spec in group.specs]
-    networks = sum(not maker.startswith("models:") for maker in makers)
-    names = _MODULES + ["lightgbm"] * ("models:GradientBoosting" in makers)
-    # The others need not wait for torch, which takes seconds, if only few models need it.
-    many = networks == len(makers) or networks * group.plan.num_folds > 2
-    return names + ["trainloop.tabular.network"] * many
+    networks = sum(spec.model.gpu == "always" for spec in group.specs)
+    names = _MODULES + ["lightgbm"] * any(spec.model.needs == "lightgbm" for spec in group.specs)
+    # The others need not wait for torch, which takes seconds, if only one process needs it.
+    if networks < len(group.specs) and networks * group.plan.num_folds < 2:
+        return names
+    # A process's first optimizer imports the compiler, another second. Not where there are GPUs: nothing may look at
+    # them before the fork.
+    return [*names, "trainloop.tabular.network"] + ["torch._dynamo"] * (not group.gpu)
 
 
 def _collect(found: TuneResult | None, group: _Group, trained: list[Trained], lost: dict[str, str]) -> None:
