@@ -69,6 +69,9 @@ def test_the_documented_gbm_and_all_that_follows_a_fit(tmp_path: Path, capsys: p
     assert board.set_index("model").loc["WeightedEnsemble_L2", "score_test"] == right
     important = predictor.feature_importance(test_data)
     assert important.index[0] in ("number", "colour")
+    assert list(important.columns) == ["importance", "stddev", "n"]
+    assert (important["n"] == 5).all()
+    assert predictor.class_labels == sorted(test_data["class"].unique())
     with pytest.raises(ConfigurationError, match="model='RF': there are LightGBM, LightGBM_2, WeightedEnsemble_L2"):
         predictor.predict(test_data, model="RF")
     # on disk and back

@@ -24,7 +24,7 @@ from trainloop.devices.modes import (
     resolve_mode,
     world_size,
 )
-from trainloop.devices.requests import choose_devices, parse_devices, shown
+from trainloop.devices.requests import DeviceChoice, choose_devices, most_cpu_processes, parse_devices, shown
 from trainloop.errors import DeviceError
 from trainloop.resources import gpus
 from trainloop.resources.masks import child_mask, visible_devices
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "DeviceChoice",
     "check_num_nodes",
     "child_mask",
     "choose_devices",
@@ -41,6 +42,7 @@ __all__ = [
     "find_usable_cuda_devices",
     "global_rank",
     "has_ranks",
+    "most_cpu_processes",
     "parse_devices",
     "resolve",
     "resolve_mode",

@@ -280,7 +280,10 @@ class TabularPredictor:
         return self._trained.board(None if data is None else self._labelled(data))
 
     def feature_importance(self, data: Data, num_shuffle_sets: int = 5, subsample_size: int = 5000) -> pd.DataFrame:
-        """How much worse the score is where a column's values are shuffled, the most important column first."""
+        """How much worse the score is where a column's values are shuffled, the most important column first.
+
+        ``stddev`` is over ``n`` shuffles, nan for one.
+        """
         frame, found = self._labelled(data), self._trained
         frame = frame.sample(min(len(frame), subsample_size), random_state=0)
         worse = permutation_importance(
@@ -291,8 +294,9 @@ class TabularPredictor:
             n_repeats=num_shuffle_sets,
             random_state=0,
         )
-        table = pd.DataFrame({"importance": worse.importances_mean, "stddev": worse.importances_std})
-        return table.set_axis([*found.columns.kinds]).sort_values("importance", ascending=False)
+        table = pd.DataFrame(worse.importances.T, columns=[*found.columns.kinds]).agg(["mean", "std", "count"]).T
+        table.columns = pd.Index(["importance", "stddev", "n"])
+        return table.astype({"n": int}).sort_values("importance", ascending=False)
 
     def fit_summary(self) -> dict[str, Any]:
         """What ``fit`` came to, printed and as a mapping."""
@@ -319,6 +323,11 @@ class TabularPredictor:
     def problem_type(self) -> str:
         """``binary``, ``multiclass`` or ``regression``."""
         return self._trained.target.problem
+
+    @property
+    def class_labels(self) -> list[Any]:
+        """The classes, sorted; empty for a regression."""
+        return list(self._trained.target.classes)
 
     @property
     def model_names(self) -> list[str]:
