@@ -333,16 +333,25 @@ def drop_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
-def is_watched(optimizer: Optimizer) -> bool:
-    """Whether somebody is to see each of the optimizer's steps: hooks, a profiler, a scheduler."""
+def is_watched(optimizer: Optimizer, *, by_schedulers: bool = True) -> bool:
+    """Whether somebody is to see each of the optimizer's steps: hooks, a profiler, a wrapper, a scheduler."""
     return bool(
-        "step" in vars(optimizer)  # a scheduler counts steps
+        ("step" in vars(optimizer) and (by_schedulers or not is_scheduled(optimizer)))
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or _GLOBAL_PRE_HOOKS
         or _GLOBAL_POST_HOOKS
         or torch.autograd._profiler_enabled()
     )
+
+
+def is_scheduled(optimizer: Optimizer) -> bool:
+    """Whether a scheduler of torch's, and nobody else, wraps ``step``; it only notes that there was one."""
+    step = vars(optimizer).get("step")
+    if step is None or not hasattr(step, "_wrapped_by_lr_sched"):
+        return False
+    marked = getattr(step, "__func__", step).__wrapped__  # a wrapper around it has the mark, and wraps the marked one
+    return getattr(marked, "__func__", marked) is type(optimizer).step
 
 
 # The code of the function that Optimizer.__init__ wraps each class's step in.

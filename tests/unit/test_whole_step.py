@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn, optim
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop, TTModel
-from trainloop.callbacks import LearningRateMonitor, TensorBoard
+from trainloop.callbacks import LearningRateMonitor, LRScheduler, ModelCheckpoint, TensorBoard
 from trainloop.errors import ConfigurationError
 from trainloop.train_loop.whole_step import WholeStepTraining
 
@@ -29,7 +32,7 @@ class Net(TTModel):
         self.factor = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
+        return self.layers(x.to(self.layers[0].weight.dtype))
 
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
         x, y = batch_data
@@ -103,7 +106,7 @@ def adam(parameters: Any) -> optim.Optimizer:
 
 def make_loop(model: Any = None, optimizer_of: Callable[[Any], Any] = sgd, **options: Any) -> TrainLoop:
     model = Net() if model is None else model
-    model.double()
+    model.to(options.pop("dtype", torch.double))
     return TrainLoop(
         model,
         loader(),
@@ -205,13 +208,147 @@ class HalvesInABatch(AbstractCallback):
             self.train_loop_obj.optimizer.param_groups[0]["lr"] *= 0.5
 
 
+class HalvesDecay(AbstractCallback):
+    def on_epoch_end(self) -> None:
+        self.train_loop_obj.optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
 @pytest.mark.parametrize("halves", [Halves, HalvesInABatch])
-def test_a_learning_rate_that_changes_counts(halves: type[AbstractCallback]) -> None:
+def test_a_learning_rate_that_changes_stays_in_the_graph(halves: type[AbstractCallback]) -> None:
     loop, counts = make_loop(), Counts()
-    with pytest.warns(UserWarning, match="such as its learning rate"):
+    with warnings.catch_warnings(action="error", category=UserWarning):
         loop.fit(num_epochs=2, callbacks=[halves("halves"), counts])
     check(loop, by_hand(sgd, lr=0.5))
     assert (counts.began, counts.ended, loop.total_iteration_idx) == (14, 14, 13)
+
+
+def test_another_setting_that_changes_counts() -> None:
+    compiled, plain = make_loop(), make_loop(compile=False)
+    with pytest.warns(UserWarning, match="the optimizer's weight_decay changed"):
+        compiled.fit(num_epochs=2, callbacks=[HalvesDecay("halves")])
+    plain.fit(num_epochs=2, callbacks=[HalvesDecay("halves")])
+    check(compiled, list(plain.model.state_dict().values()))
+
+
+class WholeSteps(AbstractCallback):
+    """Counts the steps that the graph has done, by the clock that only it moves; and graphs that were compiled."""
+
+    def __init__(self) -> None:
+        super().__init__("whole steps")
+        self.seen: list[int] = []
+        self.rates: list[float] = []
+
+    def on_batch_begin(self) -> None:
+        self.rates.append(self.train_loop_obj.optimizer.param_groups[0]["lr"])
+
+    def on_after_optimizer_step(self) -> None:
+        self.seen.append(self.train_loop_obj.running.clock.graph)
+
+    @property
+    def count(self) -> int:
+        return sum(now != before for before, now in zip([0, *self.seen], self.seen))
+
+
+def scheduled_by_hand(optimizer_of: Any, make_scheduler: Any, interval: str, norm: float | None) -> Any:
+    model = Net().double()
+    optimizer = optimizer_of(model.parameters())
+    scheduler, rates = make_scheduler(optimizer), []
+    for _ in range(2):
+        for x, y in loader():
+            rates.append(optimizer.param_groups[0]["lr"])
+            CRITERION(model(x), y).backward()
+            if norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            if interval == "step":
+                scheduler.step()
+        if interval == "epoch":
+            scheduler.step()
+    return [t.detach() for t in model.state_dict().values()], rates
+
+
+def warm_up(optimizer: optim.Optimizer) -> Any:
+    rise = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)
+    return lr_scheduler.SequentialLR(optimizer, [rise, lr_scheduler.CosineAnnealingLR(optimizer, 10)], [4])
+
+
+@pytest.mark.parametrize(
+    "optimizer_of, make_scheduler, interval, norm, made",
+    [
+        pytest.param(sgd, warm_up, "step", 0.5, False, id="each step"),
+        pytest.param(
+            adam, partial(lr_scheduler.StepLR, step_size=1, gamma=0.1), "epoch", None, True, id="made over it"
+        ),
+        pytest.param(
+            adam,
+            partial(lr_scheduler.OneCycleLR, max_lr=0.05, total_steps=20, cycle_momentum=False),
+            "step",
+            0.5,
+            False,
+            id="inductor",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+@pytest.mark.usefixtures("starts_processes")
+def test_schedules_stay_in_the_graph(
+    optimizer_of: Any, make_scheduler: Any, interval: Any, norm: float | None, made: bool
+) -> None:
+    """One graph for all rates; outside of it they are the numbers that a loop by hand has."""
+    expected, rates = scheduled_by_hand(optimizer_of, make_scheduler, interval, norm)
+    loop, steps = make_loop(optimizer_of=optimizer_of, gradient_clip_norm=norm), WholeSteps()
+    scheduler = LRScheduler(make_scheduler(loop.optimizer) if made else make_scheduler, interval)
+    # A recompilation would be refused after the first three: for train mode, the optimizer's state that is there now.
+    with torch._dynamo.config.patch(recompile_limit=3), warnings.catch_warnings(action="error", category=UserWarning):
+        loop.fit(num_epochs=2, callbacks=[scheduler, steps])
+    check(loop, expected)
+    assert steps.rates == rates
+    assert len(set(rates)) > 1
+    assert type(loop.optimizer.param_groups[0]["lr"]) is float
+    assert steps.count == 12  # all but the two short ones
+
+
+def test_a_wrapper_around_a_schedulers_mark_is_seen() -> None:
+    loop, calls = make_loop(), []
+    lr_scheduler.StepLR(loop.optimizer, 1)
+    marked = loop.optimizer.step
+
+    @functools.wraps(marked)
+    def step(*args: Any) -> Any:
+        calls.append(1)
+        return marked(*args)
+
+    loop.optimizer.step = step
+    with pytest.warns(UserWarning, match="somebody watches the optimizer's steps"):
+        loop.fit(num_epochs=2)
+    assert len(calls) == 14
+    check(loop, by_hand(sgd))
+
+
+@pytest.mark.parametrize("amp", [False, "bf16"])
+def test_a_run_that_is_resumed_ends_with_the_same_weights(amp: Any, tmp_path: Path) -> None:
+    """In the midst of an epoch and of a schedule, into the graph again; with autocast as eager steps have it."""
+
+    dtype = torch.float if amp else torch.double  # autocast leaves float64 alone
+
+    def run(folder: str, steps: int, **options: Any) -> TrainLoop:
+        fits = {name: options.pop(name) for name in ("resume_from",) if name in options}
+        loop = make_loop(dtype=dtype, optimizer_of=adam, use_amp=amp, seed=3, gradient_clip_norm=0.5, **options)
+        saves = ModelCheckpoint(tmp_path / folder, every_n_epochs=None, every_n_steps=5)
+        schedule = LRScheduler(lr_scheduler.ExponentialLR, "step", gamma=0.8)
+        with warnings.catch_warnings(action="error", category=UserWarning):
+            loop.fit(num_iterations=steps, callbacks=[schedule, saves, whole := WholeSteps()], **fits)
+        assert bool(whole.count) == (options.get("compile") is not False)
+        return loop
+
+    whole = run("whole", 14)
+    first, *_ = sorted((tmp_path / "whole").rglob("*.pt"), key=lambda path: path.stat().st_mtime)  # of step 5
+    resumed = run("parts", 14, resume_from=first)
+    torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+    assert resumed.history["loss"] == whole.history["loss"]
+    eager = run("eager", 14, compile=False)
+    torch.testing.assert_close(whole.model.state_dict(), eager.model.state_dict(), rtol=0, atol=2e-3 if amp else 1e-5)
 
 
 class SetsTraining(AbstractCallback):

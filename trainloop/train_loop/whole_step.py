@@ -1,7 +1,8 @@
 """``compile='step'``: forward, loss, backward, clipping and the optimizer's step as one graph.
 
 Dynamo traces all of it, with its guards: what ``get_loss`` reads in Python is looked at before each step, and a change
-is compiled anew. On the CPU Inductor makes one C++ function of it, on CUDA one CUDA graph. What a graph can't hold is
+is compiled anew. On the CPU Inductor makes one C++ function of it, on CUDA one CUDA graph. A learning rate that changes
+is a tensor of the graph's; from outside, and to schedulers, it stays the number that it was. What a graph can't hold is
 done as without ``compile``, and said so.
 """
 
@@ -21,7 +22,7 @@ from trainloop.callbacks.base import overrides
 from trainloop.data import StepBatches
 from trainloop.errors import ConfigurationError
 from trainloop.metrics import Recorder
-from trainloop.optim import MultiOptimizer, drop_gradients, is_watched
+from trainloop.optim import MultiOptimizer, drop_gradients, is_scheduled, is_watched
 from trainloop.train_loop.losses import split_loss
 from trainloop.train_loop.training import Training
 
@@ -48,7 +49,9 @@ class WholeStepTraining(Training):
     _stepped = False
     """The step that is running was the graph's."""
     _settings: list[dict[str, Any]]
-    """Of the optimizer, which the graph holds as constants."""
+    """Of the optimizer, which the graph holds as constants; the learning rates only where it has no ``_rates``."""
+    _rates: list[Tensor] | None = None
+    """The groups' learning rates, as the graph reads them; ``None`` while they are constants of the graph."""
 
     def forward_backward(self, step: StepBatches, *, first: bool = True, wants_loss: bool = False) -> Tensor | None:
         """The whole step where the graph is for it; else as everywhere."""
@@ -61,10 +64,12 @@ class WholeStepTraining(Training):
         self.begin_batch(0, size)
         # Only now: hooks of the batch may set a rate, or unfreeze layers, as those of the epoch may.
         if self._whole is None:
-            self._compile()
-        elif self._settings and (changed := self._changed()):
-            self._refuse(changed)
-            return self._go_on_without(step, first, wants_loss)
+            self._compile(follows_rates=self._is_scheduled())
+        elif self._settings and (now := self._settings_now()) != self._settings:
+            changed = self._follow(now)
+            if changed is not None:
+                self._refuse(changed)
+                return self._go_on_without(step, first, wants_loss)
         if not self._attached:
             self._attached = True
             for parameter, gradient in zip(self._parameters, self._gradients):
@@ -74,7 +79,7 @@ class WholeStepTraining(Training):
             self.clock.graph -= perf_counter_ns()
             try:
                 with nullcontext() if self._settings else _without_torchs_warnings():
-                    loss, weight = self._whole(step.batches[0])
+                    loss, weight = self._whole(step.batches[0]) if self._rates is None else self._with_rates(step)
             finally:
                 self.clock.graph += perf_counter_ns()
         except Exception as error:
@@ -139,8 +144,8 @@ class WholeStepTraining(Training):
             return f"{type(optimizer).__name__} is no optimizer of torch's own"
         if any(group.get("fused") for group in optimizer.param_groups):
             return "torch keeps optimizers with fused=True out of graphs; leave it out, the compiler fuses by itself"
-        if is_watched(optimizer):
-            return "somebody watches the optimizer's steps, such as a scheduler of torch's"
+        if is_watched(optimizer, by_schedulers=False):
+            return "somebody watches the optimizer's steps, such as a hook or a profiler"
         return self._hooked()
 
     def _hooked(self) -> str | None:
@@ -173,14 +178,54 @@ class WholeStepTraining(Training):
         (optimizer,) = self.gradients.optimizers
         return [{**group, "params": [p.requires_grad for p in group["params"]]} for group in optimizer.param_groups]
 
-    def _changed(self) -> str | None:
-        """What of the graph's constants is another one now."""
-        now, before = self._settings_now(), self._settings
-        if now == before:
-            return None
+    def _is_scheduled(self) -> bool:
+        """Whether a learning rate is likely to change, and not a tensor, which graphs read anyway."""
+        (optimizer,) = self.gradients.optimizers
+        return is_scheduled(optimizer) and not any(isinstance(g["lr"], Tensor) for g in optimizer.param_groups)
+
+    def _follow(self, now: list[dict[str, Any]]) -> str | None:
+        """Go on with other settings than the graph was made with; else why that can't be."""
+        before = self._settings
         if [group["params"] for group in now] != [group["params"] for group in before]:
             return "parameters were frozen, unfrozen or added, and those that are trained are part of the graph"
-        return "the optimizer's settings changed, such as its learning rate, which are part of the graph"
+        if any(isinstance(group["lr"], Tensor) for group in (*now, *before)):
+            kept = now
+        else:
+            kept = [{**group, "lr": was["lr"]} for group, was in zip(now, before)]
+        if kept != before:
+            names = {
+                key
+                for group, was in zip(kept, before)
+                for key in group.keys() | was.keys()
+                if key not in was or key not in group or group[key] != was[key]
+            }
+            return (
+                f"the optimizer's {', '.join(sorted(names))} changed, which is part of the graph; "
+                "only a learning rate may change"
+            )
+        if self._rates is None:
+            self._detach()
+            self._compile(follows_rates=True)
+        else:
+            for rate, group, was in zip(self._rates, now, before):
+                if group["lr"] is not was["lr"]:
+                    rate.fill_(group["lr"])  # no copy from the host, which would wait for the device
+            self._settings = now
+        return None
+
+    def _with_rates(self, step: StepBatches) -> tuple[Tensor, Any]:
+        """The graph's step, which finds tensors in the place of learning rates; only it sees them."""
+        groups = self.gradients.optimizers[0].param_groups
+        numbers = [group["lr"] for group in groups]
+        assert self._whole is not None
+        assert self._rates is not None
+        try:
+            for group, rate in zip(groups, self._rates):
+                group["lr"] = rate
+            return self._whole(step.batches[0])
+        finally:
+            for group, number in zip(groups, numbers):
+                group["lr"] = number
 
     def _go_on_without(self, step: StepBatches, first: bool, wants_loss: bool) -> Tensor | None:
         """The step that has begun, as everywhere; its hooks were called."""
@@ -195,12 +240,20 @@ class WholeStepTraining(Training):
 
     # -- the graph ---------------------------------------------------------------------------------------------------
 
-    def _compile(self) -> None:
+    def _compile(self, *, follows_rates: bool) -> None:
+        """Make the graph anew; ``follows_rates``: with learning rates that may change, else they are constants."""
         loop, (optimizer,) = self.loop, self.gradients.optimizers
         self._settings = []
         self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         # Assigned inside of the graph, a gradient would be an input that changes with each step.
         self._gradients = [torch.zeros_like(p) for p in self._parameters]
+        if follows_rates:
+            # As precise as the numbers; a tensor without axes leaves the parameters' precision as it is.
+            device, exact = self.place.device, torch.float32 if self.place.device.type == "mps" else torch.float64
+            self._rates = [
+                torch.full((), float(group["lr"]), dtype=exact, device=device) for group in optimizer.param_groups
+            ]
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers of torch's warn of the order
         parameters, gradients = self._parameters, self._gradients
         clipped, norm = list(self.gradients.parameters), loop.gradient_clip_norm
         model, criterion, device, autocast = loop.model, loop.criterion, self.place.device, self.place.autocast
@@ -222,8 +275,9 @@ class WholeStepTraining(Training):
         # Dynamo counts compilations by code object and refuses the ninth; fits of a process would share this one.
         whole_step.__code__ = whole_step.__code__.replace()
         mode = "reduce-overhead" if device.type == "cuda" else None  # as a CUDA graph
-        self.undo.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))
-        self.undo.callback(self._detach)
+        if self._whole is None:
+            self.undo.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))
+            self.undo.callback(self._detach)
         self._whole = torch.compile(whole_step, fullgraph=True, mode=mode, backend=self.backend)
 
     @contextmanager
