@@ -16,8 +16,7 @@ from sklearn import metrics as sk
 from sklearn.linear_model import Perceptron
 from tables import kinds_of_columns, mixed
 
-import trainloop.tabular.predictor as predictor_module
-import trainloop.tabular.specs as specs_module
+import trainloop.tabular.options as options_module
 import trainloop.tabular.training as training_module
 from trainloop.errors import CheckpointError, ConfigurationError, ResourceError
 from trainloop.resources import ResourceQuota, Resources, plan
@@ -332,8 +331,8 @@ def large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Planned(asked)
 
     machine = Resources(32, 4, 2**37)
-    monkeypatch.setattr(specs_module, "available", lambda: machine)
-    monkeypatch.setattr(predictor_module, "applied", lambda quota: nullcontext())
+    monkeypatch.setattr(options_module, "available", lambda: machine)
+    monkeypatch.setattr(options_module, "applied", lambda quota: nullcontext())
     monkeypatch.setattr(training_module, "tune", stop)
 
 
@@ -401,7 +400,7 @@ def test_the_documented_gpu_goes_to_those_that_can_use_it(asked_of_tune: list[tu
 def test_the_documented_gpu_that_is_not_there_is_one_warning(
     asked_of_tune: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(specs_module, "available", lambda: Resources(2, 0, 2**33))
+    monkeypatch.setattr(options_module, "available", lambda: Resources(2, 0, 2**33))
     with pytest.warns(
         UserWarning, match="num_gpus=1: no GPU is visible here, so all models train on the CPU"
     ) as caught:

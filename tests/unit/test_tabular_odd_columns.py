@@ -12,10 +12,9 @@ import pyarrow as pa
 import pytest
 
 from trainloop.errors import ConfigurationError
-from trainloop.tabular import TabularPredictor
 from trainloop.tabular.columns import Columns, read_table
 from trainloop.tabular.models import matrix
-from trainloop.tabular.targets import Metric, Target, held_out_rows
+from trainloop.tabular.targets import Metric, Target, held_out_rows, labelled_rows
 
 N = 60
 DAYS = pd.date_range("2024-01-01", periods=N, freq="37h")
@@ -144,7 +143,7 @@ def test_targets_of_other_types_come_back(values: pd.Series, problem: str) -> No
 
 def test_rows_without_a_label_are_left_out_and_nan_is_no_class() -> None:
     frame = pd.DataFrame({"x": range(40), "y": pd.Series(["a", None, "b", np.nan] * 10, dtype=object)})
-    kept = TabularPredictor("y")._labelled(frame, "train_data")
+    kept = labelled_rows(frame, "y", "train_data")
     assert len(kept) == 20
     assert Target.learn("y", kept["y"], None).classes == ("a", "b")
 

@@ -8,23 +8,19 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
-import numpy as np
 import pandas as pd
 from sklearn.inspection import permutation_importance
 
 from trainloop.errors import ConfigurationError
-from trainloop.resources import ResourceQuota
-from trainloop.resources.enforce import applied
-from trainloop.tabular.columns import Columns, Rows, read_table
+from trainloop.tabular.columns import read_table
 from trainloop.tabular.ensemble import Ensemble
-from trainloop.tabular.presets import PRESETS, named
-from trainloop.tabular.specs import granted, parse_hyperparameters, parse_search, quota
-from trainloop.tabular.targets import METRICS, Metric, Problem, Target, held_out_rows
-from trainloop.tabular.training import Course, train
+from trainloop.tabular.options import Options
+from trainloop.tabular.specs import parse_hyperparameters
+from trainloop.tabular.targets import METRICS, Metric, Problem, labelled_rows, understand
+from trainloop.tabular.training import Course, short, train
 from trainloop.tuning.storage import read_checked, write_checked
 
 __all__ = ["TabularPredictor"]
@@ -133,66 +129,30 @@ class TabularPredictor:
             For more than the machine has.
         """
         began = time.monotonic()
-        preset = {**(named("preset", presets, PRESETS) if isinstance(presets, str) else presets or {})}
-        hyperparameters = preset.pop("hyperparameters", None) if hyperparameters is None else hyperparameters
-        folds = preset.pop("num_bag_folds", 0) if num_bag_folds is None else num_bag_folds
-        if preset:
-            raise ConfigurationError(f"presets has {', '.join(preset)}: takes hyperparameters and num_bag_folds.")
-        if isinstance(folds, bool) or not isinstance(folds, int) or folds < 0:
-            raise ConfigurationError(f"num_bag_folds={folds!r}: must be an int of 0 or more.")
-        if time_limit is not None and not (isinstance(time_limit, (int, float)) and time_limit > 0):
-            raise ConfigurationError(f"time_limit={time_limit!r}: must be a number of seconds above 0, or None.")
-        ensemble = {"ag_args_fit": None, "fold_fitting_strategy": "parallel_local", **(ag_args_ensemble or {})}
-        strategy = ensemble["fold_fitting_strategy"]
-        if len(ensemble) > 2 or strategy not in ("parallel_local", "sequential_local"):
-            raise ConfigurationError(
-                f"ag_args_ensemble={dict(ag_args_ensemble or {})!r}: takes 'ag_args_fit', and 'fold_fitting_strategy', "
-                "which is 'parallel_local' or 'sequential_local'."
-            )
-        if folds <= 1 and ensemble["ag_args_fit"]:
-            warnings.warn("ag_args_ensemble is ignored: without num_bag_folds there are no bags.", stacklevel=2)
-        share = quota("ag_args_fit", ag_args_fit)
-        bag = quota("ag_args_ensemble['ag_args_fit']", ensemble["ag_args_fit"])
-        run = quota("fit", {"num_cpus": num_cpus, "num_gpus": num_gpus, "memory_limit": memory_limit})
-        total, share, bag, gpus_asked = granted(run, share, bag)
-        search = parse_search(hyperparameter_tune_kwargs)
+        options = Options.parse(
+            {"num_cpus": num_cpus, "num_gpus": num_gpus, "memory_limit": memory_limit},
+            hyperparameters=hyperparameters,
+            time_limit=time_limit,
+            num_bag_folds=num_bag_folds,
+            ag_args_fit=ag_args_fit,
+            ag_args_ensemble=ag_args_ensemble,
+            hyperparameter_tune_kwargs=hyperparameter_tune_kwargs,
+            presets=presets,
+        )
         say: Callable[[str], None] = print if verbosity >= 2 else lambda text: None
-
-        def within() -> AbstractContextManager[None]:
-            """The quota holds here, too; not while the models train, which have it then."""
-            return nullcontext() if num_cpus == "auto" else applied(ResourceQuota(total.num_cpus))
-
-        with within():
-            frame, target, columns, held_out = self._understand(train_data, tuning_data, folds)
+        with options.within():
+            frame, target, columns, held_out = understand(
+                train_data, tuning_data, self.label, self._asked[0], options.folds
+            )
             metric = Metric.find(self._asked[1], target.problem)
-            specs, skipped = parse_hyperparameters(
-                hyperparameters, columns, searches=hyperparameter_tune_kwargs is not None
-            )
+            specs, skipped = parse_hyperparameters(options.hyperparameters, columns, searches=options.searches)
             say(f"{target.label!r} is a {target.problem} problem, scored by {metric.name}.\n{columns}")
-            course = Course(
-                table=columns.clean(frame, "train_data"),
-                y=target.encode(frame[target.label]),
-                target=target,
-                metric=metric,
-                held_out=held_out,
-                share=share,
-                bag=bag,
-                gpus_asked=gpus_asked,
-                division={
-                    "total": total,
-                    "num_bag_folds": folds,
-                    "parallel_folds": strategy == "parallel_local",
-                },
-                search=search,
-                # What follows the models takes its time too.
-                deadline=None if time_limit is None else began + 0.95 * time_limit,
-            )
-        trained, lost = train(specs, course, say, progress=verbosity >= 3)
-        lost = {**skipped, **lost}
-        if not trained:
-            reasons = "\n".join(f"{name}: {why}" for name, why in lost.items())
-            raise ConfigurationError(f"no model could be trained. Mend what is wrong, or give more time:\n{reasons}")
-        with within():
+            table, y = columns.clean(frame, "train_data"), target.encode(frame[target.label])
+            # What follows the models takes its time too.
+            deadline = None if time_limit is None else began + 0.95 * time_limit
+            course = Course(options, table, y, target, metric, held_out, deadline)
+        trained, lost = train(specs, skipped, course, say, progress=verbosity >= 3)
+        with options.within():
             truth = course.y if held_out is None else course.y[held_out[1]]
             self._ensemble = Ensemble.of(target, metric, columns, trained, truth)
         for note in {note: None for each in trained for facts in each.trial.facts.values() for note in facts["notes"]}:
@@ -200,47 +160,11 @@ class TabularPredictor:
         self.lost, self._fit_seconds = lost, time.monotonic() - began
         if verbosity >= 1:
             for name, why in lost.items():
-                print(f"without {name}: {_short(why)}", file=sys.stderr)
+                print(f"without {name}: {short(why)}", file=sys.stderr)
             say(self.leaderboard().to_string(index=False))
         if self.path is not None:
             self.save()
         return self
-
-    def _understand(
-        self, train_data: Data, tuning_data: Data | None, folds: int
-    ) -> tuple[pd.DataFrame, Target, Columns, tuple[Rows, Rows] | None]:
-        """The rows with a label, what is predicted, the columns, and which rows train and which validate."""
-        frame = self._labelled(train_data, "train_data")
-        target = Target.learn(self.label, frame[self.label], self._asked[0])
-        columns = Columns.learn(frame.drop(columns=self.label))
-        if tuning_data is None:
-            return (
-                frame,
-                target,
-                columns,
-                None if folds > 1 else held_out_rows(target.encode(frame[self.label]), target),
-            )
-        if folds > 1:
-            raise ConfigurationError(
-                "tuning_data with num_bag_folds: a bag validates on its own folds. Leave one of the two out."
-            )
-        more = self._labelled(tuning_data, "tuning_data")
-        columns.clean(more, "tuning_data")
-        own, both = len(frame), len(frame) + len(more)
-        frame = pd.concat([frame, more[[*columns.kinds, self.label]]], ignore_index=True)
-        return frame, target, columns, (np.arange(own), np.arange(own, both))
-
-    def _labelled(self, data: Data, what: str = "data") -> pd.DataFrame:
-        frame = read_table(data, what)
-        if self.label not in frame.columns:
-            raise ConfigurationError(
-                f"{what} has no column {self.label!r}, the label; it has {', '.join(map(repr, frame.columns))}. "
-                f"Give a table with it, or TabularPredictor(label=...) its name."
-            )
-        known = frame[self.label].notna()
-        if not known.any():
-            raise ConfigurationError(f"the label {self.label!r} is missing in all {len(frame)} rows of {what}.")
-        return frame[known]
 
     # -- prediction --------------------------------------------------------------------------------------------------
 
@@ -264,7 +188,7 @@ class TabularPredictor:
 
     def evaluate(self, data: Data, model: str | None = None) -> dict[str, float]:
         """Scores on rows with a label, the ``eval_metric`` first; greater is better, so errors are negative."""
-        frame, found = self._labelled(data), self._trained
+        frame, found = labelled_rows(data, self.label), self._trained
         rows, truth = found.predict(frame, model), found.target.encode(frame[self.label])
         problem = found.target.problem
         metrics = {found.metric.name: found.metric} | {name: Metric.find(name, problem) for name in METRICS[problem]}
@@ -277,14 +201,14 @@ class TabularPredictor:
         ``fit_time`` are seconds of all its parts together, ``cpu_seconds`` those that the system counted for them,
         ``cpus`` and ``gpus`` what each part could use. The ensemble's are those of its models.
         """
-        return self._trained.board(None if data is None else self._labelled(data))
+        return self._trained.board(None if data is None else labelled_rows(data, self.label))
 
     def feature_importance(self, data: Data, num_shuffle_sets: int = 5, subsample_size: int = 5000) -> pd.DataFrame:
         """How much worse the score is where a column's values are shuffled, the most important column first.
 
         ``stddev`` is over ``n`` shuffles, nan for one.
         """
-        frame, found = self._labelled(data), self._trained
+        frame, found = labelled_rows(data, self.label), self._trained
         frame = frame.sample(min(len(frame), subsample_size), random_state=0)
         worse = permutation_importance(
             self,
@@ -306,7 +230,7 @@ class TabularPredictor:
         print(board.to_string(index=False))
         print("ensemble: " + ", ".join(f"{weight:.2f} {name}" for name, weight in found.weights.items()))
         for name, why in self.lost.items():
-            print(f"without {name}: {_short(why)}")
+            print(f"without {name}: {short(why)}")
         return {
             "problem_type": found.target.problem,
             "eval_metric": found.metric.name,
@@ -382,9 +306,3 @@ class TabularPredictor:
         found = self._ensemble
         state = "not trained" if found is None else f"{found.target.problem}, {len(found.models)} models"
         return f"TabularPredictor(label={self.label!r}, {state})"
-
-
-def _short(why: str) -> str:
-    """The line that says most: an error's last, or how a process ended."""
-    lines = why.strip().splitlines() or [""]
-    return (lines[0] if lines[0].startswith("The fold") else lines[-1])[:300]

@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any
 
 from trainloop.errors import ConfigurationError
-from trainloop.resources import ResourceQuota, available
-from trainloop.resources.enforce import check_quota
+from trainloop.resources import ResourceQuota
 from trainloop.tabular.columns import Columns, Kind
 from trainloop.tabular.models import Adapter, Estimator, Given
+from trainloop.tabular.options import quota
 from trainloop.tabular.presets import HYPERPARAMETERS, check_installed, named, picture_settings, text_settings
 from trainloop.tuning import Choice, Integers, Uniform
 
-__all__ = ["Spec", "below", "granted", "parse_hyperparameters", "parse_search", "quota"]
-
-_SEARCH = {"searcher": "random", "scheduler": "local", "num_trials": 10}
-
-
-def quota(where: str, given: Mapping[str, Any] | None) -> ResourceQuota:
-    """``ag_args_fit`` as a quota, with ``auto`` for what is not given; a memory limit is in GB, as in AutoGluon."""
-    figures = {"num_cpus": "auto", "num_gpus": "auto", "memory_limit": "auto", **(given or {})}
-    if len(figures) > 3:
-        raise ConfigurationError(f"{where}={dict(given or {})!r}: takes num_cpus, num_gpus and memory_limit.")
-    cpus: Any
-    gpus: Any
-    cpus, gpus, memory = ("auto" if figure is None else figure for figure in figures.values())
-    number = isinstance(memory, (int, float)) and not isinstance(memory, bool)
-    return ResourceQuota(cpus, gpus, f"{memory}GB" if number else memory)
-
-
-def below(own: ResourceQuota, other: ResourceQuota) -> ResourceQuota:
-    """``own`` figures, and those of ``other`` where they are ``auto``."""
-    pairs = ((getattr(own, name), getattr(other, name)) for name in ("num_cpus", "num_gpus", "memory"))
-    return ResourceQuota(*(theirs if mine == "auto" else mine for mine, theirs in pairs))
+__all__ = ["Spec", "parse_hyperparameters"]
 
 
 @dataclass(frozen=True)
@@ -169,41 +147,3 @@ def _spec(key: Any, model: _Model, settings: dict[str, Any], columns: Columns, t
 
 def _is_space(value: Any) -> bool:
     return isinstance(value, (list, range, Choice, Integers, Uniform)) or hasattr(value, "rvs")
-
-
-# -- for all models together -----------------------------------------------------------------------------------------
-
-
-def parse_search(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Arguments of ``tune``; it checks their values itself."""
-    words = {**_SEARCH, **({"searcher": given} if isinstance(given, str) else given or {})}
-    if len(words) > len(_SEARCH) or words["scheduler"] not in ("local", "ray"):
-        raise ConfigurationError(
-            f"hyperparameter_tune_kwargs={given!r}: takes searcher ('random', 'grid', 'optuna'), scheduler "
-            "('local', 'ray') and num_trials."
-        )
-    searcher = "random" if words["searcher"] == "auto" else words["searcher"]
-    return {"searcher": searcher, "num_trials": words["num_trials"], "backend": words["scheduler"]}
-
-
-def granted(
-    run: ResourceQuota, share: ResourceQuota, bag: ResourceQuota
-) -> tuple[ResourceQuota, ResourceQuota, ResourceQuota, bool]:
-    """What all models together have, in figures; shares without GPUs where there is none to be had."""
-    machine = available()
-    asked = any(each.num_gpus not in ("auto", 0) for each in (run, share, bag))
-    if asked and not machine.num_gpus:
-        warnings.warn(
-            f"num_gpus={run.num_gpus!r}: no GPU is visible here, so all models train on the CPU. Check "
-            "CUDA_VISIBLE_DEVICES and the driver, or ask for num_gpus=0 to silence this.",
-            stacklevel=3,
-        )
-        run, share, bag = (replace(each, num_gpus="auto") for each in (run, share, bag))
-        run = replace(run, num_gpus=0)
-        asked = False
-    # A run may hold one and a half GPUs, which its models share.
-    whole: Any = "auto" if run.num_gpus == "auto" else math.ceil(run.num_gpus)
-    check_quota(replace(run, num_gpus=whole), machine=machine)
-    cpus = machine.num_cpus if run.num_cpus == "auto" else run.num_cpus
-    gpus = machine.num_gpus if run.num_gpus == "auto" else run.num_gpus
-    return ResourceQuota(cpus, gpus, run.memory), share, bag, asked

@@ -14,10 +14,10 @@ from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.metrics import get_scorer, make_scorer
 
 from trainloop.errors import ConfigurationError
-from trainloop.tabular.columns import Rows
+from trainloop.tabular.columns import Columns, Rows, read_table
 from trainloop.tuning.folds import make_folds
 
-__all__ = ["METRICS", "Metric", "Problem", "Target", "held_out_rows"]
+__all__ = ["METRICS", "Metric", "Problem", "Target", "held_out_rows", "labelled_rows", "understand"]
 
 Problem = Literal["binary", "multiclass", "regression"]
 
@@ -108,6 +108,40 @@ def held_out_rows(y: Rows, target: Target) -> tuple[Rows, Rows]:
         if len(alone) < len(validation):
             train, validation = np.sort(np.append(train, alone)), np.setdiff1d(validation, alone)
     return train, validation
+
+
+def labelled_rows(data: object, label: str, what: str = "data") -> pd.DataFrame:
+    """The rows of a table whose label is known; an error if there is none."""
+    frame = read_table(data, what)
+    if label not in frame.columns:
+        raise ConfigurationError(
+            f"{what} has no column {label!r}, the label; it has {', '.join(map(repr, frame.columns))}. "
+            f"Give a table with it, or TabularPredictor(label=...) its name."
+        )
+    known = frame[label].notna()
+    if not known.any():
+        raise ConfigurationError(f"the label {label!r} is missing in all {len(frame)} rows of {what}.")
+    return frame[known]
+
+
+def understand(
+    train_data: object, tuning_data: object, label: str, problem: Problem | None, folds: int
+) -> tuple[pd.DataFrame, Target, Columns, tuple[Rows, Rows] | None]:
+    """The rows with a label, what is predicted, the columns, and which rows train and which validate."""
+    frame = labelled_rows(train_data, label, "train_data")
+    target = Target.learn(label, frame[label], problem)
+    columns = Columns.learn(frame.drop(columns=label))
+    if tuning_data is None:
+        return frame, target, columns, None if folds > 1 else held_out_rows(target.encode(frame[label]), target)
+    if folds > 1:
+        raise ConfigurationError(
+            "tuning_data with num_bag_folds: a bag validates on its own folds. Leave one of the two out."
+        )
+    more = labelled_rows(tuning_data, label, "tuning_data")
+    columns.clean(more, "tuning_data")
+    own, both = len(frame), len(frame) + len(more)
+    frame = pd.concat([frame, more[[*columns.kinds, label]]], ignore_index=True)
+    return frame, target, columns, (np.arange(own), np.arange(own, both))
 
 
 def _infer(values: pd.Series, num_classes: int) -> Problem:

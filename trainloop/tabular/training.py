@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from trainloop.errors import ConfigurationError
 from trainloop.resources import Plan, ResourceQuota, plan
 from trainloop.tabular.columns import Rows
 from trainloop.tabular.ensemble import Trained
 from trainloop.tabular.models import Given
-from trainloop.tabular.specs import Spec, below
+from trainloop.tabular.options import Options, below
+from trainloop.tabular.specs import Spec
 from trainloop.tabular.targets import Metric, Target
 from trainloop.tuning import EstimatorLoop, Fold, TuneResult, tune
 
-__all__ = ["Course", "train"]
+__all__ = ["Course", "short", "train"]
 
 _START_S = 3.0  # a model's process has begun and imported what it needs
 _MODULES = ["pandas", "sklearn.compose", "sklearn.ensemble", "sklearn.feature_extraction.text", "sklearn.linear_model"]
@@ -29,6 +31,7 @@ _AUTO = ResourceQuota()
 class Course:
     """What is trained on, and how."""
 
+    options: Options
     table: pd.DataFrame
     """Cleaned."""
     y: Rows
@@ -36,14 +39,6 @@ class Course:
     metric: Metric
     held_out: tuple[Rows, Rows] | None
     """Rows to train on and to validate on, without bagging."""
-    share: ResourceQuota
-    """Of a model, where it has none of its own."""
-    bag: ResourceQuota
-    gpus_asked: bool
-    division: Mapping[str, Any]
-    """Of ``plan`` and ``tune`` alike: ``total`` in figures, ``num_bag_folds``, ``parallel_folds``."""
-    search: Mapping[str, Any]
-    """Of ``tune``: ``searcher``, ``num_trials``, ``backend``."""
     deadline: float | None
     """Of the whole, by the monotonic clock."""
 
@@ -97,14 +92,14 @@ class _MakeModel:
 
 
 def train(
-    specs: list[Spec], course: Course, say: Callable[[str], None], progress: bool
+    specs: list[Spec], skipped: Mapping[str, str], course: Course, say: Callable[[str], None], progress: bool
 ) -> tuple[list[Trained], dict[str, str]]:
-    """Train all, and tell why some are lost; the plans are said before the first begins."""
+    """Train all, and tell why some are lost; the plans are said before the first begins. An error if all are."""
     groups = _groups(specs, course)
     for group in groups:
         say(f"Plan for {', '.join(spec.name for spec in group.specs)}:\n{group.plan}")
     trained: list[Trained] = []
-    lost: dict[str, str] = {}
+    lost = dict(skipped)
     for number, group in enumerate(groups):
         left = None if course.deadline is None else course.deadline - time.monotonic()
         seconds, until, found = None, None, None
@@ -115,7 +110,7 @@ def train(
             found = tune(
                 _MakeModel(group, course, seconds, until),
                 group.space,
-                **{**course.division, **course.search, **group.trials},
+                **{**course.options.division, **course.options.search, **group.trials},
                 metric=course.metric,
                 mode="max",
                 seed=0,
@@ -129,18 +124,21 @@ def train(
             if found.interrupted and (course.deadline is None or time.monotonic() < course.deadline):
                 raise KeyboardInterrupt  # tune has ended the models; the user wants the fit to end
         _collect(found, group, trained, lost)
+    if not trained:
+        reasons = "\n".join(f"{name}: {why}" for name, why in lost.items())
+        raise ConfigurationError(f"no model could be trained. Mend what is wrong, or give more time:\n{reasons}")
     return trained, lost
 
 
 def _groups(specs: list[Spec], course: Course) -> list[_Group]:
-    bagging = course.division["num_bag_folds"] > 1
+    bagging = course.options.division["num_bag_folds"] > 1
     members: dict[Any, list[Spec]] = {}
     for spec in specs:
-        share, bag = below(spec.share, course.share), below(spec.bag, course.bag)
+        share, bag = below(spec.share, course.options.share), below(spec.bag, course.options.bag)
         own_bag = bag != _AUTO
-        asked = course.gpus_asked or spec.share.num_gpus not in ("auto", 0)
+        asked = course.options.gpus_asked or spec.share.num_gpus not in ("auto", 0)
         gpu = {"always": True, "asked": asked, "never": False}[spec.model.gpu]
-        gpu = gpu and float(course.division["total"].num_gpus) > 0 and share.num_gpus != 0
+        gpu = gpu and float(course.options.division["total"].num_gpus) > 0 and share.num_gpus != 0
         if not gpu:  # none for a model that can't use any
             share, bag = (replace(each, num_gpus=0) for each in (share, bag))
         key = gpu, None if share == _AUTO else share, bag if bagging and own_bag else None, spec.name * bool(spec.space)
@@ -149,9 +147,9 @@ def _groups(specs: list[Spec], course: Course) -> list[_Group]:
     for (gpu, share, bag, searched), together in members.items():
         # Networks first: they import torch while the others train.
         together.sort(key=lambda spec: spec.model.gpu != "always")
-        num_trials = course.search["num_trials"] if searched else len(together)
+        num_trials = course.options.search["num_trials"] if searched else len(together)
         trials = {"num_trials": num_trials, "per_model": share, "per_bag": bag}
-        division = plan(**course.division, **trials)
+        division = plan(**course.options.division, **trials)
         groups.append(_Group(together, gpu, trials if searched else {**trials, "searcher": "grid"}, division))
     return groups
 
@@ -180,3 +178,9 @@ def _collect(found: TuneResult | None, group: _Group, trained: list[Trained], lo
     expected = len(group.specs) if not group.searches else 1
     for number in range(len(begun), expected):
         lost[group.named(number)] = "the time was over before it began"
+
+
+def short(why: str) -> str:
+    """The line that says most: an error's last, or how a process ended."""
+    lines = why.strip().splitlines() or [""]
+    return (lines[0] if lines[0].startswith("The fold") else lines[-1])[:300]
