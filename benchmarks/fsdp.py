@@ -36,7 +36,8 @@ from torch import nn
 from trainloop import AbstractCallback, TrainLoop, TTModel
 from trainloop.callbacks import ModelCheckpoint
 
-WIDTH, BLOCKS, BATCH, STEPS = 768, 24, 8, 14
+# Few blocks: with more ranks than cores each of a step's three exchanges a block costs a turn of the scheduler.
+WIDTH, BLOCKS, BATCH, STEPS = 1024, 12, 8, 12
 
 
 class Block(nn.Module):
@@ -70,8 +71,8 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), foreach=True)
 
 
-def loader(ranks: int = 1) -> torch.utils.data.DataLoader[Any]:
-    return torch.utils.data.DataLoader(torch.randn(STEPS * BATCH * ranks, WIDTH), batch_size=BATCH)
+def loader(ranks: int = 1, steps: int = STEPS) -> torch.utils.data.DataLoader[Any]:
+    return torch.utils.data.DataLoader(torch.randn(steps * BATCH * ranks, WIDTH), batch_size=BATCH)
 
 
 def pss() -> int:
@@ -90,13 +91,14 @@ def step_ms(times: list[float]) -> float:
 class Watch(AbstractCallback):
     """Times of rank 0's steps, and before the last one the memory of all ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int) -> None:
         super().__init__("watch")
+        self.steps = steps
         self.times: list[float] = []
         self.bytes: list[int] = []
 
     def on_after_gradient_update(self) -> None:
-        if self.train_loop_obj.global_step == STEPS - 1:
+        if self.train_loop_obj.global_step == self.steps - 1:
             self.bytes = [int(b) for b in self.train_loop_obj.model.all_gather(pss())]
 
     def on_after_optimizer_step(self) -> None:
@@ -115,11 +117,13 @@ class Saving(ModelCheckpoint):
         self.seconds, self.grown = (float(value) for value in everyone.max(0).values)
 
 
-def with_trainloop(mode: str, ranks: int, width: int = WIDTH, callbacks: list[Any] | None = None) -> Watch:
-    model, watch = Model(width), Watch()
+def with_trainloop(
+    mode: str, ranks: int, width: int = WIDTH, callbacks: list[Any] | None = None, steps: int = STEPS
+) -> Watch:
+    model, watch = Model(width), Watch(steps)
     loop = TrainLoop(
         model,
-        loader(ranks),
+        loader(ranks, steps),
         optimizer=adam(model),
         gpu_mode=mode,
         accelerator="cpu",
@@ -269,10 +273,10 @@ def saved_by_hand(rank: int, ranks: int, folder: str) -> tuple[float, float]:
 
 
 def memory(ranks: int, rounds: int) -> None:
-    base = {mode: with_trainloop(mode, ranks, width=1).bytes for mode in ("ddp", "fsdp")}
+    base = {mode: with_trainloop(mode, ranks, width=1, steps=3).bytes for mode in ("ddp", "fsdp")}
     held = {}
     for mode in base:
-        found = with_trainloop(mode, ranks).bytes
+        found = with_trainloop(mode, ranks, steps=3).bytes
         held[mode] = max(b - a for a, b in zip(base[mode], found, strict=True)) / 2**20
     print(f"memory, {ranks} ranks: ddp {held['ddp']:.0f} MiB a rank, fsdp {held['fsdp']:.0f}", end=" ")
     print(f"({held['fsdp'] / held['ddp']:.3f})", flush=True)

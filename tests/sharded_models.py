@@ -76,6 +76,18 @@ class Normed(Tower):
         return self.head(hidden) * self.temperature
 
 
+class Hollow(Tower):
+    """Has parameters without elements, in a block and outside: of an adapter of rank 0, say."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.blocks[0].narrow = nn.Parameter(torch.empty(3, 0))
+        self.none = nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.none.sum() + self.blocks[0].narrow.sum()
+
+
 class TwoLosses(Tower):
     def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
         x, y = batch_data

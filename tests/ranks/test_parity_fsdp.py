@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_models import Normed, Tower, TwoLosses, Weighted, Yielding, words
+from sharded_models import Hollow, Normed, Tower, TwoLosses, Weighted, Yielding, words
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import AbstractCallback, MultiOptimizer, TrainLoop
@@ -56,6 +57,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "losses of two optimizers": (TwoLosses, two, 13, 3, 2, None, list),
     "losses yielded": (Yielding, two, 13, 3, 2, 0.5, list),
     "frozen on the way": (Tower, adam, 16, 4, 1, None, lambda: [Freezing()]),
+    "without elements": (Hollow, adam, 13, 4, 1, 0.1, lambda: [GradientStats(1, True)]),
     "schedule": (Tower, momentum, 16, 4, 1, 0.1, lambda: [scheduler()]),
     "batchnorm": (Normed, adam, 20, 4, 1, None, list),
 }
@@ -119,7 +121,8 @@ def distance(one: Any, other: Any) -> float:
     if isinstance(one, (list, tuple)):
         assert len(one) == len(other)
         return max((distance(a, b) for a, b in zip(one, other, strict=True)), default=0.0)
-    return float((torch.as_tensor(one).double() - torch.as_tensor(other).double()).abs().max())
+    difference = (torch.as_tensor(one).double() - torch.as_tensor(other).double()).abs()
+    return float(difference.max()) if difference.numel() else 0.0
 
 
 def compare(case: str, ranks: int, reference: str, **fit: Any) -> None:
@@ -137,7 +140,10 @@ def compare(case: str, ranks: int, reference: str, **fit: Any) -> None:
 def test_two_ranks_equal_one_process() -> None:
     with float64(), TrainLoop(Tower(), None, gpu_mode="fsdp", accelerator="cpu", devices=2).ranks():
         compare("accumulated and clipped, uneven tail", 2, "single")
-        compare("fewer samples than ranks", 2, "single", fsdp_model_args={"shard": [nn.Linear]})
+        compare("without elements", 2, "single")
+        # Units that a forward leaves whole are not stale in the steps after an evaluation.
+        kept = {"shard": [nn.Linear], "reshard_after_forward": False}
+        compare("fewer samples than ranks", 2, "single", fsdp_model_args=kept)
 
 
 @pytest.mark.slow
@@ -151,10 +157,21 @@ def test_all_cases(case: str, ranks: int) -> None:
         compare(case, ranks, "ddp")
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:devices=4 on 2 CPU cores")
+def test_two_replicas_of_two_shards_equal_ddp() -> None:
+    with float64(), TrainLoop(Tower(), None, gpu_mode="fsdp", accelerator="cpu", devices=4).ranks():
+        compare("accumulated and clipped, uneven tail", 4, "ddp", fsdp_model_args={"replicas": 2})
+
+
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "LBFGS": (lambda: fitted(optimizer=torch.optim.LBFGS), r"LBFGS with gpu_mode='fsdp'.*Use gpu_mode='ddp'"),
     "Adafactor": (lambda: fitted(optimizer=torch.optim.Adafactor), r"Adafactor with gpu_mode='fsdp'.*such as AdamW"),
     "Rprop": (lambda: fitted(optimizer=torch.optim.Rprop), r"Rprop with gpu_mode='fsdp'.*such as AdamW"),
+    "two low precisions": (
+        lambda: fitted(use_amp="fp16", fit={"fsdp_model_args": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}}),
+        r"use_amp runs operations in torch.float16, .* units in torch.bfloat16. Use mp_policy alone",
+    ),
     "compile": (lambda: fitted(compile=True), r"compile=True with gpu_mode='fsdp'.*block.compile"),
     "a compiled step": (lambda: fitted(compile="step"), r"compile='step' with gpu_mode='fsdp'"),
     "an argument": (
@@ -178,6 +195,17 @@ def fitted(optimizer: Any = torch.optim.SGD, fit: dict[str, Any] | None = None, 
         **given,
     )
     loop.fit(num_epochs=1, **(fit or {}))
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="of torch 2.9 and later")
+def test_muon_is_refused_where_it_is_a_part() -> None:
+    def muon(parameters: Any, lr: float) -> MultiOptimizer:
+        own = list(parameters)
+        flat = [p for p in own if p.ndim != 2]
+        return MultiOptimizer([torch.optim.Muon([p for p in own if p.ndim == 2], lr), torch.optim.SGD(flat, lr)])
+
+    with pytest.raises(ConfigurationError, match="Muon with gpu_mode='fsdp'"):
+        fitted(optimizer=muon)
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -402,7 +402,7 @@ def test_a_train_loop_and_scikit_learn_in_one_search(tmp_path: Path) -> None:
     assert [trial.scores for trial in search(make_either, space, **options).trials] == [t.scores for t in found.trials]
 
 
-def make_ddp(params: dict[str, Any], fold: Any) -> Any:
+def make_ranks(params: dict[str, Any], fold: Any) -> Any:
     from trainloop import TrainLoop
 
     data = TensorDataset(*blobs())
@@ -413,7 +413,7 @@ def make_ddp(params: dict[str, Any], fold: Any) -> Any:
         DataLoader(Subset(data, fold.validation), batch_size=8),
         optimizer=torch.optim.Adam(model.parameters(), lr=0.05),
         criterion=nn.CrossEntropyLoss(),
-        gpu_mode="ddp",
+        gpu_mode=params["mode"],
         accelerator="cpu",
         devices=2,
         seed=0,
@@ -425,8 +425,9 @@ def make_ddp(params: dict[str, Any], fold: Any) -> Any:
 @two_cpus
 def test_a_fold_may_be_ranks_itself(tmp_path: Path) -> None:
     options: dict[str, Any] = {"data": None, "targets": blobs()[1], "per_model": Q(2), "fit_args": {"num_epochs": 3}}
-    found = search(make_ddp, {"a": [1]}, total=Q(2, 0), **options)
-    assert [trial.state for trial in found.trials] == ["done"], found.trials[0].errors
+    found = search(make_ranks, {"mode": ["ddp", "fsdp"]}, total=Q(2, 0), **options)
+    assert [trial.state for trial in found.trials] == ["done", "done"], [trial.errors for trial in found.trials]
+    assert found.trials[1].scores == pytest.approx(found.trials[0].scores, rel=1e-4)
     assert found.plan.models_in_parallel == 1
     assert found.best_score < 0.65
     assert found.out_of_fold_predictions.shape == (61, 2)

@@ -75,10 +75,11 @@ def test_one_cpu_means_one_thread_and_no_workers() -> None:
 
 @pytest.mark.usefixtures("starts_processes")
 @needs_two
-def test_ranks_divide_the_quota() -> None:
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_ranks_divide_the_quota(mode: str) -> None:
     before = os.sched_getaffinity(0)
     look = Look()
-    make(2, "ddp", 2).fit(num_epochs=1, callbacks=[look])
+    make(2, mode, 2).fit(num_epochs=1, callbacks=[look])
     (first, threads_0, _), (second, threads_1, _) = look.seen[0], look.seen[1]
     assert len(first) == len(second) == threads_0 == threads_1 == 1
     assert not set(first) & set(second)

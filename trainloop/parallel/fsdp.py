@@ -14,7 +14,7 @@ from trainloop.errors import ConfigurationError
 from trainloop.forks import guard_forks
 from trainloop.keywords import WRAPPERS, knows_foreign_names
 from trainloop.model import yields_losses
-from trainloop.parallel.shards import is_sharded
+from trainloop.parallel.shards import is_sharded, stays_whole
 from trainloop.parallel.transparent import Transparent, check_not_lazy, with_multi_losses, with_plain_dicts
 from trainloop.parallel.undoing import can_undo, undo_fully_shard
 from trainloop.parallel.units import units_of
@@ -78,10 +78,10 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
     Notes
     -----
     Collective: every rank makes its wrapper with the same arguments, and **every forward, in evaluation too, is an
-    exchange of all ranks**, which call the same units in the same order. Scalar parameters (without a dimension) can't
-    be sharded: each rank holds them, and their gradients are averaged as they come about. A block that shares a
-    parameter with a module outside of it belongs to the unit that holds both. The wrapper keeps for itself ``module``
-    and the methods of ``FSDPModule`` (``unshard``, ``set_requires_gradient_sync``, ...).
+    exchange of all ranks**, which call the same units in the same order. Scalar parameters (without a dimension), and
+    those without elements, can't be sharded: each rank holds them, and their gradients are averaged as they come about.
+    A block that shares a parameter with a module outside of it belongs to the unit that holds both. The wrapper keeps
+    for itself ``module`` and the methods of ``FSDPModule`` (``unshard``, ``set_requires_gradient_sync``, ...).
 
     Examples
     --------
@@ -127,7 +127,9 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         mesh = _mesh(module, mesh, replicas)
         device = _device_of(mesh)
         self._tt_mesh = mesh
-        self._tt_whole = {p for p in module.parameters() if p.ndim == 0}
+        # Those that a forward leaves whole, or sharded over fewer ranks, but for the root.
+        self._tt_left_whole: list[Any] = [] if reshard_after_forward is True else [unit for _, unit in units[:-1]]
+        self._tt_whole = {p for p in module.parameters() if stays_whole(p)}
         options: dict[str, Any] = {"mesh": mesh}
         options.update({"ignored_params": self._tt_whole} if self._tt_whole else {})
         options.update({"mp_policy": mp_policy} if mp_policy is not None else {})
@@ -153,7 +155,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
                 raise ConfigurationError(f"TTFullyShardedDataParallel: {error}") from error
             for p, data in came if init_sync else ():  # not the module's any more; who made it gets it as it was
                 p.data = data
-        self._tt_whole = {p for p in module.parameters() if p.ndim == 0}
+        self._tt_whole = {p for p in module.parameters() if stays_whole(p)}
         self._tt_hooks = []
         for buffer in module.buffers() if init_sync and seed is None else ():
             buffer.data = _of_rank_0(buffer.data, device).to(buffer.device)
@@ -170,8 +172,8 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = super().__call__(*args, **kwargs)
         if not torch.is_grad_enabled():
-            # No backward comes, which would free the root's parameters: they would be stale after the next step.
-            self.reshard()
+            # No backward comes, which would free what is whole still: it would be stale after the next step.
+            self.reshard_units()
         return output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -195,7 +197,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             call = _Call(lambda: next(losses, losses))
             output = with_multi_losses(self(call), call.output)
             if output is losses:
-                self.reshard()  # there is no backward to do it
+                self.reshard_units()  # there is no backward to do it
                 return
             yield output
 
@@ -203,8 +205,13 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
 
     @property
     def whole_parameters(self) -> set[nn.Parameter]:
-        """Parameters that each rank holds whole: the scalars."""
+        """Parameters that each rank holds whole: scalars, and those without elements."""
         return self._tt_whole
+
+    def reshard_units(self) -> None:
+        """Free what forwards without a backward have left whole, the root and any other unit. No exchange."""
+        for unit in [*self._tt_left_whole, self]:
+            unit.reshard()
 
     def share_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks, as DDP's forward does. Collective."""
@@ -233,7 +240,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         """
         for hook in self._tt_hooks:
             hook.remove()
-        self.reshard()
+        self.reshard_units()
         before = dict(self.module.named_parameters())
         new = {id(before[name]): parameter for name, parameter in parameters.items() if name in before}
         for part in [*self.module.modules(), self]:

@@ -28,6 +28,7 @@ __all__ = [
     "put_part",
     "shard_like",
     "spread_like",
+    "stays_whole",
     "whole",
     "with_items",
 ]
@@ -43,6 +44,11 @@ MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 def is_sharded(tensor: object) -> bool:
     """Whether it is a ``DTensor``."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
+
+
+def stays_whole(parameter: Tensor) -> bool:
+    """Whether each rank is to hold all of a parameter: a scalar, or one without elements, which torch can't divide."""
+    return parameter.ndim == 0 or parameter.numel() == 0
 
 
 def is_mark_of_sharding(name: str) -> bool:

@@ -36,7 +36,6 @@ from trainloop.callbacks.base import AbstractCallback, HookTable
 from trainloop.carried import check_carried
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
-from trainloop.optim import optimizers_of
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, TTFullyShardedDataParallel
 from trainloop.signals import signals
 from trainloop.train_loop import arguments as check
@@ -326,17 +325,15 @@ class TrainLoop(LoopView, Generic[ModelT]):
             check_carried(self.model, self.gpu_mode)
             check.check_step(self.model, self.optimizer, self.options.amp, self.site.devices[0])
             check.check_bool(gather, "gather")
+            sharding = check.check_wrapper_args(fsdp_model_args, "fsdp_model_args", TTFullyShardedDataParallel)
             if self.gpu_mode == "fsdp":
-                optimizers = optimizers_of(self.optimizer)
-                check_shardable(self.model, optimizers, self.options, self.callbacks, gather=gather, restarts=restarts)
+                check_shardable(self, gather=gather, restarts=restarts, wrapper_args=sharding)
             elif not gather:
                 raise ConfigurationError(f"gather=False with gpu_mode={self.gpu_mode!r}: it is for gpu_mode='fsdp'.")
             job = FitJob(
                 dp_model_args=check.check_wrapper_args(dp_model_args, "dp_model_args", TTDataParallel),
                 ddp_model_args=check.check_wrapper_args(ddp_model_args, "ddp_model_args", TTDistributedDataParallel),
-                fsdp_model_args=check.check_wrapper_args(
-                    fsdp_model_args, "fsdp_model_args", TTFullyShardedDataParallel
-                ),
+                fsdp_model_args=sharding,
                 gather=gather,
                 resume=run_state.checkpoint_to_resume(self, resume_from),
                 restarts=restarts,

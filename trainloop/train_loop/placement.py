@@ -40,6 +40,7 @@ class Placement:
 
     collective: ClassVar[bool] = False
     """Whether each forward is an exchange of all ranks, so that all run equally many."""
+    scaler_type: ClassVar[type[torch.amp.GradScaler]] = torch.amp.GradScaler
 
     def wrap_again(self) -> None:
         """In ``ddp``, wrap anew for the parameters that now require gradients. Collective, between two steps."""
@@ -183,7 +184,7 @@ def placed(
             wrapper,
             device,
             _NOTHING if amp.dtype is None else torch.autocast(device.type, amp.dtype),
-            torch.amp.GradScaler(device.type, enabled=amp.scales, **amp.scaler),
+            kind.scaler_type(device.type, enabled=amp.scales, **amp.scaler),
             sync_batchnorm_over_ranks,
             wrap,
         )

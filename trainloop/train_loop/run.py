@@ -159,7 +159,7 @@ class Run:
             with self.place.autocast:
                 loss = run_through(model.get_loss_eval(batch, criterion, device))
             if self.place.collective and torch.is_grad_enabled():
-                model.reshard()  # no backward comes to do it
+                model.reshard_units()  # no backward comes to do it
             return loss
 
         with self._recording(prefix) as recorder:

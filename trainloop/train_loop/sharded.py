@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from trainloop import distributed
 from trainloop.errors import ConfigurationError
-from trainloop.optim import parameters_of
+from trainloop.optim import optimizers_of, parameters_of
 from trainloop.parallel import TTFullyShardedDataParallel
 from trainloop.parallel.shards import (
     free,
@@ -23,10 +24,11 @@ from trainloop.parallel.shards import (
     map_tensors,
     put_part,
     shard_like,
+    stays_whole,
     whole,
 )
 from trainloop.parallel.undoing import can_undo
-from trainloop.train_loop.options import Options, RestartOptions
+from trainloop.train_loop.options import RestartOptions
 from trainloop.train_loop.placement import Placement, move_state
 from trainloop.transfer.pages import trim
 
@@ -37,14 +39,29 @@ if TYPE_CHECKING:
 __all__ = ["LeftBehind", "ShardedPlacement", "check_has_values", "check_shardable", "noting_values", "sharded"]
 
 # They look at a whole parameter at once, or do in place what a DTensor can't (torch 2.13).
-_NOT_SHARDABLE = (torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Adafactor, torch.optim.Rprop)
+_NOT_SHARDABLE = ("LBFGS", "SparseAdam", "Adafactor", "Rprop", "Muon")
 _TRIMMED_AFTER = 32 << 20  # bytes that this process has freed, and may still hold
+
+
+class _Scaler(torch.amp.GradScaler):
+    """torch's, for optimizers that step whole parameters beside sharded ones: its kernel takes no mix of them."""
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        found: dict[torch.device, Tensor] = {}
+        for kind in (True, False):  # those of the first are an exchange, after which found_inf is that of all ranks
+            own = [p for p in parameters_of(optimizer) if is_sharded(p) is kind]
+            part: Any = SimpleNamespace(param_groups=[{"params": own}])
+            found.update(super()._unscale_grads_(part, inv_scale, found_inf, allow_fp16))
+        return found
 
 
 class ShardedPlacement(Placement):
     """A model whose forward is an exchange of all ranks."""
 
     collective = True
+    scaler_type = _Scaler
 
     def wrap_again(self) -> None:
         """Nothing: a unit looks at its parameters' ``requires_grad`` at each forward."""
@@ -108,7 +125,7 @@ def sharded(
     originals = dict(model.named_parameters())
     kept = {name: p.data for name, p in originals.items()}  # a unit that goes to its GPU takes its parameters along
     buffers = {name: (buffer, buffer.data) for name, buffer in model.named_buffers()}
-    in_place = [p for p in originals.values() if not p.ndim] + [buffer for buffer, _ in buffers.values()]
+    in_place = [p for p in originals.values() if stays_whole(p)] + [buffer for buffer, _ in buffers.values()]
     for tensor in in_place if optimizers else ():  # they would not be as they came where nothing is given back
         tensor.data = tensor.data.clone()
     given = False
@@ -116,7 +133,7 @@ def sharded(
         wrapper_args = {**wrapper_args, "init_sync": not _all_here() or _result_file() is None}
     wrapper = TTFullyShardedDataParallel(model, **wrapper_args)
     for name, p in originals.items():
-        if p.ndim:
+        if not stays_whole(p):
             p.data = kept[name]
     shards = dict(model.named_parameters())
     arrived = [(optimizer.state, list(optimizer.param_groups)) for optimizer in optimizers]
@@ -127,14 +144,14 @@ def sharded(
     try:
         yield wrapper
         if gives_back != "none":
-            wrapper.reshard()
+            wrapper.reshard_units()
             _give_back(model, originals, kept, optimizers, own_state, _result_file() if gives_back == "host" else None)
             given = True
     finally:
         shards = {name: p for name, p in model.named_parameters() if name in originals}
         wrapper.take_off(originals)
         for name, p in originals.items():
-            if not p.ndim:
+            if stays_whole(p):
                 p.data = kept[name]
         _give_back_buffers(model, buffers, as_they_came=bool(optimizers) and not given)
         for optimizer in optimizers if not given else ():  # state of values that are gone is of no use
@@ -280,13 +297,7 @@ def _move(
 
 
 def check_shardable(
-    model: nn.Module,
-    optimizers: list[torch.optim.Optimizer],
-    options: Options,
-    callbacks: Iterable[Any],
-    *,
-    gather: bool,
-    restarts: RestartOptions | None = None,
+    loop: TrainLoop[Any], *, gather: bool, restarts: RestartOptions | None, wrapper_args: dict[str, Any]
 ) -> None:
     """Raise where ``fsdp`` can't work, before any process starts.
 
@@ -295,7 +306,8 @@ def check_shardable(
     ConfigurationError
         Saying what to use instead.
     """
-    if not gather and not any(hasattr(callback, "last_state") for callback in callbacks):
+    model, options, optimizers = loop.model, loop.options, optimizers_of(loop.optimizer)
+    if not gather and not any(hasattr(callback, "last_state") for callback in loop.callbacks):
         raise ConfigurationError(
             "fit(gather=False) leaves what was trained in checkpoints, and there is no ModelCheckpoint in callbacks. "
             "Add one, or leave gather out."
@@ -319,8 +331,14 @@ def check_shardable(
             f"compile={given} with gpu_mode='fsdp': a graph of the whole model leaves no place to gather its units. "
             "Compile the blocks in the script, `for block in model.blocks: block.compile()`, and leave compile out."
         )
+    units_in = getattr(wrapper_args.get("mp_policy"), "param_dtype", None)
+    if options.amp.chosen and {units_in, options.amp.dtype} == {torch.float16, torch.bfloat16}:
+        raise ConfigurationError(
+            f"use_amp runs operations in {options.amp.dtype}, mp_policy in fsdp_model_args units in {units_in}. "
+            "Use mp_policy alone, which makes the exchanges smaller too, or use_amp alone, or one dtype in both."
+        )
     for optimizer in optimizers:
-        if isinstance(optimizer, _NOT_SHARDABLE):
+        if isinstance(optimizer, tuple(getattr(torch.optim, n) for n in _NOT_SHARDABLE if hasattr(torch.optim, n))):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} with gpu_mode='fsdp': it can't step sharded parameters. Use "
                 "gpu_mode='ddp', or an optimizer that looks at each element by itself, such as AdamW."
