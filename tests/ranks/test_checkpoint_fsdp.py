@@ -21,7 +21,7 @@ from trainloop import AbstractCallback, TrainLoop
 from trainloop.__main__ import main
 from trainloop.callbacks import ExponentialMovingAverage, ModelCheckpoint
 from trainloop.checkpoint import checkpoints, load
-from trainloop.errors import ConfigurationError
+from trainloop.errors import ConfigurationError, WorkerFailedError
 
 
 class Killed(AbstractCallback):
@@ -201,6 +201,55 @@ def test_a_run_survives_a_killed_rank_bit_by_bit(tmp_path: Path) -> None:
         killed = fitted("fsdp", 2, callbacks=[Killed(tmp_path)], max_restarts=1, restart_every_steps=1)
     assert [restart.rank for restart in killed.restarts] == [1]
     assert distance(state_of(killed), state_of(undisturbed)) == 0
+
+
+class KilledInWriting(AbstractCallback):
+    """Ends a rank by SIGKILL in the thread that writes its third checkpoint, once.
+
+    Of rank 1 when its part is on the disk, and nobody knows; of rank 0 when all is there but for the folder's name.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        super().__init__("KilledInWriting")
+        self.mark, self.rank, self.calls = folder / "killed", rank, 0
+
+    def on_train_begin(self) -> None:
+        from trainloop.checkpoint import sharded_writing
+
+        if self.train_loop_obj.rank != self.rank or self.mark.exists():
+            return
+        name = "_tell" if self.rank else "publish"
+        real = getattr(sharded_writing, name)
+
+        def third_kills(*args: Any) -> Any:
+            self.calls += 1
+            if self.calls == 3:
+                self.mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args)
+
+        setattr(sharded_writing, name, third_kills)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_killed_while_parts_are_written_beside_the_training(rank: int, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    settings: dict[str, Any] = {"checkpoint_args": {"every_n_steps": 1, "keep": None, "async_save": True}}
+    with float64():
+        undisturbed = fitted("fsdp", 2)
+        with pytest.raises(WorkerFailedError) as failure:
+            fitted("fsdp", 2, folder, callbacks=[KilledInWriting(tmp_path, rank)], **settings)
+        assert failure.value.rank == rank
+        found = checkpoints(folder)
+        assert [load(c.path)["place"]["global_step"] for c in found] == [1, 2]
+        if rank == 0:
+            assert len(os.listdir(folder)) > len(found)  # the half one; whoever waits for rank 0 can't remove it
+        resumed = fitted("fsdp", 2, folder, resume_from="last", **settings)
+        assert distance(state_of(resumed), state_of(undisturbed)) == 0
+    names = {Path(c.path).name for c in checkpoints(folder) if c.info is not None}
+    assert len(names) >= 6
+    assert set(os.listdir(folder)) == names
 
 
 def test_what_parts_cannot_be_is_said_before_ranks_start(tmp_path: Path) -> None:
