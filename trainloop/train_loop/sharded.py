@@ -6,7 +6,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,17 +43,30 @@ _TRIMMED_AFTER = 32 << 20  # bytes that this process has freed, and may still ho
 
 
 class _Scaler(torch.amp.GradScaler):
-    """torch's, for optimizers that step whole parameters beside sharded ones: its kernel takes no mix of them."""
+    """torch's, over what each rank has of the gradients, sharded and whole, and with one verdict for all ranks.
+
+    Its own kernel takes no mix of them, and with sharded ones alone a rank's overflow was missed (torch 2.13, Gloo).
+    """
 
     def _unscale_grads_(
-        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        found: dict[torch.device, Tensor] = {}
-        for kind in (True, False):  # those of the first are an exchange, after which found_inf is that of all ranks
-            own = [p for p in parameters_of(optimizer) if is_sharded(p) is kind]
-            part: Any = SimpleNamespace(param_groups=[{"params": own}])
-            found.update(super()._unscale_grads_(part, inv_scale, found_inf, allow_fp16))
-        return found
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for p in parameters_of(optimizer):
+            if p.grad is None:
+                continue
+            if p.grad.dtype == torch.float16 and not allow_fp16:
+                raise ValueError("Attempting to unscale FP16 gradients.")  # torch's words
+            part = local_part(p.grad)
+            if part.numel():
+                kinds.setdefault((part.device, part.dtype), []).append(part)
+        for (device, _), parts in kinds.items():
+            found = found_inf.to(device)
+            torch._amp_foreach_non_finite_check_and_unscale_(parts, found, inv_scale.to(device))
+            if found is not found_inf:  # of gradients that are offloaded
+                found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
+        torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX)
+        return {found_inf.device: found_inf}
 
 
 class ShardedPlacement(Placement):
