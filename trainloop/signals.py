@@ -311,7 +311,7 @@ class _Mark:
     def set_over(self) -> None:
         """The process needs its workers no longer; it may have sent the signal itself."""
         self._byte[0] = self._OVER
-        if self is not _lasting:
+        if self is not _lasting_here():
             self.close()
 
     def close(self) -> None:
@@ -342,28 +342,39 @@ def _open_mark(path: str) -> _Mark | None:
 _mark: _Mark | None = None
 """This process's mark while it handles signals; in a worker, the mark of the process that it serves."""
 
-_lasting: _Mark | None = None
-"""The mark of one run after the other, if workers outlive a run."""
+_here = threading.local()  # as kept workers are each thread's own
+"""``lasting``: the mark of one run after the other, if workers outlive a run."""
+
+
+def _lasting_here() -> _Mark | None:
+    lasting: _Mark | None = getattr(_here, "lasting", None)
+    return lasting if lasting is not None and lasting.pid == os.getpid() else None
 
 
 def _mark_of_a_run() -> _Mark:
-    if _lasting is None or _lasting.pid != os.getpid():
+    lasting = _lasting_here()
+    if lasting is None:
         return _Mark()
-    _lasting.set_begun()
-    return _lasting
+    lasting.set_begun()
+    return lasting
 
 
 @contextlib.contextmanager
 def lasting_mark() -> Iterator[None]:
-    """Runs in this context, and one around it, tell workers of signals by the same mark: workers may outlive a run."""
-    global _lasting
-    before, _lasting = _lasting, _mark or _Mark()
-    own = _lasting
+    """Runs of this thread in this context, and one around it, tell workers of signals by the same mark.
+
+    So workers may outlive a run.
+    """
+    before = _lasting_here()
+    # In other threads a run hears no signals, and the main thread's mark is not theirs to close.
+    around = _mark if threading.current_thread() is threading.main_thread() else None
+    own = _here.lasting = around or _Mark()
     try:
         yield
     finally:
-        _lasting = before
-        own.close()
+        _here.lasting = before
+        if own is not _mark:  # else the run around this context goes on, and closes it
+            own.close()
 
 
 def heard_in_this_run() -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from reference import identical
 from trainloop import AbstractCallback, TrainLoop, TTModel
+from trainloop.signals import WorkerInit, signals
 
 
 class Rows(Dataset[Any]):
@@ -213,6 +216,57 @@ def test_another_file_by_the_name_of_a_mapped_one(tmp_path: Path) -> None:
         assert not workers_of(tl) & first
 
 
+class RunsAnother(AbstractCallback):
+    def __init__(self, other: TrainLoop[Net], *, fails: bool) -> None:
+        super().__init__("runs another")
+        self.other, self.fails = other, fails
+
+    def on_batch_end(self) -> None:
+        if self.train_loop_obj.global_step % 6 != 2:
+            return
+        self.other.predict_on_train_set()
+        workers_of(self.other)
+        if self.fails:
+            self.other.callbacks.clear()
+            with pytest.raises(ZeroDivisionError):
+                self.other.fit(num_epochs=1, callbacks=[Raises()])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_callback_runs_another_loop(fails: bool) -> None:
+    def runs(inside: bool) -> tuple[list[Any], list[set[int]]]:
+        tl, other = loop_of(Rows(rows())), loop_of(Rows(-rows()))
+        with tl.ranks() if inside else contextlib.nullcontext():
+            pids = [workers_of(tl, callbacks=[RunsAnother(other, fails=fails)]), workers_of(tl)]
+            assert other.model.workers
+            assert not alive(other.model.workers)
+        return [tl.history["loss"], other.history["loss"], tl.model.fc.weight.tolist()], pids
+
+    (new, of_each), (kept, of_one) = runs(False), runs(True)
+    assert new == kept
+    assert not of_each[0] & of_each[1]
+    assert of_one[0] == of_one[1]
+    assert not alive(of_one[0])
+
+
+def test_blocks_of_two_threads_end_in_any_order() -> None:
+    opened, closed = threading.Event(), threading.Event()
+
+    def in_a_thread() -> None:
+        with loop_of(Rows(rows())).ranks():
+            opened.set()
+            assert closed.wait(60)
+
+    thread = threading.Thread(target=in_a_thread)
+    with loop_of(Rows(rows())).ranks():
+        thread.start()
+        assert opened.wait(60)
+    closed.set()
+    thread.join()
+    with signals():  # what spawned workers are sent, to learn of signals
+        assert pickle.loads(pickle.dumps(WorkerInit(None)))._mark is not None
+
+
 class Raises(AbstractCallback):
     def __init__(self) -> None:
         super().__init__("raises")
@@ -253,10 +307,16 @@ def test_after_a_signal_workers_are_new() -> None:
     tl, asked = loop_of(Rows(rows())), [2]
     with tl.ranks():
         first = workers_of(tl)
+        started = set(multiprocessing.active_children())
         asked.append(tl.global_step + 1)
+        tl.predict_on_train_set()
+        of_predictions = set(multiprocessing.active_children()) - started
+        assert of_predictions
         with pytest.raises(SystemExit):
             tl.fit(num_epochs=1, callbacks=[Signals()])
         assert not alive(first)
+        # The signal may have been for the whole group, so for the workers that nobody read, too.
+        assert not any(process.is_alive() for process in of_predictions)
         tl.callbacks.clear()
         second = workers_of(tl)
         # To the whole group, in a later call than the one that started them: they outlive it as new ones do.

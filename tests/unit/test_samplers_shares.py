@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from trainloop.data.orders import permutations
 from trainloop.data.randomness import Aside
 from trainloop.data.samplers import ShardSampler
 from trainloop.rng import derive_seed
@@ -108,3 +109,7 @@ def test_no_rank_makes_a_list_of_the_whole(make: Callable[[], Any]) -> None:
         tracemalloc.stop()
     assert count == 125_000
     assert peak < 1_000_000  # a byte an index; a list takes 36
+
+
+def test_a_shuffle_of_nothing() -> None:
+    assert permutations(0, 0, None).drawn().tolist() == list(SubsetRandomSampler([]))

@@ -14,7 +14,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch.utils.data import DataLoader, MapDataPipe
@@ -53,10 +53,11 @@ class KeptWorkers:
         """The surroundings at the begin of the run before, and at its end."""
         self._idle: dict[str, tuple[bytes, Any]] = {}
         self._reading: dict[str, tuple[bytes, DataLoader[Any]]] = {}
+        self._open_runs = 0
 
     @contextmanager
     def for_a_run(self, surroundings: Callable[[], dict[str, Any]]) -> Iterator[None]:
-        """A run in this process.
+        """A run in this process. One inside another, as a callback may call it, neither takes nor leaves workers.
 
         Parameters
         ----------
@@ -64,6 +65,16 @@ class KeptWorkers:
             What workers inherit from this process, by name. They end where some of it is neither what it was when the
             run before began nor when that ended: what a run itself changes, its persistent workers never see.
         """
+        self._open_runs += 1
+        try:
+            # A callback of the outermost run may change what workers inherit, and that run still reads its own.
+            with self._outermost_run(surroundings) if self._open_runs == 1 else nullcontext():
+                yield
+        finally:
+            self._open_runs -= 1
+
+    @contextmanager
+    def _outermost_run(self, surroundings: Callable[[], dict[str, Any]]) -> Iterator[None]:
         begin = surroundings()
         if self._before is not None and any(
             begin.get(name) not in [before.get(name) for before in self._before]
@@ -72,8 +83,7 @@ class KeptWorkers:
             self.close()
         try:
             yield
-            # After a signal a worker takes the next one for its own end.
-            if self._reading and not heard_in_this_run():
+            if not heard_in_this_run():
                 self._idle.update(
                     (purpose, (content, _put_by(reader._iterator)))
                     for purpose, (content, reader) in self._reading.items()
@@ -85,6 +95,9 @@ class KeptWorkers:
             for _, reader in self._reading.values():
                 _end(reader._iterator)
             self._reading.clear()
+            # After a signal a worker takes the next one for its own end; those that nobody read had it, too.
+            if heard_in_this_run():
+                self.close()
 
     def reader_of(self, purpose: str, loader: DataLoader[Any]) -> DataLoader[Any]:
         """The loader to read in place of ``loader``, now: with workers that are there, or that will be kept.
@@ -94,7 +107,7 @@ class KeptWorkers:
         purpose : str
             There is one set of workers for each: where the loader is another than before, the former's workers end.
         """
-        if not _can_stay(loader) or purpose in self._reading:
+        if self._open_runs > 1 or not _can_stay(loader) or purpose in self._reading:
             return loader
         from trainloop.transfer import load_state  # `import trainloop` is to be cheap
         from trainloop.transfer.content import content_of

@@ -128,7 +128,7 @@ def permutations(number: int, length: int, generator: torch.Generator | None, *,
 
     def draw(out: torch.Tensor) -> None:
         whole = length - length % number if number else 0
-        for start in range(0, whole, number):
+        for start in range(0, whole, number or 1):
             torch.randperm(number, generator=generator, out=out[start : start + number])
         if one_more or whole < length:
             out[whole:] = torch.randperm(number, generator=generator)[: length - whole]

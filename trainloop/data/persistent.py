@@ -12,8 +12,10 @@ more, the worker ends with a traceback. Of a loader's iterator ``_index_queues``
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import pickle
 import queue
 import tempfile
 import time
@@ -28,33 +30,66 @@ from torch.utils.data import DataLoader, get_worker_info
 from trainloop import rng
 from trainloop.signals import started
 
-__all__ = ["ask_workers", "start_workers"]
+__all__ = ["ask_workers", "note_states", "start_workers"]
 
 _WAIT_S = 60.0  # for a batch that a worker may still be loading, of a pass that was broken off
+_TAKEN_S = 5.0  # for the answer of workers that have taken the message
 _LOOK_S = 0.0005
+# What a folder or a file that can't be written, or is not whole, raises.
+_NO_ANSWER = (OSError, RuntimeError, EOFError, pickle.UnpicklingError)
 
 
-def ask_workers(loader: Any) -> list[dict[str, Any]] | None:
-    """The random states of a loader's persistent workers, between two passes; plain types and tensors.
+def note_states(loader: Any) -> bool:
+    """Let a loader's persistent workers, between two passes, note their random states for :func:`ask_workers`.
+
+    Nothing is waited for or written, so it may be done for states that nobody will want.
+
+    Returns
+    -------
+    bool
+        Whether there are workers that do.
+    """
+    if not _keeps_workers(loader) or loader._iterator is None:
+        return False
+    for index_queue in loader._iterator._index_queues:
+        index_queue.put(_Message(_note, None))
+    return True
+
+
+def ask_workers(loader: Any, *, noted: bool = False) -> list[dict[str, Any]] | None:
+    """The random states of a loader's persistent workers; plain types and tensors.
+
+    Parameters
+    ----------
+    loader
+        Between two passes, or anywhere for ``noted`` ones: each worker first loads what it was asked for before.
+    noted : bool
+        The states that :func:`note_states` had them note.
 
     Returns
     -------
     list of dict or None
-        As :func:`trainloop.rng.packed` of each worker; None where there are none, or one does not answer.
+        As :func:`trainloop.rng.packed` of each worker; None where there are none, or one can't tell.
     """
     if not _keeps_workers(loader) or loader._iterator is None:
         return None
     iterator = loader._iterator
-    with tempfile.TemporaryDirectory() as folder:
-        for index_queue in iterator._index_queues:
-            index_queue.put(_Message(_tell, folder))
-        answers = [Path(folder, str(worker_id)) for worker_id in range(len(iterator._workers))]
-        deadline = time.monotonic() + _WAIT_S
-        while not all(map(os.path.exists, answers)):
-            if time.monotonic() > deadline or not all(worker.is_alive() for worker in iterator._workers):
-                return None
-            time.sleep(_LOOK_S)
-        return [torch.load(answer, weights_only=True) for answer in answers]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for index_queue in iterator._index_queues:
+                index_queue.put(_Message(_tell, (folder, noted)))
+            answers = [Path(folder, str(worker_id)) for worker_id in range(len(iterator._workers))]
+            deadline = time.monotonic() + _WAIT_S
+            while not all(map(os.path.exists, answers)):
+                now = time.monotonic()
+                if all(index_queue.empty() for index_queue in iterator._index_queues):
+                    deadline = min(deadline, now + _TAKEN_S)  # as of a worker that may write no file here
+                if now > deadline or not all(worker.is_alive() for worker in iterator._workers):
+                    return None
+                time.sleep(_LOOK_S)
+            return [torch.load(answer, weights_only=True) for answer in answers]
+    except _NO_ANSWER:
+        return None
 
 
 def start_workers(loader: Any, states: list[dict[str, Any]] | None) -> None:
@@ -108,13 +143,35 @@ class _Message:
         return self._does, (self._argument,)
 
 
-def _tell(folder: str) -> None:
+_noted: dict[str, Any] | None = None
+"""In a worker: its random states when it was last told to note them."""
+
+
+def _note(_: None) -> None:
+    global _noted
+    try:
+        _noted = rng.packed()
+    except Exception:
+        _noted = None
+    raise queue.Empty
+
+
+def _tell(how: tuple[str, bool]) -> None:
+    folder, noted = how
     worker = get_worker_info()
-    assert worker is not None
-    answer = Path(folder, str(worker.id))
-    part = answer.with_suffix(".part")
-    torch.save(rng.packed(), part)
-    part.replace(answer)
+    # Whatever is raised here but queue.Empty would end the worker, and the run, for a state that it can do without.
+    with contextlib.suppress(Exception):
+        answer = Path(folder, str(worker.id))  # type: ignore[union-attr]
+        try:
+            state = _noted if noted else rng.packed()
+            if state is not None:
+                part = answer.with_suffix(".part")
+                torch.save(state, part)
+                part.replace(answer)
+        finally:
+            # Where no file can be filled, an empty one may still be made; and nobody waits for the answer in vain.
+            if not answer.exists():
+                answer.touch()
     raise queue.Empty
 
 

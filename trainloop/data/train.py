@@ -16,7 +16,7 @@ from trainloop.data.columns import SplitBatches
 from trainloop.data.indexed import Indexed, given_shard, train_shard
 from trainloop.data.kept_workers import ReaderOf
 from trainloop.data.orders import generators_of
-from trainloop.data.persistent import ask_workers, start_workers
+from trainloop.data.persistent import ask_workers, note_states, start_workers
 from trainloop.data.prefetch import on_device
 from trainloop.data.sources import AsItIs, Columns, Opaque, Source, Stream, Tensors
 from trainloop.data.steps import ExchangeInts, StepBatches, steps_of_exchanged, steps_of_known
@@ -24,6 +24,7 @@ from trainloop.data.tensors import TensorRows
 from trainloop.errors import ConfigurationError
 
 _LIVE = object()  # stands for the source's present position
+_NOTED = object()  # stands for the states that workers noted at the epoch's begin
 
 
 def train_feed(
@@ -182,7 +183,7 @@ class TrainFeed:
             If the epoch turns out to be empty.
         """
         start_workers(self._users_loader, self._worker_states)
-        self._at_epoch_begin = self._states()
+        self._at_epoch_begin = self._states(for_later=True)
         self._worker_states = None
         if skip_steps and self._global_rng:  # the epoch began where the checkpoint says, not here
             self._at_epoch_begin["global"] = self._global_rng
@@ -293,6 +294,8 @@ class TrainFeed:
             warning says so and the state is left out.
         """
         states = self._states() if self._at_epoch_begin is None else self._at_epoch_begin
+        if states["workers"] is _NOTED:
+            states["workers"] = ask_workers(self._users_loader, noted=True)
         position = self._source.position
         if self._resumed is not None or position is None:
             return {**states, "position": self._resumed}
@@ -335,10 +338,17 @@ class TrainFeed:
         if isinstance(self.loader, DataLoader) and self.loader is not self._users_loader:
             self.loader._iterator = None
 
-    def _states(self) -> dict[str, Any]:
+    def _states(self, *, for_later: bool = False) -> dict[str, Any]:
+        """States as they are now; ``for_later``: which most runs never need, so workers only note theirs."""
+        workers: Any = None
+        if self._draws_globally:  # with a seed workers are seeded by each batch
+            workers = self._worker_states
+            if not workers and for_later:
+                workers = _NOTED if note_states(self._users_loader) else None
+            elif not workers:
+                workers = ask_workers(self._users_loader)
         return {
             "generators": {name: generator.get_state() for name, generator in self._generators.items()},
             "global": rng.capture() if self._draws_globally else None,
-            # With a seed workers are seeded by each batch.
-            "workers": (self._worker_states or ask_workers(self._users_loader)) if self._draws_globally else None,
+            "workers": workers,
         }
