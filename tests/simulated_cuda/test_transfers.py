@@ -1,0 +1,130 @@
+"""What a step makes the host wait for, and copies to and from the device: counted by the simulated runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fakegpu
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, TensorDataset
+
+from conftest import make_data
+from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TrainLoop, TTModel
+from trainloop.callbacks import GradientStats, LearningRateMonitor, LRScheduler, TensorBoard
+
+pytestmark = pytest.mark.gpu
+
+KINDS = ("synchronisations", "to device", "to host")
+FIRST, STEPS = 4, 10
+
+
+class Counts(AbstractCallback):
+    """Of ten steps in the midst of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__("counts")
+        self.found: dict[str, float] = {}
+
+    def on_batch_begin(self) -> None:
+        loop = self.train_loop_obj
+        if loop.total_iteration_idx % loop.grad_accumulation == 0 and loop.global_step in (FIRST, FIRST + STEPS):
+            for kind in KINDS:
+                self.found[kind] = fakegpu.count(kind) - self.found.get(kind, 0)
+
+
+class Net(TTModel):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 3))
+        self.head = nn.Linear(3, 3)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        x, y = batch_data
+        y_pred = self.head(self.layers(x))
+        self.log("accuracy", (y_pred.argmax(1) == y).float().mean())
+        self.log("norm", x.norm(), prog_bar=True)
+        return criterion(y_pred, y)
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        return self.layers(batch_data[0]).argmax(1), batch_data[1], {}
+
+
+class Weighted(Net):
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        return super().get_loss(batch_data, criterion, device), (batch_data[1] + 1).sum()
+
+
+class TwoLosses(Net):
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        loss = super().get_loss(batch_data, criterion, device)
+        return MultiLoss({"a": loss, "b": 2 * loss}, {"a": 0, "b": 1})
+
+
+def adam(model: Net) -> optim.Optimizer:
+    return optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def sgd(model: Net) -> optim.Optimizer:
+    return optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
+def two(model: Net) -> MultiOptimizer:
+    return MultiOptimizer(
+        [optim.SGD(model.layers.parameters(), lr=0.1), optim.Adam(model.head.parameters(), fused=True)]
+    )
+
+
+@pytest.mark.parametrize(
+    "model_class, optimizer_of, options, accumulation",
+    [
+        pytest.param(Net, sgd, {}, 1, id="plain"),
+        pytest.param(Net, adam, {"use_amp": "bf16", "gradient_clip_norm": 1.0}, 1, id="bf16 and clipping"),
+        pytest.param(Weighted, adam, {"gradient_clip_norm": 1.0}, 3, id="weights and accumulation"),
+        pytest.param(TwoLosses, two, {}, 1, id="two optimizers"),
+        pytest.param(Net, adam, {"gpu_mode": "dp", "devices": 1}, 1, id="dp of one"),
+    ],
+)
+def test_a_step_copies_its_batch_and_waits_for_nothing(
+    model_class: type[Net],
+    optimizer_of: Callable[[Any], Any],
+    options: dict[str, Any],
+    accumulation: int,
+    tmp_path: Path,
+) -> None:
+    """With logs, a schedule and TensorBoard between two of its writes: two tensors a batch go there, nothing comes."""
+    x, y = make_data().tensors
+    data = TensorDataset(x.repeat(20, 1), y.repeat(20))
+    model = model_class()
+    optimizer = optimizer_of(model)
+    loop = TrainLoop(
+        model,
+        DataLoader(data, 16, pin_memory=True),
+        optimizer=optimizer,
+        criterion=nn.CrossEntropyLoss(),
+        **{"accelerator": "cuda", "progress_bar": False, **options},
+    )
+    schedule = LRScheduler(lr_scheduler.ExponentialLR, "step", gamma=0.99, optimizer_idx=0)
+    callbacks = [schedule, LearningRateMonitor(), GradientStats(), TensorBoard(tmp_path, 50), counts := Counts()]
+    loop.fit(num_epochs=1, callbacks=callbacks, grad_accumulation=accumulation)
+    a_step = {kind: found / STEPS for kind, found in counts.found.items()}
+    assert a_step == {"synchronisations": 0, "to device": 2 * accumulation, "to host": 0}
+
+
+def test_a_hand_written_step_that_waits_is_counted() -> None:
+    """The counter sees what the loop's steps are free of."""
+    model, device = Net().cuda(), torch.device("cuda")
+    optimizer, before = sgd(model), {kind: fakegpu.count(kind) for kind in KINDS}
+    for batch in DataLoader(make_data(), 16, drop_last=True):
+        loss: Tensor = model.get_loss([t.to(device) for t in batch], nn.CrossEntropyLoss(), device)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+    found = {kind: fakegpu.count(kind) - count for kind, count in before.items()}
+    assert found == {"synchronisations": 18, "to device": 12, "to host": 6}
