@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import quote, unquote
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ from trainloop.parallel.shards import Box, box_of, is_first_replica, is_sharded,
 __all__ = ["FolderWriting", "check_offered"]
 
 _TOLD = ".told-by-{}"
+_FAILED = ".failed-by-{}-"  # and why: a full disk has room for a name where it has none for content
+_LONGEST_REASON = 180  # bytes; a name has 255
 
 
 def check_offered(location: str, *, safetensors: bool) -> None:
@@ -129,9 +132,9 @@ class FolderWriting:
         try:
             told = _write_own(self._folder, self._shards, self._rank)
         except Exception as problem:  # a full disk
-            error, told = problem, {"problem": f"{type(problem).__name__}: {problem}"}
+            error = problem
         if self._rank:
-            _tell(self._folder, self._rank, told)
+            _tell(self._folder, self._rank, told, error)
             return None
         try:
             if error is not None:
@@ -152,9 +155,6 @@ class FolderWriting:
 
     def _publish(self, mine: dict[str, Any]) -> None:
         everyone = [mine, *(self._wait_for(rank) for rank in range(1, self._world_size))]
-        problems = [told["problem"] for told in everyone if "problem" in told]
-        if problems:
-            raise OSError(problems[0])
         table: dict[str, dict[str, Any]] = {"files": {}, "tensors": {}}
         for name, shard in self._shards.items():
             parts = [told["parts"][name] for told in everyone if name in told["parts"]]
@@ -175,27 +175,41 @@ class FolderWriting:
         self._write_as(put)
 
     def _wait_for(self, rank: int) -> dict[str, Any]:
-        path = os.path.join(self._folder, _TOLD.format(rank))
+        told_by, failed_by = _TOLD.format(rank), _FAILED.format(rank)
         deadline = time.monotonic() + self._wait_s
-        while not os.path.exists(path):
+        while told_by not in (names := os.listdir(self._folder)):
+            for name in names:
+                if name.startswith(failed_by):
+                    raise OSError(f"rank {rank}: {unquote(name.removeprefix(failed_by))}")
             if self._given_up.wait(0.005):
                 raise OSError(f"rank {rank} has not written its part of {self._folder}")
             if time.monotonic() > deadline:
                 raise OSError(f"rank {rank} has not written its part of {self._folder} within {self._wait_s:g} s")
-            os.listdir(self._folder)  # a network disk looks again
+        path = os.path.join(self._folder, told_by)
         with open(path) as file:
             told: dict[str, Any] = json.load(file)
         os.unlink(path)
         return told
 
 
-def _tell(folder: str, rank: int, told: dict[str, Any]) -> None:
+def _tell(folder: str, rank: int, told: dict[str, Any], error: Exception | None) -> None:
     """Leave word for rank 0, whole from the moment that it is there."""
     path = os.path.join(folder, _TOLD.format(rank))
+    if error is None:
+        try:
+            with open(f"{path}.new", "w") as file:
+                json.dump(told, file)
+            os.rename(f"{path}.new", path)
+            return
+        except OSError as problem:
+            error = problem
     with contextlib.suppress(OSError):  # the folder may be gone, where rank 0 has given up
-        with open(f"{path}.new", "w") as file:
-            json.dump(told, file)
-        os.rename(f"{path}.new", path)
+        for name in os.listdir(folder):
+            if name.startswith((f"__{rank}_", f"{_TOLD.format(rank)}.new")):
+                os.unlink(os.path.join(folder, name))
+        reason = quote(f"{type(error).__name__}: {error}", safe=" :'")[:_LONGEST_REASON]
+        with open(os.path.join(folder, _FAILED.format(rank) + reason), "w"):
+            pass
 
 
 def _is_there(folder: str) -> bool:
@@ -249,6 +263,8 @@ def _write_own(folder: str, shards: dict[str, _OwnPart], rank: int) -> dict[str,
         items.append(WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data))
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
     writer.set_up_storage_writer(False)
+    # Rank 0 has made the folder; where it has given up and removed it, none is to come about again.
+    writer.fs.mkdir = lambda path: None  # type: ignore[method-assign]
     plan = writer.prepare_local_plan(SavePlan(items))
     plan = writer.prepare_global_plan([plan] * (rank + 1))[rank]  # names the file by the rank
     parts = {}

@@ -66,8 +66,8 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
     mp_policy, offload_policy : optional
         ``torch.distributed.fsdp.MixedPrecisionPolicy`` and ``OffloadPolicy``.
     init_sync : bool
-        Whether rank 0's parameters and buffers are sent to all ranks first, as DDP does it; one at a time. ``False``
-        where they are equal already.
+        Whether parameters and buffers of the mesh's first rank are sent to its other ranks first, as DDP does it; one
+        at a time. ``False`` where they are equal already.
 
     Raises
     ------
@@ -134,7 +134,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         options.update({"ignored_params": self._tt_whole} if self._tt_whole else {})
         options.update({"mp_policy": mp_policy} if mp_policy is not None else {})
         options.update({"offload_policy": offload_policy} if offload_policy is not None else {})
-        seed = _common_seed() if any(t.is_meta for t in _tensors(module)) else None
+        seed = _common_seed(mesh) if any(t.is_meta for t in _tensors(module)) else None
         done: set[int] = {id(p) for p in self._tt_whole}
         for number, (name, unit) in enumerate(units):
             own = {p_name: p for p_name, p in unit.named_parameters() if id(p) not in done and not is_sharded(p)}
@@ -144,7 +144,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
                 own = dict(unit.named_parameters())
             came = [(p, p.data) for p in own.values() if not is_sharded(p)]
             for p, data in came:
-                p.data = _of_rank_0(data, device) if init_sync and seed is None else data
+                p.data = _of_first_rank(data, mesh, device) if init_sync and seed is None else data
                 if not p.is_contiguous():
                     p.data = p.data.contiguous()  # channels_last, for instance: a shard is cut from plain rows
             # The root is needed again at once when backward begins: torch keeps it whole where nothing is said.
@@ -158,9 +158,9 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         self._tt_whole = {p for p in module.parameters() if stays_whole(p)}
         self._tt_hooks = []
         for buffer in module.buffers() if init_sync and seed is None else ():
-            buffer.data = _of_rank_0(buffer.data, device).to(buffer.device)
+            buffer.data = _of_first_rank(buffer.data, mesh, device).to(buffer.device)
         for p in self._tt_whole:
-            p.data = (_of_rank_0(p.data, device) if init_sync and seed is None else p.data).to(device)
+            p.data = (_of_first_rank(p.data, mesh, device) if init_sync and seed is None else p.data).to(device)
             trains = p.requires_grad
             p.requires_grad_(True)  # a frozen one may be unfrozen later, and takes no hook
             self._tt_hooks.append(p.register_post_accumulate_grad_hook(self._average))
@@ -214,9 +214,9 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             unit.reshard()
 
     def share_buffers(self) -> None:
-        """Copy rank 0's buffers to all ranks, as DDP's forward does. Collective."""
+        """Copy the buffers of the mesh's first rank to all of its ranks, as DDP's forward does. Collective."""
         for buffer in self.module.buffers():
-            dist.broadcast(buffer, 0)
+            _send_from_first(buffer, self._tt_mesh)
 
     def _average(self, parameter: Tensor) -> None:
         """Of a parameter that each rank holds whole; a sum of averages averaged again stays what it is."""
@@ -288,12 +288,19 @@ def _device_of(mesh: Any) -> torch.device:
     return torch.device("cpu") if mesh.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
 
 
-def _of_rank_0(own: Tensor, device: torch.device) -> Tensor:
-    """Rank 0's values of a tensor, in other memory than this rank's. Collective."""
+def _of_first_rank(own: Tensor, mesh: Any, device: torch.device) -> Tensor:
+    """The values of the mesh's first rank, in other memory than this rank's. Collective."""
     can_send = backend_of(own.device.type) is not None
     sent = own.clone(memory_format=torch.contiguous_format) if can_send else own.to(device, copy=True).contiguous()
-    dist.broadcast(sent, 0)
+    _send_from_first(sent, mesh)
     return sent
+
+
+def _send_from_first(tensor: Tensor, mesh: Any) -> None:
+    """Overwrite a tensor by the first rank's of its own mesh: others, such as pipeline stages, have other weights."""
+    for dim in range(mesh.ndim):
+        group = mesh.get_group(dim)
+        dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
 
 
 def _check_dtypes(unit: str, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -317,12 +324,12 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers()
 
 
-def _common_seed() -> int:
-    """A number that rank 0 draws: shards are cut from the same values on every rank."""
+def _common_seed(mesh: Any) -> int:
+    """A number that the mesh's first rank draws: shards are cut from the same values on every rank."""
     seed = torch.randint(2**31, ())
     if dist.get_backend() == "nccl":
         seed = seed.cuda()
-    dist.broadcast(seed, 0)
+    _send_from_first(seed, mesh)
     return int(seed)
 
 

@@ -1,0 +1,37 @@
+"""What rank 0 learns of another rank's part that can't be written."""
+
+from __future__ import annotations
+
+import copy
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainloop.checkpoint import sharded_writing
+from trainloop.checkpoint.sharded_writing import FolderWriting, _OwnPart, _write_own
+
+
+def test_a_disk_too_full_for_word_of_it_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    writing = FolderWriting(str(tmp_path), "name", "run", {}, lambda put: None, wait_s=5.0)
+    writing._world_size = 2
+    other = copy.copy(writing)
+    other._rank = 1
+    monkeypatch.setattr(sharded_writing.json, "dump", full)
+    assert other.write() is None
+    error = writing.write()
+    assert "rank 1: OSError: [Errno 28] No space left on device" in str(error)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_rank_0_has_removed_is_not_made_again(tmp_path: Path) -> None:
+    tensor = torch.ones(4)
+    part = _OwnPart(tensor.shape, tensor.dtype, ((0,), (4,)), tensor)
+    with pytest.raises(Exception, match="No such file"):
+        _write_own(str(tmp_path / "gone"), {"w": part}, 1)
+    assert not (tmp_path / "gone").exists()
