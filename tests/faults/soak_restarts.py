@@ -47,6 +47,7 @@ PLACES = [*survival.Strikes.PLACES, "on_multiprocess_start", "snapshot", "snapsh
 ACTS = ["SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "exits", "sys.exit", "raises", "out of memory",
         "loses its connections"]  # fmt: skip
 RARE = ["hangs", "hangs in native code"]  # each takes a time-out
+KILLS = [signal.SIGILL, signal.SIGFPE]
 GRACE_S = 10.0
 
 
@@ -59,19 +60,19 @@ class Killer(threading.Thread):
         self.over = threading.Event()
 
     def run(self) -> None:
-        last: Any = None
+        last: dict[str, signal.Signals] = {}
         while self.kills and not self.over.wait(self.rng.uniform(0.05, 2.5)):
             pids = sorted(self.folder.glob("pid-[0-9]*"))
             if not pids:
                 continue
-            # No strike that a plan may hold: twice the same at one step ends a run.
-            path, number = self.rng.choice(pids), self.rng.choice([signal.SIGILL, signal.SIGFPE])
-            if (path.name, number) == last:
-                continue
+            # No strike that a plan may hold; each rank's in turn, as twice the same at one step ends a run. Not only
+            # unlike the last of all: that one may have struck a rank that was about to be ended, which nobody sees.
+            path = self.rng.choice(pids)
+            number = next(kind for kind in self.rng.sample(KILLS, 2) if kind != last.get(path.name))
             with contextlib.suppress(OSError, ValueError):
                 os.kill(int(path.read_text()), number)
                 path.unlink()
-                last, self.kills = (path.name, number), self.kills - 1
+                last[path.name], self.kills = number, self.kills - 1
 
 
 class Soak:

@@ -107,6 +107,24 @@ def test_one_snapshot_that_fails_and_a_dataset_that_draws(undisturbed: Undisturb
     assert [name for name in facts if not same(facts[name], expected[name])] == []
 
 
+@pytest.mark.filterwarnings("ignore:no snapshot could be made after step")
+def test_a_snapshot_that_failed_is_tried_again_soon() -> None:
+    """A step later, then 3 and 7 steps later, however long the pause is; then the pause counts again."""
+    model = Linear()
+    tl = TrainLoop(
+        model,
+        DataLoader(TensorDataset(*rows()), 2),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        criterion=nn.CrossEntropyLoss(),
+        accelerator="cpu",
+        progress_bar=False,
+    )
+    tries = Tries(fails_at=(20, 21, 24), dies_at=38)
+    tl.fit(num_epochs=1, callbacks=[tries], max_restarts=1, restart_every_steps=20)
+    assert tries.steps[:4] == [20, 21, 24, 31]  # as the snapshot of the last of them saw it
+    assert [restart.step for restart in tl.restarts] == [31]
+
+
 @pytest.mark.slow
 def test_one_process_that_hangs_is_started_again(undisturbed: Undisturbed, tmp_path: Path) -> None:
     """Nobody waits for it: with Python's lock held, or in one call without, it does not get on."""
@@ -158,6 +176,33 @@ def test_without_memory_for_snapshots_a_checkpoint_is_taken(undisturbed: Undistu
     tl, facts = train(tmp_path, "single", 1, "rows", plan, max_restarts=1, restart_every_steps=3)
     assert [(restart.step, restart.steps_repeated) for restart in tl.restarts] == [(5, 1)]
     assert facts["counters"] == undisturbed("single", 1, "rows", 3)["counters"]
+
+
+class Tries(AbstractCallback):
+    """Remembers after which steps snapshots were begun; some of them fail. Dies once after a step."""
+
+    def __init__(self, fails_at: tuple[int, ...], dies_at: int) -> None:
+        super().__init__("Tries")
+        self.fails_at, self.dies_at = fails_at, dies_at
+        self.steps: list[int] = []
+        self.dead = False
+
+    def state_dict(self) -> dict[str, Any]:
+        step = self.train_loop_obj.global_step
+        self.steps.append(step)
+        if step in self.fails_at:
+            raise OSError("no room by plan")
+        return {"steps": list(self.steps)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+    def on_restart(self, failure: Any) -> None:
+        self.dead = True
+
+    def on_batch_end(self) -> None:
+        if self.train_loop_obj.global_step == self.dies_at and not self.dead:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class DiesOnce(AbstractCallback):
