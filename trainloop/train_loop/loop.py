@@ -509,8 +509,9 @@ class TrainLoop(LoopView, Generic[ModelT]):
         way (as ``train_loader`` to train, say), if dataset, ``collate_fn`` and all else that is sent to workers are
         byte for byte what they were; else new ones are started. That is so in every mode, where the loop has a seed or
         ranks. Started anew in each call are those of streams, of datasets that can't be pickled or share memory with
-        other processes, and of datasets of more than 64 MiB. Not noticed is a change of what a dataset only refers to:
-        a file's contents, a module's globals.
+        other processes, and of datasets of more than 64 MiB. Not noticed is a change of what a dataset only refers to,
+        a file's contents or a module's globals, nor what a worker's own copy of the dataset has become: one that counts
+        its reads, or draws from a generator of its own, goes on where it was.
 
         Examples
         --------

@@ -165,7 +165,8 @@ class Training(Run):
         self._same_callbacks = self._have_same_callbacks()
         for hook in self.hooks.on_train_begin:
             hook()
-        self.savers = tuple(callback.save_due for callback in loop.callbacks if hasattr(callback, "save_due"))
+        savers = [getattr(callback, "save_due", None) for callback in loop.callbacks]
+        self.savers = tuple(save for save in savers if callable(save))  # a user's attribute may have this name
         if snapshots is not None:
             snapshots.take_up(resume)
         elif resume is not None:
