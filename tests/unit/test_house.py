@@ -191,6 +191,7 @@ LATE = {
     "trainloop.train_loop.predicting trainloop.launch": RANKS,
     "trainloop.train_loop.run trainloop.launch.rank_process": RANKS,
     "trainloop.train_loop.sharded trainloop.launch.rank_process": RANKS,
+    "trainloop.train_loop.sharded trainloop.transfer.pages": CHEAP,
     "trainloop.train_loop.site trainloop.launch": RANKS,
     "trainloop.train_loop.state trainloop.checkpoint": CHEAP,
     "trainloop.train_loop.state trainloop.checkpoint.plain": CHEAP,
@@ -279,9 +280,9 @@ FOREIGN: dict[str, str] = {
     "train_loop/preflight.py": "_DropoutNd _NormBase",
     "train_loop/recompute.py": "_reconstructor",
     "train_loop/run.py": "_compiled_call_impl",
-    "train_loop/sharded.py": "_version",
+    "train_loop/sharded.py": "_amp_foreach_non_finite_check_and_unscale_ _version",
     "train_loop/trained.py": "_get_default_store",
-    "train_loop/whole_step.py": "_dynamo _foreach_copy_ _post_accumulate_grad_hooks",
+    "train_loop/whole_step.py": "_dynamo _foreach_copy_ _opt_called _post_accumulate_grad_hooks",
     "transfer/pickling.py": (
         "_DYNAMIC_CLASS_TRACKER_BY_CLASS _DYNAMIC_CLASS_TRACKER_BY_ID _array _extra_reducers _mmap _untyped_storage "
         "_utils _validate_loaded_sparse_tensors"

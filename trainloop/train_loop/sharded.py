@@ -29,7 +29,6 @@ from trainloop.parallel.shards import (
 from trainloop.parallel.undoing import can_undo
 from trainloop.train_loop.options import RestartOptions
 from trainloop.train_loop.placement import Placement, move_state
-from trainloop.transfer.pages import trim
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
@@ -239,6 +238,8 @@ def _give_back(
 
 def _in_file(shards: Sequence[Any], file: ResultFile, *, frees: bool = False) -> list[Tensor]:
     """Sharded tensors as whole ones in the file of this host's result, all parts there when it returns. Collective."""
+    from trainloop.transfer.pages import trim  # `import trainloop` is to be cheap
+
     room = file.room_for((shard.shape, shard.dtype) for shard in shards)
     all_here, kept = _all_here(), 0
     for shard, target in zip(shards, room, strict=True):
