@@ -32,19 +32,20 @@ def test_importing_devices_imports_nothing_heavy() -> None:
 # how many objects torch itself has made by then: the import's own cost is measured without.
 FRESH = """
 import gc, json, sys, time
-import torch
 gc.disable()
+begin = time.process_time()
+import torch
 before = set(sys.modules)
 start = time.process_time()
 import trainloop
 trainloop.TrainLoop, trainloop.TTModel
-milliseconds = (time.process_time() - start) * 1000
+share = (time.process_time() - start) / (start - begin)
 brought = sorted(set(sys.modules) - before)
 from trainloop import rng
 from trainloop.callbacks import TensorBoard
 TensorBoard("x")
 print(json.dumps({
-    "milliseconds": milliseconds,
+    "share": share,
     "brought": brought,
     "seed": rng.derive_seed(1, "rank", 2),
     "tensorboard": "tensorboard" in sys.modules,
@@ -85,14 +86,14 @@ HEAVY = ("tensorboard", "matplotlib", "ray", "optuna", "cloudpickle", "psutil", 
 
 
 def test_import_is_cheap(fresh: dict[str, Any]) -> None:
-    """At most 60 ms above ``import torch``, of the process's own time, so that other processes' work doesn't count."""
+    """At most a twentieth of what ``import torch`` takes, both of the process's own time: 60 ms where that is 1.2 s."""
     heavy = [
         module
         for module in fresh["brought"]
         if module.partition(".")[0] in HEAVY or module.startswith("multiprocessing.managers")
     ]
     assert not heavy, heavy
-    milliseconds = [fresh["milliseconds"]]
-    while min(milliseconds) >= 60 and len(milliseconds) < 3:  # a busy machine's cold caches count, the least is ours
-        milliseconds.append(fresh_interpreter()["milliseconds"])
-    assert min(milliseconds) < 60, milliseconds
+    shares = [fresh["share"]]
+    while min(shares) >= 0.05 and len(shares) < 3:  # a busy machine's cold caches count, the least is ours
+        shares.append(fresh_interpreter()["share"])
+    assert min(shares) < 0.05, shares
