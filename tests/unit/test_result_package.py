@@ -59,6 +59,16 @@ def test_classes_may_be_words_or_one_for_each_token() -> None:
     assert rp.accuracy(tokens, torch.tensor([[3, 4, 0], [5, 4, 3]])) == pytest.approx(5 / 6)
 
 
+def test_several_labels_a_row_are_not_scored_as_classes() -> None:
+    """Scores of each label, each of which would count as a class that is always wrong; and rows of unequal length."""
+    labels = torch.from_numpy(rng(0).integers(0, 2, (20, 5)))
+    with pytest.raises(ConfigurationError, match="Several labels a row"):
+        rp.f1(torch.from_numpy(rng(1).normal(size=(20, 5))), labels)
+    assert rp.accuracy(labels.float(), labels) == 1.0  # classes of elements
+    with pytest.raises(ConfigurationError, match="unequal length"):
+        rp.accuracy([torch.zeros(2), torch.zeros(3)], [torch.zeros(2), torch.zeros(3)])
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("ties", [False, True])
 def test_binary_is_that_of_scikit_learn(seed: int, ties: bool) -> None:

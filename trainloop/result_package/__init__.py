@@ -297,6 +297,8 @@ class ClassificationResultPackage(_ScikitLearnPackage):
     """Classes: ``accuracy``, and ``precision``, ``recall`` and ``f1`` averaged over classes.
 
     Predictions are classes, or rows of scores of which the highest is the class; targets are classes or one-hot rows.
+    Both may have a class for each element, as of tokens or pixels, all of which are counted together. Several labels a
+    row (multi-label) are not for this package: use torchmetrics' ``MultilabelF1Score``, say.
     """
 
     def prepare_results_dict(self) -> Mapping[str, Any]:

@@ -149,7 +149,19 @@ def _as_classes(rows: Any) -> Array:
 
 def _classes(y_pred: Any, y_true: Any) -> tuple[Array, Array]:
     predicted, targets = as_array(y_pred), as_array(y_true)
+    if not (hasattr(predicted, "shape") and hasattr(targets, "shape")):
+        raise ConfigurationError(
+            "predictions or targets are rows of unequal length, which have no classes by row: return rows of one "
+            "length from get_predictions, or score by a function of (y_pred, y_true, metadata)."
+        )
     if predicted.shape == targets.shape and predicted.ndim > 1 and not _is_one_hot(targets):
+        # Every score would count as a class of its own, and each of them as wrong.
+        if predicted.dtype.kind == "f" and (predicted != np.floor(predicted)).any():
+            raise ConfigurationError(
+                f"predictions are scores of shape {predicted.shape}, and targets of that shape are no one-hot rows. "
+                "Several labels a row: score by torchmetrics' MultilabelF1Score or a function of (y_pred, y_true, "
+                "metadata). A class for each element: return classes from get_predictions."
+            )
         return predicted.ravel(), targets.ravel()  # a class for each element, as of tokens or pixels
     predicted, targets = _as_classes(predicted), _as_classes(targets)
     _check_lengths(predicted, targets)
