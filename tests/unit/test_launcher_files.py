@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import yaml
 from trainloop.launch import joined
 
 FOLDER = Path(__file__).parents[2] / "examples" / "launchers"
+SLURM = ["bash", str(FOLDER / "slurm.sbatch")]
 
 
 def manifest(name: str) -> Any:
@@ -65,29 +67,53 @@ def test_the_jobset_gives_torchrun_what_it_takes() -> None:
     assert inner["completionMode"] == "Indexed"
 
 
+def slurm_job(folder: Path, training: str) -> dict[str, Any]:
+    """How to run the script where Slurm's programs, and the training, are other scripts."""
+    for name, body in {
+        "scontrol": 'if [ "$1" = show ]; then echo node7; echo node8; else echo "scontrol $*"; fi',
+        "srun": 'shift; env | grep -E "^(MASTER|TRAINLOOP)" | sort; stat -c %a "$TRAINLOOP_KEY"; echo "$@"\n'
+        + training,
+        "python": f'exec {sys.executable} "$@"',
+    }.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    environment = {
+        "PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder), "SLURM_JOB_ID": "5",
+        "SLURM_JOB_NODELIST": "node[7-8]",
+    }  # fmt: skip
+    return {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+
+
+# When its time is over: what the ranks make of the signal, the job's status, and whether it goes on later.
+@pytest.mark.parametrize(
+    ("on_signal", "status", "requeued"),
+    [("sleep 0.3; exit 138", 138, True), ("sleep 0.3; exit 0", 0, False), (":; sleep 0.3; exit 1", 1, True)],
+    ids=["a checkpoint", "the training was done", "they failed"],
+)
+def test_a_slurm_job_whose_time_is_over(tmp_path: Path, on_signal: str, status: int, requeued: bool) -> None:
+    training = f"trap '{on_signal}' USR1\necho ready\nfor i in $(seq 600); do sleep 0.1; done"
+    with subprocess.Popen(SLURM, **slurm_job(tmp_path, training)) as job:
+        assert job.stdout is not None
+        for line in job.stdout:
+            if line == "ready\n":
+                break
+        job.send_signal(signal.SIGUSR1)  # to the script alone, as --signal=B: does
+        said = job.stdout.read()
+    assert job.returncode == status
+    assert said == "scontrol requeue 5\n" * requeued
+    assert not (tmp_path / ".trainloop-5").exists()
+
+
 def test_the_slurm_script_is_one(tmp_path: Path) -> None:
     text = (FOLDER / "slurm.sbatch").read_text()
     head = text.split("\nset -euo", 1)[0].splitlines()
     options = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in head if line.startswith("#SBATCH"))
-    assert options["signal"].startswith("USR1@")  # what the loop takes for the end of its time
+    assert options["signal"].startswith("B:USR1@")  # to the script, which passes on what the loop takes for its end
     # With stand-ins for what Slurm has, it starts python once a task, with all that joining needs.
-    for name, body in {
-        "scontrol": "echo node7; echo node8",
-        "srun": 'shift; env | grep -E "^(MASTER|TRAINLOOP)" | sort; stat -c %a "$TRAINLOOP_KEY"; echo "$@"',
-        "python": f'exec {sys.executable} "$@"',
-    }.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    environment = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path), "SLURM_JOB_ID": "5",
-        "SLURM_JOB_NODELIST": "node[7-8]",
-    }  # fmt: skip
-    done = subprocess.run(
-        ["bash", str(FOLDER / "slurm.sbatch")], env=environment, capture_output=True, text=True, check=True, timeout=60
-    )
+    done = subprocess.run(SLURM, **slurm_job(tmp_path, "echo done"), check=True, timeout=60)
     key = tmp_path / ".trainloop-5"
     assert done.stdout.splitlines() == [
-        "MASTER_ADDR=node7", "MASTER_PORT=29500", f"TRAINLOOP_KEY={key}", "600", "python train.py"
+        "MASTER_ADDR=node7", "MASTER_PORT=29500", f"TRAINLOOP_KEY={key}", "600", "python train.py", "done"
     ]  # fmt: skip
     assert not key.exists()
     tasks = int(options["nodes"]) * int(options["ntasks-per-node"])

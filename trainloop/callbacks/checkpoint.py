@@ -205,7 +205,8 @@ class ModelCheckpoint(AbstractCallback):
     def save_now(self, reason: str) -> None:
         """Write a checkpoint now, unless the last one holds this very state, and wait until it is on the disk.
 
-        Collective: all ranks call it, between two steps.
+        Collective: all ranks call it, between two steps. It returns on all of them once the file is whole, since what
+        follows is the end, and launchers kill the other ranks soon after the first has ended (torchrun, ``srun -K``).
         """
         self._finish_writing()
         # Only rank 0 knows whether its write came through.
@@ -213,6 +214,7 @@ class ModelCheckpoint(AbstractCallback):
         if distributed.exchange_ints([int(missing)])[0][0]:
             self._save(reason)
             self._finish_writing()
+            distributed.barrier()
 
     def save_finished(self) -> None:
         """Write a checkpoint of the training's end, after which nothing is left to do. Collective."""
