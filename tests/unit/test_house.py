@@ -190,6 +190,7 @@ LATE = {
     "trainloop.train_loop.placement trainloop.sync_batchnorm": CHEAP,
     "trainloop.train_loop.predicting trainloop.launch": RANKS,
     "trainloop.train_loop.run trainloop.launch.rank_process": RANKS,
+    "trainloop.train_loop.sharded trainloop.launch": RANKS,
     "trainloop.train_loop.sharded trainloop.launch.rank_process": RANKS,
     "trainloop.train_loop.sharded trainloop.transfer.pages": CHEAP,
     "trainloop.train_loop.site trainloop.launch": RANKS,

@@ -11,7 +11,6 @@ A reader sees a complete file or none, wherever the writer was killed.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
 import shutil
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 from uuid import uuid4
 
+from trainloop.distributed.hosts import running_system
 from trainloop.errors import ConfigurationError
 
 __all__ = ["Folder", "folder", "split_file", "sync_directory", "temporary_name"]
@@ -326,17 +326,13 @@ def temporary_name(name: str, writer: str, kernel: str = "") -> str:
     return f".{name}.{writer or 'write'}.{kernel}{uuid4().hex[:8]}{_TEMPORARY}"
 
 
-@functools.cache
 def _kernel() -> str:
-    """Digits of the running system since its start; empty where unknown.
+    """Digits of the running system, for the names of files; empty where unknown.
 
     Files from the same system are locked while their writer lives, in any container. For files of another host, on a
     network disk, a missing lock proves nothing.
     """
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "")[:12]
-    except OSError:
-        return ""
+    return running_system()[:12]
 
 
 def _new_locked(path: str) -> BinaryIO:

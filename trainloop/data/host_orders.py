@@ -2,6 +2,9 @@
 
 The first rank of a host draws into a file without a name, of which the others read their own part. All take over the
 state that the sampler's generator has afterwards, as if each had drawn. A rank that can't open the file draws itself.
+
+Ranks that somebody else started, or callbacks on each rank, may have made samplers that would not draw alike: all ranks
+of the run compare what they would draw from, before anyone takes another's order for its own.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import contextlib
 import mmap
 import os
 import secrets
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainloop.distributed.hosts import neighbourhood
 from trainloop.rng import derive_seed
 
 if TYPE_CHECKING:
@@ -37,6 +42,17 @@ class OrderToDraw(NamedTuple):
     """Writes it into an int64 tensor of that length."""
     generator: torch.Generator | None
     """The sampler's own, if it has one."""
+    numbers: tuple[int, ...]
+    """What is drawn of, and how: with equal ones, weights and states of generators, ranks draw the same."""
+    weights: Tensor | None = None
+
+    def fingerprint(self) -> int:
+        """A checksum of all that the order will depend on."""
+        parts = [self.length, *self.numbers]
+        if self.weights is not None:
+            parts.append(zlib.crc32(self.weights.detach().cpu().contiguous().numpy().data))
+        state = torch.get_rng_state() if self.generator is None else self.generator.get_state()
+        return derive_seed("order", *parts, zlib.crc32(state.numpy().data))
 
     def drawn(self) -> Tensor:
         """The order, drawn in this process."""
@@ -53,11 +69,14 @@ class HostOrders:
     rank : int
     exchange_ints : callable
         A collective exchange of integers, of all ranks.
+    check : callable
+        Takes every rank's checksum of what it would draw from; raises where they differ.
     """
 
-    def __init__(self, rank: int, exchange_ints: ExchangeInts) -> None:
+    def __init__(self, rank: int, exchange_ints: ExchangeInts, check: Callable[[list[list[int]]], None]) -> None:
         self._rank = rank
         self._exchange = exchange_ints
+        self._check = check
         self._leader: int | None = None
 
     @contextmanager
@@ -67,26 +86,17 @@ class HostOrders:
             yield order.drawn()
             return
         if self._leader is None:
-            self._leader = [host for (host,) in self._exchange([_this_host()])].index(_this_host())
-        leads = self._leader == self._rank
+            here = derive_seed("host", neighbourhood())
+            self._leader = [host for (host,) in self._exchange([here])].index(here)
+        leads, fingerprint = self._leader == self._rank, order.fingerprint()
         with _written(order) if leads else _nothing_written() as (memory, place):
-            said = self._exchange(place)[self._leader]
+            said = self._exchange([fingerprint, *place])
+            self._check([theirs[:1] for theirs in said])
             if not leads:
-                memory = _opened(said, order)
+                memory = _opened(said[self._leader][1:], order)
             found = order.drawn() if memory is None else _order_in(memory, order, take_state=not leads)
             yield found
             self._exchange([])  # all have read what they need
-
-
-def _this_host() -> int:
-    """A number for the processes that can reach each other through ``/proc``."""
-    parts = []
-    with contextlib.suppress(OSError):
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            parts.append(file.read())
-        parts.append(os.readlink("/proc/self/ns/pid"))
-    # Without /proc no other process can: a host of its own.
-    return derive_seed("host", *(parts if len(parts) == 2 else [os.getpid()]))
 
 
 @contextmanager

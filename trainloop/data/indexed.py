@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -122,6 +122,7 @@ class Indexed(Source):
         self.loader = twin(loader, **changes)
 
         given, world_size = isinstance(shard, GivenShard), shard.num_replicas
+        self.shares = not given
         plan = plan_of(loader, 1 if given else world_size)
         if plan is not None:
             self.num_batches: int | None = plan.num_batches
@@ -133,10 +134,17 @@ class Indexed(Source):
         if plain is not None:
             self.global_batch_size = plain.batch_size * world_size
 
-    def draw_together(self, exchange_ints: ExchangeInts) -> None:
-        """From now on orders that are drawn as a whole are drawn once on each host, by this exchange of all ranks."""
+    def draw_together(self, exchange_ints: ExchangeInts, check: Callable[[list[list[int]]], None]) -> None:
+        """From now on orders that are drawn as a whole are drawn once on each host, by this exchange of all ranks.
+
+        ``check`` takes every rank's checksum of what its order is drawn from; it raises where they differ.
+        """
         if isinstance(self._shard, ShardSampler):
-            self._shard.together = HostOrders(self._rank, exchange_ints)
+            self._shard.together = HostOrders(self._rank, exchange_ints, check)
+
+    @property
+    def rule(self) -> str:
+        return self._shard.rule
 
     @property
     def order_digest(self) -> int | None:

@@ -6,8 +6,8 @@ import contextlib
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Sized
-from typing import Any
+from collections.abc import Iterator, Sequence, Sized
+from typing import Any, NamedTuple
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -166,8 +166,63 @@ def check_orders(digests: list[list[int]], loader: Any, name: str) -> None:
     raise ConfigurationError(
         f"{name}: {type(getattr(sampler, 'sampler', sampler)).__name__} gives another order on each rank, so that its "
         f"samples can't be shared out. Let it draw from torch's, numpy's or Python's global generators, which are "
-        f"seeded alike on all ranks, or from a generator that you seed with the same number on each."
+        f"seeded alike on all ranks, or from a generator that you seed with the same number on each, and give it the "
+        f"same data and weights on each."
     )
+
+
+class Shared(NamedTuple):
+    """What ranks that share a loader out must have in common, as integers; -1 where one may differ from another."""
+
+    grad_accumulation: int
+    rule: int = -1
+    """A checksum of the kind of loader and of how its order becomes known."""
+    seed: int = -1
+    """A checksum of the seed of orders and augmentation."""
+    samples: int = -1
+    batches: int = -1
+    batch_size: int = -1
+
+
+def check_shared(everyone: Sequence[Shared], name: str) -> None:
+    """Raise if ranks would not do the same steps: one of them would wait for others that never come.
+
+    Raises
+    ------
+    ConfigurationError
+        Naming the first difference, and the first rank that has it.
+    """
+    first = everyone[0]
+    rank, other = next(((rank, theirs) for rank, theirs in enumerate(everyone) if theirs != first), (0, first))
+    if other == first:
+        return
+    if other.grad_accumulation != first.grad_accumulation:
+        raise ConfigurationError(
+            f"fit(grad_accumulation={other.grad_accumulation}) on rank {rank}, {first.grad_accumulation} on rank 0: "
+            "ranks make each step together. Pass the same number on every rank."
+        )
+    if (other.samples, other.batches, other.batch_size) != (first.samples, first.batches, first.batch_size):
+        raise ConfigurationError(
+            f"{name} has {_counted(first)} on rank 0, and {_counted(other)} on rank {rank}: every rank must have the "
+            "whole of it, from which trainloop takes the rank's part. Pass the same dataset, sampler and batch_size on "
+            "every rank; or, where each has data of its own, a loader that is already distributed (with a "
+            "DistributedSampler, or an IterableDataset split by rank)."
+        )
+    if other.rule != first.rule:
+        raise ConfigurationError(
+            f"{name} is another kind of loader, or has another kind of sampler, on rank {rank} than on rank 0: its "
+            "samples can't be shared out. Make it in the same way on every rank."
+        )
+    raise ConfigurationError(
+        f"rank {rank} has another seed than rank 0: {name}'s order, by which samples are shared out, would differ. "
+        "Give TrainLoop(seed=) the same number on every rank; each draws its own numbers for augmentation from it."
+    )
+
+
+def _counted(shared: Shared) -> str:
+    known = {"samples": shared.samples, "batches": shared.batches}
+    parts = [f"{count} {what}" for what, count in known.items() if count >= 0] or ["no known length"]
+    return " in ".join(parts) + (f" of {shared.batch_size}" if shared.batch_size >= 0 else "") + " over all ranks"
 
 
 def check_iterable(loader: Any, name: str) -> None:

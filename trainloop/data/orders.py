@@ -114,7 +114,7 @@ def all_at_once(sampler: Any) -> tuple[OrderToDraw | Any, Any]:
             else:
                 out.copy_(torch.multinomial(weights, count, replacement, generator=generator))
 
-        return OrderToDraw(count, draw, generator), None
+        return OrderToDraw(count, draw, generator, (int(replacement),), weights), None
     if type(sampler) is SubsetRandomSampler:
         return permutations(len(sampler.indices), len(sampler.indices), sampler.generator), sampler.indices
     if type(sampler) is RandomSampler:
@@ -133,7 +133,7 @@ def permutations(number: int, length: int, generator: torch.Generator | None, *,
         if one_more or whole < length:
             out[whole:] = torch.randperm(number, generator=generator)[: length - whole]
 
-    return OrderToDraw(length, draw, generator)
+    return OrderToDraw(length, draw, generator, (number, int(one_more)))
 
 
 def listed(order: Any, elements: Any) -> list[Any]:

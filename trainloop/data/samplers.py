@@ -64,6 +64,11 @@ class RankShard:
     sizes_known: bool = True
     """Whether :meth:`batches` yields the sizes of all ranks; else only this rank's."""
 
+    @property
+    def rule(self) -> str:
+        """How the order becomes known; ranks of different rules would not exchange the same."""
+        return type(self).__name__
+
     def set_epoch(self, epoch: int) -> None:
         """Shuffle as in epoch ``epoch`` from the next iteration on; every rank calls it."""
         self.epoch = epoch
@@ -133,6 +138,12 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
     def order(self) -> Order | None:
         """This epoch's global order, where it is known by position."""
         return order_by_position(self.base, derive_seed(self.seed, "order", self.epoch))
+
+    @property
+    def rule(self) -> str:
+        """By position, drawn as a whole, or iterated."""
+        drawn = "at once" if self.plan is not None and is_there_at_once(self.base) else "one by one"
+        return drawn if self.plan is None or self.order is None else "by position"
 
     def __len__(self) -> int:
         if self.plan is None:

@@ -35,6 +35,9 @@ class Source:
     loader: Any
     """The loader that is read: the user's own, or its twin for this rank."""
 
+    shares: bool = True
+    """Whether ranks share one order out, rather than each reading its own."""
+
     sizes_known: bool = True
     """Whether items carry the samples of all ranks, ``(sizes, batch)``, or of this rank only, ``(size, batch)``."""
 
@@ -49,6 +52,11 @@ class Source:
 
     position: Position | None = None
     """The position by the user's stream's or loader's own state; None where neither has one."""
+
+    @property
+    def rule(self) -> str:
+        """How ranks come to read the same order, which decides what they exchange."""
+        return type(self).__name__
 
     @property
     def order_digest(self) -> int | None:
@@ -153,7 +161,7 @@ class Stream(Source):
     sizes_known = False
 
     def __init__(self, loader: DataLoader[Any], rank: int, world_size: int, seed: int, name: str, given: bool) -> None:
-        self._name = name
+        self._name, self.shares = name, not given
         self._seed = derive_seed(seed, "stream", rank) if given else derive_seed(seed, "stream")
         # All of a stream that is already this rank's own share.
         shared = world_size > 1 and not given
@@ -205,7 +213,7 @@ class Opaque(Source):
         self, loader: Any, rank: int, world_size: int, seed: int | None, name: str, *, given: bool, with_position: bool
     ) -> None:
         self.loader = loader if seed is None else libraries.same_on_all_ranks(loader)
-        self._name = name
+        self._name, self.shares = name, not given
         self._seed = None if seed is None else derive_seed(seed, "stream", *([rank] if given else []))
         self._rank, self._step = (0, 1) if given else (rank, world_size)
         self._batch_size = getattr(loader, "batch_size", None)

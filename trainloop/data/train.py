@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -22,6 +23,7 @@ from trainloop.data.sources import AsItIs, Columns, Opaque, Source, Stream, Tens
 from trainloop.data.steps import ExchangeInts, StepBatches, steps_of_exchanged, steps_of_known
 from trainloop.data.tensors import TensorRows
 from trainloop.errors import ConfigurationError
+from trainloop.rng import derive_seed
 
 _LIVE = object()  # stands for the source's present position
 _NOTED = object()  # stands for the states that workers noted at the epoch's begin
@@ -78,7 +80,7 @@ def train_feed(
             f"was given. Pass trainloop.distributed.exchange_ints."
         )
     if isinstance(source, Indexed) and world_size > 1 and exchange_ints is not None:
-        source.draw_together(exchange_ints)
+        source.draw_together(exchange_ints, partial(loaders.check_orders, loader=loader, name=name))
     return TrainFeed(source, loader, rank, world_size, seed, name, exchange_ints, device)
 
 
@@ -127,7 +129,8 @@ class TrainFeed:
             users_loader = users_loader.loader
         self._users_loader = users_loader
         self._generators = generators_of(users_loader)
-        self._draws_globally = seed is None
+        self._seed, self._draws_globally = seed, seed is None
+        self._compared = False  # with the other ranks' feeds
         self._at_epoch_begin: dict[str, Any] | None = None
         self._resumed: dict[str, Any] | None = None  # the position to begin from
         self._position: Any = _LIVE
@@ -182,6 +185,8 @@ class TrainFeed:
         ConfigurationError
             If the epoch turns out to be empty.
         """
+        if self._world_size > 1 and self._exchange_ints is not None and not self._compared:
+            self._compare(grad_accumulation, self._exchange_ints)
         start_workers(self._users_loader, self._worker_states)
         self._at_epoch_begin = self._states(for_later=True)
         self._worker_states = None
@@ -210,6 +215,22 @@ class TrainFeed:
                 f"{self._name} gave no batch in epoch {self._epoch + 1}: training needs one at least. An iterator can "
                 f"be read once; pass an object whose __iter__ starts anew each epoch."
             )
+
+    def _compare(self, grad_accumulation: int, exchange_ints: ExchangeInts) -> None:
+        """Raise if ranks would not do the same steps: whoever starts them, or a callback on each, may make loaders.
+
+        Before any exchange that only some of them would come to: they would wait for each other.
+        """
+        source, mine = self._source, loaders.Shared(grad_accumulation)
+        if source.shares:
+            mine = mine._replace(seed=-1 if self._seed is None else derive_seed(self._seed))
+        if source.sizes_known:
+            counts = (source.num_samples, source.num_batches, source.global_batch_size)
+            mine = loaders.Shared(
+                mine.grad_accumulation, derive_seed(source.rule), mine.seed, *(-1 if n is None else n for n in counts)
+            )
+        loaders.check_shared([loaders.Shared(*theirs) for theirs in exchange_ints(list(mine))], self._name)
+        self._compared = True
 
     def _checked(self, items: Iterator[tuple[Any, Any]], exchange_ints: ExchangeInts) -> Iterator[tuple[Any, Any]]:
         """The items, after a check that ranks read the same order: one exchange an epoch, where it could differ."""

@@ -11,6 +11,7 @@ first exchange, and kept for as long as that default group lives. GPU tensors go
 that device, or through the CPU if it has none.
 
 * ``ranks.py``: who is who
+* ``hosts.py``: who is on this host
 * ``objects.py``: objects and ints, over the CPU
 * ``wire.py``, ``key.py``: messages that prove their sender
 * ``encoding.py``, ``columns.py``: objects as bytes that hold no code

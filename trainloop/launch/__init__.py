@@ -31,7 +31,7 @@ from trainloop.launch.fork_server import (
     server,
 )
 from trainloop.launch.inherited import circumstances, taken_at_start
-from trainloop.launch.joining import join, joined
+from trainloop.launch.joining import join, joined, place_here
 from trainloop.launch.kept import keeping, kept_here
 from trainloop.launch.main_guard import check_main_guard, main_place
 from trainloop.launch.meetings import Meetings, Survival
@@ -46,7 +46,7 @@ from trainloop.stopping import SharedStop, StopAgreement
 from trainloop.transfer import pack
 from trainloop.transfer.pages import anonymous_file
 
-__all__ = ["Survival", "join", "joined", "keeping", "launch"]
+__all__ = ["Survival", "join", "joined", "keeping", "launch", "place_here"]
 
 logger = logging.getLogger("trainloop")
 

@@ -19,12 +19,12 @@ from trainloop.distributed.peers import no_strangers
 from trainloop.distributed.ranks import leave_group
 from trainloop.errors import ConfigurationError
 from trainloop.forks import guard_forks
-from trainloop.launch.rank_process import started_by_launch
+from trainloop.launch.rank_process import started_as, started_by_launch
 from trainloop.signals import signals
 from trainloop.stopping import GroupStop, LocalStop, SharedStop, StopAgreement
 from trainloop.transfer.pages import anonymous_file
 
-__all__ = ["join", "joined"]
+__all__ = ["join", "joined", "place_here"]
 
 T = TypeVar("T")
 
@@ -75,6 +75,11 @@ def joined(environ: Mapping[str, str] | None = None) -> Rank | None:
             "SLURM_NTASKS): a rank is 0 to the number of processes less one. Unset them to start ranks from here."
         )
     return Rank(rank, world_size, local_rank, local_world_size, node_rank, num_nodes)
+
+
+def place_here() -> Rank:
+    """This process's place among all ranks, and among those of its host, whoever started them."""
+    return started_as() or joined() or Rank()
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

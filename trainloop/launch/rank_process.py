@@ -44,7 +44,7 @@ from trainloop.transfer import Parcel
 from trainloop.transfer.pages import anonymous_path
 from trainloop.transfer.result import ResultFile
 
-__all__ = ["STACK_SIGNAL", "RankSpec", "State", "is_kept", "result_file", "run_rank", "started_by_launch"]
+__all__ = ["STACK_SIGNAL", "RankSpec", "State", "is_kept", "result_file", "run_rank", "started_as", "started_by_launch"]
 
 STACK_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else None
 """Makes a rank write its Python stacks: a real-time signal, which programs leave alone."""
@@ -137,13 +137,19 @@ class RankTerminated(BaseException):
     """Raised in a rank by the parent's SIGTERM, so that ``finally`` blocks run."""
 
 
-_started = _kept = False
+_started_as: Rank | None = None
+_kept = False
 _result_file: ResultFile | None = None
 
 
 def started_by_launch() -> bool:
     """Whether this process is a rank that ``launch`` started."""
-    return _started
+    return _started_as is not None
+
+
+def started_as() -> Rank | None:
+    """The place that ``launch`` has given this process; ``None`` where it has not started it."""
+    return _started_as
 
 
 def result_file() -> ResultFile | None:
@@ -158,9 +164,9 @@ def is_kept() -> bool:
 
 def run_rank(local_rank: int, spec: RankSpec) -> None:
     """The main function of a rank's process."""
-    global _started, _kept
-    _started, _kept = True, bool(spec.line_fds)
-    me = spec.rank_of(local_rank)
+    global _started_as, _kept
+    _started_as, _kept = spec.rank_of(local_rank), bool(spec.line_fds)
+    me = _started_as
     stack_fd = spec.stack_fds[local_rank]
     own = (spec.words_fd, spec.store_fd, spec.result_fd, spec.scratch.lock_fd)
     for fd in {*own, *spec.record_fds, *spec.stack_fds, *spec.inherited, *spec.line_fds}:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -20,7 +19,6 @@ from trainloop import distributed, rng
 from trainloop.data.kept_workers import keeping_workers, kept_workers
 from trainloop.data.orders import generators_of
 from trainloop.devices import has_ranks
-from trainloop.distributed import Rank
 from trainloop.model import yields_losses
 from trainloop.optim import needs_closure, optimizers_of
 from trainloop.resources.enforce import applied, cap_workers, child_environment
@@ -203,6 +201,7 @@ def _as_rank(
     caller : CallersRandomness, optional
         For the one process of ``single`` and ``dp``.
     """
+    from trainloop.launch import place_here
     from trainloop.launch.rank_process import is_kept
     from trainloop.train_loop.handover import Arrival
 
@@ -211,7 +210,7 @@ def _as_rank(
         kept.enter_context(keeping_workers(own_memory=True))
         atexit.register(kept.close)
     # The loop came from a process that is no rank: its own place is not this one's.
-    loop.process = process = _process_here()
+    loop.process = process = place_here()
     loop.drawn_seed = distributed.broadcast_object(loop.drawn_seed)
     arrival = None if joined else Arrival(loop, paths)
     ranks = process.local_world_size
@@ -310,20 +309,6 @@ def _own_randomness(loop: TrainLoop[Any]) -> Iterator[None]:
         return
     with rng.isolated(rng.derive_seed(seed, "fit", loop.epoch, loop.rank)):
         yield
-
-
-def _process_here() -> Rank:
-    """This process's place, whether it was started by us or by torchrun or Slurm."""
-    from trainloop.launch import joined
-    from trainloop.launch.rank_process import started_by_launch
-
-    here = None if started_by_launch() else joined()
-    if here is not None:
-        return here
-    # A rank of launch() has the group, and its local place in the variables that launch set.
-    rank, world_size = distributed.get_rank(), distributed.get_world_size()
-    local_rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    return Rank(rank, world_size, local_rank, ranks, rank // ranks, world_size // ranks)
 
 
 def sent_parts(loop: TrainLoop[Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -178,7 +177,9 @@ def sharded(
 
 
 def _is_first_of_host() -> bool:
-    return int(os.environ.get("LOCAL_RANK", distributed.get_rank())) == 0
+    from trainloop.launch import place_here  # `import trainloop` is to be cheap
+
+    return place_here().local_rank == 0
 
 
 def _give_back(
@@ -268,7 +269,10 @@ def _result_file() -> ResultFile | None:
 
 def _all_here() -> bool:
     """Whether all ranks are on this host."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == distributed.get_world_size()
+    from trainloop.launch import place_here  # `import trainloop` is to be cheap
+
+    here = place_here()
+    return here.local_world_size == here.world_size
 
 
 def _give_back_buffers(model: nn.Module, buffers: dict[str, tuple[Tensor, Tensor]], *, as_they_came: bool) -> None:
