@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -82,6 +84,39 @@ def test_a_thread_that_works_gets_on() -> None:
     assert beats == sorted(set(beats))
     steps.over = True
     steps.thread.join()
+
+
+def beats_while(block: Callable[[], object], times: int, pause_s: float) -> list[int]:
+    """How often it was said that this thread gets on, which calls ``block`` some times from one instruction."""
+    beats: list[int] = []
+    pulse, over = Pulse(threading.get_ident(), 1.0, beats.append), threading.Event()
+
+    def look() -> None:
+        while not over.wait(pause_s):
+            pulse.look()
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    try:
+        for _ in range(times):
+            block()
+    finally:
+        over.set()
+        looker.join()
+    return beats
+
+
+def test_a_loop_over_a_long_call_gets_on() -> None:
+    """Each look finds it in that call, of which there is always another."""
+    data = bytes(8 << 20)
+    begin = time.monotonic()
+    zlib.crc32(data)  # without the interpreter's lock
+    call_s = time.monotonic() - begin
+    beats = beats_while(partial(zlib.crc32, data), 40, 2 * call_s)
+    assert len(beats) >= 8, beats
+    # But not within one such call, nor where it calls nothing but sleep.
+    assert len(beats_while(partial(zlib.crc32, bytes(40 * len(data))), 1, 2 * call_s)) <= 2
+    assert len(beats_while(partial(time.sleep, 0.005), 100, 0.02)) <= 4
 
 
 def test_a_lone_process_without_a_pulse_is_overdue() -> None:
