@@ -37,6 +37,28 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     return get
 
 
+class Linear(TTBasicModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def linear_loop(batch_size: int) -> TrainLoop:
+    """A loop of one layer over a few rows, in one process."""
+    model = Linear()
+    return TrainLoop(
+        model,
+        DataLoader(TensorDataset(*rows()), batch_size),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        criterion=nn.CrossEntropyLoss(),
+        accelerator="cpu",
+        progress_bar=False,
+    )
+
+
 def assert_survives(
     undisturbed: Undisturbed,
     folder: Path,
@@ -110,19 +132,28 @@ def test_one_snapshot_that_fails_and_a_dataset_that_draws(undisturbed: Undisturb
 @pytest.mark.filterwarnings("ignore:no snapshot could be made after step")
 def test_a_snapshot_that_failed_is_tried_again_soon() -> None:
     """A step later, then 3 and 7 steps later, however long the pause is; then the pause counts again."""
-    model = Linear()
-    tl = TrainLoop(
-        model,
-        DataLoader(TensorDataset(*rows()), 2),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        criterion=nn.CrossEntropyLoss(),
-        accelerator="cpu",
-        progress_bar=False,
-    )
+    tl = linear_loop(batch_size=2)
     tries = Tries(fails_at=(20, 21, 24), dies_at=38)
     tl.fit(num_epochs=1, callbacks=[tries], max_restarts=1, restart_every_steps=20)
     assert tries.steps[:4] == [20, 21, 24, 31]  # as the snapshot of the last of them saw it
     assert [restart.step for restart in tl.restarts] == [31]
+
+
+@pytest.mark.filterwarnings("ignore:no snapshot could be made after step")
+def test_sharded_ranks_stay_together_where_one_can_make_no_snapshot(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """Before, between and after the exchanges by which its tensors are gathered, on either rank."""
+    plan = [
+        (1, "state_dict", 2, "out of memory"),
+        (1, "snapshot is half written", 3, "out of memory"),
+        (0, "snapshot is half written", 6, "out of memory"),
+        (1, "on_batch_end", 7, "SIGKILL"),
+    ]
+    fit = {"max_restarts": -1, "restart_every_steps": 1}
+    tl, facts = train(tmp_path, "fsdp", 2, "in memory", plan, **fit)
+    expected = undisturbed("fsdp", 2, "in memory", 3)
+    assert all((tmp_path / f"done-{i}").exists() for i in range(len(plan)))
+    assert [(restart.rank, restart.cause) for restart in tl.restarts] == [(1, "was killed by signal SIGKILL")]
+    assert [name for name in facts if not same(facts[name], expected[name])] == []
 
 
 @pytest.mark.slow
@@ -291,27 +322,10 @@ class Fails(AbstractCallback):
 
 
 def fails(error: Exception, **fit: Any) -> tuple[TrainLoop, WorkerFailedError]:
-    model = Linear()
-    tl = TrainLoop(
-        model,
-        DataLoader(TensorDataset(*rows()), 8),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        criterion=nn.CrossEntropyLoss(),
-        accelerator="cpu",
-        progress_bar=False,
-    )
+    tl = linear_loop(batch_size=8)
     with pytest.raises(WorkerFailedError) as raised:
         tl.fit(num_epochs=1, callbacks=[Fails(error)], **fit)
     return tl, raised.value
-
-
-class Linear(TTBasicModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)
 
 
 @pytest.mark.filterwarnings("always:max_restarts. snapshots leave out")

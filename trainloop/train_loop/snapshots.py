@@ -25,6 +25,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from trainloop import distributed
+from trainloop.launch.failures import described
 from trainloop.optim import optimizers_of
 from trainloop.parallel.shards import gathered, map_tensors
 from trainloop.stopping import StopAgreement
@@ -47,6 +48,9 @@ SHARE_OF_TIME = 0.01
 
 _BACK, _FAILING, _FIRST = 0, 1, 2  # words of the status: when training went on, failures in a row; then
 _STEP, _TRAINS = 0, 1  # of each rank
+
+_Part = dict[str, dict[Any, Any]]
+_NEEDED = ("rank", "buffers")  # of a rank's part; from the other sections what can't be pickled is left out
 
 # Nobody expects these in a snapshot: each process has its own.
 _OF_A_PROCESS = (io.IOBase, socket.socket, threading.Thread, type(threading.Lock()), type(threading.RLock()))
@@ -188,16 +192,12 @@ class StopWithSnapshots:
         begun = time.perf_counter()
         run.checkpointed = False
         run.publish(run.recorder.exchange_steps())
-        problem = ""
-        try:
-            self._write(step)
-        except Exception as error:  # of a user's __getstate__, or no memory: the run itself is well
-            problem = f"{type(error).__name__}: {error}"
-        if self._copies is not None and not self._copies.spread(self._number + 1, written=not problem):
+        written, problem = self._try_to_write(step)
+        if self._copies is not None and not self._copies.spread(self._number + 1, written=written):
             problem = problem or "no copy of it on the next host"
         ended = time.perf_counter()
         # All ranks have written when this is over; and all go by the same numbers.
-        mine = [int(1e9 * (ended - begun)), int(1e9 * (begun - self._made_at)), int(bool(problem))]
+        mine = [int(1e9 * (ended - begun)), int(1e9 * (begun - self._made_at)), int(not written or bool(problem))]
         costs, pauses, errors = zip(*distributed.exchange_ints(mine))
         self._failed_in_a_row = self._failed_in_a_row + 1 if any(errors) else 0
         self._status[_FAILING] = self._failed_in_a_row
@@ -235,15 +235,36 @@ class StopWithSnapshots:
 
     # -- what it holds -----------------------------------------------------------------------------------------------
 
-    def _write(self, step: int) -> None:
-        run, loop, number = self._run, self._run.loop, self._number + 1
-        attributes = _attributes(loop, self._arrival)
-        unchanged = {
-            place
-            for place, function in self._functions.items()
-            if isinstance(content := attributes[place[0]].get(place[1]), dict) and content.get(place[2]) is function
-        }
-        mine: dict[str, dict[Any, Any]] = {
+    def _try_to_write(self, step: int) -> tuple[bool, str]:
+        """Whether this rank's parts are written, and what of its own kept it from that. Collective.
+
+        What fails here is a user's ``__getstate__``, or memory: the run itself is well.
+        """
+        problem = ""
+        mine: _Part = {}
+        common: _Part = {}
+        try:
+            mine, common = self._mine_now(), self._common_now()
+        except Exception as error:
+            problem = described(error)
+        if self._run.place.collective:
+            # All ranks gather, or none: one that went on without it would meet the others in another exchange. What
+            # fails in the midst of gathering is not caught, since there others wait for this rank.
+            if any(failed for (failed,) in distributed.exchange_ints([int(bool(problem))])):
+                return False, problem
+            mine = map_tensors(mine, partial(gathered, keeps=True))
+            common = map_tensors(common, partial(gathered, keeps=self._local_rank == 0))
+        if not problem:
+            try:
+                self._write(step, mine, common)
+            except Exception as error:
+                problem = described(error)
+        return not problem, problem
+
+    def _mine_now(self) -> _Part:
+        """This rank's own part. No exchange, but for what a callback's ``state_dict`` does."""
+        run, loop = self._run, self._run.loop
+        return {
             "rank": {
                 **run_state.rank_state(run, lambda value, _: value),
                 "history": loop.history.state_dict(),
@@ -260,11 +281,26 @@ class StopWithSnapshots:
                 for i, callback in enumerate(loop.callbacks)
                 for name in handover.stateful_attributes(callback)
             },
-            **attributes,
+            **_attributes(loop, self._arrival),
         }
-        if run.place.collective:
-            mine = map_tensors(mine, partial(gathered, keeps=True))
-        packed = self._snapshotter.pack(mine, ("stateful", *attributes), unchanged)
+
+    def _common_now(self) -> _Part:
+        """What is common to all ranks, as far as this one has a part in it. No exchange."""
+        run = self._run
+        if self._local_rank and not run.place.collective:
+            return {}
+        own = {str(i): _own_attributes(optimizer) for i, optimizer in enumerate(optimizers_of(run.loop.optimizer))}
+        return {"state": run_state.common_state(run), "optimizers": own}
+
+    def _write(self, step: int, mine: _Part, common: _Part) -> None:
+        """What this rank has to write; without an exchange."""
+        loop, number = self._run.loop, self._number + 1
+        unchanged = {
+            (section, key, name)
+            for (section, key, name), function in self._functions.items()
+            if isinstance(content := mine[section].get(key), dict) and content.get(name) is function
+        }
+        packed = self._snapshotter.pack(mine, [section for section in mine if section not in _NEEDED], unchanged)
         if not self._told_omitted:
             self._omitted = [
                 f"{name} of {_owner_text(loop, section, key)}"
@@ -272,14 +308,8 @@ class StopWithSnapshots:
                 if not isinstance(value, (*_OF_A_PROCESS, *_FUNCTIONS))
             ]
         self._memory.write(number, 1 + self._local_rank, step, packed)
-        if self._local_rank == 0 or run.place.collective:
-            own = {str(i): _own_attributes(optimizer) for i, optimizer in enumerate(optimizers_of(loop.optimizer))}
-            common: dict[str, dict[str, Any]] = {"state": run_state.common_state(run), "optimizers": own}
-            if run.place.collective:
-                common = map_tensors(common, partial(gathered, keeps=self._local_rank == 0))
-            if self._local_rank == 0:
-                packed = self._snapshotter.pack(common, ("optimizers",))
-                self._memory.write(number, 0, step, packed)
+        if self._local_rank == 0:
+            self._memory.write(number, 0, step, self._snapshotter.pack(common, ("optimizers",)))
 
     # -- going on from it --------------------------------------------------------------------------------------------
 
