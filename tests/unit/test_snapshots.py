@@ -20,6 +20,7 @@ from trainloop.launch.failures import Failure
 from trainloop.resources import ResourceQuota
 from trainloop.train_loop.options import RestartOptions
 from trainloop.train_loop.restarts import Supervisor
+from trainloop.train_loop.snapshots import steps_between
 from trainloop.transfer.slots import SnapshotMemory, Snapshotter, arrived_classes
 
 
@@ -139,6 +140,22 @@ def test_a_bug_of_all_ranks_is_known_whichever_tells_of_it_first() -> None:
     killed = [Failure(rank, 1, None, exitcode=-9) for rank in (0, 1)]
     assert outcome(*killed) == ""
     assert "It came again" in outcome(killed[0], killed[0])
+
+
+@pytest.mark.parametrize(
+    ("writing", "whole", "step", "steps"),
+    [
+        ([4, 6], [0, 0], 3, 200),  # the first: 6 of 600
+        ([4, 6], [40, 9], 3, 300),  # one waited for the other to come, which it does at any step; 9 all have lost
+        ([30, 6], [40, 9], 3, 1000),  # it has grown
+        ([4], [5], 1000, 1),
+        ([4], [5], 0, 500),  # a clock that stood still
+    ],
+)
+def test_snapshots_are_as_seldom_as_their_cost_asks(
+    writing: list[int], whole: list[int], step: float, steps: int
+) -> None:
+    assert steps_between(writing, whole, step) == steps
 
 
 class Wide(TTBasicModel):

@@ -31,16 +31,8 @@ from trainloop.resources.quota import format_bytes
 from trainloop.train_loop.copies import parts_of_host
 from trainloop.train_loop.going_on import Word, going_on
 from trainloop.train_loop.options import RestartOptions
-from trainloop.train_loop.snapshots import (
-    Restart,
-    failed_in_a_row,
-    get_back,
-    get_status,
-    restart_line,
-    set_back,
-    set_status,
-    status_words,
-)
+from trainloop.train_loop.signs import failed_in_a_row, get_back, get_status, set_back, set_status, status_words
+from trainloop.train_loop.snapshots import Restart, restart_line
 from trainloop.transfer.slots import SnapshotMemory
 
 if TYPE_CHECKING:

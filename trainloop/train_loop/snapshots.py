@@ -17,6 +17,7 @@ import threading
 import time
 import types
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +33,7 @@ from trainloop.stopping import StopAgreement
 from trainloop.train_loop import handover
 from trainloop.train_loop import state as run_state
 from trainloop.train_loop.copies import Copies
+from trainloop.train_loop.signs import failed_in_a_row, set_back, set_failed_in_a_row, set_status, step_word
 from trainloop.transfer.shared import put_into
 from trainloop.transfer.slots import SnapshotMemory, Snapshotter, arrived_classes
 from trainloop.transfer.torch_objects import optimizer_state
@@ -41,13 +43,10 @@ if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
     from trainloop.train_loop.training import Training
 
-__all__ = ["Restart", "StopWithSnapshots", "status_words"]
+__all__ = ["Restart", "StopWithSnapshots", "restart_line", "steps_between"]
 
 SHARE_OF_TIME = 0.01
 """What snapshots may cost, where nobody says how often to make them."""
-
-_BACK, _FAILING, _FIRST = 0, 1, 2  # words of the status: when training went on, failures in a row; then
-_STEP, _TRAINS = 0, 1  # of each rank
 
 _Part = dict[str, dict[Any, Any]]
 _NEEDED = ("rank", "buffers")  # of a rank's part; from the other sections what can't be pickled is left out
@@ -76,37 +75,6 @@ class Restart(NamedTuple):
     """Steps after it that had been done already."""
     seconds: float
     """From the failure until a step more than :attr:`step` was done, or until the next failure."""
-
-
-def status_words(ranks: int) -> int:
-    """Words by which ranks tell how far they are."""
-    return _FIRST + 2 * ranks
-
-
-def set_status(memory: SnapshotMemory, rank: int, step: int, trains: bool) -> None:
-    """How far a rank is: steps done, and whether it has come as far as to train."""
-    memory.status[_FIRST + 2 * rank + _STEP] = step
-    memory.status[_FIRST + 2 * rank + _TRAINS] = trains
-
-
-def get_status(memory: SnapshotMemory, rank: int) -> tuple[int, bool]:
-    """What :func:`set_status` said."""
-    return memory.status[_FIRST + 2 * rank + _STEP], bool(memory.status[_FIRST + 2 * rank + _TRAINS])
-
-
-def set_back(memory: SnapshotMemory, time_ns: int) -> None:
-    """When (monotonic clock) the first step after a restart was done; 0: not yet."""
-    memory.status[_BACK] = time_ns
-
-
-def get_back(memory: SnapshotMemory) -> int:
-    """What :func:`set_back` said."""
-    return memory.status[_BACK]
-
-
-def failed_in_a_row(memory: SnapshotMemory) -> int:
-    """How many of the last snapshots could not be made."""
-    return memory.status[_FAILING]
 
 
 class StopWithSnapshots:
@@ -139,15 +107,14 @@ class StopWithSnapshots:
             for name, value in (content.items() if isinstance(content, dict) else ())
             if isinstance(value, _FUNCTIONS)
         }
-        self._mine = _FIRST + 2 * self._local_rank + _STEP
-        self._status = memory.status
+        self._status, self._mine = memory.status, step_word(self._local_rank)
         self._number = 0
         self._failed_in_a_row = failed_in_a_row(memory)
         self._failed = self._told_omitted = False
         self._omitted: list[str] = []
         self._pause = every or 1
         self._last_step, self._next = run.loop.global_step, run.loop.global_step + self._pause
-        self._made_at = time.perf_counter()
+        self._made_at, self._whole_s = time.perf_counter(), 0.0
         notice = memory.notice()
         self.restart: Restart | None = None
         """Why this process was started in another's place."""
@@ -192,15 +159,16 @@ class StopWithSnapshots:
         begun = time.perf_counter()
         run.checkpointed = False
         run.publish(run.recorder.exchange_steps())
+        ready = time.perf_counter()
         written, problem = self._try_to_write(step)
         if self._copies is not None and not self._copies.spread(self._number + 1, written=written):
             problem = problem or "no copy of it on the next host"
-        ended = time.perf_counter()
+        seconds = (time.perf_counter() - ready, self._whole_s, begun - self._made_at)
+        mine = [*(int(1e9 * s) for s in seconds), int(not written or bool(problem))]
         # All ranks have written when this is over; and all go by the same numbers.
-        mine = [int(1e9 * (ended - begun)), int(1e9 * (begun - self._made_at)), int(not written or bool(problem))]
-        costs, pauses, errors = zip(*distributed.exchange_ints(mine))
+        writing, whole, since, errors = zip(*distributed.exchange_ints(mine))
         self._failed_in_a_row = self._failed_in_a_row + 1 if any(errors) else 0
-        self._status[_FAILING] = self._failed_in_a_row
+        set_failed_in_a_row(self._memory, self._failed_in_a_row)
         if any(errors):
             if problem and not self._failed:
                 self._failed = True
@@ -214,12 +182,12 @@ class StopWithSnapshots:
             self._number += 1
             self._tell_omitted()
         if self._every is None:
-            step_s = max(max(pauses), 1) / max(step - self._last_step, 1)
-            self._pause = max(1, math.ceil(max(costs) / SHARE_OF_TIME / step_s))
+            self._pause = steps_between(writing, whole, max(since) / max(step - self._last_step, 1))
         # One that could not be made is tried again soon: until then a failure costs more steps.
         soon = self._pause if not self._failed_in_a_row else 2**self._failed_in_a_row - 1
         self._last_step, self._next = step, step + min(self._pause, soon)
         self._made_at = time.perf_counter()
+        self._whole_s = self._made_at - begun
 
     def _tell_omitted(self) -> None:
         """Once, what can't be pickled: after a restart it is not what it was."""
@@ -372,6 +340,23 @@ class StopWithSnapshots:
                 hook(self.restart)
             if self._tells and (run.ended or run.is_done()):  # there is no further step
                 self._tell()
+
+
+def steps_between(writing: Sequence[float], whole: Sequence[float], step: float) -> int:
+    """Steps from one snapshot to the next for which their share of the time is as meant.
+
+    Parameters
+    ----------
+    writing : sequence of float
+        How long each rank wrote at this one, exchanges left out.
+    whole : sequence of float
+        How long all of the last one took each rank, waiting for others and exchanges included; 0 if there was none.
+    step : float
+        How long a step takes.
+    """
+    # The rank that came last has waited for no other to come: what it lost, all have lost.
+    cost = max(*writing, min(whole))
+    return max(1, math.ceil(cost / SHARE_OF_TIME / max(step, 1)))
 
 
 def restart_line(restart: Restart, limit: str) -> str:

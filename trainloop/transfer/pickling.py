@@ -132,12 +132,25 @@ class Pickler(cloudpickle.Pickler):
                 self.main_names[qualname] = obj
         elif name not in self._by_value:
             module = sys.modules.get(name)
-            self._by_value[name] = module is not None and not _importable(module)
+            self._by_value[name] = module is not None and not self.is_importable(module)
             if self._by_value[name]:
                 if name in cloudpickle.list_registry_pickle_by_value():
                     self._by_value[name] = False  # keep the user's own registration
                 else:
                     cloudpickle.register_pickle_by_value(module)
+
+    def is_importable(self, module: types.ModuleType) -> bool:
+        """Whether a new process with this one's ``sys.path`` finds the module; the file system is asked."""
+        spec = getattr(module, "__spec__", None)
+        if spec is not None and (spec.origin in ("built-in", "frozen") or spec.name in sys.builtin_module_names):
+            return True
+        top = module.__name__.partition(".")[0]
+        for finder in sys.meta_path:
+            find_spec = getattr(finder, "find_spec", None)
+            with contextlib.suppress(Exception):  # another library's finder
+                if find_spec is not None and find_spec(top, None) is not None:
+                    return True
+        return importlib.machinery.PathFinder.find_spec(top, None) is not None
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
@@ -200,20 +213,6 @@ def _reducer_of(kind: type) -> Callable[[Pickler, Any], Any] | None:
     if theirs is None or not theirs.__module__.startswith("multiprocessing.") or "reduction" in theirs.__module__:
         return reducer_for(kind)
     return lambda pickler, obj: theirs(obj)
-
-
-def _importable(module: types.ModuleType) -> bool:
-    """Whether a new process with this one's ``sys.path`` finds the module."""
-    spec = getattr(module, "__spec__", None)
-    if spec is not None and (spec.origin in ("built-in", "frozen") or spec.name in sys.builtin_module_names):
-        return True
-    top = module.__name__.partition(".")[0]
-    for finder in sys.meta_path:
-        find_spec = getattr(finder, "find_spec", None)
-        with contextlib.suppress(Exception):  # another library's finder
-            if find_spec is not None and find_spec(top, None) is not None:
-                return True
-    return importlib.machinery.PathFinder.find_spec(top, None) is not None
 
 
 def _reduce_typed_storage(pickler: Pickler, storage: torch.storage.TypedStorage) -> Any:
