@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from fractions import Fraction
 from numbers import Integral, Rational, Real
 from typing import Literal, NamedTuple
@@ -108,6 +108,11 @@ class ResourceQuota:
             exact(self.num_gpus)
         if self.memory != "auto":
             object.__setattr__(self, "memory", parse_memory(self.memory))
+
+    def filled(self, other: ResourceQuota) -> ResourceQuota:
+        """These figures, and those of ``other`` where they are ``'auto'``."""
+        own, theirs = astuple(self), astuple(other)
+        return ResourceQuota(*(b if a == "auto" else a for a, b in zip(own, theirs)))
 
 
 ResourceQuota.__init__ = knows_foreign_names(  # type: ignore[method-assign]

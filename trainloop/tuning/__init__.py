@@ -11,5 +11,17 @@ from trainloop.tuning.predictor import BaggedPredictor
 from trainloop.tuning.result import Trial, TuneResult
 from trainloop.tuning.search import tune
 from trainloop.tuning.space import Choice, Integers, Uniform
+from trainloop.tuning.worker import seconds_left
 
-__all__ = ["BaggedPredictor", "Choice", "EstimatorLoop", "Fold", "Integers", "Trial", "TuneResult", "Uniform", "tune"]
+__all__ = [
+    "BaggedPredictor",
+    "Choice",
+    "EstimatorLoop",
+    "Fold",
+    "Integers",
+    "Trial",
+    "TuneResult",
+    "Uniform",
+    "seconds_left",
+    "tune",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import shutil
@@ -31,6 +32,7 @@ from trainloop.tuning.worker import Job
 __all__ = ["tune"]
 
 
+_SOFT = 0.9  # of a model's time; what it predicts and writes takes some, too
 _FORKS = hasattr(os, "fork") and hasattr(os, "waitid")
 
 
@@ -147,7 +149,8 @@ def tune(
     lease_timeout_s : float, optional
         How long to wait for CPUs and GPUs that other runs hold; a day by default.
     time_limit_s : float, optional
-        After so many seconds no fold begins, and those that train are ended: the result is that of a Ctrl-C.
+        After so many seconds no fold begins, and those that train are ended: the result is that of a Ctrl-C. A model
+        that asks :func:`~trainloop.tuning.seconds_left` can end before with what it has.
     keep : {'best', 'all'}
         Models that stay: the best trial's, or every trial's (:meth:`TuneResult.predictor_of`).
     preload : sequence of str
@@ -394,6 +397,15 @@ class _Search:
         """Seconds to wait for a fold's end."""
         return 1.0 if self._deadline is None else min(1.0, max(0.0, self._deadline - time.monotonic()))
 
+    def _soft_end(self, num_training: int) -> float | None:
+        """Time of the epoch by which a fold that begins now should have ended, so that those after it have as long."""
+        if self._deadline is None:
+            return None
+        waiting = sum(len(running.waiting) for running in self.begun)
+        waiting += (self._plan.num_trials - self._next) * self._plan.num_folds
+        waves = math.ceil((num_training + waiting) / self._plan.models_in_parallel)
+        return time.time() + _SOFT * (self._deadline - time.monotonic()) / waves
+
     def _fill(self) -> bool:
         """Give every free place a fold to train; returns whether anything trains."""
         taken = {place for running in self.begun for place in running.training.values()}
@@ -408,6 +420,7 @@ class _Search:
             taken.add(place)
             folder = self._store.clean_fold(running.number, fold)
             job = self._job(running.number, fold, folder, place=place)
+            job.until = self._soft_end(len(taken))
             self._backend.start(job, place // self._plan.folds_in_parallel)
         return bool(taken)
 

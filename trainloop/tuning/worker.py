@@ -17,7 +17,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Job", "command", "main"]
+__all__ = ["Job", "command", "main", "seconds_left"]
+
+_until: float | None = None  # when the model that this process trains should have ended, by time.time()
 
 
 @dataclass
@@ -44,6 +46,8 @@ class Job:
     """Variables that must be there before the interpreter starts."""
     trusted: bool = False
     """Whether the files are read whoever may have written them."""
+    until: float | None = None
+    """Seconds of the epoch at which the model should have ended by itself; None without a time limit."""
     probe: bool = False
     """Only look at the data, for its length and targets."""
 
@@ -81,6 +85,26 @@ def main() -> None:
         os._exit(1)
 
 
+def seconds_left() -> float | None:
+    """Seconds that the model in this process may still take, for one that can end sooner with what it has.
+
+    Under ``tune(..., time_limit_s=...)`` each model gets an equal part of the time that is left when it begins; what
+    one does not need is for those after it. A tenth is kept back, for predictions and files.
+
+    Returns
+    -------
+    float or None
+        0 or more; None without a limit, and where nothing of ``tune`` trains.
+
+    Examples
+    --------
+    In ``make_loop``, or in an estimator's ``fit``:
+
+    >>> TimeLimit(max(1, seconds_left() or 3600))  # doctest: +SKIP
+    """
+    return None if _until is None else max(0.0, _until - time.time())
+
+
 def _end_with_the_parent() -> None:
     """Standard input is a pipe that only the parent's end closes. All of the fold's processes are in one group."""
     while os.read(0, 1024):
@@ -94,6 +118,8 @@ def _train(job: Job, folder: Path) -> None:
     from trainloop.resources import ResourceQuota, enforce, lease
     from trainloop.tuning.storage import read, write
 
+    global _until
+    _until = job.until
     # The search has leased what this fold may use: a lease of its own would wait for the search to end.
     lease.inherit()
     quota = ResourceQuota(*job.quota)

@@ -1,0 +1,172 @@
+"""Scores of predictions by scikit-learn's scorers, and weights of models that predict together."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trainloop.errors import ConfigurationError
+
+try:
+    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.metrics import get_scorer, make_scorer
+except ImportError as error:
+    raise ConfigurationError(
+        "trainloop.tuning.scoring needs scikit-learn: pip install 'trainloop[metrics]'."
+    ) from error
+
+__all__ = ["Scorer", "ensemble_weights", "scorer"]
+
+Rows = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A ``metric(y_true, predictions)`` of which greater is better; made by :func:`scorer`."""
+
+    name: str
+    score_model: Callable[[Any, Any, Any], float]
+    """scikit-learn's, which asks a model for its predictions."""
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, y_true: Any, predictions: Any) -> float:
+        """The score; NaN where these rows have none."""
+        rows = np.asarray(predictions)
+        model = _Probabilities(rows) if rows.ndim == 2 and rows.shape[1] > 1 else _OneColumn(rows.reshape(-1))
+        with warnings.catch_warnings():  # a few rows may lack classes
+            warnings.simplefilter("ignore")
+            try:
+                return float(self.score_model(model, None, np.asarray(y_true)))
+            except ValueError:
+                return float("nan")
+
+
+def scorer(metric: str | Callable[[Any, Any], float], name: str | None = None) -> Scorer:
+    """One of scikit-learn's scorers as ``metric`` of :func:`tune`, also for the predictions of a ``TrainLoop``.
+
+    scikit-learn's own call a model; this one takes what was predicted: numbers or classes in one column, or the
+    probabilities of the classes 0, 1, 2 ... in a column each.
+
+    Parameters
+    ----------
+    metric : str or callable
+        One of ``sklearn.metrics.get_scorer_names()``, such as ``'roc_auc'`` or ``'neg_log_loss'``; or
+        ``metric(y_true, y_pred)`` of which greater is better, which gets the likeliest classes of probabilities.
+    name : str, optional
+        Its name in tables.
+
+    Returns
+    -------
+    callable
+        ``metric(y_true, predictions)``; use it with ``mode='max'``. It is NaN where rows have no such score, as rows
+        of a single class have no area under the curve.
+
+    Raises
+    ------
+    ConfigurationError
+        If there is no such scorer.
+
+    Examples
+    --------
+    >>> scorer("accuracy")([0, 1, 1], [[0.9, 0.1], [0.2, 0.8], [0.7, 0.3]])
+    0.6666666666666666
+    """
+    if callable(metric):
+        own_name: str = getattr(metric, "__name__", type(metric).__name__)
+        return Scorer(name or own_name, make_scorer(metric))
+    if metric == "neg_log_loss":
+        return Scorer(name or metric, _log_loss)
+    try:
+        return Scorer(name or metric, get_scorer(metric))
+    except ValueError as error:
+        raise ConfigurationError(
+            f"metric={metric!r}: scikit-learn has no such scorer. sklearn.metrics.get_scorer_names() lists them."
+        ) from error
+
+
+def ensemble_weights(
+    predictions: Sequence[Any], y_true: Any, *metrics: Callable[[Any, Any], float], rounds: int = 25
+) -> list[float]:
+    """Weights of models whose predictions are averaged: the best found by greedy selection.
+
+    In each round the model is added, once more if need be, that makes the average best (Caruana et al., *Ensemble
+    selection from libraries of models*, 2004). The weights of the best round count.
+
+    Parameters
+    ----------
+    predictions : sequence of array
+        For each model its predictions of the same rows, on which it did not train:
+        ``[result.predictions_of(trial) for trial in result.trials]`` of a bag.
+    y_true : array
+        Targets of these rows.
+    *metrics : callable
+        ``metric(y_true, predictions)``, of which greater is better (:func:`scorer`). The second decides between those
+        that are equal by the first, and so on: few rows have few accuracies.
+    rounds : int
+        Models to add.
+
+    Returns
+    -------
+    list of float
+        One for each model, with the sum 1.
+    """
+    counts = np.zeros(len(predictions))
+    total = np.zeros_like(np.asarray(predictions[0], dtype=float))
+    best: tuple[list[float], Rows] | None = None
+    for added in range(1, rounds + 1):
+        averages = [(total + each) / added for each in predictions]
+        scores = [[_number(metric(y_true, each)) for metric in metrics] for each in averages]
+        chosen = max(range(len(scores)), key=scores.__getitem__)
+        counts[chosen] += 1
+        total = total + predictions[chosen]
+        if best is None or scores[chosen] > best[0]:
+            best = scores[chosen], counts / added
+    assert best is not None, "there is a round"
+    return [float(weight) for weight in best[1]]
+
+
+def _number(score: float) -> float:
+    """For comparisons: no score is the worst."""
+    return float("-inf") if np.isnan(score) else score
+
+
+class _Known(BaseEstimator):
+    """A model whose predictions are known."""
+
+    def __init__(self, predictions: Rows) -> None:
+        self.predictions = predictions
+
+    def fit(self) -> None:
+        """Nothing is left to learn; scikit-learn takes nothing for a model that has no ``fit``."""
+
+    def predict(self, x: object) -> Rows:
+        return self.predictions
+
+
+class _OneColumn(RegressorMixin, _Known):
+    """Of numbers, or of classes."""
+
+
+class _Probabilities(ClassifierMixin, _Known):
+    @property
+    def classes_(self) -> Rows:
+        return np.arange(self.predictions.shape[1])
+
+    def predict(self, x: object) -> Rows:
+        return self.predictions.argmax(axis=1)
+
+    def predict_proba(self, x: object) -> Rows:
+        # scikit-learn refuses sums that are not 1.
+        return self.predictions / np.maximum(self.predictions.sum(axis=1, keepdims=True), 1e-15)
+
+
+def _log_loss(model: _Probabilities, x: object, y_true: Rows) -> float:
+    """Also of rows that lack classes, which scikit-learn's refuses."""
+    return float(np.log(np.clip(model.predict_proba(x)[np.arange(len(y_true)), y_true], 1e-15, 1)).mean())
