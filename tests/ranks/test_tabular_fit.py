@@ -172,7 +172,7 @@ def test_a_regression_is_searched_for_in_a_second_fit_of_one_predictor() -> None
     settings = predictor.fit_summary()["settings"]
     assert settings["LightGBM_BAG_L1/T1"]["num_leaves"] != settings["LightGBM_BAG_L1/T2"]["num_leaves"]
     assert predictor.predict(data[150:]).dtype == float
-    with pytest.raises(ConfigurationError, match="a regression has no chances"):
+    with pytest.raises(ConfigurationError, match="a regression has no probabilities"):
         predictor.predict_proba(data)
 
 

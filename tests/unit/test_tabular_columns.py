@@ -18,14 +18,15 @@ from tables import kinds_of_columns, mixed
 
 import trainloop.tabular.options as options_module
 import trainloop.tabular.training as training_module
+import trainloop.tuning.slots as slots_module
 from trainloop.errors import CheckpointError, ConfigurationError, ResourceError
 from trainloop.resources import ResourceQuota, Resources, plan
 from trainloop.tabular import TabularPredictor, get_hyperparameter_config, list_image_models, list_text_presets
 from trainloop.tabular.columns import Columns, read_table
-from trainloop.tabular.ensemble import greedy_weights
 from trainloop.tabular.models import Given, GradientBoosting
 from trainloop.tabular.specs import parse_hyperparameters
-from trainloop.tabular.targets import Metric, Target
+from trainloop.tabular.targets import Target, find_metric
+from trainloop.tuning.scoring import ensemble_weights
 
 # -- columns ---------------------------------------------------------------------------------------------------------
 
@@ -177,40 +178,40 @@ def test_scores_are_those_of_scikit_learn_and_greater_is_better() -> None:
     rng = np.random.default_rng(0)
     truth, chances = rng.integers(0, 3, 90), rng.dirichlet(np.ones(3), 90)
     classes = chances.argmax(1)
-    assert Metric.find(None, "multiclass")(truth, chances) == sk.accuracy_score(truth, classes)
-    assert Metric.find("log_loss", "multiclass")(truth, chances) == pytest.approx(-sk.log_loss(truth, chances))
+    assert find_metric(None, "multiclass")(truth, chances) == sk.accuracy_score(truth, classes)
+    assert find_metric("log_loss", "multiclass")(truth, chances) == pytest.approx(-sk.log_loss(truth, chances))
     expected = sk.roc_auc_score(truth, chances, multi_class="ovo")
-    assert Metric.find("roc_auc", "multiclass")(truth, chances) == pytest.approx(expected)
-    assert Metric.find("f1_macro", "multiclass")(truth, chances) == sk.f1_score(truth, classes, average="macro")
+    assert find_metric("roc_auc", "multiclass")(truth, chances) == pytest.approx(expected)
+    assert find_metric("f1_macro", "multiclass")(truth, chances) == sk.f1_score(truth, classes, average="macro")
     two, of_two = truth % 2, chances[:, :2] / chances[:, :2].sum(1, keepdims=True)
-    assert Metric.find("roc_auc", "binary")(two, of_two) == pytest.approx(sk.roc_auc_score(two, of_two[:, 1]))
+    assert find_metric("roc_auc", "binary")(two, of_two) == pytest.approx(sk.roc_auc_score(two, of_two[:, 1]))
     y, found = rng.normal(size=50), rng.normal(size=50)
-    assert Metric.find("rmse", "regression")(y, found) == -sk.root_mean_squared_error(y, found)
-    assert Metric.find("r2", "regression")(y, found) == sk.r2_score(y, found)
-    assert Metric.find(lambda truth, found: float(len(truth)), "regression")(y, found) == 50
+    assert find_metric("rmse", "regression")(y, found) == -sk.root_mean_squared_error(y, found)
+    assert find_metric("r2", "regression")(y, found) == sk.r2_score(y, found)
+    assert find_metric(lambda truth, found: float(len(truth)), "regression")(y, found) == 50
     with pytest.raises(ConfigurationError, match=r"eval_metric='r2': a binary problem has accuracy, .*roc_auc"):
-        Metric.find("r2", "binary")
+        find_metric("r2", "binary")
 
 
 def test_few_rows_are_scored_without_a_word() -> None:
     truth, chances = np.array([0, 0]), np.array([[0.9, 0.05, 0.05], [0.2, 0.7, 0.1]])
-    assert Metric.find("accuracy", "multiclass")(truth, chances) == 0.5
-    assert Metric.find("balanced_accuracy", "multiclass")(truth, chances) == 0.5
-    assert np.isnan(Metric.find("roc_auc", "multiclass")(truth, chances))
-    assert np.isnan(Metric.find("r2", "regression")(np.array([1.0]), np.array([2.0])))
+    assert find_metric("accuracy", "multiclass")(truth, chances) == 0.5
+    assert find_metric("balanced_accuracy", "multiclass")(truth, chances) == 0.5
+    assert np.isnan(find_metric("roc_auc", "multiclass")(truth, chances))
+    assert np.isnan(find_metric("r2", "regression")(np.array([1.0]), np.array([2.0])))
 
 
 def test_an_ensemble_is_never_worse_than_its_best_model() -> None:
     rng = np.random.default_rng(0)
     truth = rng.normal(size=200)
     models = [truth + rng.normal(size=200) * scale for scale in (0.5, 0.6, 3.0)]
-    metric = Metric.find(None, "regression")
-    weights = greedy_weights(models, truth, metric, metric)
+    metric = find_metric(None, "regression")
+    weights = ensemble_weights(models, truth, metric, metric)
     assert sum(weights) == pytest.approx(1)
     mixed_rows = sum(weight * rows for weight, rows in zip(weights, models))
     assert metric(truth, mixed_rows) > max(metric(truth, rows) for rows in models)
     assert weights[2] < 0.05
-    assert greedy_weights([truth], truth, metric, metric) == [1.0]
+    assert ensemble_weights([truth], truth, metric, metric) == [1.0]
 
 
 # -- settings --------------------------------------------------------------------------------------------------------
@@ -231,13 +232,21 @@ TUNED = {"num_trials": 2}
         ({"hyperparameters": {"GBM": {"ag_args_fit": {"cpus": 1}}}}, "takes num_cpus, num_gpus and memory_limit"),
         ({"hyperparameters": {"AG_IMAGE_NN": {}}}, "no model is left .*ImagePredictor: the table has no columns"),
         ({"hyperparameters": {"AG_TEXT_NN": ["huge"]}}, "text preset 'huge' is not known: there are default"),
-        ({"hyperparameter_tune_kwargs": {"trials": 2}}, "takes searcher .* and num_trials"),
+        ({"hyperparameter_tune_kwargs": {"trials": 2}}, "takes searcher, .* and num_trials"),
         ({"hyperparameter_tune_kwargs": {"num_trials": 0}}, "num_trials=0: must be an int of 1 or more"),
         ({"hyperparameter_tune_kwargs": {"scheduler": "slurm"}}, r"scheduler \('local', 'ray'\)"),
         ({"presets": "huge"}, "preset 'huge' is not known: there are medium_quality"),
         ({"num_bag_folds": -1}, "num_bag_folds=-1"),
         ({"time_limit": 0}, "time_limit=0: must be a number of seconds"),
-        ({"ag_args_ensemble": {"folds": 1}}, "ag_args_ensemble=.*takes 'ag_args_fit'"),
+        ({"num_bag_folds": "two"}, "num_bag_folds='two': must be an int"),
+        (
+            {"num_bag_folds": 2, "ag_args_ensemble": {"ag_args_fit": {"cpus": 1}}},
+            r"ag_args_ensemble\['ag_args_fit'\]=.*takes",
+        ),
+        ({"ag_args_fit": 3}, "ag_args_fit=3: takes num_cpus, num_gpus and memory_limit"),
+        ({"presets": {"folds": 2}}, "presets=.*'folds'.*takes hyperparameters and num_bag_folds"),
+        ({"hyperparameter_tune_kwargs": 3}, "hyperparameter_tune_kwargs=3: takes searcher"),
+        ({"ag_args_ensemble": {"folds": 1}}, "ag_args_ensemble=.*takes ag_args_fit and fold_fitting_strategy"),
         ({"eval_metric": "r2"}, "a binary problem has accuracy"),
         ({"tuning_data": "same", "num_bag_folds": 2}, "tuning_data with num_bag_folds"),
         ({"num_cpus": 10_000}, "num_cpus=10000: this process may use"),
@@ -331,7 +340,8 @@ def large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Planned(asked)
 
     machine = Resources(32, 4, 2**37)
-    monkeypatch.setattr(options_module, "available", lambda: machine)
+    for module in (options_module, slots_module):
+        monkeypatch.setattr(module, "available", lambda: machine)
     monkeypatch.setattr(options_module, "applied", lambda quota: nullcontext())
     monkeypatch.setattr(training_module, "tune", stop)
 
@@ -383,7 +393,7 @@ def test_the_documented_gpu_goes_to_those_that_can_use_it(asked_of_tune: list[tu
     shares = {name: (asked["per_model"], asked["num_trials"]) for name, asked in asked_of_tune}
     assert shares == {
         "LinearModel,RandomForest,ExtraTrees": (ResourceQuota(num_gpus=0), 3),
-        "NeuralNetTorch,LightGBM": (None, 2),
+        "NeuralNetTorch,LightGBM": (ResourceQuota(), 2),
     }
     assert all(asked["total"].num_gpus == 1 for _, asked in asked_of_tune)
     # as documented: on the CPU, and on the GPU
@@ -400,7 +410,8 @@ def test_the_documented_gpu_goes_to_those_that_can_use_it(asked_of_tune: list[tu
 def test_the_documented_gpu_that_is_not_there_is_one_warning(
     asked_of_tune: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(options_module, "available", lambda: Resources(2, 0, 2**33))
+    for module in (options_module, slots_module):
+        monkeypatch.setattr(module, "available", lambda: Resources(2, 0, 2**33))
     with pytest.warns(
         UserWarning, match="num_gpus=1: no GPU is visible here, so all models train on the CPU"
     ) as caught:
@@ -410,11 +421,17 @@ def test_the_documented_gpu_that_is_not_there_is_one_warning(
     assert [(asked["total"].num_gpus, asked["per_model"].num_gpus) for _, asked in asked_of_tune] == [(0, 0)]
 
 
+def test_no_model_begins_once_the_time_is_over(asked_of_tune: list[tuple[str, dict[str, Any]]]) -> None:
+    with pytest.raises(ConfigurationError, match=r"(?s)no model could be trained.*Forest: the time was over before it"):
+        TabularPredictor("class").fit(mixed(), time_limit=1e-6, verbosity=0)
+    assert not asked_of_tune
+
+
 def test_a_lightgbm_without_gpus_trains_on_the_cpu_and_says_so_once() -> None:
     frame = mixed()
     columns, target = Columns.learn(frame.drop(columns="class")), Target.learn("class", frame["class"], None)
     table, y = columns.clean(frame), target.encode(frame["class"])
-    model = GradientBoosting(Given(columns, target, {"num_boost_round": 5}, None, None, gpu=True))
+    model = GradientBoosting(Given(columns, target, {"num_boost_round": 5}, gpu=True))
     model.fit(table, y, (table, y))
     assert len(model.facts["notes"]) == 1
     assert "goes on from the start on the CPU, because there is no GPU" in model.facts["notes"][0]
@@ -429,10 +446,10 @@ def test_models_that_can_t_use_a_gpu_get_none() -> None:
         with pytest.raises(Planned) as caught:
             TabularPredictor("class").fit(mixed(), num_cpus=8, hyperparameters=hyperparameters, verbosity=0)
         found.append(caught.value.args[0]["per_model"])
-    assert found == [ResourceQuota(num_gpus=0), ResourceQuota(num_gpus=0), None]
+    assert found == [ResourceQuota(num_gpus=0), ResourceQuota(num_gpus=0), ResourceQuota()]
     with pytest.raises(Planned) as caught:
         TabularPredictor("class").fit(mixed(), num_gpus=1, hyperparameters={"GBM": {}}, verbosity=0)
-    assert caught.value.args[0]["per_model"] is None  # as it was asked for
+    assert caught.value.args[0]["per_model"] == ResourceQuota()  # as it was asked for
     with pytest.raises(ResourceError, match="num_gpus=5: 4 are visible here"):
         TabularPredictor("class").fit(mixed(), num_gpus=5, verbosity=0)
 

@@ -14,7 +14,7 @@ import pytest
 from trainloop.errors import ConfigurationError
 from trainloop.tabular.columns import Columns, read_table
 from trainloop.tabular.models import matrix
-from trainloop.tabular.targets import Metric, Target, held_out_rows, labelled_rows
+from trainloop.tabular.targets import Target, find_metric, held_out_rows, labelled_rows
 
 N = 60
 DAYS = pd.date_range("2024-01-01", periods=N, freq="37h")
@@ -156,5 +156,5 @@ def test_a_class_with_one_row_is_learnt_and_not_validated_on() -> None:
     assert 2 in y[train]
     assert 2 not in y[validation]
     chances = np.full((len(validation), 3), 1 / 3)
-    assert Metric.find("log_loss", "multiclass")(y[validation], chances) == pytest.approx(-np.log(3))
-    assert Metric.find("accuracy", "multiclass")(y[validation], np.eye(3)[y[validation]]) == 1.0
+    assert find_metric("log_loss", "multiclass")(y[validation], chances) == pytest.approx(-np.log(3))
+    assert find_metric("accuracy", "multiclass")(y[validation], np.eye(3)[y[validation]]) == 1.0

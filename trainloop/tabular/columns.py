@@ -1,4 +1,4 @@
-"""A table's columns: what each one is, and the same table cleaned, in training and at prediction."""
+"""The columns of a table: their kinds, learnt in training, and the cleaning that training and prediction share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pandas.api import types
 
 from trainloop.errors import ConfigurationError
 
-__all__ = ["Columns", "Kind", "Rows", "listed", "read_table"]
+__all__ = ["Columns", "Kind", "Rows", "read_table"]
 
 Kind = Literal["number", "boolean", "category", "date", "text", "picture"]
 Rows = np.ndarray[Any, Any]
@@ -27,27 +27,20 @@ _BY_TYPE: dict[str, Kind] = {
     "categorical": "category",
 }
 _BOOLEANS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
-_PICTURE = re.compile(r".\.(png|jpe?g|bmp|gif|webp|tiff?)$", re.IGNORECASE)
-_DATE = re.compile(r"\d{4}-\d{1,2}-\d{1,2}|\d{1,2}[/.]\d{1,2}[/.]\d{2,4}\b")
-_ROW_NUMBER = re.compile(r"(^|[_ .])(id|uuid|guid|index|row_?(number|nr|id))$|^unnamed: 0$", re.IGNORECASE)
+_PICTURE = r"(?i).\.(png|jpe?g|bmp|gif|webp|tiff?)$"
+_DATE = r"\d{4}-\d{1,2}-\d{1,2}|\d{1,2}[/.]\d{1,2}[/.]\d{2,4}\b"
+_ROW_NUMBER = r"(?i)(^|[_ .])(id|uuid|guid|index|row_?(number|nr|id))$|^unnamed: 0$"
 _PARTS = ("year", "month", "day", "day_of_week", "seconds")
 _SAMPLE = 20_000  # rows that are looked at to tell what a column is
-_FEW = 20  # rows below which nothing is taken for a row's name
-
-
-def listed(names: Iterable[object], most: int = 12) -> str:
-    """Names for a message; of many, the first."""
-    texts = [repr(str(name)) for name in names]
-    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+_FEW = 20  # rows below which no column is taken for an identifier
 
 
 def read_table(data: object, what: str = "train_data") -> pd.DataFrame:
-    """A DataFrame, or the CSV or Parquet file at a path; names of columns become text, and none may come twice."""
+    """Read a DataFrame, or the CSV or Parquet file at a path. Column names become text and must be unique."""
     if isinstance(data, (str, os.PathLike)):
         path = os.fspath(data)
-        reader = pd.read_parquet if path.lower().endswith((".parquet", ".pq")) else pd.read_csv
         try:
-            data = reader(path)
+            data = (pd.read_parquet if path.lower().endswith((".parquet", ".pq")) else pd.read_csv)(path)
         except (OSError, ValueError, ImportError) as error:
             raise ConfigurationError(
                 f"{what}={path!r} can't be read: {error}. Give a DataFrame, or a path to CSV or Parquet."
@@ -58,25 +51,25 @@ def read_table(data: object, what: str = "train_data") -> pd.DataFrame:
         )
     names = pd.Index([str(name) for name in data.columns])
     if names.has_duplicates:
-        twice = listed(names[names.duplicated()].unique().sort_values())
+        twice = _listed(names[names.duplicated()].unique().sort_values())
         raise ConfigurationError(f"{what} has more than one column {twice}. Rename or drop all but one of each.")
     if not len(data):
-        raise ConfigurationError(f"{what} has no rows (its columns: {listed(names)}). Give at least one.")
+        raise ConfigurationError(f"{what} has no rows (its columns: {_listed(names)}). Give at least one.")
     return data.set_axis(names, axis=1)
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns are used, as what, and which are not and why."""
+    """The columns that are used, each with its kind, and those that are left out."""
 
     kinds: Mapping[str, Kind]
-    """By name, in the table's order."""
+    """Kind of each column that is used, in the table's order."""
     dropped: Mapping[str, str]
-    """Why, by name."""
+    """The reason, for each column that is left out."""
 
     @classmethod
     def learn(cls, frame: pd.DataFrame) -> Columns:
-        """What the columns of a table are; an error if none is of use, or one holds lists, arrays or mappings."""
+        """Find the kinds of a table's columns. An error if none is usable, or one holds lists, arrays or mappings."""
         kinds: dict[str, Kind] = {}
         dropped: dict[str, str] = {}
         for name, series in frame.items():
@@ -88,10 +81,8 @@ class Columns:
                     "columns, or drop it."
                 ) from error
             if distinct <= 1:
-                dropped[name] = "all its values are missing" if series.isna().all() else "all its values are the same"
-                continue
-            kind = _kind_of(series)
-            if distinct == len(series) >= _FEW and _names_rows(name, series, kind):
+                dropped[name] = f"all its values are {'missing' if series.isna().all() else 'the same'}"
+            elif _identifies_rows(name, series, kind := _kind_of(series), distinct):
                 dropped[name] = "it is different in each row, as an identifier is"
             else:
                 kinds[name] = kind
@@ -101,22 +92,22 @@ class Columns:
         return cls(kinds, dropped)
 
     def only(self, kinds: Iterable[Kind]) -> Columns:
-        """Those of these kinds."""
+        """The columns of these kinds."""
         return Columns({name: kind for name, kind in self.kinds.items() if kind in kinds}, {})
 
     def of(self, kind: Kind) -> list[str]:
-        """Names in the cleaned table; a date is several numbers, a boolean one."""
+        """Their names in the cleaned table, where a date has become several numbers and a boolean one."""
         if kind != "number":
             return list(self.only([kind]).kinds)
-        parts = {name: [f"{name}.{part}" for part in _PARTS] for name in self.of("date")}
-        return [part for name in self.only(["number", "boolean", "date"]).kinds for part in parts.get(name, [name])]
+        numbers = self.only(["number", "boolean", "date"]).kinds.items()
+        return [part for name, of in numbers for part in (_parts_of(name) if of == "date" else [name])]
 
     def clean(self, frame: pd.DataFrame, what: str = "data") -> pd.DataFrame:
-        """The columns in use, each of one type: floats with NaN, or text with ``''`` for what is missing."""
+        """The used columns, as floats or as text. Missing values are NaN, or ``''`` in text."""
         if missing := [name for name in self.kinds if name not in frame.columns]:
             raise ConfigurationError(
-                f"{what} lacks the column{'s' * (len(missing) > 1)} {listed(missing)} of the training "
-                f"data; it has {listed(frame.columns)}. Give a table with these columns."
+                f"{what} lacks the column{'s' * (len(missing) > 1)} {_listed(missing)} of the training "
+                f"data; it has {_listed(frame.columns)}. Give a table with these columns."
             )
         cleaned: dict[str, Rows] = {}
         for name, kind in self.kinds.items():
@@ -132,8 +123,14 @@ class Columns:
         return pd.DataFrame(cleaned, index=frame.index)
 
     def __str__(self) -> str:
-        lines = [f"{kind:<9} {listed(names)}" for kind in get_args(Kind) if (names := list(self.only([kind]).kinds))]
+        lines = [f"{kind:<9} {_listed(names)}" for kind in get_args(Kind) if (names := self.only([kind]).kinds)]
         return "\n".join(lines + [f"dropped   {name!r}: {why}" for name, why in self.dropped.items()])
+
+
+def _listed(names: Iterable[object], most: int = 12) -> str:
+    """Names for an error message, shortened if there are many."""
+    texts = [repr(str(name)) for name in names]
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
 # -- what a column is ------------------------------------------------------------------------------------------------
@@ -143,11 +140,11 @@ def _kind_of(series: pd.Series) -> Kind:
     present = series.dropna()
     if len(present) > _SAMPLE:
         present = present.sample(_SAMPLE, random_state=0)
-    return _BY_TYPE.get(types.infer_dtype(present)) or _kind_of_texts(present.astype(str))
+    if known := _BY_TYPE.get(types.infer_dtype(present)):
+        return known
+    texts = present.astype(str)
 
-
-def _kind_of_texts(texts: pd.Series) -> Kind:
-    def share(pattern: str | re.Pattern[str]) -> float:
+    def share(pattern: str) -> float:
         return float(np.mean([re.search(pattern, text) is not None for text in texts]))
 
     if share(_PICTURE) > 0.95:
@@ -156,15 +153,16 @@ def _kind_of_texts(texts: pd.Series) -> Kind:
         return "number"  # but '01234' is a postcode
     if share(_DATE) > 0.95 and _as_dates(texts).notna().mean() > 0.95:
         return "date"
-    several = np.mean([len(text.split()) for text in texts]) >= 3
-    return "text" if several and texts.nunique() >= max(10, 0.01 * len(texts)) else "category"
+    words = np.mean([len(text.split()) for text in texts])
+    return "text" if words >= 3 and texts.nunique() >= max(10, 0.01 * len(texts)) else "category"
 
 
-def _names_rows(name: str, series: pd.Series, kind: Kind) -> bool:
-    """Whether a column without equal values names its rows. Numbers may all differ and still count something."""
-    if kind == "number":
-        return _ROW_NUMBER.search(name) is not None and bool((_numbers(series, "") % 1 == 0).all())
-    return kind == "category"
+def _identifies_rows(name: str, series: pd.Series, kind: Kind, distinct: int) -> bool:
+    """Whether the column is an identifier. Numbers that all differ may be a measurement, so their name decides."""
+    if not distinct == len(series) >= _FEW:
+        return False
+    numbered = kind == "number" and re.search(_ROW_NUMBER, name) is not None
+    return kind == "category" or (numbered and bool((_numbers(series, "") % 1 == 0).all()))
 
 
 # -- cleaned ---------------------------------------------------------------------------------------------------------
@@ -201,18 +199,20 @@ def _as_dates(series: pd.Series) -> pd.Series:
     return dates
 
 
+def _parts_of(name: object) -> list[str]:
+    return [f"{name}.{part}" for part in _PARTS]
+
+
 def _dates(series: pd.Series) -> dict[str, Rows]:
     dates = _as_dates(series)
     # Nanoseconds end in 2262, and 9999-12-31 stands for 'never' in many tables.
     since = (dates.dt.as_unit("us") - pd.Timestamp(0, tz="UTC").as_unit("us")).dt.total_seconds()
-    values = {**{part: getattr(dates.dt, part) for part in _PARTS[:-1]}, "seconds": since}
-    return {f"{series.name}.{part}": np.asarray(value, dtype=float) for part, value in values.items()}
+    values = [*(getattr(dates.dt, part) for part in _PARTS[:-1]), since]
+    return {name: np.asarray(value, dtype=float) for name, value in zip(_parts_of(series.name), values)}
 
 
 def _texts(series: pd.Series) -> Rows:
-    """As strings; 3 and 3.0 are one category, since a column of ints with gaps is one of floats."""
+    """Values as strings. 3 and 3.0 are the same category, because pandas turns ints with gaps into floats."""
     codes, values = pd.factorize(series)
-    names = np.empty(len(values) + 1, dtype=object)
-    names[:-1] = [str(int(v)) if isinstance(v, (float, np.floating)) and v % 1 == 0 else str(v) for v in values]
-    names[-1] = ""  # code -1: missing
-    return names[codes]
+    names = [str(int(v)) if isinstance(v, (float, np.floating)) and v % 1 == 0 else str(v) for v in values]
+    return np.array([*names, ""], dtype=object)[codes]  # code -1: missing

@@ -1,8 +1,7 @@
-"""Thin adapters: each takes a cleaned table and gives chances of all classes, or numbers."""
+"""Adapters that give all models one interface: a cleaned table in, probabilities of all classes or numbers out."""
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ import pandas as pd
 from trainloop.resources import gpu_or_cpu
 from trainloop.tabular.columns import Columns, Rows
 from trainloop.tabular.targets import Target
+from trainloop.tuning import seconds_left
 
 __all__ = ["Adapter", "Estimator", "Given", "GradientBoosting", "extra_trees", "forest", "linear", "matrix"]
 
@@ -24,65 +24,39 @@ _ROUNDS = ("num_boost_round", "n_estimators", "num_iterations", "num_rounds")
 
 @dataclass(frozen=True)
 class Given:
-    """What a model may use."""
+    """The inputs that all adapters are constructed from."""
 
     columns: Columns
     target: Target
     params: Mapping[str, Any]
-    seconds: float | None
-    """From its start on, after which it should come to an end by itself."""
-    until: float | None
-    """``time.time()`` at which it should have ended, whenever it began."""
     gpu: bool
     """Whether a GPU was asked for and granted."""
 
 
 class Adapter:
-    """One model; ``fit`` and ``predict`` take cleaned tables.
-
-    Classes are positions in ``Target.classes``; a fold may lack some of them, and its model still gives all columns.
-    """
+    """One model. It predicts a column for every class, including classes that are missing from its training fold."""
 
     def __init__(self, given: Given) -> None:
         self.given = given
         self.is_regression = given.target.problem == "regression"
         self.facts: dict[str, Any] = {"notes": [], "used_gpu": False}
-        """What the user should hear of, since the model's process has no screen; and whether it had a GPU."""
-        self._began = time.monotonic()
+        """Reported to the user's process: warnings (``notes``), and whether the model used a GPU."""
 
     def fit(self, table: pd.DataFrame, y: Rows, validation: tuple[pd.DataFrame, Rows]) -> None:
-        """Train; ``validation`` tells when to stop."""
+        """Train the model. ``validation`` is for early stopping."""
         raise NotImplementedError
 
     def predict(self, table: pd.DataFrame) -> Rows:
-        """Chances, of shape (rows, classes), or numbers."""
+        """Probabilities of shape (rows, classes), or numbers of shape (rows,)."""
         raise NotImplementedError
-
-    def seconds_left(self) -> float | None:
-        """Of the model's time; None where it has no end."""
-        if self.given.seconds is None or self.given.until is None:
-            return None
-        return min(self._began + self.given.seconds - time.monotonic(), self.given.until - time.time())
-
-
-def num_threads() -> int:
-    """CPUs that this process may use: the plan's share, set by whoever started it."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def matrix(columns: Columns, *, onehot: bool, scale: bool = False, gaps: bool = False, words: int = 300) -> Any:
-    """scikit-learn's transformers from a cleaned table to numbers: first numbers, then categories, then texts.
+    """A scikit-learn transformer from a cleaned table to a matrix of numbers, then categories, then words of texts.
 
-    Parameters
-    ----------
-    onehot : bool
-        A column for each category; else codes, where one that training had not is -1.
-    scale : bool
-        Whether numbers get mean 0 and variance 1.
-    gaps : bool
-        Whether missing numbers and unknown categories stay NaN.
-    words : int
-        Of each text column, by TF-IDF; of more than 1000 the matrix may be sparse.
+    Categories are one-hot columns, or else codes with -1 for unknown ones. ``scale`` standardises numbers. With
+    ``gaps``, missing and unknown values stay NaN; otherwise they are filled. Each text column gives the TF-IDF of its
+    ``words`` most frequent words; above 1000 words the matrix may be sparse.
     """
     from sklearn.compose import ColumnTransformer
     from sklearn.feature_extraction.text import TfidfVectorizer
@@ -90,29 +64,23 @@ def matrix(columns: Columns, *, onehot: bool, scale: bool = False, gaps: bool = 
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import FunctionTransformer, OneHotEncoder, OrdinalEncoder, StandardScaler
 
-    numbers = SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True)
-    if gaps or scale:
-        numbers = FunctionTransformer() if gaps else make_pipeline(numbers, StandardScaler())
-    if onehot:
-        encoder = OneHotEncoder(handle_unknown="infrequent_if_exist", max_categories=100)
-    else:
-        unknown = np.nan if gaps else -1
-        encoder = OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=unknown, max_categories=1000)
+    filled = SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True)
+    numbers = FunctionTransformer() if gaps else make_pipeline(filled, StandardScaler()) if scale else filled
+    unknown = np.nan if gaps else -1
+    codes = OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=unknown, max_categories=1000)
+    each = OneHotEncoder(handle_unknown="infrequent_if_exist", max_categories=100)
     # Any run of signs is a word too, so that no text is without words.
     tfidf = TfidfVectorizer(max_features=words, sublinear_tf=True, token_pattern=r"\w+|[^\w\s]+")
-    parts: list[Any] = [("numbers", numbers, columns.of("number")), ("categories", encoder, columns.of("category"))]
-    parts += [(f"text {name}", tfidf, name) for name in columns.of("text")]
+    parts: list[Any] = [
+        ("numbers", numbers, columns.of("number")),
+        ("categories", each if onehot else codes, columns.of("category")),
+        *((f"text {name}", tfidf, name) for name in columns.of("text")),
+    ]
     return ColumnTransformer(parts, sparse_threshold=0.3 if words > 1000 else 0.0)
 
 
 class Estimator(Adapter):
-    """An estimator of scikit-learn's form behind a matrix of numbers without gaps.
-
-    Parameters
-    ----------
-    make : callable
-        Gives the estimator of the model's settings.
-    """
+    """A scikit-learn estimator, constructed by ``make(**params)``, on a :func:`matrix` without missing values."""
 
     def __init__(self, given: Given, make: Callable[..., Any], **of_matrix: Any) -> None:
         super().__init__(given)
@@ -124,20 +92,18 @@ class Estimator(Adapter):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="(?s).*converge")  # near the optimum is as good
             grows = all(hasattr(self._estimator, name) for name in ("n_estimators", "warm_start"))
-            if grows and self.given.seconds is not None:
-                self._grow(x, y)
-            else:
-                trained = self._estimator.fit(x, y)
-                self._estimator = self._estimator if trained is None else trained
+            trained = self._grow(x, y) if grows and seconds_left() is not None else self._estimator.fit(x, y)
+        self._estimator = self._estimator if trained is None else trained
 
-    def _grow(self, x: Rows, y: Rows) -> None:
-        """As many trees as there is time for."""
-        trees, wanted = 0, self._estimator.n_estimators
+    def _grow(self, x: Rows, y: Rows) -> Any:
+        """Fit as many trees as the time allows."""
+        trees, wanted, trained = 0, self._estimator.n_estimators, self._estimator
         while trees < wanted:
             began, grown = time.monotonic(), min(wanted, max(10, trees * 2))
-            self._estimator.set_params(n_estimators=grown, warm_start=True).fit(x, y)
+            trained = self._estimator.set_params(n_estimators=grown, warm_start=True).fit(x, y)
             a_tree, trees = (time.monotonic() - began) / (grown - trees), grown
-            wanted = min(wanted, trees + int(0.8 * max(0.0, self.seconds_left() or 0.0) / a_tree))
+            wanted = min(wanted, trees + int(0.8 * (seconds_left() or 0.0) / a_tree))
+        return trained
 
     def predict(self, table: pd.DataFrame) -> Rows:
         x, outputs = self._matrix.transform(table), self.given.target.num_outputs
@@ -164,7 +130,8 @@ def forest(given: Given, kind: str = "RandomForest") -> Estimator:
     from sklearn import ensemble
 
     make = getattr(ensemble, kind + ("Regressor" if given.target.problem == "regression" else "Classifier"))
-    return Estimator(given, partial(make, n_estimators=300, random_state=0, n_jobs=num_threads()), onehot=False)
+    # All the CPUs of its process are the model's share; where it predicts it may be another number.
+    return Estimator(given, partial(make, n_estimators=300, random_state=0, n_jobs=-1), onehot=False)
 
 
 def extra_trees(given: Given) -> Estimator:
@@ -173,19 +140,18 @@ def extra_trees(given: Given) -> Estimator:
 
 
 class GradientBoosting(Adapter):
-    """LightGBM, stopped where the validation rows say so; on the GPU where it was asked for and can be used."""
+    """LightGBM with early stopping. It trains on a GPU if one is granted and the build supports it."""
 
     def fit(self, table: pd.DataFrame, y: Rows, validation: tuple[pd.DataFrame, Rows]) -> None:
         import lightgbm
 
-        columns, outputs = self.given.columns, self.given.target.num_outputs
-        self._matrix = matrix(columns, onehot=False, gaps=True)
+        outputs = self.given.target.num_outputs
+        self._matrix = matrix(self.given.columns, onehot=False, gaps=True)
         x = self._matrix.fit_transform(table)
-        first = len(columns.of("number"))
-        coded = list(range(first, first + len(columns.of("category"))))
+        coded = list(range(x.shape[1])[self._matrix.output_indices_["categories"]])
         # All classes, also those that this fold lacks.
         of_classes = {"objective": "binary"} if outputs == 2 else {"objective": "multiclass", "num_class": outputs}
-        params: dict[str, Any] = {"learning_rate": 0.05, "verbosity": -1, "seed": 0, "num_threads": num_threads()}
+        params: dict[str, Any] = {"learning_rate": 0.05, "verbosity": -1, "seed": 0}
         params |= {**({} if self.is_regression else of_classes), **self.given.params}
         rounds = next((params.pop(name) for name in _ROUNDS if name in params), 10_000)
         patience = params.pop("early_stopping_rounds", 100 if len(table) < 10_000 else 30)
@@ -194,10 +160,8 @@ class GradientBoosting(Adapter):
             # Made again where the first device was none: a data set is bound to its device.
             data = lightgbm.Dataset(x, y, categorical_feature=coded)
             held_out = lightgbm.Dataset(self._matrix.transform(validation[0]), validation[1], reference=data)
-            stop = lightgbm.early_stopping(patience, first_metric_only=True, verbose=False)
-            return lightgbm.train(
-                {**params, **device}, data, rounds, valid_sets=[held_out], callbacks=[stop, self._in_time]
-            )
+            stop: list[Any] = [lightgbm.early_stopping(patience, first_metric_only=True, verbose=False), _stop_in_time]
+            return lightgbm.train({**params, **device}, data, rounds, valid_sets=[held_out], callbacks=stop)
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -205,14 +169,13 @@ class GradientBoosting(Adapter):
         self.facts["notes"] = [str(each.message) for each in caught if "on the CPU" in str(each.message)]
         self.facts["used_gpu"] = self.given.gpu and not self.facts["notes"]
 
-    def _in_time(self, environment: Any) -> None:
-        from lightgbm.callback import EarlyStopException
-
-        left = self.seconds_left()
-        if left is not None and left <= 0:
-            raise EarlyStopException(environment.iteration, environment.evaluation_result_list)
-
     def predict(self, table: pd.DataFrame) -> Rows:
-        # Not the threads of the process that it was trained in.
-        found = np.asarray(self._booster.predict(self._matrix.transform(table), num_threads=num_threads()))
+        found = np.asarray(self._booster.predict(self._matrix.transform(table)))
         return np.stack([1 - found, found], axis=1) if self.given.target.num_outputs == 2 else found
+
+
+def _stop_in_time(environment: Any) -> None:
+    from lightgbm.callback import EarlyStopException
+
+    if seconds_left() == 0:
+        raise EarlyStopException(environment.iteration, environment.evaluation_result_list)

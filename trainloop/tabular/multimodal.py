@@ -1,4 +1,4 @@
-"""Texts and pictures: a transformers or timm architecture as a ``TTModel``, with weights from a folder."""
+"""Networks for texts and pictures: transformers and timm architectures as ``TTModel``, with weights from a folder."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _of_transformers(kind: str, folder: str, num_outputs: int) -> nn.Module:
 
 
 class Texts(TTBasicModel):
-    """A transformers model, from tokens to logits."""
+    """A transformers model that maps tokens to logits."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -46,9 +46,10 @@ class Texts(TTBasicModel):
 
 
 class TextNetwork(NeuralAdapter):
-    """A transformers architecture over all text columns, one after another."""
+    """A transformers model on all text columns, joined into one text."""
 
-    defaults = {"weight_decay": 1e-3, "patience": 3, "max_length": 128}
+    defaults = {**NeuralAdapter.defaults, "learning_rate": 1e-4, "weight_decay": 1e-3, "num_epochs": 10}
+    defaults |= {"patience": 3, "batch_size": 32, "max_length": 128}
 
     def prepare(self, table: pd.DataFrame) -> None:
         from transformers import AutoTokenizer
@@ -68,15 +69,13 @@ class TextNetwork(NeuralAdapter):
 
 
 class Pictures(TTBasicModel):
-    """Logits of pictures of 0 to 255; the mean over a row's pictures."""
+    """An image model on pixels of 0 to 255. The logits of a row are the mean over its pictures."""
 
     def __init__(self, module: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
         self.module = module
-        self.mean: Tensor
-        self.std: Tensor
-        self.register_buffer("mean", torch.tensor(mean).view(1, -1, 1, 1))
-        self.register_buffer("std", torch.tensor(std).view(1, -1, 1, 1))
+        self.mean = nn.Buffer(torch.tensor(mean).view(1, -1, 1, 1))
+        self.std = nn.Buffer(torch.tensor(std).view(1, -1, 1, 1))
 
     def forward(self, pictures: Tensor) -> Tensor:
         rows, several = pictures.shape[:2]
@@ -86,9 +85,9 @@ class Pictures(TTBasicModel):
 
 
 class PictureNetwork(NeuralAdapter):
-    """A timm or transformers architecture, or a module that the user's function makes, over all picture columns."""
+    """A timm or transformers model, or the module that a function of the user returns, on all picture columns."""
 
-    defaults = {"learning_rate": 3e-4, "weight_decay": 1e-4, "num_epochs": 30, "patience": 5, "batch_size": None}
+    defaults = {**NeuralAdapter.defaults, "learning_rate": 3e-4, "num_epochs": 30, "patience": 5}
 
     def prepare(self, table: pd.DataFrame) -> None:
         known: dict[str, Any] = {}
@@ -117,25 +116,24 @@ class PictureNetwork(NeuralAdapter):
         return Pictures(module, self._mean_of, self._std_of)
 
     def inputs(self, table: pd.DataFrame) -> Sequence[Tensor | Dataset[Any]]:
-        paths = table[self.given.columns.of("picture")].to_numpy().tolist()
-        files = _Files(paths, self._size)
-        if len(paths) * len(paths[0]) * 3 * self._size**2 > _HELD_BYTES:
+        files = _Files(table[self.given.columns.of("picture")].to_numpy().tolist(), self._size)
+        if len(files) * len(files.paths[0]) * 3 * self._size**2 > _HELD_BYTES:
             return (files,)
-        return (torch.stack([files[row] for row in range(len(paths))]),)
+        return (torch.stack([files[row] for row in range(len(files))]),)
 
 
 class _Files(Dataset[Tensor]):
-    """Pictures read when they are needed; one that is missing in the table is black."""
+    """Picture files, read on access. A missing picture is black."""
 
     def __init__(self, paths: list[list[str]], size: int) -> None:
-        self._paths = paths
+        self.paths = paths
         self._size = size
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self.paths)
 
     def __getitem__(self, row: int) -> Tensor:
-        return torch.stack([self._read(path) for path in self._paths[row]])
+        return torch.stack([self._read(path) for path in self.paths[row]])
 
     def _read(self, path: str) -> Tensor:
         if not path:
@@ -144,10 +142,10 @@ class _Files(Dataset[Tensor]):
 
         try:
             with Image.open(path) as file:
-                picture = np.asarray(file.convert("RGB").resize((self._size, self._size)))
+                picture = np.array(file.convert("RGB").resize((self._size, self._size)))
         except OSError as error:
             raise ConfigurationError(
                 f"the picture {path!r} can't be read ({error}); paths are taken from {os.getcwd()!r}. "
                 "Mend the path, or leave the cell empty."
             ) from error
-        return torch.from_numpy(picture.copy()).permute(2, 0, 1)
+        return torch.from_numpy(picture).permute(2, 0, 1)

@@ -1,4 +1,4 @@
-"""Networks over a table: how a ``TTModel`` is trained under a plan, and the one for numbers and categories."""
+"""Training of a ``TTModel`` on a table, and the network for numbers and categories."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from sklearn.preprocessing import OrdinalEncoder
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, StackDataset, TensorDataset
 
@@ -18,22 +17,23 @@ from trainloop.model import TTBasicModel, TTModel
 from trainloop.tabular.columns import Rows
 from trainloop.tabular.models import Adapter, Given, matrix
 from trainloop.train_loop import TrainLoop
+from trainloop.tuning import seconds_left
 
 __all__ = ["Network", "NeuralAdapter", "OwnNetwork"]
 
 
-class BestWeights(AbstractCallback):
-    """The weights of the epoch with the least validation loss, in the model at the end."""
+_TRAINING = {"learning_rate": 1e-3, "weight_decay": 1e-4, "num_epochs": 300, "patience": 20, "batch_size": None}
 
-    def __init__(self) -> None:
-        super().__init__("BestWeights", execution_order=98)
-        self._best = float("inf")
-        self._weights: dict[str, Any] | None = None
+
+class _BestWeights(EarlyStopping):
+    """Early stopping that restores the weights of the best epoch at the end."""
+
+    _weights: dict[str, Tensor] | None = None
 
     def on_epoch_end(self) -> None:
-        losses = self.train_loop_obj.history.get("val_loss") or [float("nan")]
-        if losses[-1] < self._best:
-            self._best = losses[-1]
+        before = self.best
+        super().on_epoch_end()
+        if self.best != before:
             self._weights = copy.deepcopy(self.train_loop_obj.model.state_dict())
 
     def on_train_end(self) -> None:
@@ -42,27 +42,27 @@ class BestWeights(AbstractCallback):
 
 
 class NeuralAdapter(Adapter):
-    """A network: what is particular is :meth:`prepare`, :meth:`build` and :meth:`inputs`.
+    """A network. Subclasses implement :meth:`prepare`, :meth:`build` and :meth:`inputs`.
 
-    Numbers to predict are scaled to mean 0 and variance 1 on the way.
+    The targets of a regression are standardised for training.
     """
 
-    defaults: dict[str, Any] = {}
+    defaults: dict[str, Any] = {**_TRAINING}
 
     def __init__(self, given: Given) -> None:
         super().__init__(given)
         self.params: dict[str, Any] = {**self.defaults, **given.params}
 
     def prepare(self, table: pd.DataFrame) -> None:
-        """Learn from the training table what :meth:`build` and :meth:`inputs` need."""
+        """Fit the preprocessing to the training table."""
         raise NotImplementedError
 
     def build(self) -> TTModel:
-        """The network, untrained; its batches are ``(*inputs, target)``."""
+        """The untrained network. Its batches are ``(*inputs, target)``."""
         raise NotImplementedError
 
     def inputs(self, table: pd.DataFrame) -> Sequence[Tensor | Dataset[Any]]:
-        """Tensors, or datasets of them, with a row for each row of the table."""
+        """Tensors or datasets with one item for each row of the table."""
         raise NotImplementedError
 
     def fit(self, table: pd.DataFrame, y: Rows, validation: tuple[pd.DataFrame, Rows]) -> None:
@@ -71,7 +71,7 @@ class NeuralAdapter(Adapter):
         self._mean, self._scale = (float(y.mean()), float(y.std()) or 1.0) if self.is_regression else (0.0, 1.0)
         self.prepare(table)
         self.network = self.build()
-        batch = int(params.get("batch_size") or np.clip(len(table) // 16, 16, 512))
+        batch = int(params["batch_size"] or np.clip(len(table) // 16, 16, 512))
         # A batch of one row has no variance for BatchNorm.
         lonely = len(table) % batch == 1 and len(table) > batch
         train = DataLoader(self._rows(table, y), batch_size=batch, shuffle=True, drop_last=lonely)
@@ -81,20 +81,19 @@ class NeuralAdapter(Adapter):
         criterion = nn.MSELoss() if self.is_regression else nn.CrossEntropyLoss()
         loop = TrainLoop(self.network, train, held_out, None, optimizer, criterion, progress_bar=False)
         self.facts["used_gpu"] = loop.device.type == "cuda"
-        callbacks: list[AbstractCallback] = [EarlyStopping("val_loss", patience=params["patience"]), BestWeights()]
-        if (left := self.seconds_left()) is not None:
+        callbacks: list[AbstractCallback] = [_BestWeights("val_loss", patience=params["patience"])]
+        if (left := seconds_left()) is not None:
             callbacks.append(TimeLimit(max(left, 0.1)))
         loop.fit(num_epochs=params["num_epochs"], callbacks=callbacks)
         self.network.cpu()
 
     def predict(self, table: pd.DataFrame) -> Rows:
         loader = DataLoader(self._rows(table, np.zeros(len(table), dtype=np.int64)), batch_size=512)
-        loop = TrainLoop(self.network, None, progress_bar=False)
-        outputs = torch.as_tensor(loop.predict_with_model(loader)[0]).detach().cpu().float()
+        outputs = TrainLoop(self.network, None, progress_bar=False).predict_with_model(loader)[0]
         self.network.cpu()
-        if self.is_regression:
-            return outputs.reshape(-1).numpy().astype(float) * self._scale + self._mean
-        return outputs.softmax(dim=1).numpy().astype(float)
+        rows = torch.as_tensor(outputs).detach().cpu().double()
+        chances = rows.reshape(-1) * self._scale + self._mean if self.is_regression else rows.softmax(dim=1)
+        return chances.numpy()
 
     def _rows(self, table: pd.DataFrame, y: Rows) -> Dataset[Any]:
         targets = torch.as_tensor(y)
@@ -106,61 +105,47 @@ class NeuralAdapter(Adapter):
 
 
 class Layers(TTBasicModel):
-    """Embeddings of the categories beside the numbers, then hidden layers."""
+    """A multilayer perceptron on numbers and on embeddings of categories."""
 
-    def __init__(
-        self, num_numbers: int, sizes: list[int], num_outputs: int, hidden: Sequence[int], dropout: float
-    ) -> None:
+    def __init__(self, num_numbers: int, sizes: list[int], num_outputs: int, hidden: Sequence[int], dropout: float):
         super().__init__()
         widths = [int(min(50, max(2, 1.6 * size**0.56))) for size in sizes]
         self.embeddings = nn.ModuleList([nn.Embedding(size, width) for size, width in zip(sizes, widths)])
-        layers: list[nn.Module] = []
-        width = num_numbers + sum(widths)
+        width, layers = num_numbers + sum(widths), nn.Sequential()
         for units in hidden:
-            layers += [nn.Linear(width, units), nn.ReLU(), nn.Dropout(dropout)]
+            layers.extend([nn.Linear(width, units), nn.ReLU(), nn.Dropout(dropout)])
             width = units
-        self.layers = nn.Sequential(*layers, nn.Linear(width, num_outputs))
+        self.layers = layers.append(nn.Linear(width, num_outputs))
 
     def forward(self, numbers: Tensor, codes: Tensor) -> Tensor:
         parts = [embedding(codes[:, column]) for column, embedding in enumerate(self.embeddings)]
         return self.layers(torch.cat([numbers, *parts], dim=1))
 
 
-_TRAINING = {"learning_rate": 1e-3, "weight_decay": 1e-4, "num_epochs": 300, "patience": 20, "batch_size": None}
-
-
 class Network(NeuralAdapter):
-    """The network for tables; words of texts count as numbers."""
+    """The ``NN_TORCH`` network. Texts are given as TF-IDF numbers."""
 
-    defaults = {"hidden": (128, 128), "dropout": 0.1, **_TRAINING}
+    defaults = {"hidden": (128, 128), "dropout": 0.1, **NeuralAdapter.defaults}
 
     def prepare(self, table: pd.DataFrame) -> None:
-        columns = self.given.columns
-        self._categories = columns.of("category")
-        self._numbers = matrix(columns.only({*columns.kinds.values()} - {"category"}), onehot=False, scale=True)
-        self._numbers.fit(table)
-        self._codes = OrdinalEncoder(
-            handle_unknown="use_encoded_value", unknown_value=-1, max_categories=1000, encoded_missing_value=-1
-        )
-        codes = self._codes.fit_transform(table[self._categories]) if self._categories else np.zeros((1, 0))
-        self._sizes = [int(column.max(initial=-1)) + 2 for column in codes.T]  # 0 is for what is unknown
+        self._matrix = matrix(self.given.columns, onehot=False, scale=True)
+        x = self._matrix.fit_transform(table)
+        self._coded = self._matrix.output_indices_["categories"]
+        self._sizes = [int(size) + 2 for size in x[:, self._coded].max(axis=0)]  # code 0 is for unknown categories
 
     def build(self) -> TTModel:
-        width = len(self._numbers.get_feature_names_out())
-        outputs = self.given.target.num_outputs
+        width, outputs = len(self._matrix.get_feature_names_out()) - len(self._sizes), self.given.target.num_outputs
         return Layers(width, self._sizes, outputs, tuple(self.params["hidden"]), self.params["dropout"])
 
     def inputs(self, table: pd.DataFrame) -> Sequence[Tensor]:
-        numbers = np.asarray(self._numbers.transform(table), dtype=np.float32).reshape(len(table), -1)
-        codes = self._codes.transform(table[self._categories]) + 1 if self._categories else np.zeros((len(table), 0))
+        x = np.asarray(self._matrix.transform(table))
         # Far off the training rows nothing was learnt.
-        return torch.from_numpy(numbers.clip(-10, 10)), torch.from_numpy(codes.astype(np.int64))
+        numbers = np.delete(x, self._coded, axis=1).clip(-10, 10)
+        return torch.tensor(numbers, dtype=torch.float32), torch.tensor(x[:, self._coded] + 1, dtype=torch.int64)
 
 
 class OwnNetwork(NeuralAdapter):
-    """A ``TTModel`` of the user's: ``make(num_inputs, num_outputs, **params)``, on batches ``(x, y)``."""
-
-    defaults = _TRAINING
+    """The user's ``TTModel``, made by ``make(num_inputs, num_outputs, **params)``. Its batches are ``(x, y)``."""
 
     def __init__(self, given: Given, make: Callable[..., Any]) -> None:
         super().__init__(given)
@@ -170,7 +155,7 @@ class OwnNetwork(NeuralAdapter):
         self._matrix = matrix(self.given.columns, onehot=True, scale=True).fit(table)
 
     def build(self) -> TTModel:
-        own = {name: value for name, value in self.given.params.items() if name not in _TRAINING}
+        own = {name: value for name, value in self.given.params.items() if name not in self.defaults}
         width = len(self._matrix.get_feature_names_out())
         model: TTModel = self._make(width, self.given.target.num_outputs, **own)
         return model

@@ -1,4 +1,4 @@
-"""``TabularPredictor``: fit, predict, evaluate, compare, save."""
+"""The ``TabularPredictor``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainloop.tabular.columns import read_table
 from trainloop.tabular.ensemble import Ensemble
 from trainloop.tabular.options import Options
 from trainloop.tabular.specs import parse_hyperparameters
-from trainloop.tabular.targets import METRICS, Metric, Problem, labelled_rows, understand
+from trainloop.tabular.targets import METRICS, Problem, find_metric, labelled_rows, understand
 from trainloop.tabular.training import Course, short, train
 from trainloop.tuning.storage import read_checked, write_checked
 
@@ -27,24 +27,24 @@ __all__ = ["TabularPredictor"]
 
 Data: TypeAlias = pd.DataFrame | str | os.PathLike[str]
 
-_HEAD = b"trainloop tabular predictor 2\n"
+_WHAT = ("tabular predictor", 3)
 _FILE = "predictor.pkl"
 
 
 class TabularPredictor:
-    """Predicts a column of a table from the others: numbers, categories, dates, texts and pictures.
+    """Predict one column of a table from the others, which may hold numbers, categories, dates, texts and pictures.
 
     Parameters
     ----------
     label : str
         Name of the column to predict.
     problem_type : {'binary', 'multiclass', 'regression'}, optional
-        Inferred from the column, and said, where it is not given.
+        By default inferred from the label column and printed.
     eval_metric : str or callable, optional
-        What models are compared by: accuracy, or the root mean squared error of a regression, by default. A function
-        takes ``(y_true, y_pred)``; greater is better.
+        Metric that models are compared by. The default is accuracy, or root mean squared error for a regression. A
+        function takes ``(y_true, y_pred)`` and returns a score, where greater is better.
     path : path, optional
-        Folder that ``fit`` saves to at its end.
+        Folder that ``fit`` saves the predictor to.
 
     Examples
     --------
@@ -64,7 +64,7 @@ class TabularPredictor:
         self.label = str(label)
         self.path = None if path is None else os.fspath(path)
         self.lost: dict[str, str] = {}
-        """Models that are not there, and why."""
+        """For each model that could not be trained, the reason."""
         self._asked = problem_type, eval_metric
         self._ensemble: Ensemble | None = None
 
@@ -87,52 +87,58 @@ class TabularPredictor:
         presets: str | Mapping[str, Any] | None = None,
         verbosity: int = 2,
     ) -> TabularPredictor:
-        """Train models side by side, each in a process of its own under a plan that is printed, and weigh them.
+        """Train several models and an ensemble of them.
 
-        A model that fails, or exceeds its memory, is lost alone; :attr:`lost` says why. A second call begins anew.
+        The models train side by side, each in its own process, under a resource plan that is printed first. If a model
+        fails or exceeds its memory limit, the others are not affected, and :attr:`lost` has the reason. A second call
+        starts from scratch.
 
         Parameters
         ----------
         train_data : DataFrame or path to CSV or Parquet
         tuning_data : DataFrame or path, optional
-            To validate on; by default a part of ``train_data`` is held out. Not with bagging.
+            Validation data. By default a part of ``train_data`` is held out. Not allowed with bagging.
         hyperparameters : mapping or str, optional
-            Models and their settings: ``{'GBM': [{}, {'extra_trees': True}], 'NN_TORCH': {'hidden': (64, 64)}}``, or
-            the name of a :func:`get_hyperparameter_config`. Keys are LR, RF, XT, GBM, NN_TORCH, AG_TEXT_NN,
-            AG_IMAGE_NN, an estimator's class, or what makes a ``TTModel`` of ``(num_inputs, num_outputs,
-            **settings)``. A setting may be a list or a distribution of :mod:`trainloop.tuning` to search in.
+            Models with settings, such as ``{'GBM': [{}, {'extra_trees': True}], 'NN_TORCH': {'hidden': (64, 64)}}``,
+            or a name for :func:`get_hyperparameter_config`. Keys are LR, RF, XT, GBM, NN_TORCH, AG_TEXT_NN,
+            AG_IMAGE_NN, the class of an estimator, or a function that returns a ``TTModel`` and is called as
+            ``function(num_inputs, num_outputs, **settings)``. If a search is requested, a setting may be a list or a
+            distribution of :mod:`trainloop.tuning`.
         num_cpus, num_gpus : number or 'auto'
-            For all models together.
+            Total for all models.
         memory_limit : float or str, optional
-            For all models together, in GB, or text such as ``'512MiB'``.
+            Total for all models, in GB or as text such as ``'512MiB'``.
         time_limit : float, optional
-            Seconds for all.
+            Seconds for the whole fit.
         num_bag_folds : int
-            2 or more: each model is a bag, whose parts predict the rows that they did not train on.
+            With 2 or more, each model is a bag of so many parts, trained and scored by cross-validation.
         ag_args_fit : mapping, optional
-            ``num_cpus``, ``num_gpus`` and ``memory_limit`` of one model, or of one part of a bag.
+            ``num_cpus``, ``num_gpus`` and ``memory_limit`` for one model, or for one part of a bag.
         ag_args_ensemble : mapping, optional
-            ``{'ag_args_fit': ...}`` of one bag; ``'fold_fitting_strategy': 'sequential_local'`` trains its parts one
-            after the other.
+            ``{'ag_args_fit': ...}`` for one bag. ``'fold_fitting_strategy': 'sequential_local'`` trains the parts of a
+            bag one after the other.
         hyperparameter_tune_kwargs : mapping or str, optional
-            ``{'searcher': 'random', 'scheduler': 'local', 'num_trials': 10}``; the scheduler is ``local`` or ``ray``.
+            Request a search: ``{'searcher': 'random', 'scheduler': 'local', 'num_trials': 10}``. The scheduler is
+            ``local`` or ``ray``.
         presets : str or mapping, optional
-            ``'medium_quality'`` to ``'best_quality'``: names for arguments of this method.
+            ``'medium_quality'``, ``'good_quality'``, ``'high_quality'`` or ``'best_quality'``, which set
+            ``num_bag_folds`` and ``hyperparameters``; or a mapping with these two.
         verbosity : int
-            0 prints nothing, 1 the outcome, 2 columns and plans too, 3 also how the search stands.
+            0 prints nothing, 1 the models that failed, 2 also columns, plans and the leaderboard, 3 also progress.
 
         Raises
         ------
         ConfigurationError
-            For data or settings that can't work, before any process starts.
+            If data or settings can't work (raised before any process starts), or if no model could be trained.
         ResourceError
-            For more than the machine has.
+            If more resources are requested than the machine has.
         """
         began = time.monotonic()
+        if time_limit is not None and not (isinstance(time_limit, (int, float)) and time_limit > 0):
+            raise ConfigurationError(f"time_limit={time_limit!r}: must be a number of seconds above 0, or None.")
         options = Options.parse(
             {"num_cpus": num_cpus, "num_gpus": num_gpus, "memory_limit": memory_limit},
             hyperparameters=hyperparameters,
-            time_limit=time_limit,
             num_bag_folds=num_bag_folds,
             ag_args_fit=ag_args_fit,
             ag_args_ensemble=ag_args_ensemble,
@@ -144,7 +150,7 @@ class TabularPredictor:
             frame, target, columns, held_out = understand(
                 train_data, tuning_data, self.label, self._asked[0], options.folds
             )
-            metric = Metric.find(self._asked[1], target.problem)
+            metric = find_metric(self._asked[1], target.problem)
             specs, skipped = parse_hyperparameters(options.hyperparameters, columns, searches=options.searches)
             say(f"{target.label!r} is a {target.problem} problem, scored by {metric.name}.\n{columns}")
             table, y = columns.clean(frame, "train_data"), target.encode(frame[target.label])
@@ -169,44 +175,44 @@ class TabularPredictor:
     # -- prediction --------------------------------------------------------------------------------------------------
 
     def predict(self, data: Data, model: str | None = None) -> pd.Series:
-        """Classes, or numbers, with the index of ``data``; by the ensemble, or by the model of that name."""
+        """Predict classes or numbers, by the ensemble or the named model. The result has the index of ``data``."""
         frame, found = read_table(data, "data"), self._trained
         return pd.Series(found.target.decode(found.predict(frame, model)), index=frame.index, name=self.label)
 
     def predict_proba(self, data: Data, model: str | None = None) -> pd.DataFrame:
-        """Chances of the classes, a column for each, with the index of ``data``.
+        """Predict a probability for each class. The result has the index of ``data`` and a column for each class.
 
         Raises
         ------
         ConfigurationError
-            For a regression, which has none.
+            For a regression.
         """
         frame, found = read_table(data, "data"), self._trained
         if found.target.problem == "regression":
-            raise ConfigurationError("predict_proba: a regression has no chances. Use predict.")
+            raise ConfigurationError("predict_proba: a regression has no probabilities. Use predict.")
         return pd.DataFrame(found.predict(frame, model), index=frame.index, columns=list(found.target.classes))
 
     def evaluate(self, data: Data, model: str | None = None) -> dict[str, float]:
-        """Scores on rows with a label, the ``eval_metric`` first; greater is better, so errors are negative."""
+        """Scores on labelled data, the ``eval_metric`` first. Greater is better, so errors are negative."""
         frame, found = labelled_rows(data, self.label), self._trained
         rows, truth = found.predict(frame, model), found.target.encode(frame[self.label])
         problem = found.target.problem
-        metrics = {found.metric.name: found.metric} | {name: Metric.find(name, problem) for name in METRICS[problem]}
+        metrics = {found.metric.name: found.metric} | {name: find_metric(name, problem) for name in METRICS[problem]}
         return {name: metric(truth, rows) for name, metric in metrics.items()}
 
     def leaderboard(self, data: Data | None = None) -> pd.DataFrame:
-        """Models, the best first, and what each really had.
+        """All models, the best first, with their scores and the resources that each really used.
 
-        ``score_val`` is of rows that a model did not train on, ``score_test`` of ``data``; greater is better.
-        ``fit_time`` are seconds of all its parts together, ``cpu_seconds`` those that the system counted for them,
-        ``cpus`` and ``gpus`` what each part could use. The ensemble's are those of its models.
+        ``score_val`` is the score on rows that the model did not train on, ``score_test`` the score on ``data``.
+        ``fit_time`` is the sum of seconds over the parts of a bag, ``cpu_seconds`` the CPU time that the system counted
+        for them; ``cpus`` and ``gpus`` were available to each part. The ensemble's row sums up the models in it.
         """
         return self._trained.board(None if data is None else labelled_rows(data, self.label))
 
     def feature_importance(self, data: Data, num_shuffle_sets: int = 5, subsample_size: int = 5000) -> pd.DataFrame:
-        """How much worse the score is where a column's values are shuffled, the most important column first.
+        """Permutation importance: the decrease of the score when a column is shuffled, the largest first.
 
-        ``stddev`` is over ``n`` shuffles, nan for one.
+        ``importance`` is the mean over ``n`` shuffles and ``stddev`` their standard deviation (NaN for one shuffle).
         """
         frame, found = labelled_rows(data, self.label), self._trained
         frame = frame.sample(min(len(frame), subsample_size), random_state=0)
@@ -223,7 +229,7 @@ class TabularPredictor:
         return table.astype({"n": int}).sort_values("importance", ascending=False)
 
     def fit_summary(self) -> dict[str, Any]:
-        """What ``fit`` came to, printed and as a mapping."""
+        """Print a summary of ``fit``, and return it as a dict."""
         found = self._trained
         board = self.leaderboard()
         print(f"{self!r}, by {found.metric.name}, in {self._fit_seconds:.1f} s\n{found.columns}")
@@ -255,7 +261,7 @@ class TabularPredictor:
 
     @property
     def model_names(self) -> list[str]:
-        """Models that can be named in ``predict``."""
+        """Names for the ``model`` argument of ``predict``."""
         return self._trained.names
 
     @property
@@ -267,37 +273,37 @@ class TabularPredictor:
     # -- on disk -----------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Write the predictor into a folder, by default its own ``path`` or a new one; the folder's path."""
+        """Save the predictor to a folder, by default ``path`` or a new one, and return the folder's path."""
         state = {**self.__dict__, "_ensemble": self._trained}
         if path is not None:
             self.path = os.fspath(path)
         elif self.path is None:
             self.path = os.path.join("TabularModels", f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}")
-        write_checked(Path(self.path) / _FILE, _HEAD, state, "predictor")
+        write_checked(Path(self.path) / _FILE, *_WHAT, state, "predictor")
         return self.path
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, trusted: bool = False) -> TabularPredictor:
-        """Read what :meth:`save` wrote.
+        """Load a predictor that :meth:`save` wrote.
 
-        The file holds pickled objects, which can run any code when they are read. So it is read only where nobody else
-        can have written it: file and folder must belong to this user or to root, and not be writable by others.
+        The file holds pickled objects, and unpickling can run any code. So the file and its folder must belong to you
+        or to root, and not be writable by others.
 
         Parameters
         ----------
         path : path
-            Of the folder.
+            The folder.
         trusted : bool
-            You vouch for the file, whoever may have written it: nothing is checked.
+            Skip this check, for a file from a source that you trust.
 
         Raises
         ------
         CheckpointError
-            If there is none, or it is damaged.
+            If there is none, it is damaged, or another version wrote it; the message says which.
         ConfigurationError
-            If others may have written it.
+            If other users could have written the file.
         """
-        state = read_checked(Path(path) / _FILE, _HEAD, "tabular predictor", "TabularPredictor.save()", trusted=trusted)
+        state = read_checked(Path(path) / _FILE, *_WHAT, "TabularPredictor.save()", trusted=trusted)
         predictor = cls.__new__(cls)
         predictor.__dict__.update(state, path=os.fspath(path))
         return predictor

@@ -1,7 +1,4 @@
-"""Names for plain settings: which models a table gets, and which networks there are for texts and pictures.
-
-A preset can be printed and changed; an unknown name is an error that lists the known ones.
-"""
+"""Presets: named settings for ``fit``, for its models, and for networks on texts and pictures."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import Any
 
 from trainloop.errors import ConfigurationError
 
-__all__ = ["PRESETS", "get_hyperparameter_config", "list_image_models", "list_text_presets", "named"]
+__all__ = ["PRESETS", "get_hyperparameter_config", "known_words", "list_image_models", "list_text_presets", "named"]
 
 _LARGE = {"learning_rate": 0.03, "num_leaves": 128, "feature_fraction": 0.9, "min_data_in_leaf": 3}
 _BOOSTING: list[dict[str, Any]] = [
@@ -39,27 +36,19 @@ PRESETS: dict[str, dict[str, Any]] = {
     "high_quality": {"num_bag_folds": 5},
     "best_quality": {"num_bag_folds": 8},
 }
-_TEXT = {"num_epochs": 10, "learning_rate": 1e-4, "weight_decay": 1e-3, "batch_size": 32, "max_length": 128}
-_LARGE_TEXT = {**_TEXT, "learning_rate": 5e-5, "batch_size": 16}
+_LARGE_TEXT = {"learning_rate": 5e-5, "batch_size": 16}
 _TEXT_PRESETS: dict[str, dict[str, Any]] = {
-    "default": {**_TEXT, "model": "google/electra-base-discriminator"},
-    "medium_quality_faster_train": {**_TEXT, "model": "google/electra-small-discriminator"},
-    "high_quality": {**_TEXT, "model": "google/electra-base-discriminator"},
-    "best_quality": {**_LARGE_TEXT, "model": "microsoft/deberta-v3-base"},
-    "multilingual": {**_LARGE_TEXT, "model": "microsoft/mdeberta-v3-base"},
+    "default": {"model": "google/electra-base-discriminator"},
+    "medium_quality_faster_train": {"model": "google/electra-small-discriminator"},
+    "high_quality": {"model": "google/electra-base-discriminator"},
+    "best_quality": {"model": "microsoft/deberta-v3-base", **_LARGE_TEXT},
+    "multilingual": {"model": "microsoft/mdeberta-v3-base", **_LARGE_TEXT},
 }
 _PICTURES = "mobilenetv3_large_100"
 
 
-def named(what: str, name: object, known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """A copy of the settings of that name, in any case; the error lists the names."""
-    if not isinstance(name, str) or name.strip().lower() not in known:
-        raise ConfigurationError(f"{what} {name!r} is not known: there are {', '.join(known)}.")
-    return copy.deepcopy(known[name.strip().lower()])
-
-
 def get_hyperparameter_config(config_name: str) -> dict[str, Any]:
-    """Hyperparameters of that name, to be changed and given to ``fit``.
+    """A copy of the named hyperparameters, to be changed and passed to ``fit``.
 
     Parameters
     ----------
@@ -74,12 +63,12 @@ def get_hyperparameter_config(config_name: str) -> dict[str, Any]:
 
 
 def list_text_presets() -> list[str]:
-    """Names for ``hyperparameters['AG_TEXT_NN'] = ['<preset>']``."""
+    """Names of the presets for ``hyperparameters['AG_TEXT_NN'] = ['<preset>']``."""
     return list(_TEXT_PRESETS)
 
 
 def list_image_models() -> list[str]:
-    """Names for ``hyperparameters['AG_IMAGE_NN'] = {'model': '<model>'}``: timm's models with weights.
+    """Names of timm's pretrained models, for ``hyperparameters['AG_IMAGE_NN'] = {'model': '<model>'}``.
 
     Raises
     ------
@@ -89,8 +78,34 @@ def list_image_models() -> list[str]:
     return list(import_timm("list_image_models()").list_models(pretrained=True))
 
 
+# -- what the user wrote ---------------------------------------------------------------------------------------------
+
+
+def named(what: str, name: object, known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """A copy of the named settings. Case is ignored; an unknown name is an error that lists the known ones."""
+    if not isinstance(name, str) or name.strip().lower() not in known:
+        raise ConfigurationError(f"{what} {name!r} is not known: there are {', '.join(known)}.")
+    return copy.deepcopy(known[name.strip().lower()])
+
+
+def known_words(where: str, given: Mapping[str, Any] | None, **defaults: Any) -> dict[str, Any]:
+    """The given settings with defaults filled in. A tuple lists the allowed values, the default first."""
+    choices = {name: value for name, value in defaults.items() if isinstance(value, tuple)}
+    found = {name: value[0] if name in choices else value for name, value in defaults.items()}
+    fits = given is None or (isinstance(given, Mapping) and given.keys() <= defaults.keys())
+    if fits:
+        found |= {name: value for name, value in (given or {}).items() if value is not None}
+    if not fits or any(found[name] not in those for name, those in choices.items()):
+        takes = [f"{name} {choices[name]}" if name in choices else name for name in defaults]
+        raise ConfigurationError(f"{where}={given!r}: takes {', '.join(takes[:-1])} and {takes[-1]}.")
+    return found
+
+
+# -- what is installed, and weights, found before any process starts -------------------------------------------------
+
+
 def import_timm(wanted_by: str) -> Any:
-    """Timm, or the error that says why it is not there."""
+    """Import timm. The error says why it can't be imported."""
     try:
         import timm
     except Exception as error:  # a torchvision that doesn't suit torch raises RuntimeError
@@ -103,16 +118,13 @@ def import_timm(wanted_by: str) -> Any:
 
 
 def check_installed(module: str, extra: str, wanted_by: str) -> None:
-    """See that a module can be imported where it is used; the error names the extra."""
+    """Raise an error that names the extra if a module is not installed."""
     if importlib.util.find_spec(module) is None:
         raise ConfigurationError(f"{wanted_by} needs {module}: pip install 'trainloop[{extra}]', or leave it out.")
 
 
-# -- weights, found before any process starts ------------------------------------------------------------------------
-
-
 def text_settings(params: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a text network, with ``model`` a folder."""
+    """The settings of a text network, with ``model`` resolved to a folder."""
     preset = params.pop("presets", "default")
     settings = {**named("text preset", preset, _TEXT_PRESETS), **params}
     check_installed("transformers", "multimodal", "AG_TEXT_NN")
@@ -120,7 +132,7 @@ def text_settings(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def picture_settings(params: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a picture network, with ``model`` a folder or a function."""
+    """The settings of a picture network, with ``model`` resolved to a folder unless it is a function."""
     check_installed("PIL", "multimodal", "AG_IMAGE_NN")
     model, on_hub = params.get("model", _PICTURES), ""
     if callable(model):
@@ -128,15 +140,12 @@ def picture_settings(params: dict[str, Any]) -> dict[str, Any]:
     if _local(model) is None:
         timm = import_timm(f"AG_IMAGE_NN with model={model!r}")
         try:
-            known = timm.get_pretrained_cfg(model, allow_unregistered=False)
-        except RuntimeError:  # of timm 1.0 on; before, None
-            known = None
-        if known is None:
+            on_hub = timm.get_pretrained_cfg(model, allow_unregistered=False).hf_hub_id or f"timm/{model}"
+        except (RuntimeError, AttributeError) as error:  # it depends on timm's version
             raise ConfigurationError(
                 f"AG_IMAGE_NN model={model!r} is neither a folder nor a model of timm. list_image_models() has the "
                 "names."
-            )
-        on_hub = known.hf_hub_id or f"timm/{model}"
+            ) from error
     return {**params, "model": _folder_of(model, on_hub, f"image model {model!r}")}
 
 

@@ -1,9 +1,10 @@
-"""What ``hyperparameters`` ask for: each model with its settings, its search space and its shares."""
+"""The ``hyperparameters`` argument: models with their settings, search spaces and quotas."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
@@ -11,26 +12,38 @@ from trainloop.errors import ConfigurationError
 from trainloop.resources import ResourceQuota
 from trainloop.tabular.columns import Columns, Kind
 from trainloop.tabular.models import Adapter, Estimator, Given
-from trainloop.tabular.options import quota
-from trainloop.tabular.presets import HYPERPARAMETERS, check_installed, named, picture_settings, text_settings
+from trainloop.tabular.presets import (
+    HYPERPARAMETERS,
+    check_installed,
+    known_words,
+    named,
+    picture_settings,
+    text_settings,
+)
 from trainloop.tuning import Choice, Integers, Uniform
 
-__all__ = ["Spec", "parse_hyperparameters"]
+__all__ = ["Spec", "parse_hyperparameters", "quota"]
 
 
 @dataclass(frozen=True)
 class _Model:
-    """A kind of model."""
+    """A key of ``hyperparameters``."""
 
     name: str
     maker: Any
-    """``module:name`` below this package: networks are imported in the process that trains them."""
+    """Constructs the adapter. Ours are given as ``module:name``, because only a model's own process imports torch."""
     reads: tuple[Kind, ...] = ("number", "boolean", "category", "date", "text")
     space: Mapping[str, Any] = field(default_factory=dict)
-    """Searched where a search is asked for and no space is given."""
+    """The default search space."""
     needs: str = "sklearn"
     gpu: str = "never"
-    """``never``, ``asked`` (only where the user asks for GPUs), or ``always`` (where there are some)."""
+    """``never``, ``asked`` (if the user asks for GPUs), or ``always`` (if there are any)."""
+
+    def make(self, given: Given) -> Adapter:
+        """The adapter, untrained."""
+        make = resolve_name(f"trainloop.tabular.{self.maker}") if isinstance(self.maker, str) else self.maker
+        made: Adapter = make(given)
+        return made
 
 
 _FOREST = {"max_features": ["sqrt", 0.5, 0.75, 1.0], "min_samples_leaf": [1, 2, 4, 8]}
@@ -55,39 +68,37 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Spec:
-    """One model to train, or one space to search."""
+    """One model to train, or one model whose settings are searched."""
 
     name: str
     model: _Model
     fixed: dict[str, Any]
     space: dict[str, Any]
     share: ResourceQuota
-    """Its own, of ``ag_args_fit`` among its settings."""
+    """``ag_args_fit`` of this model."""
     bag: ResourceQuota
+    """``ag_args_ensemble['ag_args_fit']`` of this model."""
     columns: Columns
-    """Of those kinds that it reads."""
+    """The columns that the model can use."""
 
-    def make(self, given: Given) -> Adapter:
-        """The adapter, untrained."""
-        maker = self.model.maker
-        if isinstance(maker, str):
-            made: Adapter = resolve_name(f"trainloop.tabular.{maker}")(given)
-        elif self.model.gpu == "never":
-            made = Estimator(given, maker)
-        else:
-            made = resolve_name("trainloop.tabular.network:OwnNetwork")(given, maker)
-        return made
+
+def quota(where: str, given: Mapping[str, Any] | None) -> ResourceQuota:
+    """``num_cpus``, ``num_gpus`` and ``memory_limit`` (numbers are GB, as in AutoGluon) as a quota."""
+    figures = known_words(where, given, num_cpus="auto", num_gpus="auto", memory_limit="auto")
+    memory = figures["memory_limit"]
+    in_gb = isinstance(memory, (int, float)) and not isinstance(memory, bool)
+    return ResourceQuota(figures["num_cpus"], figures["num_gpus"], f"{memory}GB" if in_gb else memory)
 
 
 def parse_hyperparameters(asked: Any, columns: Columns, *, searches: bool) -> tuple[list[Spec], dict[str, str]]:
-    """The models to train, and why others are not; ``searches``: whether spaces are searched."""
+    """The models to train, and the reasons why others are skipped. ``searches`` allows search spaces."""
     if asked is None or isinstance(asked, str):
         asked = named("hyperparameters", asked or "default", HYPERPARAMETERS)
     if not isinstance(asked, Mapping) or not asked:
         raise ConfigurationError(
             f"hyperparameters={asked!r}: must map models to settings, e.g. {{'GBM': {{}}, 'NN_TORCH': {{}}}}."
         )
-    specs: list[Spec] = []
+    specs: dict[str, Spec] = {}
     skipped: dict[str, str] = {}
     for key, values in asked.items():
         model = _model_of(key)
@@ -103,11 +114,12 @@ def parse_hyperparameters(asked: Any, columns: Columns, *, searches: bool) -> tu
                 raise ConfigurationError(
                     f"hyperparameters[{key!r}] has {settings!r}: must be a dict of settings, or a list of such."
                 )
-            specs.append(_spec(key, model, dict(settings), used, {spec.name for spec in specs}, searches))
+            spec = _spec(key, model, dict(settings), used, specs, searches)
+            specs[spec.name] = spec
     if not specs:
         reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items())
         raise ConfigurationError(f"no model is left to train ({reasons}). Add models that read these columns.")
-    return specs, skipped
+    return list(specs.values()), skipped
 
 
 def _model_of(key: Any) -> _Model:
@@ -118,12 +130,22 @@ def _model_of(key: Any) -> _Model:
             f"hyperparameters has the model {key!r}: there are {', '.join(MODELS)}, an estimator's class, and a "
             "function or class that makes a TTModel."
         )
+    name = getattr(key, "__name__", type(key).__name__)
     network = any(base.__name__ == "TTModel" for base in getattr(key, "__mro__", ()))
-    estimator = not network and hasattr(key, "fit") and hasattr(key, "predict")
-    return _Model(getattr(key, "__name__", type(key).__name__), key, gpu="never" if estimator else "always")
+    if hasattr(key, "fit") and hasattr(key, "predict") and not network:
+        return _Model(name, partial(Estimator, make=key))
+    return _Model(name, partial(_own_network, make=key), gpu="always")
 
 
-def _spec(key: Any, model: _Model, settings: dict[str, Any], columns: Columns, taken: set[str], searches: bool) -> Spec:
+def _own_network(given: Given, make: Any) -> Any:
+    from trainloop.tabular.network import OwnNetwork
+
+    return OwnNetwork(given, make)
+
+
+def _spec(
+    key: Any, model: _Model, settings: dict[str, Any], columns: Columns, taken: Mapping[str, Spec], searches: bool
+) -> Spec:
     share = quota("ag_args_fit", settings.pop("ag_args_fit", None))
     bag = quota("ag_args_ensemble['ag_args_fit']", (settings.pop("ag_args_ensemble", None) or {}).get("ag_args_fit"))
     own = settings.pop("ag_args", None) or {}
@@ -137,12 +159,9 @@ def _spec(key: Any, model: _Model, settings: dict[str, Any], columns: Columns, t
         space = {name: value for name, value in model.space.items() if name not in settings}
     complete = {"AG_TEXT_NN": text_settings, "AG_IMAGE_NN": picture_settings}.get(key, dict)
     fixed = {name: value for name, value in complete(settings).items() if name not in space}
-    name = base = model.name + own.get("name_suffix", "")
-    number = 1
-    while name in taken:
-        number += 1
-        name = f"{base}_{number}"
-    return Spec(name, model, fixed, space, share, bag, columns)
+    base = model.name + own.get("name_suffix", "")
+    names = [base, *(f"{base}_{number}" for number in range(2, len(taken) + 2))]
+    return Spec(next(name for name in names if name not in taken), model, fixed, space, share, bag, columns)
 
 
 def _is_space(value: Any) -> bool:

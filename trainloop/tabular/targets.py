@@ -1,8 +1,7 @@
-"""The column to predict: its type of problem, its classes as numbers, and what a prediction is worth."""
+"""The label column: problem type, encoding of classes, metrics, and the rows held out for validation."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,26 +9,25 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 from pandas.api import types
-from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-from sklearn.metrics import get_scorer, make_scorer
 
 from trainloop.errors import ConfigurationError
 from trainloop.tabular.columns import Columns, Rows, read_table
 from trainloop.tuning.folds import make_folds
+from trainloop.tuning.scoring import Scorer, scorer
 
-__all__ = ["METRICS", "Metric", "Problem", "Target", "held_out_rows", "labelled_rows", "understand"]
+__all__ = ["METRICS", "Problem", "Target", "find_metric", "held_out_rows", "labelled_rows", "understand"]
 
 Problem = Literal["binary", "multiclass", "regression"]
 
 _OF_CLASSES = {name: name for name in ("accuracy", "balanced_accuracy", "f1_macro", "f1_weighted")}
-_OF_CLASSES |= {"mcc": "matthews_corrcoef", "roc_auc": "roc_auc_ovo", "log_loss": "log_loss"}
+_OF_CLASSES |= {"mcc": "matthews_corrcoef", "roc_auc": "roc_auc_ovo", "log_loss": "neg_log_loss"}
 _OF_NUMBERS = ("root_mean_squared_error", "mean_squared_error", "mean_absolute_error", "median_absolute_error")
 METRICS: dict[str, dict[str, str]] = {
     "binary": {**_OF_CLASSES, "f1": "f1", "precision": "precision", "recall": "recall"},
     "multiclass": _OF_CLASSES,
     "regression": {**{name: f"neg_{name}" for name in _OF_NUMBERS}, "r2": "r2"},
 }
-"""Of each problem scikit-learn's scorers by our name, the default ``eval_metric`` first."""
+"""AutoGluon's metric names and scikit-learn's scorers, for each problem type. The first is the default."""
 _ALSO = {"rmse": "root_mean_squared_error", "mse": "mean_squared_error", "mae": "mean_absolute_error"}
 _ALSO |= {"acc": "accuracy", "nll": "log_loss", "roc_auc_ovo": "roc_auc"}
 _MANY_ROWS = 1000  # above, numbers are classes only where each comes up often
@@ -37,7 +35,7 @@ _MANY_ROWS = 1000  # above, numbers are classes only where each comes up often
 
 @dataclass(frozen=True)
 class Target:
-    """What is predicted."""
+    """The label and its problem type."""
 
     label: str
     problem: Problem
@@ -46,38 +44,31 @@ class Target:
 
     @property
     def num_outputs(self) -> int:
-        """Columns of a prediction: chances of the classes, or one number."""
+        """Columns of a prediction: one for each class, or one number."""
         return len(self.classes) or 1
 
     @classmethod
     def learn(cls, label: str, values: pd.Series, problem: Problem | None) -> Target:
-        """The problem that these values, of which none is missing, pose; an error if they do not suit ``problem``."""
-        classes = list(values.unique())
+        """Infer the problem type, or check that the values suit the given one. No value may be missing."""
+        classes, wrong = list(values.unique()), None
         if len(classes) < 2:
-            raise ConfigurationError(
-                f"label {label!r} has only one value, {classes[0]!r}: there is nothing to learn. Give data with at "
-                "least two classes, or numbers that differ."
-            )
+            wrong = f"has only one value, {classes[0]!r}: there is nothing to learn. Give data with at least two"
         problem = problem or _infer(values, len(classes))
         if problem == "regression":
             if not np.isfinite(pd.to_numeric(values.astype(object), errors="coerce").astype(float)).all():
-                raise ConfigurationError(
-                    f"label {label!r} holds values that are no finite numbers, so it is no regression. Drop these "
-                    "rows, or use problem_type='multiclass'."
-                )
-            return cls(label, problem, ())
-        if problem == "binary" and len(classes) > 2:
-            raise ConfigurationError(
-                f"label {label!r} has {len(classes)} classes, and problem_type='binary' has two. "
-                "Use problem_type='multiclass', or leave it out."
-            )
+                wrong = "holds values that are no finite numbers. Drop these rows, or use problem_type='multiclass'"
+            classes = classes if wrong else []
+        elif problem == "binary" and len(classes) > 2:
+            wrong = f"has {len(classes)} classes, and problem_type='binary' has two. Use 'multiclass', or leave it out"
+        if wrong:
+            raise ConfigurationError(f"label {label!r} {wrong}.")
         try:
             return cls(label, problem, tuple(sorted(classes)))
         except TypeError:  # of several types
             return cls(label, problem, tuple(sorted(classes, key=str)))
 
     def encode(self, values: pd.Series) -> Rows:
-        """Classes as their positions, numbers as floats; an error if there are classes that training had not."""
+        """Classes as their positions in ``classes``, or numbers as floats. An unknown class is an error."""
         if self.problem == "regression":
             return np.asarray(values, dtype=float)
         places = {value: place for place, value in enumerate(self.classes)}
@@ -89,29 +80,38 @@ class Target:
         return np.array([places[value] for value in values], dtype=np.int64)
 
     def decode(self, predictions: Rows) -> Rows:
-        """What a prediction says: the class with the best chance, or the number."""
+        """The most probable class of each row, or the predicted number."""
         if self.problem == "regression":
             return predictions
         return np.asarray(pd.Series(list(self.classes)).to_numpy()[predictions.argmax(axis=1)])
 
 
-def held_out_rows(y: Rows, target: Target) -> tuple[Rows, Rows]:
-    """Rows to train on and to validate on: AutoGluon's share of them, of each class its part."""
-    rows = len(y)
-    share = max(0.1, min(0.2, 500 / rows)) if rows < 5000 else max(0.01, min(0.1, 2500 / rows))
-    if rows < 2:
-        raise ConfigurationError(f"train_data has {rows} row with a label: one is to train on, and one to validate on.")
-    fold = make_folds(rows, min(rows, round(1 / share)), seed=0, classes=y if target.classes else None)[0]
-    train, validation = fold.train, fold.validation
-    if target.classes:  # a class with a single row can only be learnt
-        alone = validation[~np.isin(y[validation], y[train])]
-        if len(alone) < len(validation):
-            train, validation = np.sort(np.append(train, alone)), np.setdiff1d(validation, alone)
-    return train, validation
+def _infer(values: pd.Series, num_classes: int) -> Problem:
+    if num_classes == 2:
+        return "binary"
+    if types.infer_dtype(values) not in ("integer", "floating", "mixed-integer-float", "decimal"):
+        return "multiclass"
+    often = 0.05 if len(values) > _MANY_ROWS else 0.1
+    whole = (np.asarray(values, dtype=float) % 1 == 0).all()
+    return "multiclass" if whole and num_classes <= often * len(values) else "regression"
+
+
+def find_metric(metric: str | Callable[[Any, Any], float] | None, problem: Problem) -> Scorer:
+    """The named metric, the default for None, or one from ``metric(y_true, y_pred)``, where greater is better."""
+    if callable(metric):
+        return scorer(metric)
+    known = METRICS[problem]
+    name = next(iter(known)) if metric is None else _ALSO.get(metric, metric)
+    if name not in known:
+        raise ConfigurationError(
+            f"eval_metric={metric!r}: a {problem} problem has {', '.join(known)}; or give a function "
+            "metric(y_true, y_pred) of which greater is better."
+        )
+    return scorer(known[name], name)
 
 
 def labelled_rows(data: object, label: str, what: str = "data") -> pd.DataFrame:
-    """The rows of a table whose label is known; an error if there is none."""
+    """The rows that have a label. An error if there are none."""
     frame = read_table(data, what)
     if label not in frame.columns:
         raise ConfigurationError(
@@ -124,10 +124,23 @@ def labelled_rows(data: object, label: str, what: str = "data") -> pd.DataFrame:
     return frame[known]
 
 
+def held_out_rows(y: Rows, target: Target) -> tuple[Rows, Rows]:
+    """A stratified split into training and validation rows, with the validation share that AutoGluon uses."""
+    rows = len(y)
+    share = max(0.1, min(0.2, 500 / rows)) if rows < 5000 else max(0.01, min(0.1, 2500 / rows))
+    fold = make_folds(rows, min(rows, round(1 / share)), seed=0, classes=y if target.classes else None)[0]
+    if not target.classes:
+        return fold.train, fold.validation
+    # A class with a single row can only be learnt.
+    alone = fold.validation[~np.isin(y[fold.validation], y[fold.train])]
+    kept = alone if len(alone) < len(fold.validation) else alone[:0]
+    return np.sort(np.append(fold.train, kept)), np.setdiff1d(fold.validation, kept)
+
+
 def understand(
     train_data: object, tuning_data: object, label: str, problem: Problem | None, folds: int
 ) -> tuple[pd.DataFrame, Target, Columns, tuple[Rows, Rows] | None]:
-    """The rows with a label, what is predicted, the columns, and which rows train and which validate."""
+    """The labelled rows, the target, the columns and, without bagging, the training and validation rows."""
     frame = labelled_rows(train_data, label, "train_data")
     target = Target.learn(label, frame[label], problem)
     columns = Columns.learn(frame.drop(columns=label))
@@ -142,82 +155,3 @@ def understand(
     own, both = len(frame), len(frame) + len(more)
     frame = pd.concat([frame, more[[*columns.kinds, label]]], ignore_index=True)
     return frame, target, columns, (np.arange(own), np.arange(own, both))
-
-
-def _infer(values: pd.Series, num_classes: int) -> Problem:
-    if num_classes == 2:
-        return "binary"
-    found = types.infer_dtype(values)
-    if found not in ("integer", "floating", "mixed-integer-float", "decimal"):
-        return "multiclass"
-    often = 0.05 if len(values) > _MANY_ROWS else 0.1
-    whole = (np.asarray(values, dtype=float) % 1 == 0).all()
-    return "multiclass" if whole and num_classes <= often * len(values) else "regression"
-
-
-class _Known(BaseEstimator):
-    """Stands for a model whose predictions are known: scikit-learn's scorers ask models."""
-
-    def __init__(self, rows: Rows) -> None:
-        self.rows = rows
-
-    def fit(self) -> None:
-        """Nothing is left to learn."""
-
-    def predict(self, x: object) -> Rows:
-        return self.rows
-
-
-class _KnownNumbers(RegressorMixin, _Known):
-    pass
-
-
-class _KnownClasses(ClassifierMixin, _Known):
-    @property
-    def classes_(self) -> Rows:
-        return np.arange(self.rows.shape[1])
-
-    def predict(self, x: object) -> Rows:
-        return self.rows.argmax(axis=1)
-
-    def predict_proba(self, x: object) -> Rows:
-        return self.rows / np.maximum(self.rows.sum(axis=1, keepdims=True), 1e-15)
-
-
-def _log_loss(model: _KnownClasses, x: object, truth: Rows) -> float:
-    """Also of few rows that lack classes, which scikit-learn's refuses."""
-    chances = model.predict_proba(x)[np.arange(len(truth)), truth]
-    return float(np.log(np.clip(chances, 1e-15, 1)).mean())
-
-
-@dataclass(frozen=True)
-class Metric:
-    """What predictions are worth; greater is better."""
-
-    name: str
-    scorer: Callable[[Any, Any, Rows], float]
-
-    @classmethod
-    def find(cls, metric: str | Callable[[Any, Any], float] | None, problem: Problem) -> Metric:
-        """The metric of that name, or of a function ``metric(y_true, y_pred)`` of which greater is better."""
-        known = METRICS[problem]
-        if callable(metric):
-            return cls(getattr(metric, "__name__", "metric"), make_scorer(metric))
-        name = next(iter(known)) if metric is None else _ALSO.get(metric, metric)
-        if name not in known:
-            raise ConfigurationError(
-                f"eval_metric={metric!r}: a {problem} problem has {', '.join(known)}; or give a function "
-                "metric(y_true, y_pred) of which greater is better."
-            )
-        return cls(name, _log_loss if name == "log_loss" else get_scorer(known[name]))
-
-    def __call__(self, truth: Rows, predictions: Rows) -> float:
-        """Of encoded targets, and of chances or numbers; NaN where these rows have no such score."""
-        rows = np.asarray(predictions, dtype=float)
-        model = _KnownClasses(rows) if rows.ndim == 2 else _KnownNumbers(rows)
-        with warnings.catch_warnings():  # few rows may lack classes
-            warnings.simplefilter("ignore")
-            try:
-                return float(self.scorer(model, None, np.asarray(truth)))
-            except ValueError:
-                return float("nan")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from trainloop.tuning.storage import read_checked, write_checked
 
 __all__ = ["BaggedPredictor"]
 
-_HEAD = b"trainloop bagged predictor 1\n"
+_WHAT = ("bagged predictor", 1)
 
 
 class BaggedPredictor:
@@ -20,12 +20,23 @@ class BaggedPredictor:
 
     Parameters
     ----------
-    models : sequence of object
-        ``TTModel`` s, or estimators with ``predict``; all of one kind.
+    models : sequence of object, or callable
+        ``TTModel`` s, or estimators with ``predict``; all of one kind. A callable gives them when they are first
+        needed: models may be large, and need libraries that take seconds to import.
     """
 
-    def __init__(self, models: Sequence[Any]) -> None:
-        self.models = list(models)
+    def __init__(self, models: Sequence[Any] | Callable[[], Sequence[Any]]) -> None:
+        self._models = models if callable(models) else list(models)
+
+    @property
+    def models(self) -> list[Any]:
+        """The models."""
+        if callable(self._models):
+            self._models = list(self._models())
+        return self._models
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_models": self.models}
 
     def predict(self, data: Any) -> Any:
         """Mean over the models, a row for each row of ``data``.
@@ -48,7 +59,7 @@ class BaggedPredictor:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the models into one file, whole or not at all."""
-        write_checked(Path(path), _HEAD, self.models, "models")
+        write_checked(Path(path), *_WHAT, self.models, "models")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, trusted: bool = False) -> BaggedPredictor:
@@ -66,11 +77,11 @@ class BaggedPredictor:
         Raises
         ------
         CheckpointError
-            If the file is absent, damaged, or something else.
+            If the file is absent, damaged, something else, or of another version; the message says which.
         ConfigurationError
             If others may have written it.
         """
-        return cls(read_checked(Path(path), _HEAD, "bagged predictor", "BaggedPredictor.save()", trusted=trusted))
+        return cls(read_checked(Path(path), *_WHAT, "BaggedPredictor.save()", trusted=trusted))
 
     def __len__(self) -> int:
         return len(self.models)

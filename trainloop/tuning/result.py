@@ -131,14 +131,18 @@ class TuneResult:
         """The best trial's models as one; ``save`` it to keep it."""
         return self.predictor_of(self.best_trial)
 
-    def predictor_of(self, trial: Trial) -> BaggedPredictor:
-        """Models of any trial as one; for any but the best one, the search needs ``tune(..., keep='all')``."""
+    def predictor_of(self, trial: Trial, *, lazy: bool = False) -> BaggedPredictor:
+        """Models of any trial as one; for any but the best one, the search needs ``tune(..., keep='all')``.
+
+        ``lazy`` reads their files when they are first needed. Until then it keeps this result, and its folder.
+        """
         paths = [folder / "model.pkl" for _, folder in self._finished(trial)]
         if not all(path.exists() for path in paths):
             raise ConfigurationError(
                 f"trial {trial.number} was beaten, and its models are not kept. Use tune(..., keep='all')."
             )
-        return BaggedPredictor([self._read(path) for path in paths])
+        predictor = BaggedPredictor(lambda: [self._read(path) for path in paths])
+        return predictor if lazy else BaggedPredictor(predictor.models)
 
     def predictions_of(self, trial: Trial) -> Any:
         """Predictions of any trial, for the rows that its models did not train on.

@@ -21,12 +21,14 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainloop import __version__
 from trainloop.errors import CheckpointError, ConfigurationError, UnpicklableError
 
 if TYPE_CHECKING:
@@ -174,19 +176,28 @@ def make_folder(folder: Path) -> None:
         path.mkdir(mode=0o755, exist_ok=True)
 
 
-def write_checked(path: Path, head: bytes, value: object, root: str) -> None:
-    """Pickle ``value`` into a file with a head that names its kind, and a checksum."""
+def write_checked(path: Path, what: str, layout: int, value: object, root: str) -> None:
+    """Pickle ``value`` into a file that says what it holds, in which layout, and which version wrote it.
+
+    Parameters
+    ----------
+    what : str
+        Lower-case words: ``'tabular predictor'``.
+    layout : int
+        Number of the layout of ``value``, raised where :func:`read_checked` could not use an older one.
+    """
     body = dumps(value, root)
-    write_bytes(path, head + hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+    digest = hashlib.sha256(body).hexdigest()
+    write_bytes(path, f"trainloop {what} {layout} by {__version__}\n{digest}\n".encode() + body)
 
 
-def read_checked(path: Path, head: bytes, what: str, writer: str, *, trusted: bool) -> Any:
-    """Read what :func:`write_checked` wrote with this head, under the rules of :func:`read`.
+def read_checked(path: Path, what: str, layout: int, writer: str, *, trusted: bool) -> Any:
+    """Read what :func:`write_checked` wrote, under the rules of :func:`read`.
 
     Raises
     ------
     CheckpointError
-        If the file is absent, damaged, or something else.
+        If the file is absent, damaged, something else, or of a version whose files this one can't use.
     ConfigurationError
         If others may have written it.
     """
@@ -194,12 +205,29 @@ def read_checked(path: Path, head: bytes, what: str, writer: str, *, trusted: bo
         data = read_own(path, trusted=trusted)
     except OSError as error:
         raise CheckpointError(f"no {what} at {str(path)!r}: {error}. Give the path that save() got.") from error
-    found, digest, body = data[: len(head)], data[len(head) : len(head) + 64], data[len(head) + 65 :]
-    if found != head:
+    head = data[:200].partition(b"\n")[0]
+    # Files of version 0.1.0 up to layout 2 don't say which version wrote them.
+    found = re.fullmatch(rf"trainloop {what} (\d+)(?: by (\S+))?", head.decode(errors="replace"))
+    if found is None:
         raise CheckpointError(f"{str(path)!r} is no {what}. Give a file that {writer} wrote.")
+    by = f"trainloop {found[2]}" if found[2] else "an earlier version of trainloop"
+    mend = "Load it with the version that wrote it, or train again and save with this one."
+    if int(found[1]) != layout:
+        raise CheckpointError(
+            f"{str(path)!r} was written by {by}, in layout {found[1]}; this is trainloop {__version__}, which reads "
+            f"layout {layout}. {mend}"
+        )
+    start = len(head) + 1
+    digest, body = data[start : start + 64], data[start + 65 :]
     if hashlib.sha256(body).hexdigest().encode() != digest:
         raise CheckpointError(f"{str(path)!r} is damaged: its checksum differs. Save the predictor again.")
-    return loads(body)
+    try:
+        return loads(body)
+    except Exception as error:  # a class that has moved, a library that is not here
+        raise CheckpointError(
+            f"{str(path)!r} was written by {by}, and trainloop {__version__} can't read it here "
+            f"({type(error).__name__}: {error}). Install what its models need. {mend}"
+        ) from error
 
 
 class Storage:
