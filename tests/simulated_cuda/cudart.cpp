@@ -19,6 +19,7 @@
 #include <vector>
 #include <fcntl.h>
 #include <dlfcn.h>
+#include <execinfo.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -87,6 +88,28 @@ static void logf(const char* fmt, ...) {
   }
 }
 
+// A synchronisation is counted, and told in FAKECUDA_LOG; with its callers in the file FAKECUDA_TRACE and the process id.
+static std::atomic<long> n_sync{0};
+static void synchronised(const char* why) {
+  n_sync++;
+  logf("sync %s", why);
+  static const char* prefix = getenv("FAKECUDA_TRACE");
+  if (!prefix) return;
+  static std::mutex& one = *new std::mutex;
+  std::lock_guard<std::mutex> l(one);
+  int fd = open((std::string(prefix) + "." + std::to_string(getpid())).c_str(), O_WRONLY | O_APPEND | O_CREAT, 0666);
+  if (fd < 0) return;
+  dprintf(fd, "sync %s, thread %d\n", why, (int)gettid());
+  void* frames[12];
+  backtrace_symbols_fd(frames, backtrace(frames, 12), fd);
+  // A thread that runs Python tells where.
+  static auto state = (void* (*)())dlsym(RTLD_DEFAULT, "PyGILState_GetThisThreadState");
+  static auto dump = (void (*)(int, void*))dlsym(RTLD_DEFAULT, "_Py_DumpTraceback");
+  if (void* thread = state && dump ? state() : nullptr) dump(fd, thread);
+  dprintf(fd, "\n");
+  close(fd);
+}
+
 struct Stream {
   int dev;
   int priority;
@@ -118,7 +141,7 @@ static auto& mem = *new std::map<char*, std::pair<size_t, int>>;  // device memo
 static auto& pinned = *new std::map<char*, size_t>;
 static auto& streams = *new std::set<Stream*>;
 static Stream* const defaults = new Stream[kMax];
-static std::atomic<long> n_sync{0}, n_stream{0}, n_hostalloc{0}, n_kernel{0}, n_to_device{0}, n_to_host{0};
+static std::atomic<long> n_stream{0}, n_hostalloc{0}, n_kernel{0}, n_to_device{0}, n_to_host{0};
 static const void* spin = nullptr;  // torch.cuda._sleep's kernel, the only one that takes time
 static pid_t owner = 0;             // the process that CUDA was started in: a fork of it can't use CUDA
 static bool forked() {
@@ -214,8 +237,7 @@ extern "C" void fakecuda_drain(cudaStream_t cs) {
 }
 // A kernel that makes the host wait for its result, as nonzero does.
 extern "C" void fakecuda_note_sync(const char* why) {
-  n_sync++;
-  logf("sync %s", why);
+  synchronised(why);
 }
 extern "C" long fakecuda_counter(int which) {
   switch (which) {
@@ -341,8 +363,7 @@ cudaError_t cudaDeviceCanAccessPeer(int* c, int a, int b) {
 }
 cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { OK; }
 cudaError_t cudaDeviceSynchronize() {
-  n_sync++;
-  logf("device sync %d", t_dev);
+  synchronised("of the device");
   std::vector<Stream*> all;
   {
     std::lock_guard<std::mutex> l(g);
@@ -494,7 +515,7 @@ static cudaError_t copy(void* d, const void* s, size_t n, cudaStream_t st, bool 
   OK;
 }
 cudaError_t cudaMemcpy(void* d, const void* s, size_t n, cudaMemcpyKind) {
-  n_sync++;
+  synchronised("copy");
   return copy(d, s, n, nullptr, false);
 }
 cudaError_t cudaMemcpyAsync(void* d, const void* s, size_t n, cudaMemcpyKind, cudaStream_t st) {
@@ -541,8 +562,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t s) {
   OK;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t s) {
-  n_sync++;
-  logf("stream sync");
+  synchronised("of a stream");
   fakecuda_drain(s);
   OK;
 }
@@ -602,7 +622,7 @@ cudaError_t cudaEventQuery(cudaEvent_t e) {
   return v->s->done >= v->seq ? cudaSuccess : fail(cudaErrorNotReady);
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t e) {
-  n_sync++;
+  synchronised("of an event");
   Event* v = (Event*)e;
   if (v->s) wait_for(v->s, v->seq);
   OK;

@@ -119,6 +119,9 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             parameters, sparse = parameters[::-1], sparse[::-1]
             names = {len(parameters) - 1 - index: name for index, name in names.items()}
         super()._ddp_init_helper(parameters, sparse, names, static_graph)
+        # For DDP's own statistics the host waits for the GPU: in the first ten steps, and again in each hundredth.
+        if hasattr(self, "_set_ddp_runtime_logging_sample_rate"):
+            self._set_ddp_runtime_logging_sample_rate(2**31 - 1)
 
     def _settle_buckets(self) -> None:
         """Give the buckets their layout before the first backward, once and for all.
