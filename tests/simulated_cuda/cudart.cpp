@@ -66,10 +66,12 @@ static size_t memory() {
   static size_t n = (size_t)env("FAKECUDA_MB", 16384) << 20;
   return n;
 }
-static long lag_us() {
-  static long n = env("FAKECUDA_LAG_US", 2000);
+// How late side streams are. A wait for one ends it, so that a long one costs only where nobody waits.
+static std::atomic<long>& lag_us() {
+  static std::atomic<long> n{env("FAKECUDA_LAG_US", 2000)};
   return n;
 }
+extern "C" long fakecuda_set_lag_us(long us) { return lag_us().exchange(us); }
 
 static void logf(const char* fmt, ...) {
   static const char* f = getenv("FAKECUDA_LOG");
@@ -211,7 +213,7 @@ static void wait_for(Stream* s, unsigned long seq) {
 }
 static void queue(Stream* s, std::function<void()> f) {
   std::lock_guard<std::mutex> l(s->m);
-  auto lag = std::chrono::microseconds(is_default(s) ? 0 : lag_us());
+  auto lag = std::chrono::microseconds(is_default(s) ? 0 : lag_us().load());
   s->q.emplace_back(std::move(f), Clock::now() + lag);
   s->enq++;
   if (!s->started) {

@@ -17,6 +17,7 @@ from torch import nn
 pytestmark = pytest.mark.gpu
 
 SIZE = 1 << 18
+LATE_S = 60  # later than any load of the machine makes this process: nothing comes before somebody waits for it
 
 
 def counted(function: Callable[[], Any], what: str = "synchronisations") -> int:
@@ -30,7 +31,7 @@ def test_a_copy_on_another_stream_comes_late_and_can_be_waited_for() -> None:
     source, target = torch.ones(SIZE).pin_memory(), torch.zeros(SIZE, device="cuda")
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    with fakegpu.lag(LATE_S), torch.cuda.stream(side):
         target.copy_(source, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
@@ -45,7 +46,7 @@ def test_pinned_memory_is_read_late_and_pageable_memory_at_once() -> None:
     """CUDA Runtime API, 'API synchronization behavior': pageable memory is staged before the call returns."""
     side, found = torch.cuda.Stream(), {}
     for name, source in {"pageable": torch.ones(SIZE), "pinned": torch.ones(SIZE).pin_memory()}.items():
-        with torch.cuda.stream(side):
+        with fakegpu.lag(LATE_S), torch.cuda.stream(side):
             target = source.to("cuda", non_blocking=True)
             source.zero_()  # too early for the pinned one
         side.synchronize()

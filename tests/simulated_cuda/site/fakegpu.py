@@ -1,11 +1,12 @@
 """The simulated device inside of torch: CPU kernels under the CUDA dispatch key, and what the runtime has counted."""
 
+import contextlib
 import ctypes
 import os
 import sys
 
 _RUNTIME = ctypes.CDLL("libcudart.so.13")
-_RUNTIME.fakecuda_counter.restype = ctypes.c_long
+_RUNTIME.fakecuda_counter.restype = _RUNTIME.fakecuda_set_lag_us.restype = ctypes.c_long
 _COUNTERS = {"synchronisations": 0, "streams": 1, "pinned allocations": 2, "kernels": 3, "to device": 4, "to host": 5}
 
 
@@ -15,6 +16,16 @@ _KEPT = []
 def count(what: str = "synchronisations") -> int:
     """How many of them this process has made."""
     return _RUNTIME.fakecuda_counter(_COUNTERS[what])
+
+
+@contextlib.contextmanager
+def lag(seconds):
+    """What side streams are given in this context begins that late, or as soon as somebody waits for it."""
+    before = _RUNTIME.fakecuda_set_lag_us(ctypes.c_long(int(seconds * 1e6)))
+    try:
+        yield
+    finally:
+        _RUNTIME.fakecuda_set_lag_us(ctypes.c_long(before))
 
 
 def install() -> int:
