@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import LIMITS_S, Runner
+from benchmarks.gpu_parts import Bench
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -26,3 +29,23 @@ def test_the_benchmark_for_gpus_runs_where_there_is_none(tmp_path: Path) -> None
     assert all(values["ratio"] > 0 for values in results.values() if "ratio" in values)
     page = (tmp_path / "GPU.rst").read_text()
     assert all(f"\n{name}\n" in page for name in results)
+
+
+@pytest.mark.slow
+def test_a_part_that_takes_too_long_is_ended_and_the_next_one_measured(tmp_path: Path) -> None:
+    runner = Runner(tiny=True, out=tmp_path, limits_s={"MLP": 0.001, "a checkpoint's stall": 300.0})
+    runner.run()
+    assert runner.results["MLP"]["failed"].startswith("ended after")
+    assert runner.results["a checkpoint's stall"]["megabytes"] > 0
+    assert json.loads((tmp_path / "gpu.json").read_text())["results"] == runner.results
+
+
+def test_what_the_time_was_over_for_is_left_out(tmp_path: Path) -> None:
+    runner = Runner(tiny=True, out=tmp_path, limits_s={"MLP": 40.0}, budget_s=-1.0)
+    runner.run()
+    assert runner.results == {"MLP": {"left_out": "the time was over"}}
+    assert "left_out: the time was over" in (tmp_path / "GPU.rst").read_text()
+
+
+def test_each_part_has_a_limit() -> None:
+    assert set(Bench(tiny=True).parts()) == set(LIMITS_S)
