@@ -307,7 +307,8 @@ def worker_failed_error(
 def deed_of(failure: Failure) -> str:
     """One line to follow a rank's name: what it did, or what was done to it."""
     if failure.timeout:
-        return "hangs" if failure.type is None else "waited for a rank that hangs"
+        alive = failure.type is None and failure.exitcode is None
+        return "hangs" if alive else "waited for a rank that hangs"
     if failure.type == "SystemExit":
         return f"ended itself with {exit_text(failure.exitcode)}"
     if failure.type == LOST_HOST:

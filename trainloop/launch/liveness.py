@@ -75,6 +75,10 @@ class Liveness:
         waited_for = working or range(len(signs))
         return [r for r in waited_for if now - max(self._since[r], waited_since) > self._timeout_s]
 
+    def silent_s(self, local_rank: int, now: float) -> float:
+        """Seconds since a rank's last sign of life, as of the last look."""
+        return now - self._since[local_rank] if self._since else 0.0
+
 
 _WAITS = ("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/trainloop/stopping.py")
 _MAY_WAIT = ("/torch/autograd/",)  # the reduction of gradients has no Python frame of its own

@@ -37,6 +37,7 @@ from trainloop.launch.main_guard import take_main_place
 from trainloop.launch.output import quieten_log_streams, rank_streams
 from trainloop.launch.pulse import Pulse
 from trainloop.launch.settings import apply_settings
+from trainloop.launch.unblocking import Unblocking
 from trainloop.scratch import Scratch, name_semaphores
 from trainloop.signals import rank_signals
 from trainloop.stopping import GroupStop, SharedStop
@@ -208,8 +209,12 @@ def _work(spec: RankSpec, me: Rank, words: memoryview, received: Mapping[int, in
     _result_file = ResultFile(spec.result_fd)
     stop = SharedStop(words, me.local_rank, spec.local_world_size, spec.timeout_s)
     state = SharedStop.num_words(spec.local_world_size) + me.local_rank
+
+    def lost() -> bool:
+        return stop.aborted or parent_is_gone()
+
     with (
-        rank_signals(stop, ended=lambda: stop.aborted or parent_is_gone(), end=RankTerminated),
+        rank_signals(stop, ended=lost, end=RankTerminated),
         contextlib.ExitStack() as undo,
     ):
         try:
@@ -220,6 +225,10 @@ def _work(spec: RankSpec, me: Rank, words: memoryview, received: Mapping[int, in
                 pulse = Pulse(threading.get_ident(), spec.timeout_s, beat)
                 pulse.start()
                 undo.callback(pulse.stop)
+            if "nccl" in spec.backend:
+                unblocking = Unblocking(lost)
+                unblocking.start()
+                undo.callback(unblocking.stop)
             # Opens the payload too, so that an error in the user's imports is recorded like any other.
             result = _result_of(spec, me, stop, undo, received)
             if me.local_rank == 0:
@@ -251,6 +260,9 @@ def _result_of(
     if spec.num_threads is not None:
         torch.set_num_threads(spec.num_threads)
     _allow_many_descriptors()
+    if "nccl" in spec.backend:
+        # Its watchdog writes what it knows of a collective that timed out, and gives that four times as long: a minute.
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     device = torch.device(spec.devices[me.local_rank])
     if device.type == "cuda":
         torch.cuda.set_device(device)

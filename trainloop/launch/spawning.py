@@ -232,15 +232,26 @@ class Ranks:
             elif r not in ended_by_us and not process.is_alive():
                 if self._state(r) == State.DONE and process.exitcode == 0:
                     continue
+                by_watchdog = self._ended_by_watchdog(r)
+                timeout = by_watchdog and self._liveness.silent_s(r, time.monotonic()) > self._spec.timeout_s / 2
                 self._failures[r] = Failure(
                     rank=rank,
                     time_ns=time.monotonic_ns(),
                     type=None,
                     exitcode=process.exitcode,
                     # Gloo's threads abort the process when a neighbour is lost at a bad moment.
-                    consequence=process.exitcode == -signal.SIGABRT and bool(self._failures),
+                    consequence=not timeout
+                    and (by_watchdog or (process.exitcode == -signal.SIGABRT and bool(self._failures))),
+                    timeout=timeout,
                 )
         return bool(self._failures)
+
+    def _ended_by_watchdog(self, local_rank: int) -> bool:
+        """Whether NCCL's watchdog, a native thread, aborted a rank: a collective timed out or lost its other end."""
+        if "nccl" not in self._spec.backend or self._processes[local_rank].exitcode != -signal.SIGABRT:
+            return False
+        # Where a thread of Python's aborts, its stack is marked as that of the current one.
+        return "Current thread" not in self._stacks(ask=False, ranks=[local_rank]).get(self._spec.rank + local_rank, "")
 
     # -- ending ----------------------------------------------------------------------------------------------------
 
@@ -250,6 +261,10 @@ class Ranks:
         hanging: list[int] = []
         elsewhere = self._hosts.failure() if self._hosts is not None else None
         timed_out = [r for r in self._locals() if self._state(r) == State.TIMED_OUT]
+        if any(failure.timeout for failure in self._failures.values()):
+            # Watchdogs of others that wait are about to end these, too; who hangs has none that is worried.
+            self._join(_UNWIND_S)
+            timed_out += [r for r, failure in self._failures.items() if failure.timeout]
         if timed_out or overdue or (elsewhere and elsewhere.timeout):
             self._notice()
             first = self._spec.rank

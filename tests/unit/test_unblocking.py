@@ -1,0 +1,53 @@
+"""A rank that waits for NCCL in native code when the run is lost: its signal is pending before the collectives end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from trainloop.launch import unblocking
+from trainloop.launch.liveness import Liveness, Sign
+
+
+def test_the_handler_is_to_run_before_the_collective_that_is_aborted_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    lost, aborted = threading.Event(), threading.Event()
+    monkeypatch.setattr(unblocking, "_LOOK_S", 0.01)
+    monkeypatch.setattr(unblocking, "_OWN_ERROR_S", 0.05)
+    monkeypatch.setattr(
+        os, "kill", lambda pid, number: order.append(f"{signal.Signals(number).name} to {pid == os.getpid()}")
+    )
+
+    def leave_group(*, failed: bool) -> None:
+        order.append(f"abort, failed={failed}")
+        aborted.set()
+
+    monkeypatch.setattr(unblocking, "leave_group", leave_group)
+    thread = unblocking.Unblocking(lost.is_set)
+    thread.start()
+    assert not aborted.wait(0.1)
+    lost.set()
+    assert aborted.wait(10)
+    assert order == ["SIGTERM to True", "abort, failed=True"]
+
+
+def test_a_rank_that_is_done_before_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unblocking, "_LOOK_S", 0.01)
+    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("it was over"))
+    before = set(threading.enumerate())
+    watch = unblocking.Unblocking(lambda: True)
+    watch.stop()
+    watch.start()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+
+
+def test_silence_is_counted_from_the_last_sign_of_life() -> None:
+    liveness = Liveness(timeout_s=10)
+    assert liveness.silent_s(0, now=5) == 0
+    liveness.overdue([Sign(1, True), Sign(1, True)], now=5)
+    liveness.overdue([Sign(1, True), Sign(2, True)], now=7)
+    assert [liveness.silent_s(r, now=8) for r in (0, 1)] == [3, 1]
