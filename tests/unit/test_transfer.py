@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainloop import transfer
 from trainloop.transfer import pack
-from trainloop.transfer.pages import MovedPages, anonymous_file
+from trainloop.transfer.pages import MovedPages, anonymous_file, drop_unwritten_pages
 
 MIB = 1 << 20
 
@@ -306,8 +306,8 @@ def test_unusual_memory_stays_where_it_is(tmp_path: Path) -> None:
 def test_pages_move_only_within_one_kind_of_memory() -> None:
     fd = anonymous_file("test")
     try:
+        data = np.ones(MIB, np.uint8)  # before it looks which memory there is
         pages = MovedPages(fd)
-        data = np.ones(MIB, np.uint8)
         address = data.__array_interface__["data"][0]
         assert not pages.write(address, MIB, 1)  # not at the same place within a page
         assert pages.write(address, MIB, 2 * MIB + address % mmap.PAGESIZE)
@@ -316,6 +316,29 @@ def test_pages_move_only_within_one_kind_of_memory() -> None:
         pages.restore()
         assert pages.nbytes == 0
         assert (data == 2).all()
+    finally:
+        os.close(fd)
+
+
+def test_what_was_only_read_of_a_file_leaves_this_process_and_what_was_written_stays() -> None:
+    fd = anonymous_file("test")
+    try:
+        os.write(fd, bytes(range(256)) * (MIB // 256))
+        mapped = mmap.mmap(fd, MIB, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        data = np.frombuffer(mapped, np.uint8)
+        data[300_000:310_000] = 7  # in no file
+        expected, address = data.copy(), data.__array_interface__["data"][0]
+        written = -(-310_000 // mmap.PAGESIZE) - 300_000 // mmap.PAGESIZE
+        # What lies beside a span, on its first and last page, may be in use by others.
+        assert drop_unwritten_pages([(address + 1, MIB - 2)]) == MIB - (written + 2) * mmap.PAGESIZE
+        assert drop_unwritten_pages([(address + 1, MIB - 2)]) == 0
+        assert (data == expected).all()
+        assert drop_unwritten_pages([(address, MIB)]) == MIB - written * mmap.PAGESIZE  # read again just now
+        own = np.ones(MIB, np.uint8)
+        assert drop_unwritten_pages([(own.__array_interface__["data"][0], MIB)]) == 0
+        assert (own == 1).all()
+        del data
+        mapped.close()
     finally:
         os.close(fd)
 

@@ -10,8 +10,18 @@ import mmap
 import os
 import sys
 import tempfile
+from collections.abc import Iterable
 
-__all__ = ["PAGE", "MovedPages", "anonymous_file", "anonymous_path", "give_back", "trim", "write_all"]
+__all__ = [
+    "PAGE",
+    "MovedPages",
+    "anonymous_file",
+    "anonymous_path",
+    "drop_unwritten_pages",
+    "give_back",
+    "trim",
+    "write_all",
+]
 
 PAGE = mmap.PAGESIZE
 _CHUNK = 32 << 20  # bytes copied before the memory they came from is given back: the peak above one copy
@@ -20,6 +30,9 @@ _MAP_COUNT_MARGIN = 8192  # mappings left for everything else
 _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS = 0x02, 0x10, 0x20
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
+_MADV_DONTNEED = 4
+_PRESENT_AND_OF_FILE = 0b101  # the uppermost bits of an entry of /proc/<pid>/pagemap; the middle one: swapped out
+_PAGES_AT_ONCE = 1 << 17
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
@@ -70,6 +83,43 @@ def trim() -> None:
     with contextlib.suppress(AttributeError):  # another C library
         if libc is not None:
             libc.malloc_trim(0)
+
+
+def drop_unwritten_pages(spans: Iterable[tuple[int, int]]) -> int:
+    """Take pages of mapped files that this process has only read out of its own memory; the files keep them.
+
+    The next access maps them again. Pages that were written, which a private mapping has in no file, stay as they are,
+    and so does memory that belongs to no file. No other thread may write there meanwhile.
+
+    Parameters
+    ----------
+    spans : iterable of (int, int)
+        Addresses, and bytes from there on; only pages that lie in one as a whole.
+
+    Returns
+    -------
+    int
+        Bytes that were dropped.
+    """
+    import numpy as np  # `import trainloop` is to be cheap
+
+    libc = _libc() if sys.platform == "linux" else None
+    if libc is None:
+        return 0
+    dropped = 0
+    # A sandbox may have no such file, and a process without a right to it can't read it.
+    with contextlib.suppress(OSError), open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        for address, nbytes in spans:
+            end = (address + nbytes) // PAGE
+            for first in range(-(-address // PAGE), end, _PAGES_AT_ONCE):
+                pages = min(_PAGES_AT_ONCE, end - first)
+                entries = np.frombuffer(os.pread(pagemap.fileno(), 8 * pages, 8 * first), np.uint64)
+                clean = np.pad(entries >> np.uint64(61) == _PRESENT_AND_OF_FILE, 1)
+                for begin, after in np.flatnonzero(clean[1:] != clean[:-1]).reshape(-1, 2).tolist():
+                    length = PAGE * (after - begin)
+                    if libc.madvise(PAGE * (first + begin), length, _MADV_DONTNEED) == 0:
+                        dropped += length
+    return dropped
 
 
 class MovedPages:
@@ -172,6 +222,7 @@ def _libc() -> ctypes.CDLL | None:
         size, off = ctypes.c_size_t, ctypes.c_long
         libc.mmap.argtypes = [ctypes.c_void_p, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, off]
         libc.mremap.argtypes = [ctypes.c_void_p, size, size, ctypes.c_int, ctypes.c_void_p]
+        libc.madvise.argtypes = [ctypes.c_void_p, size, ctypes.c_int]
         libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, off, off]
     except (OSError, AttributeError):
         return None
