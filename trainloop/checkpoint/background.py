@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import torch
+
 __all__ = ["BackgroundWrite", "error_of"]
 
 
@@ -28,11 +30,15 @@ class BackgroundWrite:
         self.give_up = give_up
         self._write = write
         self._error: Exception | None = None
+        # A thread begins on GPU 0. Whatever it asks of CUDA would make a context there, in the memory of another rank.
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         # Not a daemon thread: the interpreter waits for it at the program's end, so the file becomes whole.
         self._thread = threading.Thread(target=self._run, name=f"checkpoint of step {step}", daemon=False)
         self._thread.start()
 
     def _run(self) -> None:
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)
         self._error = self._write()
 
     def wait(self, seconds: float | None = None) -> Exception | None:
