@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainloop import AbstractCallback, TrainLoop
 from trainloop.callbacks import ModelCheckpoint
 from trainloop.checkpoint import load
+from trainloop.checkpoint.background import BackgroundWrite
 
 pytestmark = pytest.mark.gpu
 
@@ -87,6 +88,15 @@ def test_units_are_gathered_in_bf16_and_stepped_in_float32() -> None:
     assert residents.facts["dtypes"] == {torch.float32}
     distance = furthest(loop.model, fitted("single", 1, dtype=torch.float32).model)
     assert 0 < distance < 0.1
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+def test_a_checkpoint_is_written_on_its_ranks_own_gpu() -> None:
+    seen: list[int] = []
+    with torch.cuda.device(1):
+        torch.zeros(1, device="cuda")
+        BackgroundWrite(lambda: seen.append(torch.cuda.current_device()), step=1).wait()
+    assert seen == [1]
 
 
 def test_shards_and_state_are_on_the_host_between_their_uses() -> None:

@@ -41,6 +41,7 @@ struct ncclComm {
   size_t bytes;
   std::vector<std::pair<double, ncclDataType_t>> premul;
   std::set<cudaStream_t> streams;
+  std::atomic<unsigned long> launched{0}, ended{0};
 };
 static void logf(const char* what, ncclComm* c, size_t n) {
   static const char* f = getenv("FAKECUDA_LOG");
@@ -202,10 +203,17 @@ static thread_local int group = 0;
 static thread_local std::vector<std::pair<cudaStream_t, std::function<void()>>> pending;
 static ncclResult_t run(ncclComm* c, cudaStream_t s, std::function<void()> f) {
   c->streams.insert(s);
+  // One after the other in the order of the calls, whichever streams they are in, as NCCL does it for a communicator.
+  auto in_turn = [c, f = std::move(f), turn = c->launched++] {
+    for (long i = 0; c->ended.load() != turn && !c->aborted; i++)
+      if (i > 200) usleep(100);
+    f();
+    c->ended++;
+  };
   if (group)
-    pending.emplace_back(s, std::move(f));
+    pending.emplace_back(s, std::move(in_turn));
   else
-    fakecuda_enqueue_long(s, std::move(f));
+    fakecuda_enqueue_long(s, std::move(in_turn));
   return ncclSuccess;
 }
 static Shared* map(const std::string& name, int n, char** slots, size_t* bytes) {

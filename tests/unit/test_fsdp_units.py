@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
+import numpy as np
 import pytest
 import torch
 from sharded_models import Block, Tower
@@ -12,6 +13,7 @@ from torch import nn
 from trainloop import TrainLoop
 from trainloop.errors import ConfigurationError
 from trainloop.parallel import TTFullyShardedDataParallel
+from trainloop.parallel.shards import free
 from trainloop.parallel.undoing import can_undo
 from trainloop.parallel.units import units_of
 from trainloop.resources.quota import format_bytes
@@ -30,6 +32,14 @@ class Nested(nn.Module):
 
 def names(module: nn.Module, shard: object = None) -> list[str]:
     return [name for name, _ in units_of(module, shard)]
+
+
+def test_memory_that_torch_cannot_resize_stays_when_a_shard_is_freed() -> None:
+    of_others, own = torch.from_numpy(np.ones(3)), torch.ones(3)
+    free(of_others)  # pinned memory, of a shard that is offloaded, is such, too
+    free(own)
+    assert of_others.sum() == 3
+    assert own.untyped_storage().nbytes() == 0
 
 
 def test_repeated_blocks_are_units_and_nothing_in_them() -> None:

@@ -69,7 +69,7 @@ class StoredTensor:
 
 
 def stored_tensors(state: dict[str, Any], path: str) -> dict[str, Any]:
-    """The content of a ``state.pt`` with a :class:`StoredTensor` in the place of each reference."""
+    """Replace each reference in the content of a ``state.pt`` by a :class:`StoredTensor`."""
     table = state["shards"]["tensors"]
 
     def walk(value: Any) -> Any:
@@ -86,7 +86,7 @@ def _stored(entry: dict[str, Any], path: str) -> StoredTensor:
 
 
 def verify_files(path: str, state: dict[str, Any]) -> None:
-    """That all files are there, whole, with the checksums that they were written with.
+    """Check that all files are there, whole, with the checksums that they were written with.
 
     Raises
     ------
@@ -107,7 +107,7 @@ def verify_files(path: str, state: dict[str, Any]) -> None:
 
 
 def whole_of(value: Any) -> Any:
-    """A state with each :class:`StoredTensor` in it read as a whole, on the CPU."""
+    """Replace each :class:`StoredTensor` in a state by the whole tensor, read onto the CPU."""
     if isinstance(value, StoredTensor):
         full = torch.empty(value.shape, dtype=value.dtype)
         for (offsets, sizes), part in parts_of(value):
@@ -117,7 +117,7 @@ def whole_of(value: Any) -> Any:
 
 
 def part_of(stored: StoredTensor, like: Any) -> Any:
-    """A tensor spread as ``like`` is, of which only the parts are read that this rank needs. No exchange."""
+    """Read this rank's part of a stored tensor, as a tensor sharded like ``like``. No exchange."""
     offsets, sizes = box_of(like)
     mine = torch.empty(sizes, dtype=stored.dtype)
     if mine.numel():
@@ -153,27 +153,27 @@ def _overlap(one: Box, other: Box) -> Box | None:
 
 
 def narrowed(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """The box of a tensor that begins there and is so long, sharing its memory."""
+    """A view of a tensor: the box that begins at ``offsets`` and has these sizes."""
     for dim, (begin, length) in enumerate(zip(offsets, sizes, strict=True)):
         tensor = tensor.narrow(dim, begin, length)
     return tensor
 
 
 def fitted(value: Any, like: Any) -> Any:
-    """A tensor of a checkpoint as one in memory is spread: this rank's part where that is sharded."""
+    """Read a checkpoint's tensor the way that ``like`` is sharded: this rank's part, or all of it."""
     if isinstance(value, StoredTensor):
         return part_of(value, like) if is_sharded(like) else whole_of(value)
     return shard_like(value, like) if isinstance(value, Tensor) and is_sharded(like) else value
 
 
 def load_model(model: nn.Module, state: dict[str, Any]) -> None:
-    """A checkpoint's weights into a model, spread as its own are."""
+    """Load a checkpoint's weights into a model, whose parameters may be sharded."""
     own = model.state_dict()
     model.load_state_dict(with_items(state, {name: fitted(value, own.get(name)) for name, value in state.items()}))
 
 
 def size_and_checksum(path: str) -> tuple[int, int]:
-    """Of a file."""
+    """Size and checksum of a file."""
     size = crc = 0
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):

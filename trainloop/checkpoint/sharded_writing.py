@@ -220,7 +220,7 @@ def _is_there(folder: str) -> bool:
 
 @dataclass(frozen=True)
 class _OwnPart:
-    """Of a sharded tensor what this rank has, and writes."""
+    """This rank's part of a sharded tensor, which it writes."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -304,7 +304,7 @@ def _write_metadata(folder: str, tensors: dict[str, Any]) -> None:
 
 
 def _take_shards(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """A state with references in the place of its sharded tensors, and these by the names that the references have."""
+    """Replace the sharded tensors in a state by references; returns it, and the tensors by the references' names."""
     shards: dict[str, Tensor] = {}
 
     def walk(value: Any, path: str) -> Any:

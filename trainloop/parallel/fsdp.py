@@ -26,7 +26,7 @@ __all__ = ["TTFullyShardedDataParallel"]
 
 
 class _Call:
-    """Says to the wrapper's forward what it is to run in place of the module's, and keeps what that gave."""
+    """A function that the wrapper's forward runs instead of the module's, and its result."""
 
     __slots__ = ("output", "run")
 
@@ -91,7 +91,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
     """
 
     reshard: Callable[[], None]
-    """Of ``FSDPModule``, which ``fully_shard`` puts before this class: free what the root unit holds whole."""
+    """Free the root unit's gathered parameters: a method of ``FSDPModule``, a base class that ``fully_shard`` adds."""
 
     @knows_foreign_names(WRAPPERS)
     def __init__(
@@ -135,6 +135,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         options.update({"mp_policy": mp_policy} if mp_policy is not None else {})
         options.update({"offload_policy": offload_policy} if offload_policy is not None else {})
         seed = _common_seed(mesh) if any(t.is_meta for t in _tensors(module)) else None
+        sends = init_sync and seed is None  # values that are made here are equal on all ranks already
         done: set[int] = {id(p) for p in self._tt_whole}
         for number, (name, unit) in enumerate(units):
             own = {p_name: p for p_name, p in unit.named_parameters() if id(p) not in done and not is_sharded(p)}
@@ -144,7 +145,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
                 own = dict(unit.named_parameters())
             came = [(p, p.data) for p in own.values() if not is_sharded(p)]
             for p, data in came:
-                p.data = _of_first_rank(data, mesh, device) if init_sync and seed is None else data
+                p.data = _of_first_rank(data, mesh, device) if sends else data
                 if not p.is_contiguous():
                     p.data = p.data.contiguous()  # channels_last, for instance: a shard is cut from plain rows
             # The root is needed again at once when backward begins: torch keeps it whole where nothing is said.
@@ -157,10 +158,10 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
                 p.data = data
         self._tt_whole = {p for p in module.parameters() if stays_whole(p)}
         self._tt_hooks = []
-        for buffer in module.buffers() if init_sync and seed is None else ():
+        for buffer in module.buffers() if sends else ():
             buffer.data = _of_first_rank(buffer.data, mesh, device).to(buffer.device)
         for p in self._tt_whole:
-            p.data = (_of_first_rank(p.data, mesh, device) if init_sync and seed is None else p.data).to(device)
+            p.data = (_of_first_rank(p.data, mesh, device) if sends else p.data).to(device)
             trains = p.requires_grad
             p.requires_grad_(True)  # a frozen one may be unfrozen later, and takes no hook
             self._tt_hooks.append(p.register_post_accumulate_grad_hook(self._average))
@@ -192,7 +193,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         return with_multi_losses(self(call, *args, **kwargs), call.output)
 
     def _passes(self, losses: Generator[Any, None, None]) -> Iterator[Any]:
-        """Each loss of a ``get_loss`` that yields them, as a forward pass of the root of its own."""
+        """Run a ``get_loss`` that yields its losses: each loss is a forward pass of the root of its own."""
         while True:
             call = _Call(lambda: next(losses, losses))
             output = with_multi_losses(self(call), call.output)
@@ -201,7 +202,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
                 return
             yield output
 
-    # -- what the loop asks ------------------------------------------------------------------------------------------
+    # -- for the training loop ----------------------------------------------------------------------------------------
 
     @property
     def whole_parameters(self) -> set[nn.Parameter]:
@@ -219,7 +220,10 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             _send_from_first(buffer, self._tt_mesh)
 
     def _average(self, parameter: Tensor) -> None:
-        """Of a parameter that each rank holds whole; a sum of averages averaged again stays what it is."""
+        """Average a whole parameter's gradient over the ranks.
+
+        Called anew after each backward: an average that is averaged again stays what it is.
+        """
         assert parameter.grad is not None
         parameter.grad /= self._tt_mesh.size()
         for dim in range(self._tt_mesh.ndim):
@@ -231,7 +235,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         Parameters
         ----------
         parameters : mapping from str to nn.Parameter
-            By the names that ``module.named_parameters()`` gives, what takes the place of each parameter.
+            The new parameters, by the names that ``module.named_parameters()`` gives to those they replace.
 
         Returns
         -------

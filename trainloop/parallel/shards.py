@@ -1,6 +1,6 @@
-"""Tensors that are spread over ranks (``DTensor``): what of them is here, the whole of them, others spread like them.
+"""Sharded tensors (``DTensor``): this rank's part of one, all of it, and other tensors sharded in the same way.
 
-Nothing here imports what makes them, which takes half a second, before there is one.
+``torch.distributed.tensor`` takes half a second to import, so nothing here does before there is such a tensor.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def is_mark_of_sharding(name: str) -> bool:
 
 
 def local_part(tensor: Any) -> Tensor:
-    """What of a tensor is on this rank, sharing its memory; a plain tensor is whole."""
+    """This rank's part of a tensor, sharing its memory; all of a plain one."""
     part: Tensor = tensor._local_tensor if is_sharded(tensor) else tensor
     return part.detach()
 
@@ -69,9 +69,9 @@ def whole(tensor: Any) -> Tensor:
 
 
 def gathered(tensor: Tensor, *, keeps: bool | None = None) -> Tensor:
-    """The whole of a sharded tensor on the CPU of ranks that keep it (default: rank 0), of others nothing. Collective.
+    """A sharded tensor as a whole one on the CPU of each rank that keeps it (default: rank 0). Collective.
 
-    A plain one is given as it is.
+    Other ranks get an empty tensor. A plain tensor is returned as it is.
     """
     if not is_sharded(tensor):
         return tensor
@@ -81,14 +81,14 @@ def gathered(tensor: Tensor, *, keeps: bool | None = None) -> Tensor:
 
 
 def shard_like(value: Tensor, like: Any) -> Any:
-    """A tensor that every rank has whole, spread as another one is, on its device; no exchange.
+    """A tensor that every rank has whole, sharded like another one and on its device; no exchange.
 
     Parameters
     ----------
     value : Tensor
         Of the shape of ``like``. Only this rank's part of it is read.
     like : DTensor or Tensor
-        A plain one is whole on every rank, and so is the result. What is sharded already stays so.
+        A plain one is whole on every rank, and so is the result. A value that is sharded already is returned.
     """
     if not is_sharded(like) or is_sharded(value):
         return value.detach().to(like.device)
@@ -112,7 +112,7 @@ def box_of(tensor: Any) -> Box:
 
 
 def put_part(tensor: Any, into: Tensor) -> bool:
-    """Write what this rank has of a sharded tensor into a whole one that its ranks share; no exchange.
+    """Write this rank's part of a sharded tensor into a whole one in memory that the ranks share; no exchange.
 
     Returns
     -------
@@ -127,7 +127,7 @@ def put_part(tensor: Any, into: Tensor) -> bool:
 
 
 def _own_part(value: Tensor, like: Any) -> Tensor:
-    """Of a whole tensor the part that this rank has of a sharded one, as a view."""
+    """A view of a whole tensor: the part that this rank holds of ``like``."""
     mesh = like.device_mesh
     for dim, placement in enumerate(like.placements):
         if placement.is_shard():
@@ -138,12 +138,17 @@ def _own_part(value: Tensor, like: Any) -> Tensor:
 
 
 def free(tensor: Any) -> None:
-    """Give back the memory of this rank's part, of which nobody has any use left."""
-    local_part(tensor).untyped_storage().resize_(0)
+    """Give back the memory of this rank's part, once nobody uses the tensor any more.
+
+    Memory that torch can't resize, such as pinned memory, goes when the last tensor on it does.
+    """
+    storage = local_part(tensor).untyped_storage()
+    if storage.resizable():
+        storage.resize_(0)
 
 
 def spread_like(part: Tensor, like: Any, shape: torch.Size) -> Any:
-    """A tensor of this shape, spread as another one is, of which this rank has ``part``; no exchange."""
+    """A tensor of this shape, sharded like another one, from this rank's ``part``; no exchange."""
     from torch.distributed.tensor import DTensor
 
     strides = torch.empty(shape, device="meta").stride()

@@ -74,18 +74,18 @@ class ShardedPlacement(Placement):
     scaler_type = _Scaler
 
     def wrap_again(self) -> None:
-        """Nothing: a unit looks at its parameters' ``requires_grad`` at each forward."""
+        """Do nothing: a unit looks at its parameters' ``requires_grad`` at each forward."""
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
-        """Nothing: gradients of each micro-batch are reduced, since whole ones would take as much as the model."""
+        """Do nothing: gradients are reduced in each micro-batch, since whole ones would take as much as the model."""
         return nullcontext()
 
     def share_buffers(self) -> None:
-        """Rank 0's buffers to all ranks."""
+        """Send rank 0's buffers to all ranks."""
         self.wrapper.share_buffers()
 
     def make_whole(self, callbacks: Iterable[Any]) -> None:
-        """What callbacks keep of sharded tensors, in dictionaries and lists too, whole on ranks that send it back."""
+        """Make sharded tensors that callbacks keep, in dictionaries and lists too, whole where they are sent back."""
         callbacks = list(callbacks)
         found: dict[int, Any] = {}
         _map_kept(callbacks, lambda tensor: found.setdefault(id(tensor), tensor))
@@ -102,7 +102,7 @@ class ShardedPlacement(Placement):
 
 
 def _map_kept(callbacks: Iterable[Any], function: Callable[[Tensor], Any]) -> None:
-    """Each tensor that callbacks keep, after ``function``."""
+    """Replace each tensor that callbacks keep by ``function(tensor)``."""
     for callback in callbacks:
         for name, value in list(vars(callback).items()):
             if isinstance(value, dict):
@@ -132,6 +132,8 @@ def sharded(
         in the file from which the launching process reads the result. Collective, at the end; where an exception ends
         the run, and with ``'none'``, the model has the values it came with.
     """
+    from trainloop.transfer.pages import drop_unwritten_pages  # `import trainloop` is to be cheap
+
     originals = dict(model.named_parameters())
     kept = {name: p.data for name, p in originals.items()}  # a unit that goes to its GPU takes its parameters along
     buffers = {name: (buffer, buffer.data) for name, buffer in model.named_buffers()}
@@ -145,6 +147,7 @@ def sharded(
     for name, p in originals.items():
         if not stays_whole(p):
             p.data = kept[name]
+    drop_unwritten_pages((value.data_ptr(), value.nbytes) for value in kept.values() if value.device.type == "cpu")
     shards = dict(model.named_parameters())
     arrived = [(optimizer.state, list(optimizer.param_groups)) for optimizer in optimizers]
     own_state = [{p: dict(own) for p, own in optimizer.state.items()} for optimizer in optimizers]
@@ -190,7 +193,7 @@ def _give_back(
     own_state: list[dict[Any, dict[Any, Any]]],
     file: ResultFile | None,
 ) -> None:
-    """The values reached into a model's own parameters and its optimizers' state, one tensor after the other.
+    """Write the values reached into the model's own parameters and its optimizers' state, one tensor after the other.
 
     With a file each rank writes its part into that, and its memory is free for the next: all of it is there once. Else
     every rank gathers it; a device that had room for its shards need not have any for all of them, so each whole one
@@ -238,7 +241,7 @@ def _give_back(
 
 
 def _in_file(shards: Sequence[Any], file: ResultFile, *, frees: bool = False) -> list[Tensor]:
-    """Sharded tensors as whole ones in the file of this host's result, all parts there when it returns. Collective."""
+    """Write sharded tensors into the file of this host's result; returns them whole, as views of it. Collective."""
     from trainloop.transfer.pages import trim  # `import trainloop` is to be cheap
 
     room = file.room_for((shard.shape, shard.dtype) for shard in shards)
@@ -276,7 +279,7 @@ def _all_here() -> bool:
 
 
 def _give_back_buffers(model: nn.Module, buffers: dict[str, tuple[Tensor, Tensor]], *, as_they_came: bool) -> None:
-    """Into the memory, and so onto the device, that each had when it came; those the model has replaced since stay."""
+    """Copy buffers back into the memory, and so onto the device, where they came; those replaced since stay."""
     now = dict(model.named_buffers())
     for name, (buffer, came) in buffers.items():
         if name not in now:
@@ -299,7 +302,7 @@ def _move(
     after: dict[str, nn.Parameter],
     convert: Callable[[Tensor, Any], Any],
 ) -> None:
-    """From these parameters to those of the same names, in groups and in state."""
+    """Replace parameters by those of the same names, in the optimizers' groups and state."""
     new = {id(p): after[name] for name, p in before.items() if name in after}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -390,7 +393,7 @@ class LeftBehind:
         self._note(state["left"])
 
     def any_in(self, model: nn.Module) -> bool:
-        """Whether the model still has one of them, or memory for none of the values."""
+        """Whether the model still has one of them, or a parameter on the meta device."""
         left = set(map(id, self._left()))
         return any(p.is_meta or id(p) in left for p in model.parameters())
 
