@@ -20,7 +20,7 @@ from transformers import (
     T5ForConditionalGeneration,
     get_cosine_schedule_with_warmup,
 )
-from world import Entry, Items, Parts, in_all_modes, loaders, plain, randint, steps
+from world import Entry, Items, Parts, in_all_modes, in_fsdp, loaders, plain, randint, steps
 
 from trainloop import TTModel
 from trainloop.callbacks import LRScheduler
@@ -206,10 +206,12 @@ own_loss = plain(lambda model, batch: model.net(**batch).loss)
 
 IN_FLOAT32 = 1e-5  # transformers computes a causal loss, and T5 its softmax, in float32, whatever the weights are
 
-test_single, test_ddp = in_all_modes(
+ENTRIES = (
     Entry("gpt2", make_gpt2, gpt2_by_hand, tolerance=IN_FLOAT32),
     Entry("gradient_checkpointing", make_checkpointed, own_loss, tolerance=IN_FLOAT32),
     Entry("lora", make_lora, own_loss, tolerance=IN_FLOAT32),
     Entry("t5", make_t5, own_loss, tolerance=IN_FLOAT32),
     Entry("bert", make_bert, own_loss),
 )
+test_single, test_ddp = in_all_modes(*ENTRIES)
+test_fsdp = in_fsdp(*ENTRIES)

@@ -4,7 +4,8 @@ An entry is what a user brings: a model, loaders, an optimizer, and the loop tha
 Here it is trained by that loop and by :class:`TrainLoop`, killed and resumed, and evaluated:
 
 * ``single``: the same bits as the hand-written loop;
-* ``ddp`` with two CPU ranks: the hand-written loop in one process over batches twice as large;
+* ``ddp`` with two CPU ranks, and where a file asks for it ``fsdp``: the hand-written loop in one process over batches
+  twice as large;
 * a run killed by SIGKILL after a few steps and resumed by fresh objects: the bits of one that nobody disturbed;
 * predictions: every sample once, in order, and the loss is that of a plain pass over the loader.
 
@@ -17,7 +18,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ class Entry:
     batch: int = 8
     epochs: int = 2
     tolerance: float = 1e-9
-    """Between ``ddp`` and the hand-written loop: 1e-9 for models in float64, 1e-5 in float32."""
+    """Between ranks and the hand-written loop: 1e-9 for models in float64, 1e-5 in float32."""
     comparable: bool = True
     """Whether ``ddp`` has a counterpart in one process; not where chance is part of a batch, or a rank's own batch."""
     loop: dict[str, Any] = field(default_factory=dict)
@@ -74,6 +75,26 @@ class Entry:
 
 def in_all_modes(*entries: Entry) -> tuple[Callable[..., None], Callable[..., None]]:
     """A file's two tests: ``test_single, test_ddp = in_all_modes(...)``."""
+
+    def test_single(entry: Entry, folder: Path) -> None:
+        check_single(entry, folder)
+
+    def test_ddp(entry: Entry, folder: Path) -> None:
+        check_ranks(entry, folder, "ddp")
+
+    return _marked(test_single, entries), _marked(test_ddp, entries)
+
+
+def in_fsdp(*entries: Entry) -> Callable[..., None]:
+    """A test for models of many parts: ``test_fsdp = in_fsdp(...)``."""
+
+    def test_fsdp(entry: Entry, folder: Path) -> None:
+        check_ranks(entry, folder, "fsdp")
+
+    return _marked(test_fsdp, entries)
+
+
+def _marked(test: Callable[..., None], entries: Sequence[Entry]) -> Callable[..., None]:
     marks = [
         pytest.mark.ecosystem,
         pytest.mark.parametrize("entry", entries, ids=repr),
@@ -84,16 +105,9 @@ def in_all_modes(*entries: Entry) -> tuple[Callable[..., None], Callable[..., No
         pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype.*:UserWarning"),
         pytest.mark.filterwarnings("ignore::ResourceWarning"),  # webdataset leaves its files to the collector
     ]
-
-    def test_single(entry: Entry, folder: Path) -> None:
-        check_single(entry, folder)
-
-    def test_ddp(entry: Entry, folder: Path) -> None:
-        check_ddp(entry, folder)
-
     for mark in marks:
-        test_single, test_ddp = mark(test_single), mark(test_ddp)
-    return test_single, test_ddp
+        test = mark(test)
+    return test
 
 
 # -- what the entries are made of --------------------------------------------------------------------------------------
@@ -165,23 +179,23 @@ def check_single(entry: Entry, folder: Path) -> None:
     assert_resumed(entry, "single", folder, whole)
 
 
-def check_ddp(entry: Entry, folder: Path) -> None:
+def check_ranks(entry: Entry, folder: Path, mode: str) -> None:
     ours = fresh(entry, entry.batch, shuffle=False, calm=True)
     predict = Predict() if ours.held_out is not None else None
-    train(entry, ours, "ddp", callbacks=[predict] if predict else [], seed=3)
+    train(entry, ours, mode, callbacks=[predict] if predict else [], seed=3)
     if entry.comparable:
         hand = fresh(entry, 2 * entry.batch, shuffle=False, calm=True)
         entry.by_hand(hand, entry.epochs)
         far = {name: by for name, by in differing(ours.model, hand.model).items() if not by <= entry.tolerance}
         worst = sorted(far.items(), key=lambda item: -item[1])[:4]
-        assert far == {}, f"ddp is not one process over the global batch: {worst}"
+        assert far == {}, f"{mode} is not one process over the global batch: {worst}"
     if predict:
         assert_evaluated(ours, predict.predictions, predict.loss, max(entry.tolerance, 1e-6))
 
     with pytest.raises(WorkerFailedError) as error:
-        killed(entry, "ddp", folder)
+        killed(entry, mode, folder)
     assert (error.value.rank, error.value.exitcode) == (1, -signal.SIGKILL)
-    assert_resumed(entry, "ddp", folder, ours)
+    assert_resumed(entry, mode, folder, ours)
 
 
 def fresh(entry: Entry, batch: int, *, shuffle: bool, calm: bool = False) -> Parts:
@@ -200,7 +214,7 @@ def train(
     entry: Entry, parts: Parts, mode: str, callbacks: list[AbstractCallback] | None = None, resume_from: Any = None,
     **arguments: Any,
 ) -> TrainLoop:  # fmt: skip
-    ranks: dict[str, Any] = {"devices": 2} if mode == "ddp" else {}
+    ranks: dict[str, Any] = {} if mode == "single" else {"devices": 2}
     tl = TrainLoop(
         parts.model,
         parts.train,
@@ -220,13 +234,13 @@ def train(
 
 
 def killed(entry: Entry, mode: str, folder: Path) -> None:
-    parts = fresh(entry, entry.batch, shuffle=mode == "single", calm=mode == "ddp")
+    parts = fresh(entry, entry.batch, shuffle=mode == "single", calm=mode != "single")
     train(entry, parts, mode, [keeper(folder), Kill(KILL_AFTER)], seed=3)
 
 
 def assert_resumed(entry: Entry, mode: str, folder: Path, whole: Parts) -> None:
     """What was killed is trained to its end, by new objects, and is what nobody disturbed."""
-    parts = fresh(entry, entry.batch, shuffle=mode == "single", calm=mode == "ddp")
+    parts = fresh(entry, entry.batch, shuffle=mode == "single", calm=mode != "single")
     tl = train(entry, parts, mode, [keeper(folder)], resume_from="last", seed=3)
     assert tl.global_step > KILL_AFTER, "the run is too short to be killed"
     assert differing(parts.model, whole.model) == {}, "resumed is not undisturbed"
