@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from loader_kinds import ROWS, Rows
 from simulated_ranks import rank_steps
 from torch import distributed
@@ -50,6 +51,13 @@ def seen(make: Any, world_size: int) -> list[list[int]]:
     """Rows of each rank in its first epoch."""
     ranks = rank_steps(make, world_size, epochs=1)
     return [[int(i) for step in epochs[0] for batch in step.batches for i in batch[-1]] for epochs in ranks]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_plain_tensor_as_a_dataset_is_shared_out(world_size: int) -> None:
+    # torch.Tensor has a method is_distributed(), which says nothing of ranks.
+    rows = seen(lambda: DataLoader(torch.arange(ROWS), 4, collate_fn=lambda items: (torch.stack(items),)), world_size)
+    assert Counter(i for of_rank in rows for i in of_rank) == Counter(range(ROWS))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

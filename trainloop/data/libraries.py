@@ -19,7 +19,7 @@ def is_split(dataset: Any) -> bool | None:
     dataset made inside a rank, and webdataset pipelines with ``split_by_node`` or resampled shards.
     """
     said = getattr(dataset, "is_distributed", None)
-    if said is not None:
+    if said is not None and not callable(said):  # every torch.Tensor, which may be a dataset, has a method of this name
         return bool(said)
     # Set by Hugging Face's split_dataset_by_node, which has no public trace.
     if getattr(dataset, "_distributed", None) is not None:

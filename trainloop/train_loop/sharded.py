@@ -147,13 +147,15 @@ def sharded(
     for name, p in originals.items():
         if not stays_whole(p):
             p.data = kept[name]
-    drop_unwritten_pages((value.data_ptr(), value.nbytes) for value in kept.values() if value.device.type == "cpu")
     shards = dict(model.named_parameters())
     arrived = [(optimizer.state, list(optimizer.param_groups)) for optimizer in optimizers]
     own_state = [{p: dict(own) for p, own in optimizer.state.items()} for optimizer in optimizers]
     _move(optimizers, originals, shards, lambda value, p: shard_like(value, p) if value.shape == p.shape else value)
     for optimizer in optimizers:  # scalars, and the counters of fused kernels
         move_state(optimizer)
+    read = [*kept.values(), *(value for came in own_state for own in came.values() for value in own.values())]
+    here = [t for t in read if isinstance(t, Tensor) and (t.device.type, t.layout) == ("cpu", torch.strided)]
+    drop_unwritten_pages((t.data_ptr(), t.nbytes) for t in here)  # shards are cut; the caller's file keeps all of it
     try:
         yield wrapper
         if gives_back != "none":
