@@ -2,7 +2,8 @@
 
 memory
     PSS of a rank when gradients are there and AdamW has its state, less that of the same run with a tiny model, in
-    ``fsdp`` and in ``ddp``. The kernel counts it: what several processes map is divided among them.
+    ``fsdp`` and in ``ddp``, by trainloop and by a loop by hand. The kernel counts it: what several processes map is
+    divided among them.
 step
     Median time of a step, in turns with the same loop by hand (torch's ``fully_shard``), and by the FSDP of Accelerate
     and Lightning where these are installed and can do it on the CPU; else their error.
@@ -24,6 +25,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,13 @@ def loader(ranks: int = 1, steps: int = STEPS) -> torch.utils.data.DataLoader[An
     return torch.utils.data.DataLoader(torch.randn(steps * BATCH * ranks, WIDTH), batch_size=BATCH)
 
 
+def settled_pss() -> tuple[int, int]:
+    """Bytes in use, and those besides that are freed already: gathered units leave holes in glibc's heap."""
+    before = pss()
+    trim()
+    return (after := pss()), before - after
+
+
 def pss() -> int:
     with open("/proc/self/smaps_rollup") as file:
         return next(1024 * int(line.split()[1]) for line in file if line.startswith("Pss:"))
@@ -101,10 +110,8 @@ class Watch(AbstractCallback):
 
     def on_after_gradient_update(self) -> None:
         if self.train_loop_obj.global_step == self.steps - 1:
-            self.kept_by_malloc = pss()
-            trim()  # what is freed, and in no use: gathered units leave holes in glibc's heap
-            self.kept_by_malloc -= pss()
-            self.bytes = [int(b) for b in self.train_loop_obj.model.all_gather(pss())]
+            used, self.kept_by_malloc = settled_pss()
+            self.bytes = [int(b) for b in self.train_loop_obj.model.all_gather(used)]
 
     def on_after_optimizer_step(self) -> None:
         self.times.append(time.perf_counter())
@@ -199,16 +206,33 @@ def in_group(work: Callable[[int, int, str], Any], ranks: int) -> Any:
         return torch.load(f"{folder}/result")
 
 
-def _sharded(ranks: int) -> nn.Module:
+def _sharded(ranks: int, width: int = WIDTH) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = Model()
+    model = Model(width)
     mesh = init_device_mesh("cpu", (ranks,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
+
+
+def held_by_hand(mode: str, width: int, rank: int, ranks: int, folder: str) -> tuple[list[int], int]:
+    """As :class:`Watch` has it: each rank's bytes, and what rank 0's malloc keeps besides."""
+    model = _sharded(ranks, width) if mode == "fsdp" else Model(width)
+    wrapper = model if mode == "fsdp" else nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = adam(model)
+    batches = list(loader(steps=3))
+    for batch in batches:
+        wrapper(batch).square().mean().backward()
+        if batch is not batches[-1]:
+            optimizer.step()
+            optimizer.zero_grad()
+    used, free = settled_pss()
+    everyone = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
+    dist.all_gather(everyone, torch.tensor([used]))
+    return [int(one) for one in everyone], free
 
 
 def step_by_hand(rank: int, ranks: int, folder: str) -> list[float]:
@@ -278,14 +302,23 @@ def saved_by_hand(rank: int, ranks: int, folder: str) -> tuple[float, float]:
 
 
 def memory(ranks: int, rounds: int) -> None:
-    base = {mode: with_trainloop(mode, ranks, width=1, steps=3).bytes for mode in ("ddp", "fsdp")}
-    held = {}
-    for mode in base:
-        found = with_trainloop(mode, ranks, steps=3)
-        held[mode] = max(b - a for a, b in zip(base[mode], found.bytes, strict=True)) / 2**20
-        kept = found.kept_by_malloc / 2**20
-        print(f"memory, {ranks} ranks, {mode}: {held[mode]:.0f} MiB a rank, {kept:.0f} free beside that", flush=True)
-    print(f"memory, {ranks} ranks: {held['fsdp'] / held['ddp']:.3f} of ddp", flush=True)
+    def ours(mode: str, width: int) -> tuple[list[int], int]:
+        watch = with_trainloop(mode, ranks, width=width, steps=3)
+        return watch.bytes, watch.kept_by_malloc
+
+    def by_hand(mode: str, width: int) -> tuple[list[int], int]:
+        found: tuple[list[int], int] = in_group(partial(held_by_hand, mode, width), ranks)
+        return found
+
+    for name, measured in {"trainloop": ours, "by hand": by_hand}.items():
+        held = {}
+        for mode in ("ddp", "fsdp"):
+            (base, _), (found, free) = measured(mode, 1), measured(mode, WIDTH)
+            more = [(b - a) / 2**20 for a, b in zip(base, found, strict=True)]
+            held[mode] = max(more)
+            print(f"memory, {ranks} ranks, {name}, {mode}: {held[mode]:.0f} MiB a rank,", end=" ")
+            print(f"{min(more):.0f} to {max(more):.0f}, {free / 2**20:.0f} free beside that", flush=True)
+        print(f"memory, {ranks} ranks, {name}: {held['fsdp'] / held['ddp']:.3f} of ddp", flush=True)
 
 
 def step(ranks: int, rounds: int) -> None:
