@@ -13,9 +13,10 @@ from sklearn.linear_model import LinearRegression, LogisticRegression
 from sklearn.metrics import get_scorer
 from tuning_kinds import make_scaled, rows
 
+from trainloop.callbacks import TimeLimit
 from trainloop.errors import ConfigurationError
 from trainloop.resources import ResourceQuota
-from trainloop.tuning import BaggedPredictor, seconds_left, tune
+from trainloop.tuning import BaggedPredictor, seconds_left, tune, worker
 from trainloop.tuning.scoring import ensemble_weights, scorer
 
 
@@ -109,6 +110,10 @@ def test_folds_get_equal_parts_of_the_time_that_is_left(monkeypatch: pytest.Monk
     # Two at once: three waves of 300 s; what ends sooner leaves its time to those after it. A tenth is kept back.
     assert backend.given == pytest.approx([300, 300, 300, 450, 450, 900], rel=0.02)
     assert seconds_left() is None  # this process trains none
+    monkeypatch.setattr(worker, "_until", time.time() + 50)
+    assert seconds_left() == pytest.approx(50, abs=5)
+    monkeypatch.setattr(worker, "_until", time.time() - 50)
+    assert TimeLimit(seconds_left() or 3600).limit_s < 1  # over, and not without a limit
 
 
 def test_a_quota_is_filled_from_another() -> None:

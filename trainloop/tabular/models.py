@@ -177,5 +177,5 @@ class GradientBoosting(Adapter):
 def _stop_in_time(environment: Any) -> None:
     from lightgbm.callback import EarlyStopException
 
-    if seconds_left() == 0:
+    if (left := seconds_left()) is not None and left < 0.01:
         raise EarlyStopException(environment.iteration, environment.evaluation_result_list)

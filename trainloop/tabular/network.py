@@ -83,7 +83,7 @@ class NeuralAdapter(Adapter):
         self.facts["used_gpu"] = loop.device.type == "cuda"
         callbacks: list[AbstractCallback] = [_BestWeights("val_loss", patience=params["patience"])]
         if (left := seconds_left()) is not None:
-            callbacks.append(TimeLimit(max(left, 0.1)))
+            callbacks.append(TimeLimit(left))
         loop.fit(num_epochs=params["num_epochs"], callbacks=callbacks)
         self.network.cpu()
 

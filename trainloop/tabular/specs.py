@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
 from trainloop.errors import ConfigurationError
 from trainloop.resources import ResourceQuota
 from trainloop.tabular.columns import Columns, Kind
-from trainloop.tabular.models import Adapter, Estimator, Given
+from trainloop.tabular.models import Adapter, Given
 from trainloop.tabular.presets import (
     HYPERPARAMETERS,
     check_installed,
@@ -30,8 +29,8 @@ class _Model:
     """A key of ``hyperparameters``."""
 
     name: str
-    maker: Any
-    """Constructs the adapter. Ours are given as ``module:name``, because only a model's own process imports torch."""
+    maker: str
+    """Constructs the adapter. Given as ``module:name``, because only a model's own process imports torch."""
     reads: tuple[Kind, ...] = ("number", "boolean", "category", "date", "text")
     space: Mapping[str, Any] = field(default_factory=dict)
     """The default search space."""
@@ -39,10 +38,13 @@ class _Model:
     gpu: str = "never"
     """``never``, ``asked`` (if the user asks for GPUs), or ``always`` (if there are any)."""
 
+    own: Any = None
+    """The user's class or function, which the adapter gets."""
+
     def make(self, given: Given) -> Adapter:
         """The adapter, untrained."""
-        make = resolve_name(f"trainloop.tabular.{self.maker}") if isinstance(self.maker, str) else self.maker
-        made: Adapter = make(given)
+        make = resolve_name(f"trainloop.tabular.{self.maker}")
+        made: Adapter = make(given) if self.own is None else make(given, self.own)
         return made
 
 
@@ -133,14 +135,8 @@ def _model_of(key: Any) -> _Model:
     name = getattr(key, "__name__", type(key).__name__)
     network = any(base.__name__ == "TTModel" for base in getattr(key, "__mro__", ()))
     if hasattr(key, "fit") and hasattr(key, "predict") and not network:
-        return _Model(name, partial(Estimator, make=key))
-    return _Model(name, partial(_own_network, make=key), gpu="always")
-
-
-def _own_network(given: Given, make: Any) -> Any:
-    from trainloop.tabular.network import OwnNetwork
-
-    return OwnNetwork(given, make)
+        return _Model(name, "models:Estimator", own=key)
+    return _Model(name, "network:OwnNetwork", own=key, gpu="always")
 
 
 def _spec(

@@ -19,6 +19,7 @@ from typing import Any
 
 __all__ = ["Job", "command", "main", "seconds_left"]
 
+_OVER_S = 1e-3
 _until: float | None = None  # when the model that this process trains should have ended, by time.time()
 
 
@@ -94,15 +95,16 @@ def seconds_left() -> float | None:
     Returns
     -------
     float or None
-        0 or more; None without a limit, and where nothing of ``tune`` trains.
+        A thousandth at least, so that ``TimeLimit`` takes it; None without a limit, and where nothing of ``tune``
+        trains.
 
     Examples
     --------
     In ``make_loop``, or in an estimator's ``fit``:
 
-    >>> TimeLimit(max(1, seconds_left() or 3600))  # doctest: +SKIP
+    >>> TimeLimit(seconds_left() or 3600)  # doctest: +SKIP
     """
-    return None if _until is None else max(0.0, _until - time.time())
+    return None if _until is None else max(_OVER_S, _until - time.time())
 
 
 def _end_with_the_parent() -> None:
