@@ -179,7 +179,7 @@ def own_order(rank: int, world_size: int, folder: str, number: int, once: bool, 
     sampler = WeightedRandomSampler(weights, number)
     shard = ShardSampler(sampler, None, batch_size=32, rank=rank, world_size=world_size, drop_last=False, seed=0)
     if once:
-        shard.together = HostOrders(rank, distributed.exchange_ints)
+        shard.together = HostOrders(rank, distributed.exchange_ints, lambda _: None)
     distributed.barrier()
     ready.wait()
     batches = shard.batches()

@@ -176,6 +176,7 @@ LATE = {
     "trainloop.data.kept_workers trainloop.transfer.content": CHEAP,
     "trainloop.data.loaders trainloop.launch.rank_process": RANKS,
     "trainloop.data.loaders trainloop.launch.settings": RANKS,
+    "trainloop.data.own_copies trainloop.transfer.content": CHEAP,
     "trainloop.data.streams trainloop.data.batches": CHEAP,
     "trainloop.data.twins trainloop.launch.rank_process": RANKS,
     "trainloop.model trainloop.distributed": CHEAP,

@@ -216,6 +216,83 @@ def test_another_file_by_the_name_of_a_mapped_one(tmp_path: Path) -> None:
         assert not workers_of(tl) & first
 
 
+class OwnState(Rows):
+    """Each worker's copy changes with its reads."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(rows())
+        self.kind = kind
+        self.generator = np.random.default_rng(5)
+        self.reads = np.zeros(1000)
+        self.file: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        x, pid = super().__getitem__(index)
+        if self.kind == "generator":
+            x = x + float(self.generator.random())
+        elif self.kind == "counter":
+            self.reads[0] += 1
+            x = x * float(self.reads[0])
+        else:
+            self.file = self.file or open(os.devnull)  # noqa: SIM115  # as h5py's and others', opened in the worker
+        return x, pid
+
+    def __getstate__(self) -> dict[str, Any]:
+        left_out = {"file": None} if self.kind == "file left out" else {}
+        return {**self.__dict__, **left_out}
+
+
+def own_generators(worker_id: int) -> None:
+    worker = torch.utils.data.get_worker_info()
+    assert worker is not None
+    worker.dataset.generator = np.random.default_rng(worker_id)  # type: ignore[attr-defined]
+
+
+def collate_with_state() -> Any:
+    seen: list[int] = []
+
+    def collate(samples: list[Any]) -> Any:
+        seen.append(len(samples))
+        x, pids = torch.utils.data.default_collate(samples)
+        return x * len(seen), pids
+
+    return collate
+
+
+# What the workers keep; whether they stay.
+OF_THEIR_OWN: dict[str, tuple[Callable[[], dict[str, Any]], bool]] = {
+    "generator": (lambda: {"data": OwnState("generator")}, False),
+    "generator for each worker": (
+        lambda: {"data": OwnState("generator"), "worker_init_fn": own_generators},
+        False,
+    ),
+    "counter": (lambda: {"data": OwnState("counter")}, False),
+    "counter of the collate function": (lambda: {"data": Rows(rows()), "collate_fn": collate_with_state()}, False),
+    "file": (lambda: {"data": OwnState("file")}, False),
+    "file left out": (lambda: {"data": OwnState("file left out")}, True),
+    "nothing, with own first steps": (lambda: {"data": Rows(rows()), "worker_init_fn": int}, True),
+}
+
+
+@pytest.mark.parametrize("what", OF_THEIR_OWN)
+def test_what_workers_made_of_their_copies_is_not_carried_over(what: str) -> None:
+    make, stay = OF_THEIR_OWN[what]
+
+    def calls(inside: bool) -> tuple[list[float], list[set[int]]]:
+        tl, sums = loop_of(**make()), []
+        with tl.ranks() if inside else contextlib.nullcontext():
+            pids = []
+            for _ in range(3):
+                pids.append(workers_of(tl))
+                sums.append(tl.model.sum)
+        return sums, pids
+
+    (new, _), (kept, pids) = calls(False), calls(True)
+    assert new == kept
+    assert (pids[0] == pids[1] == pids[2]) == stay
+    assert not alive(set.union(*pids))
+
+
 class RunsAnother(AbstractCallback):
     def __init__(self, other: TrainLoop[Net], *, fails: bool) -> None:
         super().__init__("runs another")

@@ -2,8 +2,8 @@
 
 A run makes its own twin of each loader, and new workers with it. Inside ``with tl.ranks():`` the workers of the run
 before go on, if a new set would be the same: all that would be sent to it, and the process that starts it, must be byte
-for byte what it was then. So data that has changed in between is never missed; only workers that could not be told from
-new ones stay.
+for byte what it was then, and so must be what each worker has of it. So data that has changed in between is never
+missed; only workers that could not be told from new ones stay.
 
 This is the one module that touches the insides of torch's iterator over workers.
 """
@@ -20,6 +20,7 @@ from typing import Any
 from torch.utils.data import DataLoader, MapDataPipe
 from torch.utils.data._utils import signal_handling
 
+from trainloop.data.own_copies import OwnCopies
 from trainloop.data.tensors import draw_base_seed
 from trainloop.data.twins import twin
 from trainloop.signals import heard_in_this_run, lasting_mark
@@ -51,8 +52,8 @@ class KeptWorkers:
         self._own_memory = own_memory
         self._before: tuple[dict[str, Any], dict[str, Any]] | None = None
         """The surroundings at the begin of the run before, and at its end."""
-        self._idle: dict[str, tuple[bytes, Any]] = {}
-        self._reading: dict[str, tuple[bytes, DataLoader[Any]]] = {}
+        self._idle: dict[str, tuple[bytes, OwnCopies, Any]] = {}
+        self._reading: dict[str, tuple[bytes, OwnCopies, DataLoader[Any]]] = {}
         self._open_runs = 0
 
     @contextmanager
@@ -84,15 +85,13 @@ class KeptWorkers:
         try:
             yield
             if not heard_in_this_run():
-                self._idle.update(
-                    (purpose, (content, _put_by(reader._iterator)))
-                    for purpose, (content, reader) in self._reading.items()
-                    if reader._iterator is not None
-                )
+                for purpose, (content, copies, reader) in self._reading.items():
+                    if reader._iterator is not None:
+                        self._idle[purpose] = content, copies, _put_by(reader._iterator, copies)
                 self._reading.clear()
             self._before = begin, surroundings()
         finally:
-            for _, reader in self._reading.values():
+            for _, _, reader in self._reading.values():
                 _end(reader._iterator)
             self._reading.clear()
             # After a signal a worker takes the next one for its own end; those that nobody read had it, too.
@@ -112,30 +111,32 @@ class KeptWorkers:
         from trainloop.transfer import load_state  # `import trainloop` is to be cheap
         from trainloop.transfer.content import content_of
 
-        found, workers = self._idle.pop(purpose, (b"", None))
+        found, copies, workers = self._idle.pop(purpose, (b"", None, None))
         sent = {name: value for name, value in vars(loader).items() if name not in _NOT_SENT}
         how = [_start_method(loader), loader.batch_sampler is None]
         pickled = content_of((type(loader), sent, how), _MOST_BYTES)
         content = b"" if pickled is None else hashlib.sha256(pickled).digest()
-        if workers is not None and (content != found or not all(worker.is_alive() for worker in workers._workers)):
+        if workers is not None and (content != found or copies is None or not copies.are_as_sent(workers)):
             _end(workers)
             workers = None
         if pickled is None:
             return loader
-        if workers is not None:
+        if workers is not None and copies is not None:
             if loader.generator is not None:
                 draw_base_seed(loader)  # as new workers would, from the generator that the order may come from, too
             reader = twin(loader)
             reader._iterator = _taken_up(workers, reader)
         else:
             reader = twin(loader, **(load_state(pickled)[1] if self._own_memory else {}))
-        self._reading[purpose] = content, reader
+            copies = OwnCopies(reader, _MOST_BYTES)
+            reader.worker_init_fn = copies.worker_init_fn
+        self._reading[purpose] = content, copies, reader
         return reader
 
     def close(self) -> None:
         """End the workers that nobody reads now."""
         while self._idle:
-            _, (_, workers) = self._idle.popitem()
+            _, (_, _, workers) = self._idle.popitem()
             _end(workers)
 
 
@@ -155,8 +156,9 @@ def _start_method(loader: DataLoader[Any]) -> str | None:
     return None if context is None else str(context.get_start_method())
 
 
-def _put_by(workers: Any) -> Any:
+def _put_by(workers: Any, copies: OwnCopies) -> Any:
     """Workers for later: without what they were asked for, and without an error at once should one of them die."""
+    copies.ask(workers)
     workers._index_sampler = workers._sampler_iter = None
     if workers._worker_pids_set:
         signal_handling._remove_worker_pids(id(workers))

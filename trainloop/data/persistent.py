@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from trainloop import rng
 from trainloop.signals import started
 
-__all__ = ["ask_workers", "note_states", "start_workers"]
+__all__ = ["Message", "answered_as_none", "ask_workers", "note_states", "start_workers"]
 
 _WAIT_S = 60.0  # for a batch that a worker may still be loading, of a pass that was broken off
 _TAKEN_S = 5.0  # for the answer of workers that have taken the message
@@ -52,7 +52,7 @@ def note_states(loader: Any) -> bool:
     if not _keeps_workers(loader) or loader._iterator is None:
         return False
     for index_queue in loader._iterator._index_queues:
-        index_queue.put(_Message(_note, None))
+        index_queue.put(Message(_note, None))
     return True
 
 
@@ -77,7 +77,7 @@ def ask_workers(loader: Any, *, noted: bool = False) -> list[dict[str, Any]] | N
     try:
         with tempfile.TemporaryDirectory() as folder:
             for index_queue in iterator._index_queues:
-                index_queue.put(_Message(_tell, (folder, noted)))
+                index_queue.put(Message(_tell, (folder, noted)))
             answers = [Path(folder, str(worker_id)) for worker_id in range(len(iterator._workers))]
             deadline = time.monotonic() + _WAIT_S
             while not all(map(os.path.exists, answers)):
@@ -107,7 +107,7 @@ def start_workers(loader: Any, states: list[dict[str, Any]] | None) -> None:
     for index_queue, state in zip(iterator._index_queues, states, strict=True):
         buffer = io.BytesIO()  # a tensor would go through a file
         torch.save(state, buffer)
-        index_queue.put(_Message(_go_on, buffer.getvalue()))
+        index_queue.put(Message(_go_on, buffer.getvalue()))
 
 
 def _keeps_workers(loader: Any) -> bool:
@@ -133,7 +133,7 @@ def _nothing_to_load(loader: DataLoader[Any]) -> Iterator[None]:
         loader.__dict__.update(before)
 
 
-class _Message:
+class Message:
     """What is done in the worker that takes it from its queue of indices."""
 
     def __init__(self, does: Any, argument: Any) -> None:
@@ -141,6 +141,11 @@ class _Message:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self._does, (self._argument,)
+
+
+def answered_as_none() -> NoReturn:
+    """In a worker, at the end of what a :class:`Message` does: the worker waits for the next."""
+    raise queue.Empty
 
 
 _noted: dict[str, Any] | None = None
@@ -153,7 +158,7 @@ def _note(_: None) -> None:
         _noted = rng.packed()
     except Exception:
         _noted = None
-    raise queue.Empty
+    answered_as_none()
 
 
 def _tell(how: tuple[str, bool]) -> None:
@@ -172,9 +177,9 @@ def _tell(how: tuple[str, bool]) -> None:
             # Where no file can be filled, an empty one may still be made; and nobody waits for the answer in vain.
             if not answer.exists():
                 answer.touch()
-    raise queue.Empty
+    answered_as_none()
 
 
 def _go_on(state: bytes) -> None:
     rng.restore(torch.load(io.BytesIO(state), weights_only=True))
-    raise queue.Empty
+    answered_as_none()
