@@ -1,6 +1,7 @@
 """The cost of exchanges by the number of ranks, in bytes and in time: python -m benchmarks.scale [--ranks 2 4 ...]
 
-And the time and memory until ranks of a host have their parts of a weighted epoch's order.
+And the time and memory until ranks of a host have their parts of a weighted epoch's order, and what a user's own
+sampler costs each rank.
 
 Ranks are processes of this machine that talk over Gloo, forked from one that has everything imported, so that 64 of
 them fit into it. They share its cores: times show how a cost grows, and which of two ways is quicker, not the cost on a
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import WeightedRandomSampler
+from torch.utils.data import Sampler, WeightedRandomSampler
 
 from benchmarks.timing import machine
 from trainloop import distributed, rng
@@ -228,6 +229,42 @@ def order_table(ranks: list[int], number: int) -> list[str]:
     return [*lines, ""]
 
 
+class Counting(Sampler[int]):
+    """A sampler of a user's own that is as quick as can be."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._number))
+
+
+def own_sampler_cost(world_size: int, number: int = 1 << 20) -> float:
+    """Seconds of a rank for each index of a user's own sampler, its batches of 32 included."""
+    shard = ShardSampler(Counting(number), None, batch_size=32, rank=0, world_size=world_size, drop_last=False, seed=0)
+    seconds = []
+    for _ in range(TIMES):
+        begin = time.perf_counter()
+        for _ in shard.batches():
+            pass
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds) / number
+
+
+def own_sampler_table() -> list[str]:
+    """For numbers of ranks of which one is simulated: it exchanges nothing."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    lines = [".. csv-table:: A user's own sampler, batches of 32: nanoseconds of each rank for each index of all"]
+    lines += ["   :header: ranks,ns", ""]
+    lines += [f"   {ranks},{own_sampler_cost(ranks) * 1e9:.0f}" for ranks in (2, 8, 64, 1024)]
+    torch.set_num_threads(threads)
+    return [*lines, ""]
+
+
 def human(size: float) -> str:
     for unit in ("B", "KB", "MB"):
         if size < 1000 or unit == "MB":
@@ -254,6 +291,7 @@ def main() -> None:
                 lines.append(f'   "{name}",' + ",".join(f'"{value}"' for value in shown))
         lines.append("")
     lines += order_table([number for number in numbers if number <= 8], given.rows)
+    lines += own_sampler_table()
     OUT.write_text("\n".join(lines))
     print("\n".join(lines))
 
