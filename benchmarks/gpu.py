@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import select
@@ -39,6 +40,7 @@ LIMITS_S = {
     "the first fit's start": 45,
 }
 AIMS = {"MLP": 0.95, "MLP, compile='step'": 0.5, "ResNet-18, bf16": 1.01, "GPT-2 small, bf16": 1.01}
+NEEDED = ("torch", "numpy", "tensorboard", "pytest", "cloudpickle", "psutil", "filelock", "tqdm", "typing_extensions")
 STARTS_S = 60.0  # until a process has imported torch, on a disk that reads it for the first time
 
 
@@ -149,6 +151,10 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="whether it runs: on the CPU, too, where there is no GPU")
     parser.add_argument("--out", type=Path, default=None, help="folder of GPU.rst and gpu.json (benchmarks/)")
     arguments = parser.parse_args()
+    sys.path.append(str(ROOT / ".deps"))
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        names = " ".join(missing)
+        sys.exit(f"{sys.executable} lacks {names}. On a machine with a network: pip install --target .deps {names}")
     out = arguments.out or (Path(tempfile.mkdtemp(prefix="trainloop-gpu-")) if arguments.tiny else HERE)
     limits = {part: limit for part, limit in LIMITS_S.items() if not (arguments.tiny and part == "tests/gpu")}
     runner = Runner(arguments.tiny, out, limits)

@@ -449,3 +449,31 @@ def test_timings_have_the_graph_as_a_part() -> None:
 def test_refused() -> None:
     with pytest.raises(ConfigurationError, match="must be True, False, 'step' or a dict"):
         make_loop(compile="steps")
+
+
+@pytest.mark.parametrize("optimizer_of", [sgd, partial(optim.AdamW, lr=1e-2)], ids=["sgd", "adamw"])
+def test_what_a_step_changes_stays_in_its_place(
+    optimizer_of: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch makes no CUDA graph, and says nothing, of one that writes to an input whose address may change."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._guards import TracingContext
+
+    found: list[tuple[set[int], set[int]]] = []
+
+    def look(graph: Any, inputs: Any) -> Any:
+        context = TracingContext.get()
+        assert context.fw_metadata is not None
+        found.append(
+            (set(context.fw_metadata.mutated_inp_runtime_indices), set(context.fw_metadata.static_input_indices))
+        )
+        return graph.forward
+
+    monkeypatch.setattr(WholeStepTraining, "backend", staticmethod(aot_autograd(fw_compiler=look)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="compile='step'")
+        make_loop(optimizer_of=optimizer_of).fit(num_epochs=1)
+    assert found
+    for changed, stay in found:
+        assert changed
+        assert changed <= stay, f"{len(changed - stay)} of {len(changed)} may be elsewhere in the next step"

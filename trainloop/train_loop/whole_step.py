@@ -247,6 +247,9 @@ class WholeStepTraining(Training):
         self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         # Assigned inside of the graph, a gradient would be an input that changes with each step.
         self._gradients = [torch.zeros_like(p) for p in self._parameters]
+        for gradient in self._gradients:
+            # A CUDA graph writes to inputs only where these stay in their place: else torch makes none, without a word.
+            torch._dynamo.mark_static_address(gradient)
         if follows_rates:
             # As precise as the numbers; a tensor without axes leaves the parameters' precision as it is.
             device, exact = self.place.device, torch.float32 if self.place.device.type == "mps" else torch.float64
