@@ -169,6 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers", default=sys.executable, help="a Python that has Lightning")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=CONTENDERS, help="one of them")
     parser.add_argument("--contender", nargs=2, metavar=("NAME", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.contender:
@@ -177,9 +178,13 @@ def main() -> None:
         return
     rule = f"{'=' * 26} {'=' * 14} {'=' * 12} {'=' * 8}"
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    results: dict[str, list[tuple[int, float]]] = {name: [] for name in CONTENDERS}
+    # Else ranks that torchrun (torch 2.13) starts again find the addresses of those before them in its store, and never
+    # meet: pytorch#135712. trainloop's own have a part of the store for each start.
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    chosen = {name: contender for name, contender in CONTENDERS.items() if arguments.only in (None, name)}
+    results: dict[str, list[tuple[int, float]]] = {name: [] for name in chosen}
     for _ in range(arguments.rounds):
-        for name, (function, launcher) in CONTENDERS.items():
+        for name, (function, launcher) in chosen.items():
             python = arguments.peers if function is lightning else sys.executable
             with tempfile.TemporaryDirectory() as folder:
                 command = [python, *launcher, __file__, "--contender", name, folder]
