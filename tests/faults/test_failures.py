@@ -315,7 +315,7 @@ def test_ranks_that_wait_for_each_other() -> None:
 # -- the parent --------------------------------------------------------------------------------------------------------
 
 SCRIPT = """
-import ctypes, os, signal, sys, time
+import ctypes, os, signal, sys, threading, time
 import torch, torch.distributed as dist
 from trainloop import stopping
 from trainloop.launch import launch
@@ -328,6 +328,7 @@ def work(stop):
             dist.all_reduce(torch.ones(10))
             reasons = stop.reached()
             if reasons:
+                open(os.path.join(folder, f"asked-{dist.get_rank()}"), "w").close()
                 return reasons
             time.sleep(float(sys.argv[2]))
     finally:
@@ -337,7 +338,10 @@ def work(stop):
             ctypes.PyDLL(None).sleep(200)  # with the interpreter's lock
 
 if __name__ == "__main__":
-    print("reasons", launch(work, ranks_per_node=2, timeout_s=60), flush=True)
+    for _ in range(int(os.environ.get("PARENT_THREADS", 0))):
+        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+    method = os.environ.get("START_METHOD", "auto")
+    print("reasons", launch(work, ranks_per_node=2, timeout_s=60, start_method=method), flush=True)
 """
 
 
@@ -382,15 +386,19 @@ class Running:
 
 @pytest.mark.parametrize("repeats", REPEATS)
 def test_a_killed_parent_takes_its_ranks_along(repeats: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its threads end one after another, the one that started the ranks among the first."""
     monkeypatch.setenv("STUCK_RANK", "1")
+    monkeypatch.setenv("PARENT_THREADS", "50")
     for i in range(repeats):
+        monkeypatch.setenv("START_METHOD", "spawn" if i % 2 else "auto")
         (tmp_path / str(i)).mkdir()
         running = Running(tmp_path / str(i))
         os.kill(running.process.pid, signal.SIGKILL)
         running.wait_for_ranks()
         running.end()
-        assert (running.folder / "finally-0").exists()
-        assert (running.folder / "finally-1").exists()
+        left = {path.name for path in running.folder.iterdir()}
+        assert {"finally-0", "finally-1"} <= left
+        assert not left & {"asked-0", "asked-1"}, "its death is no request to stop training"
 
 
 @pytest.mark.parametrize("repeats", REPEATS)

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from multiprocessing import connection
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
@@ -387,25 +388,36 @@ def _allow_many_descriptors() -> None:
 # --------------------------------------------------------------------------------------------------------------------
 
 
+_parent: list[int] = []  # descriptors that become readable at its end
+
+
 def parent_is_gone() -> bool:
     """Whether the process that started this one has ended."""
-    parent = multiprocessing.parent_process()
-    return parent is not None and not parent.is_alive()
+    return bool(_parent and connection.wait(_parent, 0))
 
 
 def end_with_parent() -> None:
     """Make this process end when its parent does, however that ends."""
-    # At once, and so that finally blocks run (Linux; the signal comes when the thread that spawned us ends).
-    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
-    if parent_is_gone():  # it may have ended before the line above
+    # Not by the kernel's own signal, which torch's spawn has asked for. That comes at the end of the thread that
+    # started this process: from a parent that is killed while it has others, up to 100 ms before the parent has gone,
+    # and so looks like somebody's request to stop training, after which the end interrupts what the request began.
+    torch.multiprocessing._prctl_pr_set_pdeathsig(0)  # type: ignore[attr-defined]
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    _parent.append(parent.sentinel)
+    with contextlib.suppress(AttributeError, OSError):  # a fork of the parent may hold the other end of that pipe
+        fd = os.pidfd_open(parent.pid)  # type: ignore[arg-type]
+        if os.getppid() == parent.pid:
+            _parent.append(fd)
+        else:  # it has ended, as the pipe tells: the number may be another's by now
+            os.close(fd)
+    if parent_is_gone():
         os._exit(1)
     threading.Thread(target=_outlive_parent_briefly, name="trainloop-parent-watch", daemon=True).start()
 
 
 def _outlive_parent_briefly() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()  # blocks on a pipe that closes with the parent
+    connection.wait(_parent)
     # By the clock of a native thread: this one waits for ever where another is stuck with the interpreter's lock.
     with open(os.devnull, "w") as nowhere:
         faulthandler.dump_traceback_later(_ORPHAN_GRACE_S, exit=True, file=nowhere)
