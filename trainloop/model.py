@@ -88,6 +88,7 @@ class TTModel(nn.Module, ABC):
         """Predictions of one batch: ``(y_pred, y_true, metadata)``, a row each sample.
 
         Rows may be tensors, arrays, lists of anything, or nested dicts and tuples of these; ``metadata`` is a dict.
+        Tensors and arrays whose rows differ in shape from batch to batch end up as a list of rows.
         """
 
     def on_epoch_begin(self) -> None:

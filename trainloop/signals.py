@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from trainloop.per_thread import PerThread
 from trainloop.stopping import CHECKPOINT, INTERRUPT, TERMINATE, StopAgreement
 
 __all__ = ["Heard", "WorkerInit", "rank_signals", "signals", "started", "status_of", "uninterrupted"]
@@ -311,7 +312,7 @@ class _Mark:
     def set_over(self) -> None:
         """The process needs its workers no longer; it may have sent the signal itself."""
         self._byte[0] = self._OVER
-        if self is not _lasting_here():
+        if self is not _lasting.get():
             self.close()
 
     def close(self) -> None:
@@ -342,17 +343,12 @@ def _open_mark(path: str) -> _Mark | None:
 _mark: _Mark | None = None
 """This process's mark while it handles signals; in a worker, the mark of the process that it serves."""
 
-_here = threading.local()  # as kept workers are each thread's own
-"""``lasting``: the mark of one run after the other, if workers outlive a run."""
-
-
-def _lasting_here() -> _Mark | None:
-    lasting: _Mark | None = getattr(_here, "lasting", None)
-    return lasting if lasting is not None and lasting.pid == os.getpid() else None
+_lasting: PerThread[_Mark] = PerThread()  # as kept workers are each thread's own
+"""The mark of one run after the other, where workers outlive a run."""
 
 
 def _mark_of_a_run() -> _Mark:
-    lasting = _lasting_here()
+    lasting = _lasting.get()
     if lasting is None:
         return _Mark()
     lasting.set_begun()
@@ -365,14 +361,13 @@ def lasting_mark() -> Iterator[None]:
 
     So workers may outlive a run.
     """
-    before = _lasting_here()
     # In other threads a run hears no signals, and the main thread's mark is not theirs to close.
     around = _mark if threading.current_thread() is threading.main_thread() else None
-    own = _here.lasting = around or _Mark()
+    own = around or _Mark()
     try:
-        yield
+        with _lasting.set_to(own):
+            yield
     finally:
-        _here.lasting = before
         if own is not _mark:  # else the run around this context goes on, and closes it
             own.close()
 

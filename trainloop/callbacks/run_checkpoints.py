@@ -106,12 +106,11 @@ class RunCheckpoints:
             found = checkpoint.checkpoints(self.folder)
             # Above other runs' too: the newest of a folder is the one with the highest stamp.
             self._stamp = max([self._stamp, *(file.info.stamp for file in found if file.info is not None)])
-            self._files = [file for file in found if file.info is not None and file.info.run == self.run]
+            self._files = _of_run(self.run, found)
         return self._files
 
     def _found(self, run: str) -> list[Checkpoint]:
-        files = checkpoint.checkpoints(self.folder)
-        return [file for file in files if file.info is not None and file.info.run == run]
+        return _of_run(run, checkpoint.checkpoints(self.folder))
 
     def _free_name(self, info: CheckpointInfo, own: Sequence[str], *, in_folder: bool) -> str:
         """A free name, or that of this run's own file of a repeated step."""
@@ -134,6 +133,10 @@ class RunCheckpoints:
 def weights_name(name: str) -> str:
     """Name of the weights beside a checkpoint, in the safetensors format."""
     return name.removesuffix(".pt") + ".safetensors"
+
+
+def _of_run(run: str, files: Sequence[Checkpoint]) -> list[Checkpoint]:
+    return [file for file in files if file.info is not None and file.info.run == run]
 
 
 def _best_first(files: Sequence[Checkpoint], metric: Monitor | None) -> list[Checkpoint]:

@@ -5,24 +5,25 @@ before go on, if a new set would be the same: all that would be sent to it, and 
 for byte what it was then, and so must be what each worker has of it. So data that has changed in between is never
 missed; only workers that could not be told from new ones stay.
 
-This is the one module that touches the insides of torch's iterator over workers.
+Of torch's iterator over workers it takes the sampler away and gives it another, and takes the workers' numbers off the
+list of those whose death is an error at once.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from typing import Any
 
 from torch.utils.data import DataLoader, MapDataPipe
 from torch.utils.data._utils import signal_handling
 
 from trainloop.data.own_copies import OwnCopies
+from trainloop.data.persistent import keeps_workers
 from trainloop.data.tensors import draw_base_seed
 from trainloop.data.twins import twin
+from trainloop.per_thread import PerThread
 from trainloop.signals import heard_in_this_run, lasting_mark
 
 __all__ = ["KeptWorkers", "ReaderOf", "keeping_workers", "kept_workers"]
@@ -141,14 +142,9 @@ class KeptWorkers:
 
 
 def _can_stay(loader: DataLoader[Any]) -> bool:
-    kind = type(loader)
-    return (
-        bool(loader.num_workers)
-        and loader.persistent_workers
-        and kind.__iter__ is DataLoader.__iter__
-        and kind._get_iterator is DataLoader._get_iterator
-        and not isinstance(loader.dataset, MapDataPipe)
-    )
+    """Whether a run after this one could read from the same workers."""
+    own_iteration = type(loader).__iter__ is not DataLoader.__iter__
+    return keeps_workers(loader) and not own_iteration and not isinstance(loader.dataset, MapDataPipe)
 
 
 def _start_method(loader: DataLoader[Any]) -> str | None:
@@ -178,13 +174,12 @@ def _end(workers: Any) -> None:
         workers._shutdown_workers()
 
 
-_here = threading.local()  # as ranks are kept by thread
+_here: PerThread[KeptWorkers] = PerThread()  # as ranks are kept
 
 
 def kept_workers() -> KeptWorkers | None:
     """Those of this thread's innermost :func:`keeping_workers`, if it is in one."""
-    kept: KeptWorkers | None = getattr(_here, "kept", None)
-    return kept if kept is not None and _here.pid == os.getpid() else None
+    return _here.get()
 
 
 @contextmanager
@@ -194,10 +189,5 @@ def keeping_workers(*, own_memory: bool = False) -> Iterator[None]:
         yield
         return
     kept = KeptWorkers(own_memory=own_memory)
-    with lasting_mark():
-        _here.kept, _here.pid = kept, os.getpid()
-        try:
-            yield
-        finally:
-            _here.kept = None
-            kept.close()
+    with lasting_mark(), closing(kept), _here.set_to(kept):
+        yield

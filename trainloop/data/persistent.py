@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from trainloop import rng
 from trainloop.signals import started
 
-__all__ = ["Message", "answered_as_none", "ask_workers", "note_states", "start_workers"]
+__all__ = ["Message", "answered_as_none", "ask_workers", "keeps_workers", "note_states", "start_workers"]
 
 _WAIT_S = 60.0  # for a batch that a worker may still be loading, of a pass that was broken off
 _TAKEN_S = 5.0  # for the answer of workers that have taken the message
@@ -49,7 +49,7 @@ def note_states(loader: Any) -> bool:
     bool
         Whether there are workers that do.
     """
-    if not _keeps_workers(loader) or loader._iterator is None:
+    if not keeps_workers(loader) or loader._iterator is None:
         return False
     for index_queue in loader._iterator._index_queues:
         index_queue.put(Message(_note, None))
@@ -71,7 +71,7 @@ def ask_workers(loader: Any, *, noted: bool = False) -> list[dict[str, Any]] | N
     list of dict or None
         As :func:`trainloop.rng.packed` of each worker; None where there are none, or one can't tell.
     """
-    if not _keeps_workers(loader) or loader._iterator is None:
+    if not keeps_workers(loader) or loader._iterator is None:
         return None
     iterator = loader._iterator
     try:
@@ -97,7 +97,7 @@ def start_workers(loader: Any, states: list[dict[str, Any]] | None) -> None:
 
     Nothing is drawn from this process's generators, nor from the user's. It does nothing where there are other workers.
     """
-    if states is None or not _keeps_workers(loader) or loader._iterator is not None:
+    if states is None or not keeps_workers(loader) or loader._iterator is not None:
         return
     if len(states) != loader.num_workers:
         return
@@ -110,7 +110,7 @@ def start_workers(loader: Any, states: list[dict[str, Any]] | None) -> None:
         index_queue.put(Message(_go_on, buffer.getvalue()))
 
 
-def _keeps_workers(loader: Any) -> bool:
+def keeps_workers(loader: Any) -> bool:
     """Whether it is torch's own that keeps them; torchdata's has workers of another kind."""
     return (
         isinstance(loader, DataLoader)

@@ -15,7 +15,6 @@ import multiprocessing
 import os
 import pickle
 import socket
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from trainloop.launch.inherited import circumstances, own_cpus, taken_at_start
 from trainloop.launch.messages import receive, send
 from trainloop.launch.settings import read_settings
+from trainloop.per_thread import PerThread
 from trainloop.transfer import Parcel
 
 if TYPE_CHECKING:
@@ -111,13 +111,12 @@ class KeptRanks:
         self._undo.close()
 
 
-_here = threading.local()  # several threads may call fit, each with its own ranks
+_here: PerThread[KeptRanks] = PerThread()  # several threads may call fit, each with its own ranks
 
 
 def kept_here() -> KeptRanks | None:
     """The ranks of this thread's innermost block, if it is in one."""
-    kept: KeptRanks | None = getattr(_here, "kept", None)
-    return kept if kept is not None and _here.pid == os.getpid() else None
+    return _here.get()
 
 
 @contextlib.contextmanager
@@ -127,12 +126,8 @@ def keeping() -> Iterator[None]:
         yield
         return
     kept = KeptRanks()
-    _here.kept, _here.pid = kept, os.getpid()
-    try:
+    with contextlib.closing(kept), _here.set_to(kept):
         yield
-    finally:
-        _here.kept = None
-        kept.close()
 
 
 def surroundings() -> dict[str, Any]:
