@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -324,6 +325,22 @@ def test_a_callback_runs_another_loop(fails: bool) -> None:
     assert not of_each[0] & of_each[1]
     assert of_one[0] == of_one[1]
     assert not alive(of_one[0])
+
+
+def test_workers_end_with_their_call_without_the_garbage_collector() -> None:
+    tl = loop_of(Rows(rows()))
+    gc.disable()
+    try:
+        loaded = set(tl.predict_on_train_set()[1].tolist())
+        loaded |= workers_of(tl)
+        with pytest.raises(ZeroDivisionError) as failure:  # whose traceback holds what the failed run held
+            tl.fit(num_epochs=1, callbacks=[Raises()])
+        loaded |= tl.model.workers
+        assert len(loaded) == 5  # one has loaded the only batch of the third call
+        assert not alive(loaded)
+        assert failure.tb is not None
+    finally:
+        gc.enable()
 
 
 def test_blocks_of_two_threads_end_in_any_order() -> None:

@@ -12,7 +12,7 @@ from trainloop.data.columns import SplitBatches
 from trainloop.data.indexed import Indexed, eval_shard, given_shard
 from trainloop.data.kept_workers import ReaderOf
 from trainloop.data.orders import length_of
-from trainloop.data.persistent import ask_workers, start_workers
+from trainloop.data.persistent import ask_workers, end_workers, start_workers
 from trainloop.data.prefetch import on_device
 from trainloop.data.sources import Columns, Opaque, Source
 from trainloop.data.steps import ExchangeInts
@@ -145,6 +145,11 @@ class EvalFeed:
     @property
     def _read_loader(self) -> Any:
         return self.loader.loader if isinstance(self.loader, SplitBatches) else self.loader
+
+    def close(self) -> None:
+        """End persistent workers of this rank's twin of the loader; the feed can't be read afterwards."""
+        if self.loader is not self._users_loader:
+            end_workers(self._read_loader)
 
     def batches(self) -> Iterator[tuple[int, Any, int]]:
         """This rank's batches of one pass: ``(batch_index, batch, size)``, indices ascending.

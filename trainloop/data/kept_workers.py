@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, MapDataPipe
 from torch.utils.data._utils import signal_handling
 
 from trainloop.data.own_copies import OwnCopies
-from trainloop.data.persistent import keeps_workers
+from trainloop.data.persistent import end_workers, keeps_workers
 from trainloop.data.tensors import draw_base_seed
 from trainloop.data.twins import twin
 from trainloop.per_thread import PerThread
@@ -93,7 +93,7 @@ class KeptWorkers:
             self._before = begin, surroundings()
         finally:
             for _, _, reader in self._reading.values():
-                _end(reader._iterator)
+                end_workers(reader)
             self._reading.clear()
             # After a signal a worker takes the next one for its own end; those that nobody read had it, too.
             if heard_in_this_run():

@@ -6,8 +6,8 @@ pass does, which starts no workers.
 
 A worker takes batches to load, and no other messages. But one that raises ``queue.Empty`` where it is unpickled counts
 as none there, and the worker waits for the next: ``_worker_loop`` has done so from torch 1.0 to 2.13. If it does so no
-more, the worker ends with a traceback. Of a loader's iterator ``_index_queues`` and ``_workers`` are read, and
-``_index_sampler`` is written.
+more, the worker ends with a traceback. Of a loader's iterator ``_index_queues`` and ``_workers`` are read,
+``_index_sampler`` is written, and ``_shutdown_workers`` called.
 """
 
 from __future__ import annotations
@@ -30,7 +30,15 @@ from torch.utils.data import DataLoader, get_worker_info
 from trainloop import rng
 from trainloop.signals import started
 
-__all__ = ["Message", "answered_as_none", "ask_workers", "keeps_workers", "note_states", "start_workers"]
+__all__ = [
+    "Message",
+    "answered_as_none",
+    "ask_workers",
+    "end_workers",
+    "keeps_workers",
+    "note_states",
+    "start_workers",
+]
 
 _WAIT_S = 60.0  # for a batch that a worker may still be loading, of a pass that was broken off
 _TAKEN_S = 5.0  # for the answer of workers that have taken the message
@@ -108,6 +116,19 @@ def start_workers(loader: Any, states: list[dict[str, Any]] | None) -> None:
         buffer = io.BytesIO()  # a tensor would go through a file
         torch.save(state, buffer)
         index_queue.put(Message(_go_on, buffer.getvalue()))
+
+
+def end_workers(loader: Any) -> None:
+    """End a loader's persistent workers, now.
+
+    Once nobody refers to them they would end as well, but only when the garbage collector finds them where a traceback
+    or a circle of objects refers to them; and it may have closed their queues by then, so that each is waited for in
+    vain for seconds, and then killed.
+    """
+    iterator = getattr(loader, "_iterator", None)
+    if keeps_workers(loader) and iterator is not None:
+        loader._iterator = None
+        iterator._shutdown_workers()
 
 
 def keeps_workers(loader: Any) -> bool:

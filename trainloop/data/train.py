@@ -17,7 +17,7 @@ from trainloop.data.columns import SplitBatches
 from trainloop.data.indexed import Indexed, given_shard, train_shard
 from trainloop.data.kept_workers import ReaderOf
 from trainloop.data.orders import generators_of
-from trainloop.data.persistent import ask_workers, note_states, start_workers
+from trainloop.data.persistent import ask_workers, end_workers, note_states, start_workers
 from trainloop.data.prefetch import on_device
 from trainloop.data.sources import AsItIs, Columns, Opaque, Source, Stream, Tensors
 from trainloop.data.steps import ExchangeInts, StepBatches, steps_of_exchanged, steps_of_known
@@ -356,8 +356,8 @@ class TrainFeed:
     def close(self) -> None:
         """End persistent workers of this rank's twin of the loader; the feed can't be read afterwards."""
         # The user's own loader keeps its persistent workers: it may be read again after fit.
-        if isinstance(self.loader, DataLoader) and self.loader is not self._users_loader:
-            self.loader._iterator = None
+        if self.loader is not self._users_loader:
+            end_workers(self.loader)
 
     def _states(self, *, for_later: bool = False) -> dict[str, Any]:
         """States as they are now; ``for_later``: which most runs never need, so workers only note theirs."""

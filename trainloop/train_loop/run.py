@@ -124,6 +124,7 @@ class Run:
     def _eval_feed(self, loader: Any, name: str) -> Any:
         if id(loader) not in self._eval_feeds:  # kept for the run, with the workers of loaders that keep theirs
             self._eval_feeds[id(loader)] = self.feed_of(eval_feed, loader, name)
+            self.undo.callback(self._eval_feeds[id(loader)].close)
             self._eval_feeds[id(loader)].worker_states = self._worker_states.pop(id(loader), None)
         return self._eval_feeds[id(loader)]
 
