@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +278,18 @@ class Mean(TTModel):
         return batch_data[0], batch_data[1], {}
 
 
+@pytest.fixture
+def says_why_workers_end() -> Iterator[None]:
+    log, handler = logging.getLogger("trainloop.data.kept_workers"), logging.StreamHandler(sys.stderr)
+    before = log.level
+    log.setLevel(logging.DEBUG)  # in the ranks, too
+    log.addHandler(handler)
+    yield
+    log.removeHandler(handler)
+    log.setLevel(before)
+
+
+@pytest.mark.usefixtures("says_why_workers_end")
 def test_loaders_workers_stay_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     def calls(inside: bool) -> Any:
         torch.manual_seed(0)

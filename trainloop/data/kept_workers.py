@@ -12,6 +12,7 @@ list of those whose death is an error at once.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from typing import Any
@@ -38,6 +39,8 @@ _MOST_BYTES = 64 << 20
 _NOT_SENT = frozenset(
     "sampler batch_sampler generator _iterator _IterableDataset_len_called _DataLoader__multiprocessing_context".split()
 )
+
+_log = logging.getLogger(__name__)
 
 
 class KeptWorkers:
@@ -77,11 +80,11 @@ class KeptWorkers:
 
     @contextmanager
     def _outermost_run(self, surroundings: Callable[[], dict[str, Any]]) -> Iterator[None]:
+        from trainloop.launch.kept import changed  # `import trainloop` is to be cheap
+
         begin = surroundings()
-        if self._before is not None and any(
-            begin.get(name) not in [before.get(name) for before in self._before]
-            for name in set().union(begin, *self._before)
-        ):
+        if self._before is not None and (names := changed(begin, self._before)):
+            _log.debug("loaders' workers end, as this has changed: %s", ", ".join(names))
             self.close()
         try:
             yield
@@ -117,12 +120,14 @@ class KeptWorkers:
         how = [_start_method(loader), loader.batch_sampler is None]
         pickled = content_of((type(loader), sent, how), _MOST_BYTES)
         content = b"" if pickled is None else hashlib.sha256(pickled).digest()
-        if workers is not None and (content != found or copies is None or not copies.are_as_sent(workers)):
+        if workers is not None and copies is not None and (ended := _why_not(workers, copies, same=content == found)):
+            _log.debug("workers of %s end, as %s", purpose, ended)
             _end(workers)
-            workers = None
+            workers = copies = None
         if pickled is None:
+            _log.debug("workers of %s will not stay: the loader can't be compared, or is too large for that", purpose)
             return loader
-        if workers is not None and copies is not None:
+        if copies is not None:
             if loader.generator is not None:
                 draw_base_seed(loader)  # as new workers would, from the generator that the order may come from, too
             reader = twin(loader)
@@ -145,6 +150,16 @@ def _can_stay(loader: DataLoader[Any]) -> bool:
     """Whether a run after this one could read from the same workers."""
     own_iteration = type(loader).__iter__ is not DataLoader.__iter__
     return keeps_workers(loader) and not own_iteration and not isinstance(loader.dataset, MapDataPipe)
+
+
+def _why_not(workers: Any, copies: OwnCopies, *, same: bool) -> str:
+    """Why these workers can't go on; empty if they can."""
+    if not same:
+        return "the loader or its data have changed"
+    if copies.are_as_sent(workers):
+        return ""
+    dead = [worker.pid for worker in workers._workers if not worker.is_alive()]
+    return f"{dead} are dead" if dead else "they may have changed their copies of the dataset"
 
 
 def _start_method(loader: DataLoader[Any]) -> str | None:

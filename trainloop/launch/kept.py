@@ -15,7 +15,8 @@ import multiprocessing
 import os
 import pickle
 import socket
-from collections.abc import Iterator
+from collections import ChainMap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,16 @@ from trainloop.transfer import Parcel
 if TYPE_CHECKING:
     from trainloop.launch.spawning import Ranks
 
-__all__ = ["KeptRanks", "Work", "kept_here", "keeping", "next_work", "surroundings"]
+__all__ = [
+    "KeptRanks",
+    "Work",
+    "callers_surroundings",
+    "changed",
+    "kept_here",
+    "keeping",
+    "next_work",
+    "surroundings",
+]
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,8 @@ class Work:
     """The current folder; ``None`` if it was removed."""
     cpus: list[int] | None
     """The caller's CPUs; ``None`` if they are the same as for the work before."""
+    as_before: bool
+    """Whether the caller's surroundings are those of its call before."""
 
     def send_over(self, line: socket.socket) -> None:
         """Send the work to a rank."""
@@ -54,6 +66,8 @@ class Work:
 
     def take_place(self) -> None:
         """In a rank: enter the caller's present folder, environment and so on."""
+        global _changes
+        _changes += not self.as_before
         # Only what the caller changed, so that settings of the rank's own code and libraries stay.
         for name, value in self.environment.items():
             if value is None:
@@ -66,6 +80,10 @@ class Work:
             for thread in os.listdir("/proc/self/task"):
                 with contextlib.suppress(OSError):  # it has just ended
                     os.sched_setaffinity(int(thread), self.cpus)
+
+
+_changes = 0
+"""In a rank: for how many works the caller's surroundings had changed."""
 
 
 def next_work(line: socket.socket) -> tuple[Work, dict[int, int]] | None:
@@ -101,6 +119,7 @@ class KeptRanks:
 
     def keep(self, ranks: Ranks, terms: object, undo: contextlib.ExitStack) -> None:
         """Keep these ranks, whose work went well; what ``undo`` would do now is done at their end."""
+        ranks.note_surroundings()
         ending = undo.pop_all()
         if ranks is not self._ranks:  # else it is this object's own close()
             self._ranks, self._terms, self._undo = ranks, terms, ending
@@ -128,6 +147,19 @@ def keeping() -> Iterator[None]:
     kept = KeptRanks()
     with contextlib.closing(kept), _here.set_to(kept):
         yield
+
+
+def callers_surroundings() -> dict[str, Any]:
+    """In a rank: :func:`surroundings` of the caller, as a number that tells one call's from another's.
+
+    The rank's own also change between two works by what it imports to send a result, or to read the next work.
+    """
+    return {"the caller's": _changes}
+
+
+def changed(now: dict[str, Any], before: Sequence[dict[str, Any]]) -> list[str]:
+    """Names of surroundings that are neither what they were at the call before's begin nor at its end."""
+    return [name for name in {**now, **ChainMap(*before)} if now.get(name) not in [then.get(name) for then in before]]
 
 
 def surroundings() -> dict[str, Any]:

@@ -21,7 +21,7 @@ from trainloop.launch.failures import Failure, exit_text, first_failure, read_re
 from trainloop.launch.fork_server import ServedProcess
 from trainloop.launch.forked import LAUNCH_VARIABLE
 from trainloop.launch.inherited import own_cpus, signals_blocked, variables_set
-from trainloop.launch.kept import Work
+from trainloop.launch.kept import Work, changed, surroundings
 from trainloop.launch.liveness import Liveness, Sign, hanging_ranks
 from trainloop.launch.main_guard import main_not_imported_again, main_place
 from trainloop.launch.rank_process import STACK_SIGNAL, RankSpec, State, run_rank
@@ -82,6 +82,8 @@ class Ranks:
         self._handed_over = handed_over
         self._told: dict[str, str] = {}
         self._cpus = own_cpus()
+        self._surroundings = [surroundings()] if lines else []
+        """At the begin of the last work, and at its end; of ranks that have more than one."""
 
     def start(self, environment: dict[str, str], *, served: bool, may_spawn: bool = True) -> None:
         """Start the processes, with ``environment`` added to this process's own.
@@ -185,6 +187,7 @@ class Ranks:
         folder = None
         with contextlib.suppress(OSError):
             folder = os.getcwd()
+        now = surroundings()
         told, cpus = {**os.environ, **environment, LAUNCH_VARIABLE: self._token}, own_cpus()
         work = Work(
             parcel,
@@ -194,11 +197,17 @@ class Ranks:
             {name: told.get(name) for name in {*told, *self._told} if told.get(name) != self._told.get(name)},
             folder,
             cpus if cpus != self._cpus else None,
+            as_before=not changed(now, self._surroundings),
         )
+        self._surroundings = [now]
         self._told, self._cpus = told, cpus
         for line in self._lines:
             with contextlib.suppress(OSError):  # a rank that has died is found by watch()
                 work.send_over(line)
+
+    def note_surroundings(self) -> None:
+        """At the end of a work, after which the ranks are kept: changes until the next are the user's."""
+        self._surroundings.append(surroundings())
 
     def _locals(self) -> range:
         return range(len(self._processes))

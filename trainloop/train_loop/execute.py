@@ -295,9 +295,10 @@ def _workers_stay() -> AbstractContextManager[None]:
     kept = kept_workers()
     if kept is None:
         return nullcontext()
-    from trainloop.launch.kept import surroundings
+    from trainloop.launch.kept import callers_surroundings, surroundings
+    from trainloop.launch.rank_process import is_kept
 
-    return kept.for_a_run(surroundings)
+    return kept.for_a_run(callers_surroundings if is_kept() else surroundings)
 
 
 @contextmanager
