@@ -245,7 +245,7 @@ FOREIGN: dict[str, str] = {
     "callbacks/train_schedule.py": "_opt_called _wrapped_by_lr_sched",
     "checkpoint/sharded_writing.py": "_StorageInfo",
     "data/kept_workers.py": (
-        "_get_iterator _index_sampler _iterator _remove_worker_pids _sampler_iter _set_worker_pids _shutdown_workers "
+        "_index_sampler _iterator _remove_worker_pids _sampler_iter _set_worker_pids _shutdown_workers "
         "_worker_pids_set _workers"
     ),
     "data/libraries.py": "_num_samples",
@@ -254,7 +254,6 @@ FOREIGN: dict[str, str] = {
     "data/persistent.py": "_get_iterator _index_queues _index_sampler _iterator _shutdown_workers _workers",
     "data/stops.py": "_IterableDatasetFetcher _MapDatasetFetcher",
     "data/streams.py": "_worker_info",
-    "data/train.py": "_iterator",
     "launch/fork_server.py": "_name",
     "launch/inherited.py": "_args_from_interpreter_flags",
     "launch/rank_process.py": "_config _prctl_pr_set_pdeathsig _run_exitfuncs _shutdown",
