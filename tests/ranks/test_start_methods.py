@@ -13,9 +13,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from ranks import run_ranks
+from trainloop import AbstractCallback, TrainLoop, TTModel
 from trainloop.errors import ConfigurationError, WorkerFailedError
 from trainloop.launch import fork_server, launch
 
@@ -203,3 +207,46 @@ def test_a_system_whose_forks_can_have_no_other_parent_spawns(monkeypatch: pytes
     with pytest.raises(fork_server.ForkServerError, match="can't make a forked process the child of another"):
         fork_server.server()
     fork_server.end_server()
+
+
+def threads_here(stop: Any) -> int:
+    return torch.get_num_threads()
+
+
+def test_fewer_threads_of_openmp_than_of_mkl(each_start_method: str) -> None:
+    variables = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "2"}  # of which torch takes MKL's when it is loaded
+    assert launch(threads_here, ranks_per_node=1, child_env=variables) == 1
+
+
+class Line(TTModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 1)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        return criterion(self.fc(batch_data[0]), batch_data[1])
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        return self.fc(batch_data[0]), batch_data[1], {}
+
+
+class Threads(AbstractCallback):
+    def __init__(self) -> None:
+        super().__init__("threads")
+        self.number = 0
+
+    def on_train_begin(self) -> None:
+        self.number = torch.get_num_threads()
+
+
+def test_fewer_threads_that_the_caller_has_set_stay_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")  # of the tests
+    model, here, there = Line(), Threads(), Threads()
+    loader = DataLoader(TensorDataset(torch.ones(8, 3), torch.ones(8, 1)), 4)
+    tl = TrainLoop(
+        model, loader, optimizer=torch.optim.SGD(model.parameters(), 0.1), criterion=nn.MSELoss(), accelerator="cpu"
+    )
+    tl.fit(num_epochs=1, callbacks=[here])
+    tl.callbacks.clear()
+    tl.fit(num_epochs=1, callbacks=[there], max_restarts=1)
+    assert here.number == there.number == torch.get_num_threads() == 1

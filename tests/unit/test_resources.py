@@ -512,10 +512,17 @@ def test_a_lower_number_of_threads_that_the_user_set_stays(environ: dict[str, st
 
 
 def test_without_a_quota_ranks_divide_the_machine() -> None:
-    all_cpus = available().num_cpus
-    assert enforce.child_environment(None, 1, environ={})["OMP_NUM_THREADS"] == str(all_cpus)
-    assert enforce.child_environment(None, all_cpus, environ={})["OMP_NUM_THREADS"] == "1"
-    assert enforce.child_environment(Q(), 1000, environ={})["OMP_NUM_THREADS"] == "1"
+    all_cpus, before = available().num_cpus, torch.get_num_threads()
+    try:
+        torch.set_num_threads(all_cpus)
+        assert enforce.child_environment(None, 1, environ={})["OMP_NUM_THREADS"] == str(all_cpus)
+        assert enforce.child_environment(None, all_cpus, environ={})["OMP_NUM_THREADS"] == "1"
+        assert enforce.child_environment(Q(), 1000, environ={})["OMP_NUM_THREADS"] == "1"
+        torch.set_num_threads(1)  # and fewer that the caller has set stay, as in its own process, but under a quota
+        assert set(enforce.child_environment(None, 1, environ={}).values()) == {"1"}
+        assert set(enforce.child_environment(Q(2), 1, environ={}).values()) == {"2"}
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

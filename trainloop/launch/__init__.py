@@ -11,6 +11,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -221,8 +222,8 @@ def _threads_of_a_rank(ranks_per_node: int, child_env: dict[str, str]) -> tuple[
     Without it each rank would start a thread for every core, and they would take them from each other.
     """
     environment = dict(child_env)
-    if environment.get("OMP_NUM_THREADS"):
-        return environment, None  # torch reads it when it is loaded
+    if own := re.match(r"\s*([1-9][0-9]{0,8})", environment.get("OMP_NUM_THREADS", "")):
+        return environment, int(own[1])  # set, too: when torch is loaded, MKL's variable may count for more
     threads = torch.get_num_threads()  # the caller may have chosen fewer than the variable says
     if not os.environ.get("OMP_NUM_THREADS"):
         threads = min(threads, max(1, usable_cores() // ranks_per_node))

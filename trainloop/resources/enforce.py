@@ -181,7 +181,8 @@ def child_environment(
     Parameters
     ----------
     quota : ResourceQuota or None
-        Quota of the run on this node; without one the machine is divided.
+        Quota of the run on this node; without one the machine is divided, and fewer threads that this process has set
+        by ``torch.set_num_threads`` stay.
     ranks : int
         Processes that train on this node.
     environ : mapping, optional
@@ -192,7 +193,10 @@ def child_environment(
     dict of str to str
         ``OMP_NUM_THREADS``, ``MKL_NUM_THREADS`` and ``OPENBLAS_NUM_THREADS``.
     """
-    return _thread_variables(_threads(quota, ranks), os.environ if environ is None else environ)
+    threads, torch = _threads(quota, ranks), sys.modules.get("torch")
+    if torch is not None and (quota is None or quota.num_cpus == "auto"):
+        threads = min(threads, torch.get_num_threads())
+    return _thread_variables(threads, os.environ if environ is None else environ)
 
 
 def _thread_variables(threads: int, environ: Mapping[str, str]) -> dict[str, str]:

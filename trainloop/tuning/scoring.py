@@ -49,7 +49,7 @@ class Scorer:
 
 
 def scorer(metric: str | Callable[[Any, Any], float], name: str | None = None) -> Scorer:
-    """One of scikit-learn's scorers as ``metric`` of :func:`tune`, also for the predictions of a ``TrainLoop``.
+    """One of scikit-learn's scorers as ``metric`` of :func:`~trainloop.tuning.tune`, for a ``TrainLoop``, too.
 
     scikit-learn's own call a model; this one takes what was predicted: numbers or classes in one column, or the
     probabilities of the classes 0, 1, 2 ... in a column each.
