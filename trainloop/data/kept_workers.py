@@ -122,7 +122,7 @@ class KeptWorkers:
         content = b"" if pickled is None else hashlib.sha256(pickled).digest()
         if workers is not None and copies is not None and (ended := _why_not(workers, copies, same=content == found)):
             _log.debug("workers of %s end, as %s", purpose, ended)
-            _end(workers)
+            workers._shutdown_workers()
             workers = copies = None
         if pickled is None:
             _log.debug("workers of %s will not stay: the loader can't be compared, or is too large for that", purpose)
@@ -143,7 +143,7 @@ class KeptWorkers:
         """End the workers that nobody reads now."""
         while self._idle:
             _, (_, _, workers) = self._idle.popitem()
-            _end(workers)
+            workers._shutdown_workers()
 
 
 def _can_stay(loader: DataLoader[Any]) -> bool:
@@ -182,11 +182,6 @@ def _taken_up(workers: Any, reader: Any) -> Any:
     signal_handling._set_worker_pids(id(workers), tuple(worker.pid for worker in workers._workers))
     workers._worker_pids_set = True
     return workers
-
-
-def _end(workers: Any) -> None:
-    if workers is not None:
-        workers._shutdown_workers()
 
 
 _here: PerThread[KeptWorkers] = PerThread()  # as ranks are kept

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -41,6 +40,7 @@ from trainloop.launch.rank_process import RankSpec, started_by_launch
 from trainloop.launch.rendezvous import Rendezvous
 from trainloop.launch.settings import dumped_settings
 from trainloop.launch.spawning import Ranks
+from trainloop.resources.enforce import threads_in
 from trainloop.scratch import scratch_folder
 from trainloop.signals import signals, uninterrupted
 from trainloop.stopping import SharedStop, StopAgreement
@@ -222,8 +222,8 @@ def _threads_of_a_rank(ranks_per_node: int, child_env: dict[str, str]) -> tuple[
     Without it each rank would start a thread for every core, and they would take them from each other.
     """
     environment = dict(child_env)
-    if own := re.match(r"\s*([1-9][0-9]{0,8})", environment.get("OMP_NUM_THREADS", "")):
-        return environment, int(own[1])  # set, too: when torch is loaded, MKL's variable may count for more
+    if own := threads_in(environment.get("OMP_NUM_THREADS", "")):
+        return environment, own  # set, too: when torch is loaded, MKL's variable may count for more
     threads = torch.get_num_threads()  # the caller may have chosen fewer than the variable says
     if not os.environ.get("OMP_NUM_THREADS"):
         threads = min(threads, max(1, usable_cores() // ranks_per_node))

@@ -21,6 +21,7 @@ from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
 from trainloop.launch.messages import receive
+from trainloop.resources.enforce import threads_in
 
 __all__ = ["LAUNCH_VARIABLE", "PLACEHOLDER", "serve"]
 
@@ -249,9 +250,8 @@ def _set_threads(environment: Mapping[str, str]) -> None:
 
     def number(*names: str) -> int:
         for name in names:
-            value = re.match(r"\s*([1-9][0-9]{0,8})\s*(,|$)", environment.get(name, ""))
-            if value is not None:
-                return int(value[1])
+            if (threads := threads_in(environment.get(name, ""))) is not None:
+                return threads
         return len(os.sched_getaffinity(0))
 
     torch.set_num_threads(number("OMP_NUM_THREADS"))

@@ -34,6 +34,7 @@ __all__ = [
     "KeptRanks",
     "Work",
     "callers_surroundings",
+    "changeable_surroundings",
     "changed",
     "kept_here",
     "keeping",
@@ -150,7 +151,7 @@ def keeping() -> Iterator[None]:
 
 
 def callers_surroundings() -> dict[str, Any]:
-    """In a rank: :func:`surroundings` of the caller, as a number that tells one call's from another's.
+    """In a rank: :func:`changeable_surroundings` of the caller, as a number that tells one call's from another's.
 
     The rank's own also change between two works by what it imports to send a result, or to read the next work.
     """
@@ -164,14 +165,18 @@ def changed(now: dict[str, Any], before: Sequence[dict[str, Any]]) -> list[str]:
 
 def surroundings() -> dict[str, Any]:
     """What a process that this one starts has from it besides its data; to compare it with an earlier time's."""
+    _, *inherited = circumstances()  # the environment is here as a whole
+    return {**changeable_surroundings(), "inherited": [*inherited, *taken_at_start()]}
+
+
+def changeable_surroundings() -> dict[str, Any]:
+    """Those that a running process can take over from another, by name: after other changes ranks start anew."""
     folder = None
     with contextlib.suppress(OSError):
         folder = os.getcwd()
-    _, *inherited = circumstances()  # the environment is here as a whole
     return {
         "folder": folder,
         "CPUs": own_cpus(),
-        "inherited": [*inherited, *taken_at_start()],
         # But for the one that torch itself sets and resets when it imports its compiler.
         **{f"variable {name}": value for name, value in os.environ.items() if name != "KMP_DUPLICATE_LIB_OK"},
         **{f"setting {name}": value for name, value in read_settings().items()},

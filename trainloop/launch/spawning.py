@@ -21,7 +21,7 @@ from trainloop.launch.failures import Failure, exit_text, first_failure, read_re
 from trainloop.launch.fork_server import ServedProcess
 from trainloop.launch.forked import LAUNCH_VARIABLE
 from trainloop.launch.inherited import own_cpus, signals_blocked, variables_set
-from trainloop.launch.kept import Work, changed, surroundings
+from trainloop.launch.kept import Work, changeable_surroundings, changed
 from trainloop.launch.liveness import Liveness, Sign, hanging_ranks
 from trainloop.launch.main_guard import main_not_imported_again, main_place
 from trainloop.launch.rank_process import STACK_SIGNAL, RankSpec, State, run_rank
@@ -82,7 +82,7 @@ class Ranks:
         self._handed_over = handed_over
         self._told: dict[str, str] = {}
         self._cpus = own_cpus()
-        self._surroundings = [surroundings()] if lines else []
+        self._surroundings = [changeable_surroundings()] if lines else []
         """At the begin of the last work, and at its end; of ranks that have more than one."""
 
     def start(self, environment: dict[str, str], *, served: bool, may_spawn: bool = True) -> None:
@@ -184,18 +184,15 @@ class Ranks:
 
     def give(self, parcel: Parcel, inherited: Sequence[int], settings: bytes, environment: dict[str, str]) -> None:
         """Give the ranks more work; see :class:`~trainloop.launch.kept.Work`."""
-        folder = None
-        with contextlib.suppress(OSError):
-            folder = os.getcwd()
-        now = surroundings()
-        told, cpus = {**os.environ, **environment, LAUNCH_VARIABLE: self._token}, own_cpus()
+        now = changeable_surroundings()
+        told, cpus = {**os.environ, **environment, LAUNCH_VARIABLE: self._token}, now["CPUs"]
         work = Work(
             parcel,
             tuple(inherited),
             settings,
             main_place(),
             {name: told.get(name) for name in {*told, *self._told} if told.get(name) != self._told.get(name)},
-            folder,
+            now["folder"],
             cpus if cpus != self._cpus else None,
             as_before=not changed(now, self._surroundings),
         )
@@ -207,7 +204,7 @@ class Ranks:
 
     def note_surroundings(self) -> None:
         """At the end of a work, after which the ranks are kept: changes until the next are the user's."""
-        self._surroundings.append(surroundings())
+        self._surroundings.append(changeable_surroundings())
 
     def _locals(self) -> range:
         return range(len(self._processes))

@@ -199,12 +199,18 @@ def child_environment(
     return _thread_variables(threads, os.environ if environ is None else environ)
 
 
+def threads_in(variable: str) -> int | None:
+    """The number of threads in a value of ``OMP_NUM_THREADS`` or the like; ``None`` if it is none."""
+    # OpenMP takes a list, one number for each level of nesting.
+    found = re.fullmatch(r"\s*([1-9][0-9]{0,8})\s*(,.*)?", variable)
+    return None if found is None else int(found[1])
+
+
 def _thread_variables(threads: int, environ: Mapping[str, str]) -> dict[str, str]:
     values = {}
     for name in THREAD_VARIABLES:
-        # OpenMP takes a list, one number for each level of nesting.
-        own = re.fullmatch(r"\s*([1-9][0-9]{0,8})\s*(,.*)?", environ.get(name, ""))
-        values[name] = environ[name] if own and int(own[1]) <= threads else str(threads)
+        own = threads_in(environ.get(name, ""))
+        values[name] = environ[name] if own is not None and own <= threads else str(threads)
     return values
 
 
