@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.utils.data import (
     DataLoader,
@@ -18,8 +17,9 @@ from torch.utils.data import (
 )
 
 from ranks import run_own_ranks
-from trainloop import TrainLoop, TTBasicModel, distributed
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel, distributed
 from trainloop.data import train_feed
+from trainloop.data.loaders import Shared, check_shared
 from trainloop.errors import ConfigurationError
 
 CPU: Any = {"accelerator": "cpu", "devices": 2}
@@ -70,11 +70,6 @@ UNLIKE: dict[str, tuple[Callable[[int], Any], Callable[[int], dict[str, Any]], s
         "has another kind of sampler, on rank 1 than on rank 0",
     ),
     "seeds": (lambda rank: loader(shuffle=True), lambda rank: {"seed": rank}, "rank 1 has another seed than rank 0"),
-    "accumulation": (
-        lambda rank: loader(batch=2000),
-        lambda rank: {"grad_accumulation": 1 + rank},
-        "fit(grad_accumulation=2) on rank 1, 1 on rank 0",
-    ),
 }
 
 
@@ -82,11 +77,11 @@ def errors_of(rank: int) -> dict[str, str]:
     """What each case raises; an exchange after it shows that no rank is left behind in one."""
     found = {}
     for name, (make, arguments, _) in UNLIKE.items():
-        given = arguments(rank)
-        accumulation = given.pop("grad_accumulation", 1)
-        feed = feed_of(make(rank), rank, **given)
+        feed = feed_of(make(rank), rank, **arguments(rank))
         try:
-            found[name] = f"{sum(1 for _ in feed.steps(accumulation))} steps"
+            everyone = distributed.exchange_ints(feed.shared)
+            check_shared([Shared(*theirs) for theirs in everyone], "train_loader")
+            found[name] = f"{sum(1 for _ in feed.steps(1))} steps"
         except ConfigurationError as error:
             found[name] = str(error)
         assert distributed.exchange_ints([rank]) == [[0], [1]]
@@ -127,17 +122,136 @@ class Net(TTBasicModel):
         return self.layer(x)
 
 
-def fit_own_data() -> str:
-    rank = distributed.get_rank()
-    model, rows = Net(), torch.randn(40 + 20 * rank, 4)
-    own = DataLoader(TensorDataset(rows, rows[:, :1]), 10)
+def rows(number: int = 40, batch: int = 10, **arguments: Any) -> DataLoader[Any]:
+    x = torch.randn(number, 4)
+    return DataLoader(TensorDataset(x, x[:, :1]), batch, **arguments)
+
+
+def loop_of(train: Any, validation: Any = None, test: Any = None, **arguments: Any) -> TrainLoop[Any]:
+    model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    loop = TrainLoop(model, own, None, None, optimizer, torch.nn.MSELoss(), gpu_mode="ddp", **CPU)
-    with pytest.raises(ConfigurationError) as raised:
-        loop.fit(1)
-    return str(raised.value)
+    options = {**CPU, "gpu_mode": "ddp", "progress_bar": False, **arguments}
+    return TrainLoop(model, train, validation, test, optimizer, torch.nn.MSELoss(), **options)
 
 
-def test_fit_of_data_that_each_rank_has_read_for_itself(tmp_path: Path) -> None:
-    for error in run_own_ranks(fit_own_data, 2, folder=tmp_path):
-        assert "train_loader has 40 samples in 2 batches of 20 over all ranks on rank 0, and 60 samples in 3" in error
+class AtEpoch(AbstractCallback):
+    """A loop that has trained for as many epochs as this rank's number."""
+
+    def on_train_loop_registration(self) -> None:
+        self.train_loop_obj.epoch = distributed.get_rank()
+
+
+# By what differs between ranks, what each does with a loop of its own, and what the error on all of them says.
+FITS: dict[str, tuple[Callable[[int], Any], str]] = {
+    "data that each has read for itself": (
+        lambda rank: loop_of(rows(40 + 20 * rank)).fit(1),
+        "train_loader has 40 samples in 2 batches of 20 over all ranks on rank 0, and 60 samples in 3",
+    ),
+    "num_epochs": (lambda rank: loop_of(rows()).fit(2 - rank), "fit(num_epochs=1) on rank 1, fit(num_epochs=2) on"),
+    "num_iterations": (
+        lambda rank: loop_of(rows()).fit(num_iterations=3 + rank),
+        "fit(num_iterations=4) on rank 1, fit(num_iterations=3) on rank 0",
+    ),
+    "kinds of lengths": (
+        lambda rank: loop_of(rows()).fit(**{"num_iterations" if rank else "num_epochs": 2}),
+        "fit(num_iterations=2) on rank 1, fit(num_epochs=2) on rank 0",
+    ),
+    "accumulation": (
+        lambda rank: loop_of(rows()).fit(1, grad_accumulation=1 + rank),
+        "fit(grad_accumulation=2) on rank 1, fit(grad_accumulation=1) on rank 0",
+    ),
+    "clipping": (
+        lambda rank: loop_of(rows(), gradient_clip_norm=0.5 if rank else None).fit(1),
+        "TrainLoop(gradient_clip_norm=0.5) on rank 1, TrainLoop(gradient_clip_norm=None) on rank 0",
+    ),
+    "when to evaluate": (
+        lambda rank: loop_of(rows(), rows(), end_auto_eval=1 + rank).fit(2),
+        "TrainLoop(end_auto_eval=2) on rank 1, TrainLoop(end_auto_eval=1) on rank 0",
+    ),
+    "epochs behind them": (
+        lambda rank: loop_of(rows()).fit(1, callbacks=[AtEpoch("at epoch")]),
+        "rank 1 would go on after epoch 1 and step 0, rank 0 after epoch 0 and step 0",
+    ),
+    "a validation_loader's length": (
+        lambda rank: loop_of(rows(), rows(21 + rank, shuffle=True)).fit(1),
+        "validation_loader has 21 samples in 3 batches of 10 over all ranks on rank 0, and 22 samples in 3",
+    ),
+    "a validation_loader on one": (
+        lambda rank: loop_of(rows(), None if rank else rows()).fit(1),
+        "validation_loader is None on rank 1, but not on rank 0",
+    ),
+    "a test_loader on the other": (
+        lambda rank: loop_of(rows(), None, rows() if rank else None).fit(1),
+        "test_loader is None on rank 0, but not on rank 1",
+    ),
+    "a list of batches": (
+        lambda rank: loop_of(rows(), list(rows(40 + 10 * rank))).fit(1),
+        "validation_loader has 4 batches over all ranks on rank 0, and 5 batches",
+    ),
+    "a length in predictions": (
+        lambda rank: loop_of(rows()).predict_with_model(rows(40 + 20 * rank)),
+        "data_loader has 40 samples in 4 batches of 10 over all ranks on rank 0, and 60 samples in 6",
+    ),
+    "a batch_size in an evaluation": (
+        lambda rank: loop_of(rows(), None, rows(40, 10 + rank)).evaluate_loss_on_test_set(),
+        "test_loader has 40 samples in 4 batches of 10 over all ranks on rank 0, and 40 samples in 4 batches of 11",
+    ),
+    "a shuffle's seed in predictions": (
+        lambda rank: loop_of(rows(), seed=rank).predict_with_model(rows(shuffle=True)),
+        "rank 1 has another seed than rank 0: data_loader's order",
+    ),
+    "a sampler in predictions": (
+        lambda rank: loop_of(rows()).predict_with_model(rows(sampler=[3, 2, 1, 0] if rank else [0, 1, 2, 3])),
+        "data_loader: list gives another order on each rank",
+    ),
+    "kinds of orders in predictions": (
+        lambda rank: loop_of(rows()).predict_with_model(rows(40, shuffle=bool(rank))),
+        "data_loader is another kind of loader, or has another kind of sampler, on rank 1 than on rank 0",
+    ),
+}
+
+# What one rank can't do at all: its own error, and the other's.
+REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
+    "less than a batch": (
+        lambda rank: loop_of(rows(15 if rank else 40, drop_last=True)).fit(1),
+        "train_loader has 15 samples and drop_last=True",
+    ),
+}
+
+
+def error_of(work: Callable[[int], Any]) -> str:
+    """What it raises; an exchange after it shows that no rank is left behind in one."""
+    rank = distributed.get_rank()
+    try:
+        work(rank)
+        error = "none"
+    except ConfigurationError as raised:
+        error = str(raised)
+    assert distributed.exchange_ints([rank]) == [[0], [1]]
+    return error
+
+
+def errors_of_fits() -> tuple[dict[str, str], dict[str, str], int, list[int]]:
+    """And, of loops that differ in what they may: the steps taken, and rows of predictions."""
+    fits = {name: error_of(work) for name, (work, _) in FITS.items()}
+    refused = {name: error_of(work) for name, (work, _) in REFUSED.items()}
+    rank = distributed.get_rank()
+    unused = loop_of(rows(), None if rank else rows(), end_auto_eval=False)
+    unused.fit(1)
+    given = rows(40, sampler=DistributedSampler(range(40), num_replicas=2, rank=rank, shuffle=False))  # type: ignore[arg-type]
+    in_order = loop_of(rows(), seed=rank)
+    predicted = [len(in_order.predict_with_model(data)[0]) for data in (rows(), given)]
+    return fits, refused, unused.global_step, predicted
+
+
+def test_loops_of_ranks_say_what_differs_before_the_first_step(tmp_path: Path) -> None:
+    everyone = run_own_ranks(errors_of_fits, 2, folder=tmp_path)
+    for fits, _, steps, predicted in everyone:
+        for name, (_, message) in FITS.items():
+            assert message in fits[name], name
+        assert steps == 2
+        assert predicted == [40, 40]
+    assert everyone[0][0] == everyone[1][0]
+    for name, (_, message) in REFUSED.items():
+        assert "rank 1 can't train with what it was given" in everyone[0][1][name], name
+        assert message in everyone[1][1][name], name

@@ -181,6 +181,7 @@ LATE = {
     "trainloop.data.streams trainloop.data.batches": CHEAP,
     "trainloop.data.twins trainloop.launch.rank_process": RANKS,
     "trainloop.model trainloop.distributed": CHEAP,
+    "trainloop.train_loop.alike trainloop.launch.rank_process": RANKS,
     "trainloop.train_loop.execute trainloop.launch": RANKS,
     "trainloop.train_loop.execute trainloop.launch.kept": RANKS,
     "trainloop.train_loop.execute trainloop.launch.rank_process": RANKS,

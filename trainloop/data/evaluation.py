@@ -71,7 +71,7 @@ def eval_feed(
     length = None if loaders.is_stream(loader) else length_of(loader)
     # A distributed loader knows its own share's length only.
     num_batches = length * world_size if length is not None and given else length
-    return EvalFeed(source, loader, rank, world_size, num_batches, name, exchange_ints, device, seed is None)
+    return EvalFeed(source, loader, rank, world_size, seed, num_batches, name, exchange_ints, device)
 
 
 def _source_of(
@@ -104,13 +104,13 @@ class EvalFeed:
         users_loader: Any,
         rank: int,
         world_size: int,
+        seed: int | None,
         num_batches: int | None,
         name: str,
         exchange_ints: ExchangeInts | None,
         device: torch.device | None,
-        draws_globally: bool,
     ) -> None:
-        self._draws_globally = draws_globally
+        self._seed, self._draws_globally = seed, seed is None
         self._worker_states: list[dict[str, Any]] | None = None
         self._source = source
         self._users_loader = users_loader
@@ -130,6 +130,20 @@ class EvalFeed:
     def num_batches(self) -> int | None:
         """Batches of a pass over all ranks; None where only reading tells."""
         return self._num_batches
+
+    @property
+    def shared(self) -> loaders.Shared:
+        """What it must have in common with the other ranks' feeds, so that each batch is on one of them.
+
+        To be compared before the first pass, which may exchange something with some loaders and nothing with others.
+        """
+        source, plain = self._source, loaders.plain_batches(self._users_loader)
+        if not source.shares:
+            return loaders.Shared(derive_seed(source.rule))
+        samples = None if plain is None else length_of(plain.sampler)
+        counts = (samples, self._num_batches, None if plain is None else plain.batch_size)
+        seed = loaders.seed_in_common(self._seed) if source.draws_order else -1
+        return loaders.Shared(derive_seed(source.rule), seed, *(-1 if n is None else n for n in counts))
 
     @property
     def worker_states(self) -> list[dict[str, Any]] | None:

@@ -147,6 +147,10 @@ class Indexed(Source):
         return self._shard.rule
 
     @property
+    def draws_order(self) -> bool:
+        return self._shard.draws_order
+
+    @property
     def order_digest(self) -> int | None:
         return self._shard.digest
 

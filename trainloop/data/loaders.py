@@ -15,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 from trainloop.data.libraries import cuts_batches, is_split
 from trainloop.data.orders import length_of
 from trainloop.errors import ConfigurationError
+from trainloop.rng import derive_seed
 from trainloop.scratch import scratch_folder
 from trainloop.signals import WorkerInit
 
@@ -174,7 +175,6 @@ def check_orders(digests: list[list[int]], loader: Any, name: str) -> None:
 class Shared(NamedTuple):
     """What ranks that share a loader out must have in common, as integers; -1 where one may differ from another."""
 
-    grad_accumulation: int
     rule: int = -1
     """A checksum of the kind of loader and of how its order becomes known."""
     seed: int = -1
@@ -182,6 +182,10 @@ class Shared(NamedTuple):
     samples: int = -1
     batches: int = -1
     batch_size: int = -1
+
+
+NO_LOADER = Shared(rule=-2)
+"""A rank that has none."""
 
 
 def check_shared(everyone: Sequence[Shared], name: str) -> None:
@@ -196,10 +200,11 @@ def check_shared(everyone: Sequence[Shared], name: str) -> None:
     rank, other = next(((rank, theirs) for rank, theirs in enumerate(everyone) if theirs != first), (0, first))
     if other == first:
         return
-    if other.grad_accumulation != first.grad_accumulation:
+    if NO_LOADER in (first, other):
+        without, with_one = (0, rank) if first == NO_LOADER else (rank, 0)
         raise ConfigurationError(
-            f"fit(grad_accumulation={other.grad_accumulation}) on rank {rank}, {first.grad_accumulation} on rank 0: "
-            "ranks make each step together. Pass the same number on every rank."
+            f"{name} is None on rank {without}, but not on rank {with_one}: ranks share its batches out. "
+            "Pass it on every rank, or on none."
         )
     if (other.samples, other.batches, other.batch_size) != (first.samples, first.batches, first.batch_size):
         raise ConfigurationError(
@@ -217,6 +222,11 @@ def check_shared(everyone: Sequence[Shared], name: str) -> None:
         f"rank {rank} has another seed than rank 0: {name}'s order, by which samples are shared out, would differ. "
         "Give TrainLoop(seed=) the same number on every rank; each draws its own numbers for augmentation from it."
     )
+
+
+def seed_in_common(seed: int | None) -> int:
+    """A seed as :class:`Shared` has it."""
+    return -1 if seed is None else derive_seed(seed)
 
 
 def _counted(shared: Shared) -> str:

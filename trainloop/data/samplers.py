@@ -69,6 +69,11 @@ class RankShard:
         """How the order becomes known; ranks of different rules would not exchange the same."""
         return type(self).__name__
 
+    @property
+    def draws_order(self) -> bool:
+        """Whether the order may depend on the seed."""
+        return True
+
     def set_epoch(self, epoch: int) -> None:
         """Shuffle as in epoch ``epoch`` from the next iteration on; every rank calls it."""
         self.epoch = epoch

@@ -59,6 +59,11 @@ class Source:
         return type(self).__name__
 
     @property
+    def draws_order(self) -> bool:
+        """Whether a pass's order may depend on the seed."""
+        return True
+
+    @property
     def order_digest(self) -> int | None:
         """A checksum of a pass's order, which must agree on all ranks; None where it can't differ.
 

@@ -130,7 +130,6 @@ class TrainFeed:
         self._users_loader = users_loader
         self._generators = generators_of(users_loader)
         self._seed, self._draws_globally = seed, seed is None
-        self._compared = False  # with the other ranks' feeds
         self._at_epoch_begin: dict[str, Any] | None = None
         self._resumed: dict[str, Any] | None = None  # the position to begin from
         self._position: Any = _LIVE
@@ -159,6 +158,20 @@ class TrainFeed:
         """Samples of a full micro-batch, over all ranks; None where there is no such thing."""
         return self._source.global_batch_size
 
+    @property
+    def shared(self) -> loaders.Shared:
+        """What it must have in common with the other ranks' feeds, or they would not do the same steps.
+
+        To be compared before the first step: some exchanges only come where a loader asks for them, so that ranks with
+        unlike loaders would wait for each other.
+        """
+        source = self._source
+        seed = loaders.seed_in_common(self._seed) if source.shares else -1
+        if not source.sizes_known:
+            return loaders.Shared(seed=seed)
+        counts = (source.num_samples, source.num_batches, source.global_batch_size)
+        return loaders.Shared(derive_seed(source.rule), seed, *(-1 if n is None else n for n in counts))
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that :meth:`steps` yields next; every rank calls it before each epoch."""
         self._epoch = epoch
@@ -185,8 +198,6 @@ class TrainFeed:
         ConfigurationError
             If the epoch turns out to be empty.
         """
-        if self._world_size > 1 and self._exchange_ints is not None and not self._compared:
-            self._compare(grad_accumulation, self._exchange_ints)
         start_workers(self._users_loader, self._worker_states)
         self._at_epoch_begin = self._states(for_later=True)
         self._worker_states = None
@@ -215,22 +226,6 @@ class TrainFeed:
                 f"{self._name} gave no batch in epoch {self._epoch + 1}: training needs one at least. An iterator can "
                 f"be read once; pass an object whose __iter__ starts anew each epoch."
             )
-
-    def _compare(self, grad_accumulation: int, exchange_ints: ExchangeInts) -> None:
-        """Raise if ranks would not do the same steps: whoever starts them, or a callback on each, may make loaders.
-
-        Before any exchange that only some of them would come to: they would wait for each other.
-        """
-        source, mine = self._source, loaders.Shared(grad_accumulation)
-        if source.shares:
-            mine = mine._replace(seed=-1 if self._seed is None else derive_seed(self._seed))
-        if source.sizes_known:
-            counts = (source.num_samples, source.num_batches, source.global_batch_size)
-            mine = loaders.Shared(
-                mine.grad_accumulation, derive_seed(source.rule), mine.seed, *(-1 if n is None else n for n in counts)
-            )
-        loaders.check_shared([loaders.Shared(*theirs) for theirs in exchange_ints(list(mine))], self._name)
-        self._compared = True
 
     def _checked(self, items: Iterator[tuple[Any, Any]], exchange_ints: ExchangeInts) -> Iterator[tuple[Any, Any]]:
         """The items, after a check that ranks read the same order: one exchange an epoch, where it could differ."""

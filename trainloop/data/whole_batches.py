@@ -41,6 +41,16 @@ class WholeBatches(BatchShardSampler):
             key = None if seed is None else derive_seed(seed, "order")
             self._order = order_by_position(sampler.sampler, key)
 
+    @property
+    def rule(self) -> str:
+        """By position, or iterated: only of the latter do ranks compare what they read."""
+        return f"{super().rule} of {type(self._order).__name__}"
+
+    @property
+    def draws_order(self) -> bool:
+        """Not in dataset order."""
+        return not isinstance(self._order, IdentityOrder)
+
     def batch_seed(self, batch_index: int) -> int:
         """The seed depends on the batch's index alone, so any rank draws the numbers that one process would."""
         assert self.seed is not None  # without one, nothing is seeded

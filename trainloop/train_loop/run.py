@@ -24,7 +24,7 @@ from trainloop import distributed, rng
 from trainloop.callbacks.base import HookTable, overrides
 from trainloop.data import eval_feed
 from trainloop.data.kept_workers import kept_workers
-from trainloop.data.loaders import workers_outlive_signals
+from trainloop.data.loaders import Shared, check_shared, workers_outlive_signals
 from trainloop.data.twins import with_workers
 from trainloop.devices import has_ranks
 from trainloop.metrics import Recorder, StepValues, exchange_of, named_losses, rows_of
@@ -96,6 +96,8 @@ class Run:
         self.idle = Idle(self)
         self._eval_feeds: dict[int, Any] = {}
         self._worker_states: dict[int, Any] = {}
+        self._compared: dict[int, Any] = {}
+        """Loaders of evaluations that ranks have compared, by their id."""
         self._same_callbacks = True
 
     # -- data --------------------------------------------------------------------------------------------------------
@@ -123,10 +125,18 @@ class Run:
 
     def _eval_feed(self, loader: Any, name: str) -> Any:
         if id(loader) not in self._eval_feeds:  # kept for the run, with the workers of loaders that keep theirs
-            self._eval_feeds[id(loader)] = self.feed_of(eval_feed, loader, name)
-            self.undo.callback(self._eval_feeds[id(loader)].close)
-            self._eval_feeds[id(loader)].worker_states = self._worker_states.pop(id(loader), None)
+            self._eval_feeds[id(loader)] = feed = self.feed_of(eval_feed, loader, name)
+            self.undo.callback(feed.close)
+            feed.worker_states = self._worker_states.pop(id(loader), None)
+            if self.gather is not None and id(loader) not in self._compared:
+                check_shared([Shared(*theirs) for theirs in distributed.exchange_ints(feed.shared)], name)
         return self._eval_feeds[id(loader)]
+
+    def shared_of(self, loader: Any, name: str) -> Shared:
+        """What ranks must have in common of a loader that they will evaluate; they compare it by another exchange."""
+        self._compared[id(loader)] = loader
+        loop = self.loop
+        return eval_feed(loader, rank=loop.rank, world_size=loop.world_size, seed=self.seed, name=name).shared
 
     @property
     def worker_states(self) -> dict[int, Any]:
@@ -362,13 +372,6 @@ class Run:
             logged = any(theirs for (theirs,) in distributed.exchange_ints([int(logged)]))
         if logged:
             self._record_epoch(late=True)
-
-    def _have_same_callbacks(self) -> bool:
-        """Whether ranks can take turns: under torchrun each makes its own callbacks. Collective."""
-        if self.gather is None:
-            return True
-        turns = [len(self.hooks.in_turn(name)) for name in ("on_epoch_end", "on_train_end")]
-        return all(theirs == turns for theirs in distributed.exchange_ints(turns))
 
     @contextmanager
     def _recording_alone(self) -> Iterator[None]:

@@ -32,6 +32,7 @@ from trainloop.optim import drop_gradients
 from trainloop.signals import status_of
 from trainloop.stopping import CHECKPOINT, EARLY_STOP, INTERRUPT, TERMINATE, StopAgreement
 from trainloop.train_loop import state as run_state
+from trainloop.train_loop.alike import asked_of, compare_ranks, refusals_told
 from trainloop.train_loop.arguments import check_loader
 from trainloop.train_loop.ending import End, described, has_work_at_end
 from trainloop.train_loop.gradients import Gradients
@@ -149,10 +150,15 @@ class Training(Run):
         self.recorder.between_steps(loop.global_step + 1)
         for hook in self.hooks.on_multiprocess_start:
             hook()
-        check_loader(loop.train_loader, "train_loader", optional=False)
         if resume is not None and resume["place"]["seed"] is not None:
             self.seed = resume["place"]["seed"]  # the interrupted epoch's order goes on
-        self.feed = self.feed_of(train_feed, loop.train_loader, "train_loader")
+        parallel = self.gather is not None
+        with refusals_told(tell=parallel):
+            check_loader(loop.train_loader, "train_loader", optional=False)
+            self.feed = self.feed_of(train_feed, loop.train_loader, "train_loader")
+            mine = asked_of(self, gather=self._job.gather, resume=resume) if parallel else []
+        if parallel:
+            self._same_callbacks = compare_ranks(mine)
         self.records_evaluations = True
         self.began_with = training_flags(loop.model)
         self.gradients = Gradients(self)
@@ -162,7 +168,6 @@ class Training(Run):
             self.place.scaler.load_state_dict(loop.scaler_state)
         if restart is None:
             self.progress.say(repr(loop))
-        self._same_callbacks = self._have_same_callbacks()
         for hook in self.hooks.on_train_begin:
             hook()
         savers = [getattr(callback, "save_due", None) for callback in loop.callbacks]

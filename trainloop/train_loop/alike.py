@@ -1,0 +1,159 @@
+"""What the ranks of a training must have in common, compared before one of them waits for another.
+
+Ranks that a ``fit`` starts have what it has. Those of torchrun and Slurm, and those of several hosts, come from scripts
+that each ran for itself. With other arguments, loaders or checkpoints a rank would wait for steps and exchanges that
+never come, and see no more of it than another rank's closed connection.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from trainloop import distributed
+from trainloop.data.loaders import NO_LOADER, Shared, check_shared
+from trainloop.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from trainloop.train_loop.training import Training
+
+__all__ = ["asked_of", "compare_ranks", "refusals_told"]
+
+# What ranks compare is a list of integers: the arguments, as users write them; the place to go on from; how many
+# callbacks may log at the ends; and the loaders.
+_ARGUMENTS = (
+    "fit(num_epochs={})",
+    "fit(num_iterations={})",
+    "fit(grad_accumulation={})",
+    "fit(gather={})",
+    "TrainLoop(end_auto_eval={})",
+    "TrainLoop(gradient_clip_norm={})",
+    "TrainLoop(sync_batchnorm={})",
+)
+_LOADERS = ("train_loader", "validation_loader", "test_loader")
+_PLACE = len(_ARGUMENTS)
+_TURNS = _PLACE + 2
+_SHARED = _TURNS + 2
+
+
+@contextmanager
+def refusals_told(*, tell: bool) -> Iterator[None]:
+    """Around what comes before :func:`compare_ranks`: ranks there learn of a ``ConfigurationError`` of this one.
+
+    Ranks that ``fit`` has started need no telling: who started them sees the error, and ends the others.
+    """
+    from trainloop.launch.rank_process import started_by_launch  # `import trainloop` is to be cheap
+
+    try:
+        yield
+    except ConfigurationError:
+        if tell and not started_by_launch():
+            with suppress(Exception):  # others that failed in another way are gone
+                distributed.exchange_ints([])
+        raise
+
+
+def asked_of(run: Training, *, gather: bool, resume: dict[str, Any] | None) -> list[int]:
+    """What this rank was asked to do, for :func:`compare_ranks`.
+
+    Parameters
+    ----------
+    run : Training
+        With its feed.
+    gather : bool
+        As given to ``fit``.
+    resume : dict, optional
+        The state to go on from.
+    """
+    loop = run.loop
+    arguments = (
+        loop.num_epochs,
+        loop.num_iterations,
+        loop.grad_accumulation,
+        gather,
+        loop.end_auto_eval,
+        loop.gradient_clip_norm,
+        loop.sync_batchnorm,
+    )
+    place = {"epoch": loop.epoch, "global_step": loop.global_step} if resume is None else resume["place"]
+    turns = [len(run.hooks.in_turn(name)) for name in ("on_epoch_end", "on_train_end")]
+    shared = [run.feed.shared]
+    for name in _LOADERS[1:]:
+        loader = getattr(loop, name) if loop.end_auto_eval else None
+        shared.append(NO_LOADER if loader is None else run.shared_of(loader, name))
+    return [*map(_word, arguments), place["epoch"], place["global_step"], *turns, *(n for one in shared for n in one)]
+
+
+def compare_ranks(mine: list[int]) -> bool:
+    """Raise on all ranks if they would not do the same steps and evaluations. Collective: one exchange.
+
+    Parameters
+    ----------
+    mine : list of int
+        By :func:`asked_of`.
+
+    Returns
+    -------
+    bool
+        Whether all ranks have as many callbacks that may log at an epoch's end.
+
+    Raises
+    ------
+    ConfigurationError
+        Naming the first difference, and the first rank that has it.
+    """
+    everyone = distributed.exchange_ints(mine)
+    refused = next((rank for rank, theirs in enumerate(everyone) if not theirs), None)
+    if refused is not None:
+        raise ConfigurationError(
+            f"rank {refused} can't train with what it was given; its own error says why. Mend that one: ranks make "
+            "each step together."
+        )
+    _check_arguments([theirs[:_PLACE] for theirs in everyone])
+    _check_places([theirs[_PLACE:_TURNS] for theirs in everyone])
+    width = len(Shared._fields)
+    for begin, name in zip(range(_SHARED, len(mine), width), _LOADERS, strict=True):
+        check_shared([Shared(*theirs[begin : begin + width]) for theirs in everyone], name)
+    return all(theirs[_TURNS:_SHARED] == mine[_TURNS:_SHARED] for theirs in everyone)
+
+
+def _word(value: float | None) -> int:
+    """A number's 64 bits."""
+    word: int = struct.unpack("q", struct.pack("d", float("nan") if value is None else value))[0]
+    return word
+
+
+def _written(word: int) -> float | None:
+    """The number, as a user wrote it."""
+    value: float = struct.unpack("d", struct.pack("q", word))[0]
+    return None if value != value else int(value) if value.is_integer() else value
+
+
+def _call(words: list[int], i: int) -> str:
+    if i < 2:
+        i = 0 if words[0] else 1  # of two lengths, the one that was given
+    return _ARGUMENTS[i].format(_written(words[i]))
+
+
+def _check_arguments(everyone: list[list[int]]) -> None:
+    first = everyone[0]
+    for rank, theirs in enumerate(everyone):
+        for i in range(len(first)):
+            if theirs[i] != first[i]:
+                raise ConfigurationError(
+                    f"{_call(theirs, i)} on rank {rank}, {_call(first, i)} on rank 0: ranks make each step together. "
+                    "Pass the same on every rank."
+                )
+
+
+def _check_places(everyone: list[list[int]]) -> None:
+    epoch, step = everyone[0]
+    for rank, (other_epoch, other_step) in enumerate(everyone):
+        if (other_epoch, other_step) != (epoch, step):
+            raise ConfigurationError(
+                f"rank {rank} would go on after epoch {other_epoch} and step {other_step}, rank 0 after epoch {epoch} "
+                f"and step {step}: ranks make each step together. Resume from the same checkpoint on every rank (for "
+                "resume_from='last' in a folder that all hosts share), and call fit equally often on each."
+            )
