@@ -6,8 +6,12 @@ python -m benchmarks.restarts [--rounds 5] [--only mlp]
 from __future__ import annotations
 
 import argparse
+import contextlib
+import multiprocessing
 import os
+import select
 import signal
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -18,28 +22,59 @@ import torch
 
 from benchmarks import work
 from benchmarks.ddp import make_loop
-from benchmarks.timing import Table
+from benchmarks.timing import PairedTable, Table
 from trainloop import AbstractCallback, TrainLoop
 
 PLAIN, SURVIVES = "max_restarts=0", "max_restarts=3"
 
 
 class Clock(AbstractCallback):
-    """Seconds, and CPU seconds, of rank 0's second epoch; when the first step was done."""
+    """When the first step was done."""
 
     def __init__(self) -> None:
         super().__init__("clock")
-        self.seconds = self.cpu_seconds = 0.0
         self.first_step = 0.0
 
     def on_after_optimizer_step(self) -> None:
         self.first_step = self.first_step or time.monotonic()
 
-    def on_epoch_begin(self) -> None:
-        self.begin, self.cpu_begin = time.perf_counter(), time.process_time()
 
-    def on_epoch_end(self) -> None:
-        self.seconds, self.cpu_seconds = time.perf_counter() - self.begin, time.process_time() - self.cpu_begin
+class Pauses(AbstractCallback):
+    """Steps from one snapshot to the next: what a run has chosen itself."""
+
+    def __init__(self) -> None:
+        super().__init__("pauses")
+        self.made: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        self.made.append(self.train_loop_obj.global_step)
+        return super().state_dict()
+
+    def usual(self) -> int:
+        pauses = [after - before for before, after in zip(self.made, self.made[1:])]
+        return statistics.median_low(pauses[len(pauses) // 2 :])
+
+
+class Turns(AbstractCallback):
+    """Rank 0 tells what a block of steps took, by the clock and of CPU time, and waits until it is its turn again."""
+
+    def __init__(self, folder: Path, block: int) -> None:
+        super().__init__("turns")
+        self.folder, self.block = folder, block
+
+    def on_train_begin(self) -> None:
+        if self.train_loop_obj.is_global_zero:  # numbers, since snapshots can hold these
+            self.turn, self.told = (os.open(self.folder / name, os.O_RDWR) for name in ("turn", "told"))
+            self.begin, self.cpu_begin = time.perf_counter(), time.process_time()
+
+    def on_batch_end(self) -> None:
+        # In a block's middle, so that a snapshot, made at its multiples, is whole in one block.
+        loop = self.train_loop_obj
+        if loop.is_global_zero and loop.global_step % self.block == self.block // 2:
+            seconds, cpu_seconds = time.perf_counter() - self.begin, time.process_time() - self.cpu_begin
+            os.write(self.told, f"{seconds} {cpu_seconds}\n".encode())
+            os.read(self.turn, 1)
+            self.begin, self.cpu_begin = time.perf_counter(), time.process_time()
 
 
 class Kill(AbstractCallback):
@@ -62,22 +97,84 @@ def fit(model: Any, batches: int, callbacks: list[Any], epochs: int, **arguments
     return loop
 
 
-def cost(kind: Any, batches: int, rounds: int) -> list[Table]:
-    """Two tables of the same runs: by the clock, and by CPU time, which says more on a machine that others use."""
-    title, note = (
+def take_turns(kind: Any, folder: Path, block: int, blocks: int, arguments: dict[str, Any]) -> None:
+    """In a process of its own: a run of some blocks of steps, and of one before them."""
+    torch.set_num_threads(1)
+    fit(kind(), block * (blocks + 1), [Turns(folder, block)], 1, **arguments)
+
+
+class Contender:
+    """A run that stands still, but for when it is its turn; a context manager."""
+
+    def __init__(self, kind: Any, folder: Path, block: int, blocks: int, **arguments: Any) -> None:
+        folder.mkdir()
+        self._turn, self._told = (_fifo(folder / name) for name in ("turn", "told"))
+        target = (kind, folder, block, blocks, arguments)
+        self._process = multiprocessing.get_context("spawn").Process(target=take_turns, args=target)
+        self._process.start()
+        self.ended()  # ranks are up and warm
+
+    def block(self) -> tuple[float, float]:
+        """What a block of steps takes, by the clock and of CPU time."""
+        os.write(self._turn, b".")
+        return self.ended()
+
+    def ended(self) -> tuple[float, float]:
+        if not select.select([self._told], [], [], 120)[0]:
+            raise TimeoutError(f"no block of steps was done in 120 s; the run's exit code: {self._process.exitcode}")
+        seconds, cpu_seconds = map(float, os.read(self._told, 200).split())
+        return seconds, cpu_seconds
+
+    def __enter__(self) -> Contender:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._process.terminate()
+        os.write(self._turn, b".")
+        self._process.join()
+        os.close(self._turn)
+        os.close(self._told)
+
+
+def _fifo(path: Path) -> int:
+    os.mkfifo(path)
+    return os.open(path, os.O_RDWR)
+
+
+def cost(kind: Any, steps: int, rounds: int, turns: int = 10) -> PairedTable:
+    """All runs are up at once, and take turns; a block is as long as a run by itself waits between snapshots."""
+    pauses = Pauses()
+    fit(kind(), steps, [pauses], 1, max_restarts=3)
+    block = pauses.usual()
+    table = PairedTable(
         f"{kind.__name__}, two ranks",
-        f"{batches} steps of the second epoch on rank 0, restart_every_steps=None",
+        f"Blocks of {block} steps with one snapshot, as often as a run of {steps} steps by itself made one; "
+        f"{rounds} starts, {turns} turns each.",
+        steps=block,
+        base=PLAIN,
+        aims={SURVIVES: 1.02},
     )
-    wall = Table(title, f"By the clock: {note}.", steps=batches, base=PLAIN, aims={SURVIVES: 1.02})
-    cpu = Table(f"{title}, CPU time", f"CPU time: {note}.", steps=batches, base=PLAIN, aims={SURVIVES: 1.02})
-    for turn in range(rounds + 1):
-        for name in (PLAIN, SURVIVES)[:: 1 if turn % 2 else -1]:
-            clock = Clock()
-            fit(kind(), batches, [clock], 2, max_restarts=3 if name == SURVIVES else 0)
-            if turn:
-                wall.seconds.setdefault(name, []).append(clock.seconds)
-                cpu.seconds.setdefault(name, []).append(clock.cpu_seconds)
-    return [wall, cpu]
+    # The same a second time shows what the method can tell.
+    contenders: dict[str, dict[str, Any]] = {
+        PLAIN: {},
+        f"{PLAIN}, again": {},
+        SURVIVES: {"max_restarts": 3, "restart_every_steps": block},
+    }
+    names = list(contenders)
+    for start in range(rounds):
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            runs = {
+                name: stack.enter_context(Contender(kind, Path(folder, str(i)), block, turns, **contenders[name]))
+                for i, name in enumerate(names[start % 3 :] + names[: start % 3])
+            }
+            blocks: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+            for turn in range(turns):
+                for i in range(3):
+                    name = names[(start + turn + i) % 3]
+                    blocks[name].append(runs[name].block())
+            table.starts.append(blocks)
+    return table
 
 
 def recovery(rounds: int) -> Table:
@@ -100,21 +197,17 @@ def recovery(rounds: int) -> Table:
     return table
 
 
-PARTS: dict[str, Callable[[int], list[Table]]] = {
-    "recovery": lambda rounds: [recovery(rounds)],
-    "mlp": lambda rounds: cost(work.MLP, 2000, rounds),
-    "cnn": lambda rounds: cost(work.CNN, 200, rounds),
+PARTS: dict[str, Callable[[int], Table | PairedTable]] = {
+    "recovery": recovery,
+    "mlp": lambda rounds: cost(work.MLP, 3000, rounds),
+    "cnn": lambda rounds: cost(work.CNN, 1000, rounds),
 }
 
 
-def tables(rounds: int = 5, parts: Iterable[str] = PARTS) -> list[Table]:
+def tables(rounds: int = 5, parts: Iterable[str] = PARTS) -> None:
     torch.set_num_threads(1)
-    found = []
     for part in parts:
-        for table in PARTS[part](rounds):
-            print(table.text(), flush=True)
-            found.append(table)
-    return found
+        print(PARTS[part](rounds).text(), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""The same kills survived by others: python -m benchmarks.restarts_beside [--peers /path/to/python] [--rounds 3]
+"""The same kills survived by others: python -m benchmarks.restarts_beside [--lightning PYTHON] [--torchft PYTHON]
 
 Two ranks train 100 steps; rank 1 is killed by SIGKILL after steps 33 and 71. Told is, of each kill, how many steps are
 done again, and the seconds from it to the first step after it. ``torchrun`` starts ranks again and knows nothing of
 training: there the script goes on from a checkpoint on disk. Checkpoints and snapshots are made after every 20th step.
+Under torchft each rank is a replica under a torchrun of its own; the one that is left waits for the other, and gives it
+its weights.
 """
 
 from __future__ import annotations
@@ -142,10 +144,61 @@ def lightning(folder: Path) -> None:
     trainer.fit(Module(model), DataLoader(data, BATCH, shuffle=False), ckpt_path="last")
 
 
+def torchft_replica(folder: Path) -> None:
+    from datetime import timedelta
+
+    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+    replica, (model, data) = int(os.environ["REPLICA"]), parts()
+
+    def load(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=30)),
+        load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+        min_replica_size=2,  # without the other, steps would be of half the batch
+        replica_id=f"replica-{replica}",
+    )
+    ddp = DistributedDataParallel(manager, model)
+    optimizer, criterion = Optimizer(manager, torch.optim.Adam(ddp.parameters())), nn.CrossEntropyLoss()
+    rows = DistributedSampler(data, num_replicas=2, rank=replica, shuffle=False)
+    batches = list(DataLoader(data, BATCH, sampler=rows))
+    while (step := manager.current_step()) < STEPS:
+        optimizer.zero_grad()  # here replicas find each other, and the new one gets its weights
+        x, y = batches[min(manager.current_step(), STEPS - 1)]
+        criterion(ddp(x), y).backward()
+        optimizer.step()
+        if manager.current_step() > step:
+            step_done(folder, replica, manager.current_step())
+    manager.shutdown()
+
+
+def torchft_run(folder: Path) -> None:
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=1000, quorum_tick_ms=50)
+    command = [sys.executable, *TORCHRUN[:3], "--nproc-per-node=1", "--max-restarts=9", __file__, "--contender"]
+    replicas = [
+        subprocess.Popen(
+            [*command, REPLICA, str(folder)],
+            env={**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse.address(), "REPLICA": str(replica)},
+        )
+        for replica in range(2)
+    ]
+    codes = [replica.wait() for replica in replicas]
+    lighthouse.shutdown()
+    sys.exit(max(codes))
+
+
+REPLICA = "torchft, a replica"
 CONTENDERS = {
     "trainloop, max_restarts": (trainloop_run, []),
     "torchrun, resume by hand": (by_hand, TORCHRUN),
     "torchrun, Lightning": (lightning, TORCHRUN),
+    "torchft": (torchft_run, []),
 }
 
 
@@ -159,22 +212,26 @@ def outcome(folder: Path) -> list[tuple[int, float]]:
     for kill in KILLS:
         killed = float((folder / f"killed-{kill}").read_text())
         before = [line for line in steps if float(line[1]) <= killed]
-        after = [line for line in steps if float(line[1]) > killed and line[0] != before[-1][0]]
-        found.append((kill - int(after[0][2]) + 1, float(after[0][1]) - killed))
+        # Of a process that was started, or one that both ranks did together.
+        new = [line for line in steps if line[0] != before[-1][0] or int(line[2]) > kill]
+        after = next(line for line in new if float(line[1]) > killed)
+        found.append((kill - int(after[2]) + 1, float(after[1]) - killed))
     assert int(steps[-1][2]) == STEPS, f"the run ended after step {steps[-1][2]}"
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peers", default=sys.executable, help="a Python that has Lightning")
+    parser.add_argument("--lightning", default=sys.executable, metavar="PYTHON", help="that has it")
+    parser.add_argument("--torchft", default=sys.executable, metavar="PYTHON", help="that has it")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=CONTENDERS, help="one of them")
     parser.add_argument("--contender", nargs=2, metavar=("NAME", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.contender:
         name, folder = arguments.contender
-        CONTENDERS[name][0](Path(folder))
+        function = torchft_replica if name == REPLICA else CONTENDERS[name][0]
+        function(Path(folder))
         return
     rule = f"{'=' * 26} {'=' * 14} {'=' * 12} {'=' * 8}"
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -185,7 +242,7 @@ def main() -> None:
     results: dict[str, list[tuple[int, float]]] = {name: [] for name in chosen}
     for _ in range(arguments.rounds):
         for name, (function, launcher) in chosen.items():
-            python = arguments.peers if function is lightning else sys.executable
+            python = {lightning: arguments.lightning, torchft_run: arguments.torchft}.get(function, sys.executable)
             with tempfile.TemporaryDirectory() as folder:
                 command = [python, *launcher, __file__, "--contender", name, folder]
                 done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)

@@ -6,10 +6,12 @@ import gc
 import importlib.metadata
 import os
 import platform
+import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
@@ -63,11 +65,55 @@ class Table:
                     aim,
                 )
             )
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        rule = " ".join("=" * width for width in widths)
-        lines = [" ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-        body = [rule, lines[0], rule, *lines[1:], rule]
-        return "\n".join([self.title, "~" * len(self.title), "", self.note, "", *body, ""])
+        return restructured(self.title, self.note, rows)
+
+
+@dataclass
+class PairedTable:
+    """Contenders that take turns of a block of steps each, within a second or two of one another.
+
+    A ratio is the median over all turns of a block's time to that of the base's block of the same turn: what slows the
+    machine for longer than a turn slows both. Its range is that of 90 % of resamples of whole starts, since what
+    differs from one start to the next (where memory and threads came to lie) is in all blocks of a start.
+    """
+
+    title: str
+    note: str
+    steps: int
+    """Of a block."""
+    base: str
+    aims: dict[str, float] = field(default_factory=dict)
+    starts: list[dict[str, list[tuple[float, float]]]] = field(default_factory=list)
+    """Of each start, of each contender, its blocks' seconds by the clock and of CPU time."""
+
+    def ratio(self, name: str, clock: int) -> tuple[float, float, float]:
+        """By the clock (0) or of CPU time (1): the median, and its range."""
+        pairs = [
+            [own[clock] / base[clock] for own, base in zip(start[name], start[self.base])] for start in self.starts
+        ]
+        draw = random.Random(0)
+        drawn = sorted(statistics.median(chain(*draw.choices(pairs, k=len(pairs)))) for _ in range(1000))
+        return statistics.median(chain(*pairs)), drawn[50], drawn[950]
+
+    def text(self) -> str:
+        """The table as reStructuredText."""
+        rows = [("loop", "µs a step", "ratio", "its range", "ratio of CPU time", "its range", "aim")]
+        for name in self.starts[0]:
+            of_step = statistics.median(seconds for start in self.starts for seconds, _ in start[name]) / self.steps
+            figures = []
+            for clock in (0, 1):
+                ratio, low, high = self.ratio(name, clock)
+                figures += [f"{ratio:.3f}", "" if name == self.base else f"{low:.3f} to {high:.3f}"]
+            rows.append((name, f"{1e6 * of_step:.1f}", *figures, f"{self.aims[name]:.2f}" if name in self.aims else ""))
+        return restructured(self.title, self.note, rows)
+
+
+def restructured(title: str, note: str, rows: Sequence[Sequence[str]]) -> str:
+    """A title, a note, and a table whose first row is its head, as reStructuredText."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    rule = " ".join("=" * width for width in widths)
+    lines = [" ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return "\n".join([title, "~" * len(title), "", note, "", rule, lines[0], rule, *lines[1:], rule, ""])
 
 
 def interleaved(
