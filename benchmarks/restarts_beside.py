@@ -235,9 +235,6 @@ def main() -> None:
         return
     rule = f"{'=' * 26} {'=' * 14} {'=' * 12} {'=' * 8}"
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    # Else ranks that torchrun (torch 2.13) starts again find the addresses of those before them in its store, and never
-    # meet: pytorch#135712. trainloop's own have a part of the store for each start.
-    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     chosen = {name: contender for name, contender in CONTENDERS.items() if arguments.only in (None, name)}
     results: dict[str, list[tuple[int, float]]] = {name: [] for name in chosen}
     for _ in range(arguments.rounds):
@@ -245,11 +242,18 @@ def main() -> None:
             python = {lightning: arguments.lightning, torchft_run: arguments.torchft}.get(function, sys.executable)
             with tempfile.TemporaryDirectory() as folder:
                 command = [python, *launcher, __file__, "--contender", name, folder]
+                if launcher:
+                    # Else ranks that torchrun (torch 2.13) starts again find the addresses of those before them in its
+                    # store, and never meet: pytorch#135712. Those of trainloop have a part of the store for each start.
+                    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+                else:  # torchft looks for that store
+                    environment.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)
                 done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
                 if done.returncode:
                     print(f"{name}: {done.stderr[-2000:]}", file=sys.stderr)
                     continue
                 results[name] += outcome(Path(folder))
+                print(name, results[name], file=sys.stderr, flush=True)
     print(f"{rule}\n{'survived by':26} {'steps again':14} {'median s':12} {'longest':8}\n{rule}")
     for name, found in results.items():
         again, seconds = zip(*found) if found else ((0,), (0.0,))
