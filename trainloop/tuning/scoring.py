@@ -22,6 +22,7 @@ except ImportError as error:
 __all__ = ["Scorer", "ensemble_weights", "scorer"]
 
 Rows = np.ndarray[Any, Any]
+Metric = Callable[[Any, Any], float]
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,17 @@ def scorer(metric: str | Callable[[Any, Any], float], name: str | None = None) -
 
 
 def ensemble_weights(
-    predictions: Sequence[Any], y_true: Any, *metrics: Callable[[Any, Any], float], rounds: int = 25
+    predictions: Sequence[Any],
+    y_true: Any,
+    *metrics: Metric,
+    rounds: int = 10,
+    bags: int = 10,
 ) -> list[float]:
-    """Weights of models whose predictions are averaged: the best found by greedy selection.
+    """Weights of models whose predictions are averaged, found by bagged greedy selection.
 
-    In each round the model is added, once more if need be, that makes the average best (Caruana et al., *Ensemble
-    selection from libraries of models*, 2004). The weights of the best round count.
+    In each round the model is added, once more if need be, that makes the average best; the best round counts (Caruana
+    et al., *Ensemble selection from libraries of models*, 2004). What is best on a few hundred rows is partly chance,
+    so the selection is repeated on samples of the rows, drawn with replacement, and the weights are averaged.
 
     Parameters
     ----------
@@ -110,26 +116,44 @@ def ensemble_weights(
         ``metric(y_true, predictions)``, of which greater is better (:func:`scorer`). The second decides between those
         that are equal by the first, and so on: few rows have few accuracies.
     rounds : int
-        Models to add.
+        Models to add in each selection.
+    bags : int
+        Samples of the rows. With 0 there is one selection, on the rows as they are.
 
     Returns
     -------
     list of float
         One for each model, with the sum 1.
+
+    Notes
+    -----
+    The first metric is called ``rounds * bags`` times for each model, the others where it does not decide.
     """
+    truth, rows = np.asarray(y_true), [np.asarray(each) for each in predictions]
+    generator = np.random.default_rng(0)  # the same rows have the same weights
+    samples = [generator.integers(len(truth), size=len(truth)) for _ in range(bags)] or [np.arange(len(truth))]
+    found = [_select([each[sample] for each in rows], truth[sample], metrics, rounds) for sample in samples]
+    return [float(weight) for weight in np.mean(found, axis=0)]
+
+
+def _select(predictions: list[Rows], truth: Rows, metrics: Sequence[Metric], rounds: int) -> Rows:
+    """Greedy selection: the share of each model among those that were added up to the best round."""
     counts = np.zeros(len(predictions))
-    total = np.zeros_like(np.asarray(predictions[0], dtype=float))
+    total = np.zeros_like(predictions[0], dtype=float)
     best: tuple[list[float], Rows] | None = None
     for added in range(1, rounds + 1):
         averages = [(total + each) / added for each in predictions]
-        scores = [[_number(metric(y_true, each)) for metric in metrics] for each in averages]
-        chosen = max(range(len(scores)), key=scores.__getitem__)
-        counts[chosen] += 1
-        total = total + predictions[chosen]
-        if best is None or scores[chosen] > best[0]:
-            best = scores[chosen], counts / added
+        equal, score = list(range(len(averages))), []
+        for metric in metrics:
+            scores = [_number(metric(truth, averages[model])) for model in equal]
+            score.append(max(scores))
+            equal = [model for model, its in zip(equal, scores) if its == score[-1]]
+        counts[equal[0]] += 1
+        total = total + predictions[equal[0]]
+        if best is None or score > best[0]:
+            best = score, counts / added
     assert best is not None, "there is a round"
-    return [float(weight) for weight in best[1]]
+    return best[1]
 
 
 def _number(score: float) -> float:
