@@ -108,6 +108,9 @@ def test_labels_of_rows_may_repeat_and_names_of_columns_be_numbers() -> None:
         (lambda f: f.to_numpy(), r"train_data is a ndarray: must be a pandas DataFrame"),
         (lambda f: "nowhere.csv", r"train_data='nowhere.csv' can't be read"),
         (lambda f: f[f["class"] == "yes"].head(1), r"has only one value"),
+        (lambda f: f.assign(**{"class": f["key"]}), r"label 'class' is different in each of the 120 rows .*'k00000', "),
+        (lambda f: f.assign(**{"class": pd.to_timedelta(f.index, unit="h")}), r"durations the seconds\) for a regress"),
+        (lambda f: f.assign(**{"class": [np.inf, *range(119)]}), r"values that are no finite numbers"),
     ],
 )
 def test_data_that_can_t_be_learnt_from(data: Callable[[pd.DataFrame], Any], what: str) -> None:
@@ -152,6 +155,7 @@ def test_other_columns_at_prediction_are_named() -> None:
         ([0.5, 1.0, 2.0] * 20, "regression"),
         ([*range(70)] * 15, "regression"),
         (pd.Categorical([*range(20)] * 3), "multiclass"),
+        ([1e300, 2.0, 3.0] * 20, "multiclass"),
     ],
 )
 def test_the_problem_is_inferred(values: Any, problem: str) -> None:
@@ -165,7 +169,7 @@ def test_classes_come_back_as_they_were() -> None:
         chances = np.eye(len(classes))[target.encode(values)]
         assert target.decode(chances).tolist() == values.tolist()
     with pytest.raises(ConfigurationError, match="label 'y' holds 'd', which was no class in training"):
-        Target.learn("y", pd.Series(["a", "b"]), None).encode(pd.Series(["a", "d"]))
+        Target.learn("y", pd.Series(["a", "b"] * 2), None).encode(pd.Series(["a", "d"]))
     with pytest.raises(ConfigurationError, match="no finite numbers"):
         Target.learn("y", pd.Series(["a", "b", "c"]), "regression")
     with pytest.raises(ConfigurationError, match="has 3 classes, and problem_type='binary' has two"):
@@ -425,6 +429,47 @@ def test_no_model_begins_once_the_time_is_over(asked_of_tune: list[tuple[str, di
     with pytest.raises(ConfigurationError, match=r"(?s)no model could be trained.*Forest: the time was over before it"):
         TabularPredictor("class").fit(mixed(), time_limit=1e-6, verbosity=0)
     assert not asked_of_tune
+
+
+def test_limits_of_time_are_numbers() -> None:
+    for limit in (0, -1, float("nan"), "60", True):
+        with pytest.raises(ConfigurationError, match=re.escape(f"time_limit={limit!r}: must be a number of seconds")):
+            TabularPredictor("class").fit(mixed(), time_limit=limit)  # type: ignore[arg-type]
+
+
+def test_a_folder_that_can_t_be_written_to_is_said_before_the_training(
+    tmp_path: Path, asked_of_tune: list[tuple[str, dict[str, Any]]]
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigurationError, match=re.escape(f"path={str(path)!r} can't be saved to: ")):
+            TabularPredictor("class", path=path).fit(mixed(), verbosity=0)
+    assert not asked_of_tune
+
+
+def test_a_folder_stays_the_same_from_another_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    predictor = TabularPredictor("class", path="saved")
+    monkeypatch.chdir("/")
+    assert predictor.path == str(tmp_path / "saved")
+
+
+def test_lightgbm_learns_times_in_seconds_since_1970() -> None:
+    """Single precision tells apart numbers of that size where they are 128 and more apart."""
+    x = np.linspace(-1, 1, 300)
+    frame = pd.DataFrame({"x": x, "y": 1.7e9 + 100 * x})
+    columns, target = Columns.learn(frame[["x"]]), Target.learn("y", frame["y"], None)
+    y = target.encode(frame["y"])
+    scores = {}
+    for far, labels in (("far", y), ("near", y - 1.7e9)):
+        model = GradientBoosting(Given(columns, target, {"num_boost_round": 200}, gpu=False))
+        model.fit(frame, labels, (frame, labels))
+        scores[far] = sk.r2_score(labels, model.predict(frame))
+    assert scores["far"] == pytest.approx(scores["near"], abs=1e-3)
+    assert scores["near"] > 0.99
+    own_loss = GradientBoosting(Given(columns, target, {"num_boost_round": 9, "objective": "poisson"}, gpu=False))
+    own_loss.fit(frame, y / 1e9, (frame, y / 1e9))  # which can't be with numbers below 0
+    assert (own_loss.predict(frame) > 0).all()
 
 
 def test_a_lightgbm_without_gpus_trains_on_the_cpu_and_says_so_once() -> None:

@@ -43,6 +43,7 @@ ODD: dict[str, tuple[Any, str]] = {
     "Arrow durations": (pd.Series(pd.to_timedelta(range(N), unit="s")).astype("duration[ns][pyarrow]"), "number"),
     "decimals": (pd.Series([Decimal(i) / 4 if i % 5 else None for i in range(N)], dtype=object), "number"),
     "sparse": (pd.Series(pd.arrays.SparseArray([i % 3 for i in range(N)])), "number"),
+    "huge": (pd.Series(np.linspace(-1, 1, N) * 1e300), "number"),
     "infinite": (pd.Series([np.inf, -np.inf, 1.0, 2.0] * (N // 4)), "number"),
     "beyond int64": (pd.Series([10**30 + i for i in range(N)], dtype=object), "number"),
     "intervals": (pd.Series(pd.cut(np.arange(N), 4)), "category"),
@@ -74,7 +75,7 @@ def test_a_column_is_told_cleaned_and_made_numbers(name: str) -> None:
     if missing is not None:
         numbers = pd.to_numeric(series.astype(object), errors="coerce").astype(float)
         if kind == "number" and "durations" not in name:
-            expected = numbers.where(np.isfinite(numbers))
+            expected = numbers.where(np.isfinite(numbers)).clip(-1e38, 1e38)
             assert np.array_equal(whole[name], expected, equal_nan=True)
         else:
             assert whole[name].isna().tolist() == missing.tolist()
@@ -82,7 +83,8 @@ def test_a_column_is_told_cleaned_and_made_numbers(name: str) -> None:
         stamps = [pd.Timestamp(value) for value in series]
         assert whole[f"{name}.seconds"].tolist() == [stamp.timestamp() for stamp in stamps]
     for onehot in (True, False):
-        assert np.isfinite(matrix(columns, onehot=onehot, scale=onehot).fit_transform(whole)).all()
+        numbers = matrix(columns, onehot=onehot, scale=onehot).fit_transform(whole).astype(np.float32)  # as forests do
+        assert np.isfinite(numbers).all()
     # All of it missing, at prediction.
     nothing = frame.head(2).assign(**{name: None})
     assert np.isfinite(matrix(columns, onehot=True).fit(whole).transform(columns.clean(nothing))).all()
@@ -123,6 +125,8 @@ def test_names_that_are_numbers_and_names_that_are_equal_then() -> None:
         (pd.Series([True, False] * 30, dtype="boolean"), "binary"),
         (pd.Series([True, False] * 30, dtype="bool[pyarrow]"), "binary"),
         (pd.Series(["a", "b", "c"] * 20, dtype="string[pyarrow]"), "multiclass"),
+        (pd.Series(np.array([7, -3], dtype=np.int8).repeat(30)), "binary"),
+        (pd.Series([pd.Timestamp("2024-01-01"), pd.Timestamp("2024-02-01")] * 30), "binary"),
         (pd.Series(["a", "b"] * 30, dtype=pd.CategoricalDtype(["b", "a", "never"])), "binary"),
         (pd.Series(np.arange(60) / 7, dtype="Float64"), "regression"),
         (pd.Series(np.arange(60) / 7, dtype="double[pyarrow]"), "regression"),
@@ -137,6 +141,7 @@ def test_targets_of_other_types_come_back(values: pd.Series, problem: str) -> No
         assert encoded.tolist() == [float(value) for value in values]
         return
     assert len(target.classes) == values.nunique()
+    assert "np." not in repr(target.classes)
     found = target.decode(np.eye(target.num_outputs)[encoded])
     assert found.tolist() == values.tolist()
 

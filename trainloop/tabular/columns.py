@@ -32,6 +32,7 @@ _DATE = r"\d{4}-\d{1,2}-\d{1,2}|\d{1,2}[/.]\d{1,2}[/.]\d{2,4}\b"
 _ROW_NUMBER = r"(?i)(^|[_ .])(id|uuid|guid|index|row_?(number|nr|id))$|^unnamed: 0$"
 _PARTS = ("year", "month", "day", "day_of_week", "seconds")
 _SAMPLE = 20_000  # rows that are looked at to tell what a column is
+_LARGEST = 1e38  # forests calculate in single precision, and squares must not overflow
 _FEW = 20  # rows below which no column is taken for an identifier
 
 
@@ -181,7 +182,7 @@ def _numbers(series: pd.Series, what: str) -> Rows:
             "Give numbers there, or None where there is none."
         )
     numbers = values.to_numpy(dtype=float, na_value=np.nan)
-    return np.where(np.isfinite(numbers), numbers, np.nan)
+    return np.where(np.isfinite(numbers), numbers.clip(-_LARGEST, _LARGEST), np.nan)
 
 
 def _as_dates(series: pd.Series) -> pd.Series:

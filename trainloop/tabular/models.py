@@ -19,6 +19,7 @@ from trainloop.tuning import seconds_left
 
 __all__ = ["Adapter", "Estimator", "Given", "GradientBoosting", "extra_trees", "forest", "linear", "matrix"]
 
+_OWN_LOSS = {"objective", "objective_type", "app", "application", "loss", "metric", "metrics", "metric_types"}
 _ROUNDS = ("num_boost_round", "n_estimators", "num_iterations", "num_rounds")
 
 
@@ -142,6 +143,9 @@ def extra_trees(given: Given) -> Estimator:
 class GradientBoosting(Adapter):
     """LightGBM with early stopping. It trains on a GPU if one is granted and the build supports it."""
 
+    _shift = 0.0
+    """Added to what is predicted."""
+
     def fit(self, table: pd.DataFrame, y: Rows, validation: tuple[pd.DataFrame, Rows]) -> None:
         import lightgbm
 
@@ -149,6 +153,9 @@ class GradientBoosting(Adapter):
         self._matrix = matrix(self.given.columns, onehot=False, gaps=True)
         x = self._matrix.fit_transform(table)
         coded = list(range(x.shape[1])[self._matrix.output_indices_["categories"]])
+        if self.is_regression and not self.given.params.keys() & _OWN_LOSS:
+            # LightGBM has labels in single precision: times in seconds since 1970 would be two minutes apart.
+            self._shift = float(y.mean())
         # All classes, also those that this fold lacks.
         of_classes = {"objective": "binary"} if outputs == 2 else {"objective": "multiclass", "num_class": outputs}
         params: dict[str, Any] = {"learning_rate": 0.05, "verbosity": -1, "seed": 0}
@@ -158,8 +165,9 @@ class GradientBoosting(Adapter):
 
         def fit(**device: str) -> Any:
             # Made again where the first device was none: a data set is bound to its device.
-            data = lightgbm.Dataset(x, y, categorical_feature=coded)
-            held_out = lightgbm.Dataset(self._matrix.transform(validation[0]), validation[1], reference=data)
+            data = lightgbm.Dataset(x, y - self._shift, categorical_feature=coded)
+            held_x, held_y = self._matrix.transform(validation[0]), validation[1] - self._shift
+            held_out = lightgbm.Dataset(held_x, held_y, reference=data)
             stop: list[Any] = [lightgbm.early_stopping(patience, first_metric_only=True, verbose=False), _stop_in_time]
             return lightgbm.train({**params, **device}, data, rounds, valid_sets=[held_out], callbacks=stop)
 
@@ -170,7 +178,7 @@ class GradientBoosting(Adapter):
         self.facts["used_gpu"] = self.given.gpu and not self.facts["notes"]
 
     def predict(self, table: pd.DataFrame) -> Rows:
-        found = np.asarray(self._booster.predict(self._matrix.transform(table)))
+        found = np.asarray(self._booster.predict(self._matrix.transform(table))) + self._shift
         return np.stack([1 - found, found], axis=1) if self.given.target.num_outputs == 2 else found
 
 

@@ -21,7 +21,7 @@ from trainloop.tabular.options import Options
 from trainloop.tabular.specs import parse_hyperparameters
 from trainloop.tabular.targets import METRICS, Problem, find_metric, labelled_rows, understand
 from trainloop.tabular.training import Course, short, train
-from trainloop.tuning.storage import read_checked, write_checked
+from trainloop.tuning.storage import make_folder, read_checked, write_checked
 
 __all__ = ["TabularPredictor"]
 
@@ -44,7 +44,7 @@ class TabularPredictor:
         Metric that models are compared by. The default is accuracy, or root mean squared error for a regression. A
         function takes ``(y_true, y_pred)`` and returns a score, where greater is better.
     path : path, optional
-        Folder that ``fit`` saves the predictor to.
+        Folder that ``fit`` saves the predictor to. It is made if there is none.
 
     Examples
     --------
@@ -62,7 +62,7 @@ class TabularPredictor:
         if problem_type not in (None, *get_args(Problem)):
             raise ConfigurationError(f"problem_type={problem_type!r}: must be one of {', '.join(METRICS)}, or None.")
         self.label = str(label)
-        self.path = None if path is None else os.fspath(path)
+        self.path = None if path is None else os.path.abspath(path)
         self.lost: dict[str, str] = {}
         """For each model that could not be trained, the reason."""
         self._asked = problem_type, eval_metric
@@ -134,8 +134,11 @@ class TabularPredictor:
             If more resources are requested than the machine has.
         """
         began = time.monotonic()
-        if time_limit is not None and not (isinstance(time_limit, (int, float)) and time_limit > 0):
+        seconds = isinstance(time_limit, (int, float)) and not isinstance(time_limit, bool)
+        if time_limit is not None and not (seconds and time_limit > 0):
             raise ConfigurationError(f"time_limit={time_limit!r}: must be a number of seconds above 0, or None.")
+        if self.path is not None:
+            _make_folder(self.path)  # what is wrong with it shows before the training
         options = Options.parse(
             {"num_cpus": num_cpus, "num_gpus": num_gpus, "memory_limit": memory_limit},
             hyperparameters=hyperparameters,
@@ -276,9 +279,10 @@ class TabularPredictor:
         """Save the predictor to a folder, by default ``path`` or a new one, and return the folder's path."""
         state = {**self.__dict__, "_ensemble": self._trained}
         if path is not None:
-            self.path = os.fspath(path)
+            self.path = os.path.abspath(path)
         elif self.path is None:
-            self.path = os.path.join("TabularModels", f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}")
+            self.path = os.path.abspath(f"TabularModels/{datetime.datetime.now():%Y%m%d-%H%M%S-%f}")
+        _make_folder(self.path)
         write_checked(Path(self.path) / _FILE, *_WHAT, state, "predictor")
         return self.path
 
@@ -305,10 +309,20 @@ class TabularPredictor:
         """
         state = read_checked(Path(path) / _FILE, *_WHAT, "TabularPredictor.save()", trusted=trusted)
         predictor = cls.__new__(cls)
-        predictor.__dict__.update(state, path=os.fspath(path))
+        predictor.__dict__.update(state, path=os.path.abspath(path))
         return predictor
 
     def __repr__(self) -> str:
         found = self._ensemble
         state = "not trained" if found is None else f"{found.target.problem}, {len(found.models)} models"
         return f"TabularPredictor(label={self.label!r}, {state})"
+
+
+def _make_folder(path: str) -> None:
+    """Make the folder to save to. An error if that can't be, or nothing can be written there."""
+    try:
+        make_folder(Path(path))
+        if not (os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)):
+            raise NotADirectoryError("it is no folder that this user may write to")
+    except OSError as error:
+        raise ConfigurationError(f"path={path!r} can't be saved to: {error}. Give another folder.") from error

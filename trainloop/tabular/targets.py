@@ -50,7 +50,7 @@ class Target:
     @classmethod
     def learn(cls, label: str, values: pd.Series, problem: Problem | None) -> Target:
         """Infer the problem type, or check that the values suit the given one. No value may be missing."""
-        classes, wrong = list(values.unique()), None
+        classes, wrong = pd.Index(values.unique()).tolist(), None
         if len(classes) < 2:
             wrong = f"has only one value, {classes[0]!r}: there is nothing to learn. Give data with at least two"
         problem = problem or _infer(values, len(classes))
@@ -60,6 +60,11 @@ class Target:
             classes = classes if wrong else []
         elif problem == "binary" and len(classes) > 2:
             wrong = f"has {len(classes)} classes, and problem_type='binary' has two. Use 'multiclass', or leave it out"
+        elif 1 < len(classes) == len(values):
+            wrong = (
+                f"is different in each of the {len(values)} rows ({classes[0]!r}, {classes[1]!r} ...), so no class can "
+                "be learnt. Give classes that repeat, or numbers (of dates and durations the seconds) for a regression"
+            )
         if wrong:
             raise ConfigurationError(f"label {label!r} {wrong}.")
         try:
@@ -72,7 +77,7 @@ class Target:
         if self.problem == "regression":
             return np.asarray(values, dtype=float)
         places = {value: place for place, value in enumerate(self.classes)}
-        if unknown := [value for value in values.unique() if value not in places]:
+        if unknown := [value for value in pd.Index(values.unique()).tolist() if value not in places]:
             raise ConfigurationError(
                 f"label {self.label!r} holds {unknown[0]!r}, which was no class in training ({self.classes!r:.200}). "
                 "Leave these rows out."
@@ -92,7 +97,8 @@ def _infer(values: pd.Series, num_classes: int) -> Problem:
     if types.infer_dtype(values) not in ("integer", "floating", "mixed-integer-float", "decimal"):
         return "multiclass"
     often = 0.05 if len(values) > _MANY_ROWS else 0.1
-    whole = (np.asarray(values, dtype=float) % 1 == 0).all()
+    numbers = np.asarray(values, dtype=float)
+    whole = (np.trunc(numbers) == numbers).all()
     return "multiclass" if whole and num_classes <= often * len(values) else "regression"
 
 
