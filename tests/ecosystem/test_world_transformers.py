@@ -206,14 +206,13 @@ own_loss = plain(lambda model, batch: model.net(**batch).loss)
 
 IN_FLOAT32 = 1e-5  # transformers computes a causal loss, and T5 its softmax, in float32, whatever the weights are
 
-GPT2 = Entry("gpt2", make_gpt2, gpt2_by_hand, tolerance=IN_FLOAT32)
-LORA = Entry("lora", make_lora, own_loss, tolerance=IN_FLOAT32)
-
-test_single, test_ddp = in_all_modes(
-    GPT2,
+ENTRIES = (
+    Entry("gpt2", make_gpt2, gpt2_by_hand, tolerance=IN_FLOAT32),
     Entry("gradient_checkpointing", make_checkpointed, own_loss, tolerance=IN_FLOAT32),
-    LORA,
+    Entry("lora", make_lora, own_loss, tolerance=IN_FLOAT32),
     Entry("t5", make_t5, own_loss, tolerance=IN_FLOAT32),
     Entry("bert", make_bert, own_loss),
 )
-test_fsdp = in_fsdp(GPT2, LORA)
+
+test_single, test_ddp = in_all_modes(*ENTRIES)
+test_fsdp = in_fsdp(*ENTRIES)
