@@ -280,3 +280,36 @@ def test_what_is_no_module_of_a_name_is_refused_as_before() -> None:
     with pytest.raises(UnpicklableError, match="not me"):
         pack([Odd("odd")])
     assert there_and_back(Refers()).ref()(torch.ones(1, 4)).shape == (1, 4)
+
+
+# -- hooks -------------------------------------------------------------------------------------------------------------
+
+
+class Masked(nn.Module):
+    """Lets no gradient into its first row, by a hook that refers to the module itself; the bias is frozen later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 3)
+        self.mask = torch.tensor([[0.0], [1.0], [1.0]])
+        self.linear.weight.register_hook(lambda gradient: gradient * self.mask)
+        self.linear.bias.register_post_accumulate_grad_hook(self.halve)
+        self.linear.bias.requires_grad_(False)
+
+    @staticmethod
+    def halve(parameter: torch.Tensor) -> None:
+        parameter.grad = parameter.grad / 2
+
+
+def test_hooks_of_parameters_travel_with_them() -> None:
+    here = Masked()
+    there = there_and_back(here)
+    assert there.linear.weight is dict(there.named_parameters())["linear.weight"]
+    assert not there.linear.bias.requires_grad
+    for model in (here, there):
+        model.linear.bias.requires_grad_(True)
+        model.linear(torch.ones(4, 2)).sum().backward()
+    assert torch.equal(there.linear.weight.grad, here.linear.weight.grad)
+    assert torch.equal(there.linear.bias.grad, here.linear.bias.grad)
+    assert here.linear.weight.grad[0].abs().max() == 0
+    assert there.linear.bias.grad[0] == 2
