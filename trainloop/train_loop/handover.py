@@ -68,7 +68,9 @@ def _parts(loop: TrainLoop[Any]) -> dict[str, Any]:
     roots: dict[str, object] = {"optimizer": loop.optimizer, "criterion": loop.criterion}
     for i, callback in enumerate(loop.callbacks):
         roots.update((f"callbacks.{i}.{name}", value) for name, value in kept_attributes(callback).items())
-    roots.update((f"modules.{root}.{i}.{name}", value) for (root, i, name), value in plain_attributes(loop).items())
+    roots.update(
+        (f"modules.{root}.{path}.{name}", value) for (root, path, name), value in plain_attributes(loop).items()
+    )
     optimizers = [loop.optimizer, *optimizers_of(loop.optimizer)]
     own = [loop.criterion, *optimizers] if not isinstance(loop.criterion, nn.Module) else optimizers
     apart = {id(obj): obj for obj in known_objects(loop) if all(obj is not other for other in own)}
@@ -89,7 +91,10 @@ class Departure:
         """Put a rank's end state into the caller's own objects; returns the ``result`` that came with it."""
         state = unpack_state(data, [*self._known, *self._parts.values()])
         _receive(self._loop, state)
-        put_into(self._parts, state["parts"])
+        # What shares a parameter's memory has its values already; a rank with shards sends those that it came with.
+        own = {_address(tensor) for _, tensor in _tensors(self._loop)} - {0}
+        views = {path for path, part in self._parts.items() if isinstance(part, torch.Tensor) and _address(part) in own}
+        put_into(self._parts, {path: value for path, value in state["parts"].items() if path not in views})
         result = state["result"]
         del state  # a whole model, of which nothing is to stay
         trim()
@@ -112,6 +117,7 @@ class Arrival:
         ]
         # A pickled optimizer loses the mark by which torch's schedulers recognise it, and they would warn about it.
         warnings.filterwarnings("ignore", message=r"Seems like `optimizer\.step\(\)` has been overridden")
+        self._modules = _modules(loop)
         self._attributes = {
             key: fingerprint(value, self.known, fixed=True) for key, value in plain_attributes(loop).items()
         }
@@ -132,8 +138,14 @@ class Arrival:
         stateful = [getattr(loop.callbacks[i], name).state_dict() for i, name in self._stateful]
         if not sent:
             return None
-        changed = {}
+        modules = _modules(loop)
+        # The topmost of those that a callback has added: each has all in it. References to the caller's own stay such.
+        added = {key for key, module in modules.items() if self._modules.get(key) is not module}
+        added -= {(root, path) for root, path in added if (root, path.rpartition(".")[0]) in added}
+        changed: dict[Any, Any] = {}
         for key, value in plain_attributes(loop).items():
+            if any(key[0] == root and f"{key[1]}.".startswith(f"{path}.") for root, path in added):
+                continue
             mark = fingerprint(value, self.known)
             if mark is None:
                 if self._attributes.get(key) is not None:
@@ -142,6 +154,7 @@ class Arrival:
             elif mark != self._attributes.get(key):
                 changed[key] = value
         state = {
+            "modules": {key: modules[key] for key in added if self._can_send(key, modules[key])},
             "tensors": {key: (t.detach().cpu(), t.requires_grad) for key, t in _tensors(loop) if not t.is_meta},
             "attributes": changed,
             "parts": changed_parts(self.parts, self._arrived, self.known),
@@ -155,6 +168,15 @@ class Arrival:
         }
         return pack_state(state, self.known)
 
+    def _can_send(self, key: tuple[int, str], module: nn.Module) -> bool:
+        can = fingerprint(module, self.known) is not None
+        if not can:
+            warnings.warn(
+                f"{key[1]}, a module added in training, can't be pickled: the caller's model stays without it.",
+                stacklevel=2,
+            )
+        return can
+
     def _that_can_be_sent(self, state: Any, callback: Any) -> Any:
         if not isinstance(state, dict) or fingerprint(state, self.known) is not None:
             return state
@@ -164,12 +186,11 @@ class Arrival:
         return can
 
 
-def plain_attributes(loop: TrainLoop[Any]) -> dict[tuple[int, int, str], Any]:
-    """Attributes of the root modules and all in them, by root, place in it, and name."""
+def plain_attributes(loop: TrainLoop[Any]) -> dict[tuple[int, str, str], Any]:
+    """Attributes of the root modules and all in them, by root, the module's name in it, and theirs."""
     return {
-        (root, i, name): value
-        for root, top in enumerate(_root_modules(loop))
-        for i, module in enumerate(top.modules())
+        (root, path, name): value
+        for (root, path), module in _modules(loop).items()
         for name, value in kept_attributes(module).items()
         # Attributes that the module leaves out of its state, or replaces in it, are each process's own.
         if name not in _TORCH_OWN
@@ -179,8 +200,13 @@ def plain_attributes(loop: TrainLoop[Any]) -> dict[tuple[int, int, str], Any]:
     }
 
 
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+
+
 def _receive(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
     stateful = [(callback, name) for callback in loop.callbacks for name in stateful_attributes(callback)]
+    _put_modules(loop, state["modules"])
     put_tensors(loop, state["tensors"])
     put_plain_attributes(loop, state["attributes"])
     loop.history.load_state_dict(state["history"])
@@ -210,11 +236,19 @@ def put_tensors(loop: TrainLoop[Any], values: Mapping[tuple[int, str], tuple[tor
                 _root_modules(loop)[root].get_submodule(owner).register_buffer(name, value)
 
 
-def put_plain_attributes(loop: TrainLoop[Any], values: Mapping[tuple[int, int, str], Any]) -> None:
-    """Write the other side's :func:`plain_attributes` into this side's modules."""
-    modules = [list(top.modules()) for top in _root_modules(loop)]
-    for (root, i, name), value in values.items():
-        object.__setattr__(modules[root][i], name, value)
+def put_plain_attributes(loop: TrainLoop[Any], values: Mapping[tuple[int, str, str], Any]) -> None:
+    """Write the other side's :func:`plain_attributes` into this side's modules; those of modules it lacks are left."""
+    modules = _modules(loop)
+    for (root, path, name), value in values.items():
+        if (root, path) in modules:
+            object.__setattr__(modules[root, path], name, value)
+
+
+def _put_modules(loop: TrainLoop[Any], added: Mapping[tuple[int, str], nn.Module]) -> None:
+    """Put modules that the other side has been given, or has in the place of others, where they are there."""
+    for (root, path), module in added.items():
+        owner, _, name = path.rpartition(".")
+        _root_modules(loop)[root].get_submodule(owner)._modules[name] = module
 
 
 def put_callback_state(callback: Any, saved: Any) -> None:
@@ -223,6 +257,12 @@ def put_callback_state(callback: Any, saved: Any) -> None:
         callback.__setstate__(saved)
     else:
         callback.__dict__.update(saved)
+
+
+def _modules(loop: TrainLoop[Any]) -> dict[tuple[int, str], nn.Module]:
+    """All modules, by root and name in it: places in a list would move when a callback adds a module."""
+    roots = enumerate(_root_modules(loop))
+    return {(root, path): module for root, top in roots for path, module in top.named_modules()}
 
 
 def _root_modules(loop: TrainLoop[Any]) -> list[nn.Module]:

@@ -371,8 +371,8 @@ def restart_line(restart: Restart, limit: str) -> str:
 def _attributes(loop: TrainLoop[Any], arrival: Arrival) -> dict[str, dict[Any, Any]]:
     """What is Python's own state of a loop's parts, by section and part; contents are dictionaries of their own."""
     modules: dict[Any, dict[str, Any]] = {}
-    for (root, i, name), value in handover.plain_attributes(loop).items():
-        modules.setdefault((root, i), {})[name] = value
+    for (root, path, name), value in handover.plain_attributes(loop).items():
+        modules.setdefault((root, path), {})[name] = value
     return {
         "modules": modules,
         "loop": {"": {name: value for name, value in vars(loop).items() if name not in _STRUCTURE}},
@@ -390,8 +390,8 @@ def _owner_text(loop: TrainLoop[Any], section: str, key: Any) -> str:
     if section in ("stateful", "attributes of callbacks"):
         return loop.callbacks[key[0] if isinstance(key, tuple) else key].callback_name
     if section == "modules":
-        root, i = key
-        return type(list((loop.criterion if root else loop.model).modules())[i]).__name__
+        root, path = key
+        return type((loop.criterion if root else loop.model).get_submodule(path)).__name__
     return {"loop": "the loop", "datasets": "a dataset"}.get(section, str(key))
 
 
@@ -413,7 +413,7 @@ def _plain_values(dataset: Any) -> dict[str, Any]:
 
 def _put_attributes(loop: TrainLoop[Any], arrival: Arrival, mine: dict[str, Any]) -> None:
     handover.put_plain_attributes(
-        loop, {(root, i, name): value for (root, i), own in mine["modules"].items() for name, value in own.items()}
+        loop, {(*key, name): value for key, own in mine["modules"].items() for name, value in own.items()}
     )
     vars(loop).update(mine["loop"].get("", {}))
     _put_into_datasets(loop, mine["datasets"])
