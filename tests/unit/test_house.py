@@ -271,6 +271,7 @@ FOREIGN: dict[str, str] = {
         "_push_all_rebuilt_params _remove_autograd_hooks _set_ddp_runtime_logging_sample_rate _sync_buffers"
     ),
     "parallel/dp.py": "_former_parameters _replicate_for_data_parallel",
+    "parallel/misuse.py": "_version",
     "parallel/shards.py": "_local_tensor",
     "parallel/undoing.py": (
         "_composable_state _fsdp_param_group _get_fsdp_state _module_state_mapping "

@@ -18,6 +18,7 @@ from trainloop.callbacks.base import AbstractCallback
 from trainloop.callbacks.norms import norms_of
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiOptimizer, parameters_of
+from trainloop.parallel.shards import clip_gradients
 
 __all__ = ["GradientCallbackBase", "GradientClipping", "GradientStats"]
 
@@ -92,7 +93,7 @@ class GradientClipping(GradientCallbackBase):
         if self.max_value is not None:
             nn.utils.clip_grad_value_(parameters, self.max_value)
         if self.max_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, self.max_norm, **self.norm_kwargs)
+            clip_gradients(parameters, self.max_norm, **self.norm_kwargs)
 
 
 class GradientStats(GradientCallbackBase):

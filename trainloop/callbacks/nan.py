@@ -117,10 +117,10 @@ class TerminateOnNaN(AbstractCallback):
             self._parameters[optimizer_idx] = _named_parameters(loop.model, loop.optimizer, optimizer_idx)
         for name, parameter in self._parameters[optimizer_idx]:
             gradient = parameter.grad
-            if gradient is not None and gradient.numel():
+            # Of a sharded one each rank looks at its part: who finds something ends the training for all.
+            part = None if gradient is None else local_part(gradient)
+            if part is not None and part.numel():  # a small parameter has no part on some ranks
                 names.append(name)
-                # Of a sharded one each rank looks at its part: who finds something ends the training for all.
-                part = local_part(gradient)
                 gradients.append(part._values() if part.is_sparse else part)
         if gradients:
             # The largest absolute value, unlike the sum of squares, overflows for no finite gradient.

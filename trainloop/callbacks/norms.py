@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trainloop.parallel.shards import is_sharded, whole
+from trainloop.parallel.shards import is_sharded, norms_over_ranks
 
 
 def norms_of(tensors: Sequence[Tensor], order: float = 2) -> Sequence[Tensor]:
@@ -17,12 +17,7 @@ def norms_of(tensors: Sequence[Tensor], order: float = 2) -> Sequence[Tensor]:
     missing, each tensor has a kernel of its own.
     """
     if any(map(is_sharded, tensors)):
-        return _norms_over_ranks(tensors, order)
+        return norms_over_ranks(tensors, order)
     if hasattr(torch, "_foreach_norm"):
         return torch._foreach_norm(list(tensors), order)
     return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
-
-
-def _norms_over_ranks(tensors: Sequence[Tensor], order: float) -> Sequence[Tensor]:
-    """Norms of whole tensors that ranks have parts of; one exchange a tensor. Collective."""
-    return [whole(torch.linalg.vector_norm(tensor, order)) for tensor in tensors]

@@ -14,10 +14,11 @@ from trainloop.errors import ConfigurationError
 from trainloop.forks import guard_forks
 from trainloop.keywords import WRAPPERS, knows_foreign_names
 from trainloop.model import yields_losses
+from trainloop.parallel.misuse import WatchedForwards, explain_sharded
 from trainloop.parallel.shards import is_sharded, stays_whole
 from trainloop.parallel.transparent import Transparent, check_not_lazy, with_multi_losses, with_plain_dicts
-from trainloop.parallel.undoing import can_undo, undo_fully_shard
-from trainloop.parallel.units import units_of
+from trainloop.parallel.undoing import can_undo, parameter_groups, undo_fully_shard
+from trainloop.parallel.units import check_dtypes, units_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -127,6 +128,8 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         mesh = _mesh(module, mesh, replicas)
         device = _device_of(mesh)
         self._tt_mesh = mesh
+        self._tt_units = units
+        self._tt_watched: WatchedForwards | None = None
         # Those that a forward leaves whole, or sharded over fewer ranks, but for the root.
         self._tt_left_whole: list[Any] = [] if reshard_after_forward is True else [unit for _, unit in units[:-1]]
         self._tt_whole = {p for p in module.parameters() if stays_whole(p)}
@@ -139,7 +142,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         done: set[int] = {id(p) for p in self._tt_whole}
         for number, (name, unit) in enumerate(units):
             own = {p_name: p for p_name, p in unit.named_parameters() if id(p) not in done and not is_sharded(p)}
-            _check_dtypes(name or type(module).__name__, own)
+            check_dtypes(name or type(module).__name__, own)
             if seed is not None:
                 _give_values(unit, device, seed + number)
                 own = dict(unit.named_parameters())
@@ -156,6 +159,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
                 raise ConfigurationError(f"TTFullyShardedDataParallel: {error}") from error
             for p, data in came if init_sync else ():  # not the module's any more; who made it gets it as it was
                 p.data = data
+        self._tt_groups = [group for _, unit in units for group in parameter_groups(unit)]
         self._tt_whole = {p for p in module.parameters() if stays_whole(p)}
         self._tt_hooks = []
         for buffer in module.buffers() if sends else ():
@@ -171,7 +175,17 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().__call__(*args, **kwargs)
+        # A backward within forward (adversarial inputs, a gradient penalty) would free what the rest of it needs.
+        for group in self._tt_groups:
+            group.reshard_after_backward = False
+        try:
+            output = super().__call__(*args, **kwargs)
+        except RuntimeError as error:
+            explain_sharded(error)
+            raise
+        finally:
+            for group in self._tt_groups:
+                group.reshard_after_backward = True
         if not torch.is_grad_enabled():
             # No backward comes, which would free what is whole still: it would be stale after the next step.
             self.reshard_units()
@@ -214,6 +228,10 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         for unit in [*self._tt_left_whole, self]:
             unit.reshard()
 
+    def watch_forwards(self, number: int) -> None:
+        """Raise ConfigurationError where one of the next forwards that train changes a parameter: it would be lost."""
+        self._tt_watched = WatchedForwards(self._tt_units, number)
+
     def share_buffers(self) -> None:
         """Copy the buffers of the mesh's first rank to all of its ranks, as DDP's forward does. Collective."""
         for buffer in self.module.buffers():
@@ -244,6 +262,8 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         """
         for hook in self._tt_hooks:
             hook.remove()
+        if self._tt_watched is not None:
+            self._tt_watched.end()
         self.reshard_units()
         before = dict(self.module.named_parameters())
         new = {id(before[name]): parameter for name, parameter in parameters.items() if name in before}
@@ -305,19 +325,6 @@ def _send_from_first(tensor: Tensor, mesh: Any) -> None:
     for dim in range(mesh.ndim):
         group = mesh.get_group(dim)
         dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
-
-
-def _check_dtypes(unit: str, parameters: Mapping[str, nn.Parameter]) -> None:
-    found: dict[torch.dtype, str] = {}
-    for name, p in parameters.items():
-        if p.requires_grad:
-            found.setdefault(p.dtype, name)
-    if len(found) > 1:
-        shown = " and ".join(f"{name} of {dtype}" for dtype, name in found.items())
-        raise ConfigurationError(
-            f"TTFullyShardedDataParallel: the unit {unit} has {shown}, and gradients of one dtype only can be reduced "
-            "together. Convert them (model.to(dtype)), or give each a unit of its own by shard=."
-        )
 
 
 # -- models on the meta device -----------------------------------------------------------------------------------------

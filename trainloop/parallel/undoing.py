@@ -17,7 +17,7 @@ from torch import nn
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.shards import MARKS
 
-__all__ = ["can_undo", "undo_fully_shard"]
+__all__ = ["can_undo", "parameter_groups", "undo_fully_shard"]
 
 
 _NEEDED = {
@@ -64,7 +64,7 @@ def undo_fully_shard(part: nn.Module) -> None:
     state = part._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
-    for group in _groups_of(state):
+    for group in parameter_groups(part):
         for handles in (
             group._module_to_pre_save_state_dict_hook_handle,
             group._module_to_pre_load_state_dict_hook_handle,
@@ -79,8 +79,9 @@ def undo_fully_shard(part: nn.Module) -> None:
         part.__dict__.pop(key, None)
 
 
-def _groups_of(state: Any) -> list[Any]:
-    """Parameter groups of a unit: one where torch (to 2.9 or so) has one at most, else a list of them."""
+def parameter_groups(part: Any) -> list[Any]:
+    """The ``FSDPParamGroup``s of a unit: one where torch (to 2.9 or so) has one at most, else a list of them."""
+    state = part._get_fsdp_state()
     groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [state._fsdp_param_group]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from trainloop.errors import ConfigurationError
 
-__all__ = ["units_of"]
+__all__ = ["check_dtypes", "units_of"]
 
 
 def units_of(module: nn.Module, shard: Any = None) -> list[tuple[str, nn.Module]]:
@@ -45,6 +46,26 @@ def units_of(module: nn.Module, shard: Any = None) -> list[tuple[str, nn.Module]
         if all(users[id(p)] <= inside for p in unit.parameters()):
             units.append((name, unit))
     return sorted(units, key=lambda item: -item[0].count("."))
+
+
+def check_dtypes(unit: str, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Check that a unit's own parameters, those that train, are of one dtype.
+
+    Raises
+    ------
+    ConfigurationError
+        Naming two that differ.
+    """
+    found: dict[torch.dtype, str] = {}
+    for name, p in parameters.items():
+        if p.requires_grad:
+            found.setdefault(p.dtype, name)
+    if len(found) > 1:
+        shown = " and ".join(f"{name} of {dtype}" for dtype, name in found.items())
+        raise ConfigurationError(
+            f"TTFullyShardedDataParallel: the unit {unit} has {shown}, and gradients of one dtype only can be reduced "
+            "together. Convert them (model.to(dtype)), or give each a unit of its own by shard=."
+        )
 
 
 def _repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -145,7 +145,7 @@ class AlternatingTraining(Training):
         try:
             self._differentiate(index, scaled)
         except RuntimeError as error:
-            explain_backward(loss)
+            explain_backward(loss, error)
             if "a second time" in str(error) or "modified by an inplace operation" in str(error):
                 raise ConfigurationError(
                     "get_loss yielded a loss whose graph goes back to before an earlier yield: that graph is used up, "

@@ -69,6 +69,8 @@ class Gradients:
         self.shares_buffers = place.collective and self._ranks > 1 and next(loop.model.buffers(), None) is not None
         self.trained = TrainedParameters(loop.model, loop.criterion, loop.timeout) if has_ranks(loop.gpu_mode) else None
         self._take_parameters()
+        if place.collective:  # into the second step: a copy of a network equals it until then
+            place.wrapper.watch_forwards(loop.grad_accumulation + 1)
 
     def _take_parameters(self) -> None:
         loop = self._training.loop

@@ -60,7 +60,8 @@ from trainloop.train_loop.options import FitJob, Options
 from trainloop.train_loop.predicting import predict
 from trainloop.train_loop.recompute import chosen_modules
 from trainloop.train_loop.run import Run
-from trainloop.train_loop.sharded import check_has_values, check_shardable, noting_values
+from trainloop.train_loop.shardable import check_shardable
+from trainloop.train_loop.sharded import check_has_values, noting_values
 from trainloop.train_loop.site import check_backend, check_rendezvous_point, settled
 from trainloop.train_loop.training import Training
 from trainloop.train_loop.view import LoopView

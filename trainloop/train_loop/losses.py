@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
+from trainloop.parallel.misuse import explain_sharded
 
 __all__ = ["Yielded", "explain_backward", "joined_losses", "per_sample", "run_through", "split_loss", "split_yielded"]
 
@@ -56,9 +57,10 @@ def _check_scalar(loss: Any) -> None:
         )
 
 
-def explain_backward(loss: Any) -> None:
+def explain_backward(loss: Any, error: RuntimeError) -> None:
     """After an error of backward: raise one that names ``get_loss`` where its loss can't be differentiated."""
     _check_scalar(loss)
+    explain_sharded(error)
     if isinstance(loss, Tensor) and not loss.requires_grad:
         raise ConfigurationError(
             "get_loss returned a loss without a graph, so there is nothing to differentiate: compute it from the "

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainloop import distributed
 from trainloop.errors import ConfigurationError
-from trainloop.optim import optimizers_of, parameters_of
+from trainloop.optim import parameters_of
 from trainloop.parallel import TTFullyShardedDataParallel
 from trainloop.parallel.shards import (
     free,
@@ -25,18 +25,14 @@ from trainloop.parallel.shards import (
     stays_whole,
     whole,
 )
-from trainloop.parallel.undoing import can_undo
-from trainloop.train_loop.options import RestartOptions
 from trainloop.train_loop.placement import Placement, move_state
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
     from trainloop.transfer.result import ResultFile
 
-__all__ = ["LeftBehind", "ShardedPlacement", "check_has_values", "check_shardable", "noting_values", "sharded"]
+__all__ = ["LeftBehind", "ShardedPlacement", "check_has_values", "noting_values", "sharded"]
 
-# They look at a whole parameter at once, or do in place what a DTensor can't (torch 2.13).
-_NOT_SHARDABLE = ("LBFGS", "SparseAdam", "Adafactor", "Rprop", "Muon")
 _TRIMMED_AFTER = 32 << 20  # bytes that this process has freed, and may still hold
 
 
@@ -160,11 +156,14 @@ def sharded(
         yield wrapper
         if gives_back != "none":
             wrapper.reshard_units()
-            _give_back(model, originals, kept, optimizers, own_state, _result_file() if gives_back == "host" else None)
+            names = {id(p): name for _, name, p in _found_again(model, shards)}
+            file = _result_file() if gives_back == "host" else None
+            _give_back(model, names, originals, kept, optimizers, own_state, file)
             given = True
     finally:
-        shards = {name: p for name, p in model.named_parameters() if name in originals}
-        wrapper.take_off(originals)
+        again = _found_again(model, shards)
+        shards = {name: p for _, name, p in again}
+        wrapper.take_off({now: originals[name] for now, name, _ in again})
         for name, p in originals.items():
             if stays_whole(p):
                 p.data = kept[name]
@@ -187,8 +186,19 @@ def _is_first_of_host() -> bool:
     return place_here().local_rank == 0
 
 
+def _found_again(model: nn.Module, shards: dict[str, nn.Parameter]) -> list[tuple[str, str, nn.Parameter]]:
+    """The parameters that were sharded: their names now and then, and what they are now.
+
+    A callback may have put a module with an adapter in the place of another one.
+    """
+    names = {id(p): name for name, p in shards.items()}
+    found = [(now, names.get(id(p), now), p) for now, p in model.named_parameters() if id(p) in names or is_sharded(p)]
+    return [(now, name, p) for now, name, p in found if name in shards]
+
+
 def _give_back(
     model: nn.Module,
+    names: dict[int, str],
     originals: dict[str, nn.Parameter],
     kept: dict[str, Tensor],
     optimizers: list[torch.optim.Optimizer],
@@ -204,7 +214,6 @@ def _give_back(
     receives = file is None or _is_first_of_host()
     shards: list[Any] = []
     owners: list[tuple[dict[Any, Any] | None, Any, Tensor | None, torch.device]] = []
-    names = {id(p): name for name, p in model.named_parameters() if name in originals}
     for p in model.parameters():
         if id(p) not in names:
             continue
@@ -316,63 +325,6 @@ def _move(
             if target is not p and isinstance(own, dict):  # which stays the one that users may hold
                 own.update({k: convert(v, target) for k, v in own.items() if isinstance(v, Tensor) and v.ndim})
             optimizer.state[target] = own
-
-
-def check_shardable(
-    loop: TrainLoop[Any], *, gather: bool, restarts: RestartOptions | None, wrapper_args: dict[str, Any]
-) -> None:
-    """Raise where ``fsdp`` can't work, before any process starts.
-
-    Raises
-    ------
-    ConfigurationError
-        Saying what to use instead.
-    """
-    model, options, optimizers = loop.model, loop.options, optimizers_of(loop.optimizer)
-    if not gather and not any(hasattr(callback, "last_state") for callback in loop.callbacks):
-        raise ConfigurationError(
-            "fit(gather=False) leaves what was trained in checkpoints, and there is no ModelCheckpoint in callbacks. "
-            "Add one, or leave gather out."
-        )
-    if not gather and restarts is not None:
-        raise ConfigurationError(
-            f"fit(gather=False, max_restarts={restarts.most}): restarts go on from snapshots of the whole model and "
-            "optimizer in a host's memory, which gather=False is to avoid. Leave max_restarts out, and go on after a "
-            "failure by fit(resume_from='last') with the ModelCheckpoint; or leave gather out."
-        )
-    can_undo()
-    meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
-    if gather and meta is not None:
-        raise ConfigurationError(
-            f"{meta} is on the meta device, which has no memory for what is trained. Use fit(gather=False) with a "
-            "ModelCheckpoint, or build the model on the CPU."
-        )
-    if options.compile_args is not None or options.compiles_step:
-        given = "'step'" if options.compiles_step else "True"
-        raise ConfigurationError(
-            f"compile={given} with gpu_mode='fsdp': a graph of the whole model leaves no place to gather its units. "
-            "Compile the blocks in the script, `for block in model.blocks: block.compile()`, and leave compile out."
-        )
-    units_in = getattr(wrapper_args.get("mp_policy"), "param_dtype", None)
-    if options.amp.chosen and {units_in, options.amp.dtype} == {torch.float16, torch.bfloat16}:
-        raise ConfigurationError(
-            f"use_amp runs operations in {options.amp.dtype}, mp_policy in fsdp_model_args units in {units_in}. "
-            "Use mp_policy alone, which makes the exchanges smaller too, or use_amp alone, or one dtype in both."
-        )
-    for optimizer in optimizers:
-        if isinstance(optimizer, tuple(getattr(torch.optim, n) for n in _NOT_SHARDABLE if hasattr(torch.optim, n))):
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} with gpu_mode='fsdp': it can't step sharded parameters. Use "
-                "gpu_mode='ddp', or an optimizer that looks at each element by itself, such as AdamW."
-            )
-        for p, own in optimizer.state.items():
-            for key, value in own.items() if isinstance(own, dict) and isinstance(p, Tensor) else ():
-                if isinstance(value, Tensor) and value.ndim and value.shape != p.shape:
-                    raise ConfigurationError(
-                        f"{type(optimizer).__name__} with gpu_mode='fsdp': its state {key!r} of shape "
-                        f"{tuple(value.shape)} belongs to a parameter of shape {tuple(p.shape)}, and can't be sharded "
-                        "like it. Begin with an optimizer without state, or use gpu_mode='ddp'."
-                    )
 
 
 class LeftBehind:

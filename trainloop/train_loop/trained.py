@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from trainloop import distributed
 from trainloop.errors import ConfigurationError
 from trainloop.optim import optimizers_of
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 from trainloop.parallel.ddp import comm_hooks_of
+from trainloop.parallel.shards import bit_sums
 
 __all__ = [
     "TrainedParameters",
@@ -146,7 +146,7 @@ class TrainedParameters:
         }
         named.update((f"criterion parameter {i}", p) for i, p in enumerate(self._beside))
         # Sums of bits rather than of values: NaN is equal to itself, and no rounding hides a difference.
-        sums = _bit_sums(list(named.values()))
+        sums = bit_sums(list(named.values()))
         digests = distributed.exchange_ints([zlib.crc32(repr(sums).encode())])
         if all(digest == digests[0] for digest in digests):
             return
@@ -181,32 +181,6 @@ def _raise_unequal(everyone: list[list[str]]) -> None:
                 "parameters that train on some ranks only can't be averaged: freeze and unfreeze on every rank, at the "
                 "same step."
             )
-
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _bit_sums(tensors: list[Tensor]) -> list[int]:
-    """A number for each tensor's bits. Exact in any order of summation; waits once for each device."""
-    by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
-    for i, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append((i, _bit_sum(tensor.detach())))
-    sums = [0] * len(tensors)
-    for parts in by_device.values():
-        for (i, _), value in zip(parts, torch.stack([part for _, part in parts]).tolist(), strict=True):
-            sums[i] = value
-    return sums
-
-
-def _bit_sum(tensor: Tensor) -> Tensor:
-    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
-    size = flat.element_size()
-    # Eight bytes at a time, as far as it goes: torch sums narrower integers thirty times slower (on the CPU).
-    if flat.storage_offset() * size % 8:
-        flat = flat.clone()
-    whole = flat.numel() - flat.numel() % (8 // size) if size < 8 else flat.numel()
-    rest = flat[whole:].view(_INTEGERS[size]).sum(dtype=torch.int64)
-    return flat[:whole].view(torch.int64).sum() + rest if whole else rest
 
 
 # -- modules that the user keeps in evaluation mode --------------------------------------------------------------------

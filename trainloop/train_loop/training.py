@@ -366,8 +366,8 @@ class Training(Run):
                     scaled = gradients.scaled(loss, weight, None if scales is None else scales[i], count, is_sum=is_sum)
                     try:
                         gradients.backward(scaled)
-                    except RuntimeError:
-                        explain_backward(loss)
+                    except RuntimeError as error:
+                        explain_backward(loss, error)
                         raise
                     clock.backward += perf_counter_ns()
                     if first:

@@ -1,0 +1,192 @@
+"""What models do in ``gpu_mode='fsdp'``: as in ``single`` in float64, or an error that says what to do instead."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from sharded_models import CPU, Block, Tower
+from test_parity_fsdp import adam, data, distance, float64
+from torch import Tensor, nn
+
+from trainloop import AbstractCallback, TrainLoop
+from trainloop.callbacks import GradientClipping, GradientStats, TerminateOnNaN
+from trainloop.errors import WorkerFailedError
+
+
+class Scaled(Block):
+    """Has a parameter smaller than the number of ranks, so that one has no part of it, and a scalar."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.gain, self.shift = nn.Parameter(torch.tensor([1.1])), nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gain + self.shift
+
+
+class Small(Tower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.blocks[0], Scaled(5), Scaled(5)])
+
+
+class Seen(Tower):
+    """Keeps views of its weights: one of its own, and one that ``spectral_norm`` makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.view = self.blocks[0].up.weight.detach()
+        nn.utils.spectral_norm(self.blocks[2].up)
+
+
+class Adversarial(Tower):
+    """Takes a step on inputs that are moved along the gradient: a backward within the forward."""
+
+    def hidden(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden) * self.temperature
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        x, y = batch_data
+        hidden = self.words(x).mean(1)
+        if not torch.is_grad_enabled():
+            return criterion(self.hidden(hidden), y)
+        moved = hidden.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(criterion(self.hidden(moved), y), moved)
+        return criterion(self.hidden(hidden + 0.1 * gradient.sign()), y)
+
+
+class Adapter(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        torch.manual_seed(9)
+        self.low, self.high = nn.Linear(base.in_features, 2), nn.Linear(2, base.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.high(self.low(x))
+
+
+class Adapting(AbstractCallback):
+    """Puts an adapter around a block's layer when training begins, and a module into another block."""
+
+    def __init__(self) -> None:
+        super().__init__("Adapting")
+
+    def on_train_begin(self) -> None:
+        loop = self.train_loop_obj
+        block = loop.model.blocks[2]
+        if isinstance(block.down, Adapter):
+            return
+        block.down = Adapter(block.down)
+        loop.model.blocks[0].extra = nn.Dropout(0.25)
+        loop.optimizer.add_param_group({"params": [*block.down.low.parameters()], "lr": 0.02})
+        loop.optimizer.add_param_group({"params": [*block.down.high.parameters()]})
+
+
+EQUAL: dict[str, tuple[Any, Callable[[], list[Any]]]] = {
+    "no part on a rank": (
+        Small,
+        lambda: [GradientStats(1, True), TerminateOnNaN(), GradientClipping(0.1, norm_type=math.inf)],
+    ),
+    "mixed norms of another order": (Small, lambda: [GradientClipping(0.1, max_value=0.05, norm_type=3)]),
+    "views of weights": (Seen, list),
+    "a backward within the forward": (Adversarial, list),
+    "modules added": (Tower, lambda: [Adapting()]),
+}
+
+
+def trained(cls: Any, callbacks: list[Any], mode: str) -> TrainLoop[Any]:
+    model = cls()
+    ranks: dict[str, Any] = {} if mode == "single" else {"accelerator": "cpu", "devices": 2}
+    loop = TrainLoop(
+        model,
+        data(13, 6 if mode == "single" else 3, shuffle=True),
+        data(9, 2),
+        optimizer=adam(model),
+        criterion=nn.CrossEntropyLoss(),
+        gpu_mode=mode,
+        **ranks,
+        seed=3,
+        progress_bar=False,
+    )
+    for _ in range(2):
+        loop.fit(num_epochs=1, callbacks=callbacks)
+    return loop
+
+
+def test_models_that_train_as_in_one_process() -> None:
+    with float64(), TrainLoop(Tower(), None, gpu_mode="fsdp", accelerator="cpu", devices=2).ranks():
+        for case, (cls, callbacks_of) in EQUAL.items():
+            one, other = (trained(cls, callbacks_of(), mode) for mode in ("single", "fsdp"))
+            one.model.eval()
+            other.model.eval()
+            for of in (
+                lambda loop: dict(loop.model.state_dict()),
+                lambda loop: loop.history.to_dict(),
+                lambda loop: loop.optimizer.state_dict()["state"],
+                lambda loop: [p.shape[0] if p.ndim else 0 for g in loop.optimizer.param_groups for p in g["params"]],
+                lambda loop: loop.model.get_predictions(data(9, 9).dataset.tensors, CPU)[
+                    0
+                ].detach(),  # here, in the caller
+                lambda loop: loop.predict_on_validation_set()[0],
+            ):
+                assert distance(of(one), of(other)) < 1e-9, case
+        assert one.model.blocks[0].extra.p == other.model.blocks[0].extra.p == 0.25
+        own = {id(p) for p in other.model.parameters()}
+        assert all(id(p) in own for group in other.optimizer.param_groups for p in group["params"])
+
+
+class Momentum(Tower):
+    """Moves a copy of itself along within ``get_loss``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = copy.deepcopy(self.blocks).requires_grad_(False)
+        self.bias = nn.Parameter(torch.zeros(5), requires_grad=False)
+
+    def move(self, own: Tensor, other: Tensor) -> None:
+        own.lerp_(other, 0.1)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        with torch.no_grad():
+            self.move(self.bias, self.blocks[0].norm.bias.full_tensor())
+        return super().get_loss(batch_data, criterion, device)
+
+
+class ByData(Momentum):
+    def move(self, own: Tensor, other: Tensor) -> None:
+        own.data.lerp_(other, 0.1)  # counts as no change, and at the first step is none
+
+
+class Anew(Momentum):
+    def move(self, own: Tensor, other: Tensor) -> None:
+        own.data = own * 0.9 + other * 0.1
+
+
+class Penalized(Tower):
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        return super().get_loss(batch_data, criterion, device) + sum(p.square().sum() for p in self.parameters())
+
+
+class PastTheUnit(Tower):
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        return self.blocks[0].up(self.words(batch_data[0]).mean(1)).square().mean()
+
+
+LOST = r"bias is changed while the model runs.*on_after_optimizer_step"
+OUTSIDE = r"used outside of its unit's forward.*weight_decay.*'shard'"
+REFUSED = {Momentum: LOST, ByData: LOST, Anew: LOST, Penalized: OUTSIDE, PastTheUnit: OUTSIDE}
+
+
+def test_what_would_be_lost_or_fails_is_explained() -> None:
+    with float64(), TrainLoop(Tower(), None, gpu_mode="fsdp", accelerator="cpu", devices=2).ranks():
+        for cls, message in REFUSED.items():
+            with pytest.raises(WorkerFailedError, match=message):
+                trained(cls, [], "fsdp")

@@ -1,0 +1,64 @@
+"""Models and optimizers that ``gpu_mode='fsdp'`` can't train: said by ``fit`` before any process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from sharded_models import Tower, words
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainloop import TrainLoop
+from trainloop.errors import ConfigurationError
+
+
+def hooked(model: Tower) -> None:
+    model.blocks[0].up.weight.register_hook(lambda gradient: gradient * 2)
+
+
+def stepped_in_backward(model: Tower) -> None:
+    model.blocks[0].up.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+def of_two_dtypes(model: Tower) -> None:
+    model.blocks[0].up.to(torch.bfloat16)
+
+
+def bounded(model: Tower) -> None:
+    model.words.max_norm = 1.0
+
+
+def fused(kind: Any) -> Callable[[Tower], Any]:
+    return lambda model: kind(model.parameters(), lr=0.1, fused=True)
+
+
+CASES: dict[str, tuple[Callable[[Tower], Any], str]] = {
+    "hook": (hooked, r"blocks\.0\.up\.weight has a hook .*\(register_hook\).*on_after_gradient_update"),
+    "step in backward": (stepped_in_backward, r"\(register_post_accumulate_grad_hook\), which would not be called"),
+    "dtypes": (of_two_dtypes, r"unit blocks\.0 has up\.weight of torch.bfloat16 and .* of torch.float32.*shard="),
+    "max_norm": (bounded, r"words is an Embedding with max_norm=1\.0.*change would be lost"),
+    "fused SGD": (fused(torch.optim.SGD), r"SGD\(fused=True\) with gpu_mode='fsdp'.*Leave fused out"),
+    "fused Adagrad": (fused(torch.optim.Adagrad), r"Adagrad\(fused=True\)"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_would_be_lost_or_fail_in_ranks(case: str) -> None:
+    change, message = CASES[case]
+    model = Tower()
+    optimizer = change(model) or torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = TrainLoop(
+        model,
+        DataLoader(TensorDataset(*words(0, 4)), batch_size=2),
+        optimizer=optimizer,
+        criterion=nn.CrossEntropyLoss(),
+        gpu_mode="fsdp",
+        accelerator="cpu",
+        devices=2,
+        progress_bar=False,
+    )
+    with pytest.raises(ConfigurationError, match=message):
+        loop.fit(num_epochs=1)

@@ -1,0 +1,109 @@
+"""What a model does that can't work once its parameters are sharded: noticed in the first steps, or explained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trainloop.errors import ConfigurationError
+from trainloop.parallel.shards import bit_sums, is_sharded, stays_whole
+
+__all__ = ["WatchedForwards", "explain_sharded"]
+
+
+def explain_sharded(error: RuntimeError) -> None:
+    """Raise what an error of torch means where parameters are sharded; return where it says nothing of that."""
+    text = str(error)
+    if "mixed torch.Tensor and DTensor" in text:
+        raise ConfigurationError(
+            "gpu_mode='fsdp': a parameter was used outside of its unit's forward, where it is sharded (a DTensor). Use "
+            "it in the forward of its block (calling a submodule of the block does not run that), use weight_decay for "
+            "a penalty over self.parameters(), make it part of a larger unit by fsdp_model_args={'shard': ...}, or use "
+            f"gpu_mode='ddp'. torch says: {text}"
+        ) from error
+    if "setStorage" in text and "storage of size 0" in text:
+        raise ConfigurationError(
+            "gpu_mode='fsdp': backward needs a unit's parameters once more, after they were freed: a second backward "
+            "through its graph, as of torch.autograd.grad(..., create_graph=True) in a gradient penalty, comes after "
+            "the first one of another forward of the same loss. Compute the penalty after all other forwards of its "
+            f"loss, or use gpu_mode='ddp'. torch says: {text}"
+        ) from error
+
+
+class _Seen(NamedTuple):
+    name: str
+    parameter: Tensor
+    version: int
+    address: int
+    bits: int
+
+
+class WatchedForwards:
+    """Raise where a forward changes parameters of a unit, in the next few that train.
+
+    What it changes is a gathered copy, which is dropped afterwards, and the change with it: a momentum encoder would
+    stand still, without a word. Counters of in-place operations tell most changes, and those by way of ``.data`` their
+    bits, of which there are none where the new values equal the old ones: a copy of a network at its first step.
+
+    Parameters
+    ----------
+    units : iterable of (str, nn.Module)
+        With their names; the last one is the root.
+    forwards : int
+        Of the root.
+    """
+
+    def __init__(self, units: Iterable[tuple[str, nn.Module]], forwards: int) -> None:
+        self._left = forwards
+        self._seen: dict[str, list[_Seen]] = {}
+        self._hooks: list[Any] = []
+        units = list(units)
+        for name, unit in units:
+            if getattr(unit, "_compiled_call_impl", None) is not None:
+                continue  # its hooks are part of the graph
+            is_root = unit is units[-1][1]
+            # FSDP's own gather first, and free last.
+            self._hooks += [
+                unit.register_forward_pre_hook(lambda part, _, name=name: self._note(name, part)),
+                unit.register_forward_hook(
+                    lambda *_, name=name, is_root=is_root: self._compare(name, is_root),
+                    prepend=True,
+                ),
+            ]
+
+    def _note(self, name: str, unit: nn.Module) -> None:
+        if not torch.is_grad_enabled():
+            return
+        whole = [(n, p) for n, p in unit.named_parameters(name) if not is_sharded(p) and not stays_whole(p)]
+        bits = bit_sums([p for _, p in whole])
+        self._seen[name] = [_Seen(n, p, p._version, p.data_ptr(), own) for (n, p), own in zip(whole, bits, strict=True)]
+
+    def _compare(self, name: str, is_root: bool) -> None:
+        # Without memory: a backward within the forward has freed them.
+        then = [seen for seen in self._seen.pop(name, []) if seen.parameter.untyped_storage().nbytes()]
+        bits = bit_sums([seen.parameter for seen in then])
+        for seen, own in zip(then, bits, strict=True):
+            now = (seen.parameter._version, seen.parameter.data_ptr(), own)
+            if now != (seen.version, seen.address, seen.bits):
+                self.end()
+                shown = seen.name.removeprefix("module.")
+                raise ConfigurationError(
+                    f"gpu_mode='fsdp': {shown} is changed while the model runs. There it is a gathered copy, which is "
+                    "dropped afterwards, and the change with it. Change parameters in a callback's "
+                    "on_after_optimizer_step, on all ranks: there each is a DTensor, and target.lerp_(online, 0.01) "
+                    "works as always. Or use gpu_mode='ddp'."
+                )
+        if is_root and torch.is_grad_enabled():
+            self._left -= 1
+            if self._left <= 0:
+                self.end()
+
+    def end(self) -> None:
+        """Look no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._seen.clear()
