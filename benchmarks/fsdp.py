@@ -6,7 +6,7 @@ memory
     divided among them.
 step
     Median time of a step, in turns with the same loop by hand (torch's ``fully_shard``), and by the FSDP of Accelerate
-    and Lightning where these are installed and can do it on the CPU; else their error.
+    and Lightning where these are installed and can do it on the CPU; else their error. The turns' order changes.
 save
     Seconds and bytes of one checkpoint, beside ``torch.distributed.checkpoint`` by hand: what each rank writes, and the
     most that a rank's memory grows meanwhile.
@@ -41,6 +41,7 @@ from trainloop.transfer.pages import trim
 
 # Few steps: with more ranks than cores each of a step's three exchanges a block costs a turn of the scheduler.
 WIDTH, BLOCKS, BATCH, STEPS = 768, 24, 8, 8
+TIMED = 24  # a median over 4 steps, and one order of turns, gave 0.85 to 1.35 where nothing differed
 
 
 class Block(nn.Module):
@@ -175,9 +176,11 @@ def growth() -> Any:
 # -- by hand, and by others --------------------------------------------------------------------------------------------
 
 
-def steps(model: nn.Module, optimizer: Any, backward: Callable[[Any], Any] | None = None) -> list[float]:
+def steps(
+    model: nn.Module, optimizer: Any, backward: Callable[[Any], Any] | None = None, number: int = TIMED
+) -> list[float]:
     times = []
-    for batch in loader():
+    for batch in loader(steps=number):
         loss = model(batch).square().mean()
         loss.backward() if backward is None else backward(loss)
         optimizer.step()
@@ -287,7 +290,7 @@ def saved_by_hand(rank: int, ranks: int, folder: str) -> tuple[float, float]:
 
     model = _sharded(ranks)
     optimizer = adam(model)
-    steps(model, optimizer)
+    steps(model, optimizer, number=STEPS)
     dist.barrier()
     with growth() as facts:
         weights, state = get_state_dict(model, optimizer)
@@ -324,14 +327,14 @@ def memory(ranks: int, rounds: int) -> None:
 def step(ranks: int, rounds: int) -> None:
     kinds: dict[str, Callable[[], list[float]]] = {
         "by hand": lambda: in_group(step_by_hand, ranks),
-        "trainloop": lambda: with_trainloop("fsdp", ranks).times,
+        "trainloop": lambda: with_trainloop("fsdp", ranks, steps=TIMED).times,
         "Accelerate": lambda: in_group(step_by_accelerate, ranks),
         "Fabric, ModelParallelStrategy": lambda: in_group(step_by_lightning, ranks),
         "Fabric, strategy='fsdp'": lambda: in_group(step_by_lightning_fsdp, ranks),
     }
     found: dict[str, list[float]] = {name: [] for name in kinds}
-    for _ in range(rounds):
-        for name in list(kinds):
+    for i in range(rounds):
+        for name in list(kinds)[:: -1 if i % 2 else 1]:
             try:
                 found[name].append(step_ms(kinds[name]()))
             except Exception as error:  # whatever another library raises
