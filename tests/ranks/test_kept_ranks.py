@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -258,7 +259,7 @@ class LoadedRows(Dataset[Any]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Any:
-        return self.rows[index] + 0.001 * torch.rand(1024), os.getpid()
+        return torch.as_tensor(self.rows[index]) + 0.001 * torch.rand(1024), os.getpid()
 
 
 class Mean(TTModel):
@@ -350,3 +351,53 @@ def test_loaders_workers_stay_with_the_ranks(monkeypatch: pytest.MonkeyPatch) ->
     new, kept = calls(False), calls(True)
     assert new[0] == kept[0]
     assert all(map(torch.equal, new[1], kept[1]))
+
+
+class ReadByWorkers(LoadedRows):
+    """Rows of which each worker's copy does something of its own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.generator, self.file = kind, np.random.default_rng(5), None
+        if kind != "tensor":
+            self.rows: Any = self.rows.numpy()
+
+    def __getitem__(self, index: int) -> Any:
+        row, pid = super().__getitem__(index)
+        if self.kind == "generator":
+            row = row + float(self.generator.random())
+        elif self.kind == "file":
+            self.file = self.file or open(os.devnull)  # type: ignore[assignment]  # noqa: SIM115
+        return row, pid
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "file": None}
+
+
+# By what workers do; whether those that were spawned stay.
+SPAWNED = {"nothing": True, "file": True, "generator": False, "tensor": False}  # spawning puts tensors in shared memory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SPAWNED)
+def test_spawned_workers_stay_as_forked_ones_do(kind: str) -> None:
+    def calls(inside: bool) -> tuple[list[Any], list[set[int]]]:
+        torch.manual_seed(0)
+        model, context = Mean(), "spawn" if inside else "fork"
+        loader = DataLoader(
+            ReadByWorkers(kind), 8, num_workers=1, persistent_workers=True, multiprocessing_context=context
+        )
+        tl = TrainLoop(model, loader, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), seed=1, progress_bar=False)
+        sums, workers = [], []
+        with tl.ranks() if inside else contextlib.nullcontext():
+            for _ in range(2):
+                model.seen.clear()
+                tl.fit(num_epochs=1)
+                sums.append([total for _, total in model.seen])
+                workers.append({pid for pids, _ in model.seen for pid in pids})
+        assert not any(map(psutil.pid_exists, set.union(*workers)))
+        return sums, workers
+
+    (new, _), (kept, workers) = calls(False), calls(True)
+    assert new == kept
+    assert (workers[0] == workers[1]) == SPAWNED[kind]

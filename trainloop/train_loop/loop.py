@@ -510,11 +510,12 @@ class TrainLoop(LoopView, Generic[ModelT]):
         way (as ``train_loader`` to train, say), if dataset, ``collate_fn`` and all else that is sent to workers are
         byte for byte what they were; else new ones are started. That is so in every mode, where the loop has a seed or
         ranks. Started anew in each call are those of streams, of datasets that can't be pickled or share memory with
-        other processes, of datasets of more than 64 MiB, and those that have changed their own copy of the dataset, or
-        opened what can't be pickled: one that counts its reads, or draws from a generator of its own, begins afresh, as
-        it does outside of the block. (What ``__getstate__`` leaves out, a cache of file handles say, is the worker's
-        own and stays.) Not noticed is a change of what a dataset only refers to, a file's contents or a module's
-        globals.
+        other processes (as tensors do once they were sent to spawned workers; numpy arrays don't), of datasets of more
+        than 64 MiB, and those that have changed their own copy of the dataset, or opened what can't be pickled: one
+        that counts its reads, caches them, or draws from a generator of its own, begins afresh, as it does outside of
+        the block. What ``__getstate__`` leaves out, a cache or file handles say, is the worker's own and stays: a
+        dataset that reads lazily keeps its workers that way. Not noticed is a change of what a dataset only refers to,
+        a file's contents or a module's globals.
 
         Examples
         --------
