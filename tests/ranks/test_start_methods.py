@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -250,3 +251,48 @@ def test_fewer_threads_that_the_caller_has_set_stay_in_a_process_of_its_own(monk
     tl.callbacks.clear()
     tl.fit(num_epochs=1, callbacks=[there], max_restarts=1)
     assert here.number == there.number == torch.get_num_threads() == 1
+
+
+def trained_from(start: float) -> tuple[list[float], list[float]]:
+    """What two ranks make of weights, and the losses; where one of them fails, its error's words."""
+    model = Line()
+    nn.init.constant_(model.fc.weight, start)
+    nn.init.zeros_(model.fc.bias)
+    x = torch.arange(24.0).reshape(8, 3) / 24
+    tl = TrainLoop(
+        model,
+        DataLoader(TensorDataset(x, start * x[:, :1]), 2, shuffle=True, num_workers=1),
+        optimizer=torch.optim.SGD(model.parameters(), 0.1),
+        criterion=nn.MSELoss(),
+        gpu_mode="ddp",
+        accelerator="cpu",
+        devices=2,
+        seed=int(start),
+        progress_bar=False,
+    )
+    tl.fit(num_epochs=2, callbacks=[Breaks()] if start == BROKEN else [])
+    return model.fc.weight.flatten().tolist(), list(tl.history["loss"])
+
+
+BROKEN = 3.0
+
+
+class Breaks(AbstractCallback):
+    def __init__(self) -> None:
+        super().__init__("breaks")
+
+    def on_epoch_begin(self) -> None:
+        if dist.get_rank() == 1:
+            raise ZeroDivisionError("on purpose")
+
+
+def test_fits_of_several_threads_at_once(each_start_method: str) -> None:
+    alone = [trained_from(start) for start in (1.0, 2.0)]
+    fork_server.end_server()  # all of them ask for one at once
+    before = dict(os.environ)
+    with ThreadPoolExecutor(4) as threads:
+        together = [threads.submit(trained_from, start) for start in (1.0, 2.0, BROKEN, 1.0)]
+        with pytest.raises(WorkerFailedError, match="rank 1 of 2 raised ZeroDivisionError: on purpose"):
+            together.pop(2).result()
+        assert [one.result() for one in together] == [*alone, alone[0]]
+    assert dict(os.environ) == before
