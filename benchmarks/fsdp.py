@@ -1,4 +1,4 @@
-"""Memory, steps and checkpoints of a model that is sharded: python -m benchmarks.fsdp {memory,step,save} RANKS
+"""Memory, steps and checkpoints of a model that is sharded: python -m benchmarks.fsdp {memory,step,pairs,save} RANKS
 
 memory
     PSS of a rank when gradients are there and AdamW has its state, less that of the same run with a tiny model, in
@@ -7,6 +7,9 @@ memory
 step
     Median time of a step, in turns with the same loop by hand (torch's ``fully_shard``), and by the FSDP of Accelerate
     and Lightning where these are installed and can do it on the CPU; else their error. The turns' order changes.
+pairs
+    The same beside the loop by hand alone, step by step in the same ranks: what differs from run to run, more than a
+    tenth, is the same for both.
 save
     Seconds and bytes of one checkpoint, beside ``torch.distributed.checkpoint`` by hand: what each rank writes, and the
     most that a rank's memory grows meanwhile.
@@ -116,6 +119,35 @@ class Watch(AbstractCallback):
 
     def on_after_optimizer_step(self) -> None:
         self.times.append(time.perf_counter())
+
+
+class Beside(AbstractCallback):
+    """After each step of the loop one by hand, of a model of its own on the same ranks; the times of both."""
+
+    def __init__(self) -> None:
+        super().__init__("beside")
+        self.ours: list[float] = []
+        self.by_hand: list[float] = []
+        self._ended = 0.0
+
+    def on_train_begin(self) -> None:
+        loop = self.train_loop_obj
+        self._model = _sharded(loop.world_size)
+        self._optimizer = adam(self._model)
+        self._batches = iter(loader(steps=TIMED))
+
+    def on_after_optimizer_step(self) -> None:
+        began = time.perf_counter()
+        if self._ended:
+            self.ours.append(began - self._ended)
+        self._model(next(self._batches)).square().mean().backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._ended = time.perf_counter()
+        self.by_hand.append(self._ended - began)
+
+    def on_train_end(self) -> None:
+        del self._model, self._optimizer, self._batches
 
 
 class Saving(ModelCheckpoint):
@@ -346,6 +378,17 @@ def step(ranks: int, rounds: int) -> None:
         print(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})", flush=True)
 
 
+def pairs(ranks: int, rounds: int) -> None:
+    for _ in range(rounds):
+        beside = Beside()
+        with_trainloop("fsdp", ranks, callbacks=[beside], steps=TIMED)
+        both = list(zip(beside.ours[3:], beside.by_hand[4:], strict=True))
+        ours, by_hand = (1e3 * statistics.median(times) for times in zip(*both, strict=True))
+        ratios = statistics.quantiles([one / other for one, other in both])
+        print(f"pairs, {ranks} ranks: trainloop {ours:.1f} ms, by hand {by_hand:.1f} ms; of single pairs", end=" ")
+        print(f"{ratios[1]:.3f} (quartiles {ratios[0]:.3f} to {ratios[2]:.3f})", flush=True)
+
+
 def save(ranks: int, rounds: int) -> None:
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
@@ -361,7 +404,7 @@ def save(ranks: int, rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["memory", "step", "save"])
+    parser.add_argument("what", choices=["memory", "step", "pairs", "save"])
     parser.add_argument("ranks", type=int)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
@@ -369,7 +412,7 @@ def main() -> None:
     megabytes = sum(p.numel() * p.element_size() for p in Model().parameters()) / 2**20
     print(f"{megabytes:.0f} MiB of parameters, AdamW, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")
     with suppress(KeyboardInterrupt):
-        {"memory": memory, "step": step, "save": save}[args.what](args.ranks, args.rounds)
+        {"memory": memory, "step": step, "pairs": pairs, "save": save}[args.what](args.ranks, args.rounds)
 
 
 if __name__ == "__main__":
