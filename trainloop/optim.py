@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainloop.errors import ConfigurationError
+from trainloop.late_dynamo import GRADED
 
 __all__ = ["MultiLoss", "MultiOptimizer"]
 
@@ -315,12 +316,19 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 def take_step(optimizer: Optimizer) -> None:
-    """``optimizer.step()``, without the mark that torch makes for profilers while nobody is looking."""
+    """``optimizer.step()``, without what torch puts around it for profilers and compilers while nobody is looking."""
     step: Any = type(optimizer).step
-    if getattr(step, "__code__", None) is _MARKED and not is_watched(optimizer):
-        step.__wrapped__(optimizer)
-    else:
+    if getattr(step, "__code__", None) is not _MARKED or is_watched(optimizer, by_schedulers=False):
         optimizer.step()
+        return
+    if "step" in vars(optimizer):  # a scheduler's wrapper, which notes that there was a step
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+    step = step.__wrapped__
+    if getattr(step, "__code__", None) is not GRADED:
+        step(optimizer)
+        return
+    with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
+        step.__wrapped__(optimizer)
 
 
 def drop_gradients(optimizer: Optimizer) -> None:

@@ -173,8 +173,8 @@ def test_a_server_of_a_process_with_many_files_open_hears_requests(monkeypatch: 
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         with socket.socket(fileno=number) as connection:
-            send(ours, b'{"arguments": []}')
-            assert forked._next_request(connection, os.getppid()) == ({"arguments": []}, [])
+            send(ours, b'{"modules": []}')
+            assert forked._next_request(connection, os.getppid()) == ({"modules": []}, [])
 
 
 def close_all(message: tuple[bytes, list[int]] | None) -> None:

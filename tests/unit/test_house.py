@@ -262,8 +262,9 @@ FOREIGN: dict[str, str] = {
         "_C _GLOBAL_DEVICE_CONTEXT _STYLES _fmt _get_nnpack_enabled _style _tensor_str _validate_args "
         "_warnings_showwarning"
     ),
+    "late_dynamo.py": "_disable_dynamo _dynamo _torchdynamo_disable",
     "optim.py": (
-        "_global_optimizer_post_hooks _global_optimizer_pre_hooks _optimizer_step_post_hooks "
+        "_global_optimizer_post_hooks _global_optimizer_pre_hooks _opt_called _optimizer_step_post_hooks "
         "_optimizer_step_pre_hooks _profiler_enabled"
     ),
     "parallel/ddp.py": (

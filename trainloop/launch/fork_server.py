@@ -32,6 +32,7 @@ from multiprocessing import connection, context, popen_spawn_posix, reduction, r
 from typing import Any
 
 from trainloop.errors import ConfigurationError
+from trainloop.late_dynamo import DYNAMO
 from trainloop.launch.forked import LAUNCH_VARIABLE, PLACEHOLDER
 from trainloop.launch.inherited import circumstances, ignored_signals, interpreter_flags, own_cpus, own_lines, umask
 from trainloop.launch.messages import connection_pair, send
@@ -175,6 +176,7 @@ class ForkServer:
             "ignored": ignored_signals(status),
             "umask": umask(status),
             "cpus": own_cpus(),
+            "modules": [DYNAMO] if DYNAMO in sys.modules else [],  # compiled models, for instance: else each rank would
         }
         try:
             # By descriptor: a folder that was removed is still the current one.

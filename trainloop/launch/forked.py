@@ -16,10 +16,11 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
+from trainloop.late_dynamo import DYNAMO
 from trainloop.launch.messages import receive
 from trainloop.resources.enforce import threads_in
 
@@ -31,10 +32,9 @@ LAUNCH_VARIABLE = "TRAINLOOP_LAUNCH"
 PLACEHOLDER = "-" * 64
 """Replaced by the token in the environment that ``/proc`` shows for a forked process."""
 
-# Modules that a rank of a TrainLoop imports before the user's own; the first two take nearly all of the time.
+# Modules that a rank of a TrainLoop imports before the user's own; the first takes nearly all of the time.
 _PRELOADED = (
     "torch",
-    "torch._dynamo",  # imported by DDP's constructor, and by the first call of an optimizer's method
     "torch.distributed",
     "torch.multiprocessing.spawn",
     "torch.nn.parallel",
@@ -47,6 +47,7 @@ _PRELOADED = (
     "trainloop.train_loop",
     "trainloop.train_loop.handover",
 )
+_IDLE_S = 3.0  # then what only some ranks need is loaded, for those to come: no rank waits for it meanwhile
 _PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel")
 
@@ -65,12 +66,7 @@ def serve(fd: int, caller: int) -> None:
     """
     # All signals are blocked, as in the process that started it.
     shown = _shown_token()
-    path = list(sys.path)
-    for name in _PRELOADED:
-        importlib.import_module(name)
-    sys.path[:] = path
-    gc.collect()
-    gc.freeze()  # else a rank's first collection would write to, and so copy, every page with objects
+    _load(_PRELOADED)
     connection = socket.socket(fileno=fd)
     try:
         connection.send(_objection().encode() or b" ")
@@ -82,6 +78,18 @@ def serve(fd: int, caller: int) -> None:
     asked, fds = _next_request(connection, caller)
     connection.close()
     _become(asked, fds, shown)
+
+
+def _load(names: Sequence[str]) -> None:
+    """Import modules for all processes to come."""
+    if not names:
+        return
+    path = list(sys.path)
+    for name in names:
+        importlib.import_module(name)
+    sys.path[:] = path
+    gc.collect()
+    gc.freeze()  # else a rank's first collection would write to, and so copy, every page with objects
 
 
 def _objection() -> str:
@@ -106,20 +114,24 @@ def _next_request(connection: socket.socket, caller: int) -> tuple[dict[str, Any
         watched.append(os.pidfd_open(caller))  # a fork of the caller may hold the other end of the connection
     except (AttributeError, OSError):
         pass
+    later = [DYNAMO]
     while True:
         # select.select would refuse descriptors above 1023.
-        readable = wait(watched, 5.0 if len(watched) == 1 else None)
+        readable = wait(watched, _IDLE_S if len(watched) == 1 or later else None)
         if os.getppid() != caller or (connection not in readable and readable):
             os._exit(0)
         if not readable:
+            _load([later.pop()] if later else [])
             continue
         request = receive(connection)
         if request is None:
             os._exit(0)
         content, fds = request
+        asked = json.loads(content)
+        _load([name for name in asked["modules"] if name not in sys.modules])
         answer = _fork_for(caller)
         if answer is None:
-            return json.loads(content), fds
+            return asked, fds
         for fd in fds:
             os.close(fd)
         try:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainloop.errors import ConfigurationError
 from trainloop.forks import guard_forks
 from trainloop.keywords import WRAPPERS, keywords_of, meant, refuse
+from trainloop.late_dynamo import keeping_off
 from trainloop.model import yields_losses
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy, with_multi_losses, with_plain_dicts
 
@@ -100,7 +101,8 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             if len(devices) == 1 and trained[0].is_cuda:
                 device_ids = [trained[0].device]
         guard_forks()
-        super().__init__(module, device_ids, output_device, **ddp_args)
+        with keeping_off():
+            super().__init__(module, device_ids, output_device, **ddp_args)
         self._tt_exchanges = True
         self._tt_static_passes = 0
         self._settle_buckets()
