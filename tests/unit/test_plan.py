@@ -215,14 +215,14 @@ def test_gpus_that_are_not_given_are_none() -> None:
 @pytest.mark.parametrize(
     "cpus, trials, folds, parallel, waves",
     [
-        pytest.param(2, 4, 3, True, 6, id="a place is taken by the next trial's fold"),
+        pytest.param(2, 4, 3, True, 8, id="each trial two waves of folds"),
         pytest.param(2, 1, 3, True, 2, id="there is no next trial"),
         pytest.param(4, 3, 3, True, 3, id="one fold left over"),
         pytest.param(2, 5, 2, False, 6, id="a trial's folds one after the other"),
         pytest.param(1, 2, 3, True, 6, id="one CPU"),
     ],
 )
-def test_waves_are_those_of_a_search_that_leaves_nothing_idle(
+def test_waves_are_trials_times_folds(
     cpus: int, trials: int, folds: int, parallel: bool, waves: int
 ) -> None:
     assert plan(Q(cpus), num_trials=trials, num_bag_folds=folds, parallel_folds=parallel).waves == waves
@@ -291,8 +291,7 @@ def test_children_never_exceed_their_parent_and_all_that_runs_has_a_place(
     assert len(p.placement) == p.models_in_parallel
     have = exact(total.num_gpus)
     assert all(load <= min(Fraction(1), have - device) for device, load in loads.items())
-    assert math.ceil(p.num_trials * p.num_folds / p.models_in_parallel) <= p.waves
-    assert p.waves <= math.ceil(p.num_trials / n) * math.ceil(p.num_folds / folds)
+    assert p.waves == math.ceil(p.num_trials / n) * math.ceil(p.num_folds / folds)
 
 
 @given(totals, requests, st.integers(0, 20), st.integers(0, 4), st.integers(0, 20), st.integers(0, 10))

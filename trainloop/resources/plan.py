@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -96,21 +95,12 @@ class Plan:
 
     @property
     def waves(self) -> int:
-        """Models that run one after the other where all take equally long.
+        """Models that run one after the other: waves of trials, and in each the waves of a trial's folds.
 
-        A place that a trial leaves is taken by the next trial's folds, so that three folds on two CPUs leave none idle.
+        ``tune`` takes no more: it gives a place that a trial leaves to the next trial's folds.
         """
-        left, waves = deque([self.num_folds] * self.num_trials), 0
-        while left:
-            waves += 1
-            places, begun = self.models_in_parallel, []
-            while left and places:
-                folds = left.popleft()
-                now = min(folds, self.folds_in_parallel, places)
-                places -= now
-                begun += [folds - now] * (folds > now)
-            left.extendleft(reversed(begun))
-        return waves
+        trials = math.ceil(self.num_trials / self.trials_in_parallel)
+        return trials * math.ceil(self.num_folds / self.folds_in_parallel)
 
     def __str__(self) -> str:
         def row(name: str, at_once: int, of: int, quota: ResourceQuota) -> str:
