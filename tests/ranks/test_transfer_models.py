@@ -14,7 +14,7 @@ from torch import Tensor, nn, optim
 from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import TrainLoop, TTBasicModel
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel
 
 
 class Guarded(nn.Module):
@@ -105,3 +105,66 @@ def copy_of(model: Net) -> Net:
     other = Net().double()
     other.load_state_dict(copy.deepcopy(model.state_dict()))
     return other
+
+
+class Hooked(TTBasicModel):
+    """Hooks on its parameters, and a layer with sparse gradients whose memory is that of another layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+        self.rows = nn.Embedding(20, 3, sparse=True)
+        self.fc.weight.register_hook(lambda gradient: gradient * 3)
+        self.fc.bias.register_post_accumulate_grad_hook(halve)
+        self.fc.register_forward_hook(lambda module, args, output: output + 1)
+        self.doubled = self.fc.weight.register_hook(lambda gradient: gradient * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) + self.rows((x[:, 0] * 1000).long() % 20)
+
+
+def halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad *= 0.5
+
+
+class Registers(AbstractCallback):
+    """Registers hooks beside those that came, and removes one of these by its handle."""
+
+    def __init__(self) -> None:
+        super().__init__("registers")
+
+    def on_train_begin(self) -> None:
+        fc = self.train_loop_obj.model.fc
+        for _ in range(4):
+            fc.register_forward_hook(lambda module, args, output: None)
+            fc.weight.register_hook(lambda gradient: None)
+        self.train_loop_obj.model.doubled.remove()
+
+
+@pytest.mark.parametrize("mode, devices", [("single", 1), ("dp", 2), ("ddp", 2), ("ddp", 3)])
+def test_hooks_of_parameters_and_sparse_gradients_count_in_every_mode(mode: str, devices: int) -> None:
+    torch.manual_seed(0)
+    model = Hooked().double()
+    data = TensorDataset(torch.randn(24, 4).double(), torch.randn(24, 3).double())
+    reference = copy.deepcopy(model)
+    reference.fc.weight.register_hook(lambda gradient: gradient * 3)  # a copy has no hooks of parameters
+    reference.fc.bias.register_post_accumulate_grad_hook(halve)
+    optimizer = optim.SGD(reference.parameters(), lr=0.1)
+    for x, y in DataLoader(data, 6):
+        optimizer.zero_grad()
+        F.mse_loss(reference(x), y).backward()
+        optimizer.step()
+    loop = TrainLoop(
+        model,
+        DataLoader(data, 6 // devices if mode == "ddp" else 6),
+        optimizer=optim.SGD(model.parameters(), lr=0.1),
+        criterion=nn.MSELoss(),
+        gpu_mode=mode,
+        accelerator="cpu",
+        devices=devices,
+        progress_bar=False,
+    )
+    loop.fit(num_epochs=1, callbacks=[Registers()])
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=0, atol=1e-12)

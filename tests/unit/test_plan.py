@@ -222,9 +222,7 @@ def test_gpus_that_are_not_given_are_none() -> None:
         pytest.param(1, 2, 3, True, 6, id="one CPU"),
     ],
 )
-def test_waves_are_trials_times_folds(
-    cpus: int, trials: int, folds: int, parallel: bool, waves: int
-) -> None:
+def test_waves_are_trials_times_folds(cpus: int, trials: int, folds: int, parallel: bool, waves: int) -> None:
     assert plan(Q(cpus), num_trials=trials, num_bag_folds=folds, parallel_folds=parallel).waves == waves
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from trainloop.transfer.pickling import Pickler
 
@@ -244,6 +245,10 @@ def _format_of(formatter: logging.Formatter | None) -> tuple[str, str | None, st
     return None if style is None else (formatter._fmt or "", formatter.datefmt, style)
 
 
+def _write_next_hook(number: int) -> None:
+    RemovableHandle.next_id = max(RemovableHandle.next_id, number)
+
+
 def _write_log_streams(handlers: dict[str, list[tuple[str, int, Any]]]) -> None:
     for name, made in handlers.items():
         log = logging.getLogger(name or None)
@@ -366,6 +371,8 @@ SETTINGS: list[Setting] = [
         lambda: sorted(torch.serialization.get_safe_globals(), key=repr),  # torch gives a set's order, which varies
         _write_safe_globals,
     ),
+    # Hooks of modules and tensors arrive with their numbers: a new one must not take the place of another.
+    Setting("torch.utils.hooks.RemovableHandle", lambda: RemovableHandle.next_id, _write_next_hook),
     Setting("sys.setrecursionlimit", sys.getrecursionlimit, sys.setrecursionlimit),
     _config("torch._dynamo.config"),
     _config("torch._inductor.config"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -121,6 +122,11 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             parameters, sparse = parameters[::-1], sparse[::-1]
             names = {len(parameters) - 1 - index: name for index, name in names.items()}
         super()._ddp_init_helper(parameters, sparse, names, static_graph)
+        for parameter, is_sparse in zip(parameters, sparse, strict=True):
+            if is_sparse:
+                # Its gradient has the very memory of the layer's output's. DDP divides it there, and what backward has
+                # not yet passed on of that to other layers would be divided, too (torch 2.6 to 2.15).
+                weakref.finalize(self, parameter.register_hook(Tensor.clone).remove)
         # For DDP's own statistics the host waits for the GPU: in the first ten steps, and again in each hundredth.
         if hasattr(self, "_set_ddp_runtime_logging_sample_rate"):
             self._set_ddp_runtime_logging_sample_rate(2**31 - 1)

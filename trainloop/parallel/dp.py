@@ -291,7 +291,8 @@ def _cpu_replica(module: nn.Module, shares_buffers: bool) -> nn.Module:
             if parameter is None:
                 copy._parameters[name] = None
             else:
-                view = views.setdefault(parameter, parameter.view_as(parameter))
+                # Unlike that of view_as, its backward takes sparse gradients.
+                view = views.setdefault(parameter, torch.ops.aten.alias(parameter))
                 setattr(copy, name, view)  # by setattr: an RNN keeps its list of weights by it
                 copy._former_parameters[name] = view
         for name, buffer in part._buffers.items():

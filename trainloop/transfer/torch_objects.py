@@ -37,9 +37,34 @@ def reducer_for(kind: type) -> Callable[[Any, Any], Any] | None:
     if issubclass(kind, torch.optim.Optimizer):
         plain = kind.__reduce__ is object.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__
         return _reduce_optimizer if plain else None
+    if issubclass(kind, torch.Tensor):
+        return _reduce_tensor_with_hooks
     if kind.__module__ == _EVAL_FRAME and hasattr(kind, "__enter__"):
         return _reduce_compile_context
     return _BY_KIND.get(kind)
+
+
+# -- tensors' hooks ----------------------------------------------------------------------------------------------------
+
+
+def _reduce_tensor_with_hooks(pickler: Any, tensor: torch.Tensor) -> Any:
+    """Pickle what ``register_hook`` and the like have added to a parameter, which torch would leave behind."""
+    hooks = {name: found for name in _TENSOR_HOOKS if (found := getattr(tensor, name, None))}
+    if not hooks or not tensor.is_leaf:
+        return NotImplemented
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "backward hook .* will not be serialized")
+        reduced = tensor.__reduce_ex__(4)
+    # After the tensor: a hook may refer to it.
+    return *reduced[:2], hooks, None, None, _set_hooks
+
+
+def _set_hooks(tensor: torch.Tensor, hooks: dict[str, dict[int, Any]]) -> None:
+    for name, found in hooks.items():
+        setattr(tensor, name, found)  # the dict itself: the handles by which they are removed refer to it
+
+
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 # -- by name -----------------------------------------------------------------------------------------------------------
