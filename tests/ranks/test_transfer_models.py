@@ -114,10 +114,10 @@ class Hooked(TTBasicModel):
         super().__init__()
         self.fc = nn.Linear(4, 3)
         self.rows = nn.Embedding(20, 3, sparse=True)
+        self.doubled = self.fc.weight.register_hook(lambda gradient: gradient * 2)
         self.fc.weight.register_hook(lambda gradient: gradient * 3)
         self.fc.bias.register_post_accumulate_grad_hook(halve)
         self.fc.register_forward_hook(lambda module, args, output: output + 1)
-        self.doubled = self.fc.weight.register_hook(lambda gradient: gradient * 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(x) + self.rows((x[:, 0] * 1000).long() % 20)
