@@ -108,30 +108,7 @@ def _reduce_generator(pickler: Any, generator: torch.Generator) -> Any:
     return (_named, ("torch.default_generator",)) if generator is torch.default_generator else NotImplemented
 
 
-def _reduce_parameter(pickler: Any, parameter: nn.Parameter) -> Any:
-    """Pickle a parameter that has hooks with them, which torch leaves out without a word."""
-    hooks = [list((getattr(parameter, name) or {}).values()) for name in _HOOKS]
-    if not any(hooks):
-        return NotImplemented
-    # As state, since a hook may refer to the module that has the parameter.
-    return (*parameter.__reduce_ex__(5), hooks, None, None, _register_hooks)
-
-
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-
-
-def _register_hooks(parameter: nn.Parameter, hooks: list[list[Any]]) -> None:
-    trains = parameter.requires_grad
-    parameter.requires_grad_(True)  # a frozen one takes no hook, and may have some
-    for hook in hooks[0]:
-        parameter.register_hook(hook)
-    for hook in hooks[1]:
-        parameter.register_post_accumulate_grad_hook(hook)
-    parameter.requires_grad_(trains)
-
-
 _BY_KIND: dict[type, Callable[[Any, Any], Any]] = {
-    nn.Parameter: _reduce_parameter,
     torch._ops.OpOverloadPacket: _reduce_operator,
     torch._ops.OpOverload: _reduce_operator,
     torch.finfo: _reduce_number_info,
