@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel
 from trainloop.errors import CheckpointError, ConfigurationError, DeviceError
+from trainloop.train_loop.arguments import check_restarts
 
 
 class Net(TTBasicModel):
@@ -101,6 +103,13 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "several devices in single": (lambda: make(gpu_mode="single", devices=2), ["devices=2", "ddp"]),
     "use_amp unknown": (lambda: make(use_amp="fp8"), ["use_amp", "fp8", "bf16"]),
     "use_amp is a number": (lambda: make(use_amp=16), ["use_amp", "16"]),
+    "use_amp with a scale of text": (
+        lambda: make(use_amp={"init_scale": "a"}),
+        ["use_amp", "'a'", "init_scale above 0"],
+    ),
+    "use_amp with no scale": (lambda: make(use_amp={"init_scale": 0.0}), ["use_amp", "0.0", "not finite"]),
+    "use_amp that never grows": (lambda: make(use_amp={"growth_factor": 0.5}), ["use_amp", "growth_factor above 1"]),
+    "use_amp with an interval of text": (lambda: make(use_amp={"growth_interval": "x"}), ["'x'", "growth_interval"]),
     "use_amp with an unknown option": (lambda: make(use_amp={"init_scales": 2.0}), ["use_amp", "init_scales"]),
     "end_auto_eval negative": (lambda: make(end_auto_eval=-1), ["end_auto_eval", "-1"]),
     "end_auto_eval is text": (lambda: make(end_auto_eval="yes"), ["end_auto_eval", "'yes'"]),
@@ -162,12 +171,41 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: fit({"gpu_mode": "ddp", "devices": 2}, ddp_model_args={"find_unused": True}),
         ["ddp_model_args", "find_unused"],
     ),
+    "ddp_model_args with a bucket of text": (
+        lambda: fit({"gpu_mode": "ddp", "devices": 2}, ddp_model_args={"bucket_cap_mb": "x"}),
+        ["ddp_model_args", "bucket_cap_mb='x'", "MiB"],
+    ),
+    "ddp_model_args with a bucket below nothing": (
+        lambda: fit({"gpu_mode": "ddp", "devices": 2}, ddp_model_args={"bucket_cap_mb": -1}),
+        ["ddp_model_args", "bucket_cap_mb=-1", "MiB"],
+    ),
+    "ddp_model_args with a flag of text": (
+        lambda: fit({"gpu_mode": "ddp", "devices": 2}, ddp_model_args={"find_unused_parameters": "False"}),
+        ["ddp_model_args", "find_unused_parameters='False'", "True or False"],
+    ),
     "dp_model_args unknown": (
         lambda: fit({"gpu_mode": "dp", "devices": 2}, dp_model_args={"dimension": 1}),
         ["dp_model_args", "dimension"],
     ),
     "backend unknown": (lambda: fit({"gpu_mode": "ddp", "devices": 2}, backend="glue"), ["backend", "glue"]),
+    "backend of GPUs on the CPU": (
+        lambda: fit({"gpu_mode": "ddp", "devices": 2}, backend="nccl"),
+        ["backend='nccl'", "gloo on the CPU"],
+    ),
+    "backend for GPUs only on the CPU": (
+        lambda: fit({"gpu_mode": "ddp", "devices": 2}, backend="cuda:gloo"),
+        ["backend='cuda:gloo'", "ranks on cpu", "Leave backend out"],
+    ),
+    "backend that this torch lacks": (
+        lambda: fit({"gpu_mode": "ddp", "devices": 2}, backend="cpu:mpi,cuda:nccl"),
+        ["backend='cpu:mpi,cuda:nccl'", "without mpi", "gloo on the CPU"],
+    ),
     "resume_from last without a ModelCheckpoint": (lambda: fit(resume_from="last"), ["resume_from", "ModelCheckpoint"]),
+    "resume_from is a number": (lambda: fit(resume_from=3), ["resume_from=3", "'last'", "path"]),
+    "resume_from is a bool": (lambda: fit(resume_from=True), ["resume_from=True", "'last'", "path"]),
+    "resume_from is a list": (lambda: fit(resume_from=["a"]), ["resume_from=['a']", "'last'", "path"]),
+    "resume_from is bytes": (lambda: fit(resume_from=b"x"), ["resume_from=b'x'", "'last'", "path"]),
+    "resume_from is empty": (lambda: fit(resume_from=""), ["resume_from=''", "'last'", "path"]),
     "in_process_data_load no callbacks": (lambda: fit(in_process_data_load="x"), ["in_process_data_load"]),
     # prediction and evaluation
     "predict without the loader": (lambda: make().predict_on_test_set(), ["test_loader", "TrainLoop(test_loader="]),
@@ -209,9 +247,56 @@ def test_wrong_devices_are_device_errors(devices: Any, no_process: None) -> None
         make(gpu_mode="ddp", devices=devices)
 
 
+@pytest.mark.parametrize("mode", ["single", "dp", "ddp"])
+def test_on_gpu_where_there_is_none(mode: str, no_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    for more in ({}, {"num_gpus": 0}):
+        with pytest.raises(DeviceError, match=r"on_gpu=True: no GPU is visible here\. Leave on_gpu out"):
+            fit({"gpu_mode": mode, "accelerator": "auto"}, on_gpu=True, **more)
+
+
+def test_arguments_for_ranks_that_one_process_has_no_use_for() -> None:
+    """A script may pass the same in all modes; and a scaler's arguments that can work are taken."""
+    loop = make(use_amp={"init_scale": 2, "growth_interval": np.int64(5)})
+    flags = {"find_unused_parameters": np.True_, "static_graph": 0, "bucket_cap_mb": 0.5, "broadcast_buffers": None}
+    loop.fit(1, backend="nccl", ddp_model_args=flags)
+    assert loop.global_step == 7
+
+
 def test_a_checkpoint_that_is_not_there_is_a_checkpoint_error(no_process: None) -> None:
     with pytest.raises(CheckpointError, match="/nowhere/at/all"):
         fit(resume_from="/nowhere/at/all")
+
+
+@pytest.mark.parametrize("whole", [np.int64, np.uint8, torch.tensor, np.array], ids=lambda kind: kind.__name__)
+def test_whole_numbers_of_other_libraries(whole: Any) -> None:
+    """Each argument that is an int takes what stands for one, and hands on an int: it goes into checkpoints."""
+    loop = make(
+        gpu_mode="dp", devices=whole(2), seed=whole(3), end_auto_eval=whole(1), timeout=np.float32(60),
+        gradient_clip_norm=np.float32(0.5),
+    )  # fmt: skip
+    loop.fit(whole(1), whole(0), grad_accumulation=whole(2), num_nodes=whole(1), node_rank=whole(0))
+    assert loop.global_step == 4
+    loop.fit(num_iterations=whole(2))
+    assert loop.global_step == 6
+    kept = [loop.seed, loop.end_auto_eval, loop.num_epochs, loop.num_iterations, loop.grad_accumulation]
+    kept += [loop.options.devices, loop.site.num_nodes, loop.site.node_rank]
+    restarts = check_restarts(whole(4), whole(7), 1)
+    kept += [restarts.most, restarts.every] if restarts is not None else []
+    assert kept == [3, 1, 0, 2, 1, 2, 1, 0, 4, 7]
+    assert {type(value) for value in kept} == {int}
+
+
+@pytest.mark.parametrize(
+    "wrong", [np.True_, torch.tensor(True), np.float64(1), torch.tensor([1, 2]), torch.tensor(1.0)]
+)
+def test_what_stands_for_no_int(wrong: Any) -> None:
+    for arguments in ({"num_epochs": wrong}, {"grad_accumulation": wrong}, {"node_rank": wrong}, {"num_nodes": wrong}):
+        with pytest.raises(ConfigurationError, match=rf"{next(iter(arguments))}=.*must be an int"):
+            fit(**arguments)
+    with pytest.raises(ConfigurationError, match=r"seed=.*must be an int"):
+        make(seed=wrong)
 
 
 def test_the_loop_that_the_cases_change_works() -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import nn
 
 from checkpoints import StandIn, resumed, steps, written
+from small_loop import make_loop
 from trainloop import checkpoint
 from trainloop.callbacks import checkpoint as under_test
 from trainloop.callbacks.checkpoint import ModelCheckpoint
+from trainloop.checkpoint import storage
 from trainloop.errors import CheckpointError, ConfigurationError
 
 # -- when --------------------------------------------------------------------------------------------------------------
@@ -319,6 +323,8 @@ def test_a_state_that_is_not_plain_ends_training(tmp_path: Path) -> None:
         ({"every_n_minutes": -1}, r"every_n_minutes=-1: must be a number above 0, or None"),
         ({"keep": True}, r"keep=True: must be a whole number above 0, or None"),
         ({"mode": "best", "monitor": "a"}, r"ModelCheckpoint: mode='best': must be"),
+        ({"mode": "maxx"}, r"ModelCheckpoint: mode='maxx': must be"),
+        ({"every_n_steps": np.True_}, r"every_n_steps=.*True_?: must be a whole number above 0, or None"),
         ({"dirpath": ""}, r"'' is no folder: give a path or a URL"),
     ],
 )
@@ -329,14 +335,42 @@ def test_arguments_are_checked(tmp_path: Path, arguments: Any, message: str) -> 
 
 def test_a_file_in_the_folders_place_is_told_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigurationError, match=r"file/run' can't be a folder: .*/file is a file"):
+    with pytest.raises(ConfigurationError, match=r"file/run' can't be written to: .*/file is a file"):
         StandIn(ModelCheckpoint(tmp_path / "file" / "run"))
 
 
 def test_a_folder_without_permission_is_told_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
-    with pytest.raises(ConfigurationError, match=r"no permission to write in .*Choose another folder"):
-        StandIn(ModelCheckpoint(tmp_path / "run"))
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "mkdir", refuse)  # root may write everywhere
+    monkeypatch.setattr(storage, "_new_locked", refuse)
+    for name in ("run", "run/of/today", "."):
+        with pytest.raises(ConfigurationError, match=r"no permission to write in .*Choose another folder"):
+            StandIn(ModelCheckpoint(tmp_path / name))
+
+
+@pytest.mark.parametrize("bad", ["/proc/nothere", "/proc", "link/run", "x" * 300, "null\0"], ids=repr)
+def test_a_folder_that_can_not_be_is_told_before_training(tmp_path: Path, bad: str) -> None:
+    """Whatever the permissions say; by the real loop, before its first step."""
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    loop = make_loop()
+    with pytest.raises(ConfigurationError, match=r"can't be written to: .*Choose another folder"):
+        loop.fit(num_epochs=1, callbacks=[ModelCheckpoint(tmp_path / bad)])
+    assert loop.global_step == 0
+
+
+def test_looking_for_permission_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "old").mkdir()
+    for name in ("new/run", "old"):
+        StandIn(ModelCheckpoint(tmp_path / name))
+    assert [path.name for path in tmp_path.rglob("*")] == ["old"]
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(storage, "_new_locked", full)
+    StandIn(ModelCheckpoint(tmp_path / "old"))  # files may be deleted until the first checkpoint is due
 
 
 def test_safetensors_without_its_package_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from trainloop import checkpoint, distributed
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
-from trainloop.callbacks.monitor import Mode, Monitor
+from trainloop.callbacks.monitor import Mode, Monitor, check_mode
 from trainloop.callbacks.run_checkpoints import RunCheckpoints, weights_name
 from trainloop.checkpoint import CheckpointInfo
 from trainloop.checkpoint.background import BackgroundWrite, error_of
 from trainloop.checkpoint.sharded import load_model
 from trainloop.checkpoint.sharded_writing import FolderWriting, check_offered
+from trainloop.devices import whole_number
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.parallel.shards import local_part, map_tensors
 
@@ -113,6 +114,7 @@ class ModelCheckpoint(AbstractCallback):
             checkpoint.require_safetensors("ModelCheckpoint: safetensors=True")
         self.safetensors = safetensors
         self.best_value: float | None = None
+        check_mode(mode, "ModelCheckpoint")
         self._metric = Monitor(monitor, mode, owner="ModelCheckpoint") if monitor is not None else None
         self._own = RunCheckpoints(checkpoint.folder(dirpath), self._metric, with_weights=safetensors)
         self._saved_step: int | None = None  # None: the state has changed since the last checkpoint
@@ -395,7 +397,8 @@ class ModelCheckpoint(AbstractCallback):
 
 
 def _positive_or_none(name: str, value: Any, kind: Any) -> Any:
-    if value is None or (isinstance(value, kind) and not isinstance(value, bool) and value > 0):
-        return value
+    number = whole_number(value) if kind is int else value
+    if value is None or (isinstance(number, kind) and not isinstance(number, bool) and number > 0):
+        return number
     what = "a whole number" if kind is int else "a number"
     raise ConfigurationError(f"ModelCheckpoint: {name}={value!r}: must be {what} above 0, or None.")

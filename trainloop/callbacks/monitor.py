@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from trainloop.errors import ConfigurationError
 
-__all__ = ["Monitor"]
+__all__ = ["Mode", "Monitor", "check_mode"]
 
 Mode = Literal["auto", "min", "max"]
 
@@ -55,8 +55,7 @@ class Monitor:
     def __init__(self, name: str, mode: Mode = "auto", owner: str = "Monitor") -> None:
         if not isinstance(name, str) or not name:
             raise ConfigurationError(f"{owner}: monitor={name!r}: must be the name of a metric, such as 'val_loss'.")
-        if mode not in ("auto", "min", "max"):
-            raise ConfigurationError(f"{owner}: mode={mode!r}: must be 'auto', 'min' or 'max'.")
+        check_mode(mode, owner)
         self.name = name
         self.owner = owner
         self._minimize = {"min": True, "max": False, "auto": _lower_is_better(name)}[mode]
@@ -126,6 +125,12 @@ class Monitor:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._seen = state["seen"]
+
+
+def check_mode(mode: Any, owner: str) -> None:
+    """Raise ConfigurationError, in the owner's name, for a ``mode`` that is none of the three."""
+    if not isinstance(mode, str) or mode not in ("auto", "min", "max"):
+        raise ConfigurationError(f"{owner}: mode={mode!r}: must be 'auto', 'min' or 'max'.")
 
 
 def _lower_is_better(name: str) -> bool | None:

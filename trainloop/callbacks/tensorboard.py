@@ -19,6 +19,7 @@ from trainloop.callbacks.board_pages import chart_layout, description_of, quanti
 from trainloop.callbacks.epoch_values import EpochValues
 from trainloop.callbacks.event_file import EventFile
 from trainloop.callbacks.train_schedule import groups_with_rates
+from trainloop.checkpoint.storage import why_not_writable
 from trainloop.errors import ConfigurationError
 
 __all__ = [
@@ -411,12 +412,9 @@ def _check_writable(folder: str) -> None:
     """Refuse a folder that can't be made or written to, without making it yet."""
     if "://" in folder:
         return
-    path = os.path.abspath(folder)
-    while not os.path.lexists(path):
-        path = os.path.dirname(path)
-    if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK):
-        why = "is no folder" if not os.path.isdir(path) else "can't be written to"
-        raise ConfigurationError(f"TensorBoard: log_dir={folder!r}: {path} {why}. Choose another log_dir.")
+    why = why_not_writable(os.path.abspath(folder))
+    if why:
+        raise ConfigurationError(f"TensorBoard: log_dir={folder!r}: {why}. Choose another log_dir.")
 
 
 def _new_folder(name: str) -> str:

@@ -11,6 +11,7 @@ A reader sees a complete file or none, wherever the writer was killed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -23,7 +24,7 @@ from uuid import uuid4
 from trainloop.distributed.hosts import running_system
 from trainloop.errors import ConfigurationError
 
-__all__ = ["Folder", "folder", "split_file", "sync_directory", "temporary_name"]
+__all__ = ["Folder", "folder", "split_file", "sync_directory", "temporary_name", "why_not_writable"]
 
 _TEMPORARY = ".tmp"
 # Stores where a file opened with autocommit=False appears at its commit(): nothing has to be copied to be renamed.
@@ -126,7 +127,7 @@ class Folder(ABC):
 
     @abstractmethod
     def check_writable(self) -> None:
-        """Raise ConfigurationError if certainly no file can be made here. Makes nothing."""
+        """Raise ConfigurationError if certainly no file can be made here. Leaves nothing behind."""
 
     def read_text(self, name: str) -> str:
         """The file ``name`` as UTF-8 text."""
@@ -202,15 +203,9 @@ class _LocalFolder(Folder):
                             os.close(file)
 
     def check_writable(self) -> None:
-        nearest = Path(self.location)
-        while not nearest.exists():
-            nearest = nearest.parent
-        if not nearest.is_dir():
-            raise ConfigurationError(
-                f"{self.location!r} can't be a folder: {nearest} is a file. Choose another folder."
-            )
-        if not os.access(nearest, os.W_OK | os.X_OK):
-            raise ConfigurationError(f"{self.location!r}: no permission to write in {nearest}. Choose another folder.")
+        why = why_not_writable(self.location)
+        if why:
+            raise ConfigurationError(f"{self.location!r} can't be written to: {why}. Choose another folder.")
 
     def _make(self, path: Path) -> None:
         """Make the folder and those above it; each new name is synced in the folder that holds it."""
@@ -222,6 +217,44 @@ class _LocalFolder(Folder):
         for new in reversed(missing):
             new.mkdir(exist_ok=True)
             sync_directory(str(new.parent))
+
+
+def why_not_writable(location: str) -> str:
+    """Why no file can be made in a local folder, or the folder itself; empty if it can, or if only room is missing.
+
+    It is tried, by a name that is gone again at once: root may write to any folder by its permissions, but not into
+    ``/proc``, say, or on a disk that is read-only.
+    """
+    nearest = location
+    try:
+        while not _is_there(nearest):
+            nearest = os.path.dirname(nearest)
+        if not os.path.isdir(nearest):
+            return f"{nearest} is a file" if os.path.exists(nearest) else f"{nearest} is a link to nothing"
+        probe = os.path.join(nearest, temporary_name("probe", "", _kernel()))
+        if nearest == location:
+            _new_locked(probe).close()
+            os.unlink(probe)
+        else:
+            os.mkdir(probe)
+            os.rmdir(probe)
+    except ValueError as error:  # a null character
+        return str(error)
+    except OSError as error:
+        # Files may be deleted while training goes on.
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return ""
+        return f"no permission to write in {nearest}" if isinstance(error, PermissionError) else str(error)
+    return ""
+
+
+def _is_there(path: str) -> bool:
+    """Whether the name exists, be it that of a broken link; raises for one that no file can have."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def sync_directory(path: str) -> None:

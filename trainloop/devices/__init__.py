@@ -24,7 +24,14 @@ from trainloop.devices.modes import (
     resolve_mode,
     world_size,
 )
-from trainloop.devices.requests import DeviceChoice, choose_devices, most_cpu_processes, parse_devices, shown
+from trainloop.devices.requests import (
+    DeviceChoice,
+    choose_devices,
+    most_cpu_processes,
+    parse_devices,
+    shown,
+    whole_number,
+)
 from trainloop.errors import DeviceError
 from trainloop.resources import gpus
 from trainloop.resources.masks import child_mask, visible_devices
@@ -47,6 +54,7 @@ __all__ = [
     "resolve",
     "resolve_mode",
     "visible_devices",
+    "whole_number",
     "world_size",
 ]
 

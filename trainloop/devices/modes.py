@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from numbers import Integral
 from typing import Literal
 
-from trainloop.devices.requests import shown
+from trainloop.devices.requests import shown, whole_number
 from trainloop.errors import ConfigurationError
 
 __all__ = [
@@ -92,9 +91,10 @@ def check_num_nodes(num_nodes: object) -> int:
     ConfigurationError
         Unless it is an int of 1 or more; no bool, no text.
     """
-    if not isinstance(num_nodes, Integral) or isinstance(num_nodes, bool) or num_nodes < 1:
+    number = whole_number(num_nodes)
+    if number is None or number < 1:
         raise ConfigurationError(f"num_nodes={shown(num_nodes)}: must be an int of 1 or more, the number of machines.")
-    return int(num_nodes)
+    return number
 
 
 def world_size(num_devices: int, num_nodes: int = 1) -> int:

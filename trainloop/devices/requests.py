@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Sequence
 from numbers import Integral
@@ -9,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from trainloop.errors import ConfigurationError, DeviceError
 
-__all__ = ["DeviceChoice", "choose_devices", "most_cpu_processes", "parse_devices", "shown"]
+__all__ = ["DeviceChoice", "choose_devices", "most_cpu_processes", "parse_devices", "shown", "whole_number"]
 
 Kind = Literal["cuda", "mps", "cpu"]
 
@@ -124,6 +125,23 @@ def _wrong(given: object, what: str, count: int) -> DeviceError:
 
 def _be(count: int) -> str:
     return "is" if count == 1 else "are"
+
+
+def whole_number(value: object) -> int | None:
+    """The int that a value stands for, numpy's and other libraries' too; ``None`` for all else, and for truth values.
+
+    Examples
+    --------
+    >>> whole_number(2), whole_number(2.0), whole_number(True)
+    (2, None, None)
+    """
+    # True is an int to Python, a tensor of it to torch, and both are slips here.
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]  # which says itself what it takes
+    except Exception:  # whatever a user's class, or a tensor of many values, raises
+        return None
 
 
 def shown(value: object) -> str:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import inspect
 import math
+import numbers
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.data.libraries import loads
+from trainloop.devices import whole_number
 from trainloop.distributed.key import KEY_VARIABLE, key_from_environment
 from trainloop.errors import ConfigurationError
 from trainloop.keywords import WRAPPERS, keywords_of, meant
@@ -127,18 +130,42 @@ def check_amp(use_amp: Any) -> AmpOptions:
             raise ConfigurationError(
                 f"use_amp={use_amp!r}: GradScaler has no {unknown[0]!r}; it has {', '.join(known)}."
             )
+        why = _why_not_scaling(use_amp)
+        if why:
+            raise ConfigurationError(
+                f"use_amp={short(use_amp)}: a GradScaler of these takes no step ({why}). Give init_scale above 0, "
+                "growth_factor above 1, backoff_factor below 1 and a growth_interval of 1 or more, or leave them out."
+            )
         return AmpOptions(torch.float16, dict(use_amp))
     raise ConfigurationError(
         f"use_amp={short(use_amp)}: must be False, True, 'bf16', 'fp16' or a dict of GradScaler arguments."
     )
 
 
+def _why_not_scaling(scaler_args: dict[str, Any]) -> str:
+    """What a ``GradScaler`` of these arguments says to a step; empty if it takes it.
+
+    It reads most of them only then, so it is tried, on one number and on the CPU.
+    """
+    p = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)
+    try:
+        scaler = torch.amp.GradScaler("cpu", **scaler_args)
+        optimizer = torch.optim.SGD([p], lr=1.0)
+        p.grad = scaler.scale(torch.ones(1, dtype=torch.float32, device="cpu"))
+        scaler.step(optimizer)
+        scaler.update()
+    except Exception as error:  # assertions and whatever else torch raises for what it can't use
+        return " ".join(str(error).split()) or type(error).__name__
+    return "" if p.item() == -1.0 else "the scaled gradient is not finite"
+
+
 def check_auto_eval(end_auto_eval: Any) -> int:
     """Every how many epochs to evaluate; 0: never."""
     if isinstance(end_auto_eval, bool):
         return int(end_auto_eval)
-    if isinstance(end_auto_eval, int) and end_auto_eval >= 1:
-        return end_auto_eval
+    epochs = whole_number(end_auto_eval)
+    if epochs is not None and epochs >= 1:
+        return epochs
     raise ConfigurationError(
         f"end_auto_eval={short(end_auto_eval)}: must be True, False, or after how many epochs, an int of 1 or more."
     )
@@ -148,7 +175,7 @@ def check_positive(value: Any, name: str, *, optional: bool = True) -> Any:
     """A finite number above 0."""
     if value is None and optional:
         return None
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not number or not value > 0 or not math.isfinite(value):
         raise ConfigurationError(f"{name}={short(value)}: must be a number above 0{' or None' if optional else ''}.")
     return float(value)
@@ -158,9 +185,10 @@ def check_seed(seed: Any) -> int | None:
     """An int from 0 to 2**63 - 1, or None."""
     if seed is None:
         return None
-    if isinstance(seed, bool) or not hasattr(seed, "__index__") or not 0 <= int(seed) < 2**63:
+    number = whole_number(seed)
+    if number is None or not 0 <= number < 2**63:
         raise ConfigurationError(f"seed={short(seed)}: must be an int from 0 to 2**63 - 1, or None.")
-    return int(seed)
+    return number
 
 
 def check_bool(value: Any, name: str) -> bool:
@@ -228,7 +256,7 @@ def check_devices(
 ) -> tuple[Any, Any]:
     """Accelerator and devices, with ``cuda_device_idx`` translated into them."""
     if cuda_device_idx is not None:
-        check_count(cuda_device_idx, "cuda_device_idx", 0)
+        cuda_device_idx = check_count(cuda_device_idx, "cuda_device_idx", 0)
         if gpu_mode != "single" or devices != "auto":
             raise ConfigurationError(
                 f"cuda_device_idx={cuda_device_idx} is for gpu_mode='single' without devices. "
@@ -237,7 +265,8 @@ def check_devices(
         return "cuda", [cuda_device_idx]
     if auto_select_gpus and devices == 0:
         raise ConfigurationError("auto_select_gpus=True with devices=0: no GPU to select. Use devices=1 or more.")
-    return accelerator, devices
+    number = whole_number(devices)
+    return accelerator, devices if number is None else number
 
 
 # -- fit's arguments ---------------------------------------------------------------------------------------------------
@@ -245,23 +274,24 @@ def check_devices(
 
 def check_count(value: Any, name: str, least: int) -> int:
     """An int of at least ``least``."""
-    # True is an int to Python, and a slip here.
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    number = whole_number(value)
+    if number is None or number < least:
         raise ConfigurationError(f"{name}={short(value)}: must be an int of {least} or more.")
-    return value
+    return number
 
 
 def check_restarts(
     max_restarts: Any, restart_every_steps: Any, num_nodes: int, init_method: str | None = None
 ) -> RestartOptions | None:
     """How often ranks may restart, and when to make snapshots; ``None`` if the first failure ends the run."""
-    if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < -1:
+    most = whole_number(max_restarts)
+    if most is None or most < -1:
         raise ConfigurationError(
             f"max_restarts={short(max_restarts)}: must be an int of 0 or more, or -1 for as many as it takes."
         )
     if restart_every_steps is not None:
-        check_count(restart_every_steps, "restart_every_steps", 1)
-    if not max_restarts:
+        restart_every_steps = check_count(restart_every_steps, "restart_every_steps", 1)
+    if not most:
         return None
     if num_nodes > 1 and key_from_environment() is None:
         raise ConfigurationError(
@@ -273,17 +303,18 @@ def check_restarts(
             f"max_restarts={max_restarts} with init_method={init_method!r}: a host that comes again finds the others "
             "at an address. Give init_method='tcp://ADDRESS:PORT' of node 0, or MASTER_ADDR and MASTER_PORT."
         )
-    return RestartOptions(max_restarts, restart_every_steps)
+    return RestartOptions(most, restart_every_steps)
 
 
-def check_length(num_epochs: Any, num_iterations: Any) -> None:
-    """Exactly one of the two says how long to train."""
-    check_count(num_epochs, "num_epochs", 0)
-    check_count(num_iterations, "num_iterations", 0)
+def check_length(num_epochs: Any, num_iterations: Any) -> tuple[int, int]:
+    """The two as ints, of which exactly one says how long to train."""
+    num_epochs = check_count(num_epochs, "num_epochs", 0)
+    num_iterations = check_count(num_iterations, "num_iterations", 0)
     if (num_epochs > 0) == (num_iterations > 0):
         raise ConfigurationError(
             f"num_epochs={num_epochs}, num_iterations={num_iterations}: exactly one must be positive."
         )
+    return num_epochs, num_iterations
 
 
 def check_fit_parts(
@@ -342,7 +373,29 @@ def check_wrapper_args(given: Any, name: str, wrapper: type) -> dict[str, Any]:
     if unknown:
         hint = meant(unknown[0], known, WRAPPERS)
         raise ConfigurationError(f"{name}={given!r}: {wrapper.__name__} has no {unknown[0]!r}{hint}")
+    if issubclass(wrapper, nn.parallel.DistributedDataParallel):
+        _check_ddp_args(given, name)
     return dict(given)
+
+
+# Of DistributedDataParallel, whose ranks would fail at 'x', and take 'False' for true.
+_DDP_FLAGS = frozenset(
+    """broadcast_buffers init_sync find_unused_parameters check_reduction gradient_as_bucket_view static_graph
+    skip_all_reduce_unused_params""".split()
+)
+
+
+def _check_ddp_args(given: dict[str, Any], name: str) -> None:
+    for key, value in given.items():
+        if key in _DDP_FLAGS:
+            if value is not None and not isinstance(value, (bool, np.bool_)) and whole_number(value) not in (0, 1):
+                raise ConfigurationError(f"{name}: {key}={short(value)}: must be True or False.")
+        elif key == "bucket_cap_mb":
+            number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            if value is not None and not (number and 0 <= value < math.inf):
+                raise ConfigurationError(
+                    f"{name}: bucket_cap_mb={short(value)}: must be a number of MiB, 0 or more, or None for 25."
+                )
 
 
 def short(value: Any) -> str:

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, cast
 
 from trainloop.callbacks.base import AbstractCallback, HookTable
 from trainloop.carried import check_carried
-from trainloop.devices import has_ranks
+from trainloop.devices import check_num_nodes, has_ranks
 from trainloop.errors import ConfigurationError
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, TTFullyShardedDataParallel
 from trainloop.signals import signals
@@ -267,7 +267,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         init_method : str, optional
             Rendezvous point of several nodes, ``'tcp://ADDRESS:PORT'``. Default: ``MASTER_ADDR`` and ``MASTER_PORT``.
         on_gpu : bool, optional
-            ``False`` trains on the CPU even where there are GPUs.
+            ``True``: an error where there is no GPU. ``False`` trains on the CPU even where there are GPUs.
         resume_from : 'last' or path, optional
             A checkpoint to go on from; ``'last'`` is the newest whole one of the ``ModelCheckpoint`` in ``callbacks``,
             and a fresh start where there is none yet. A run that has ended, as planned or by a callback that would end
@@ -304,7 +304,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
                 raise ConfigurationError(
                     "fit was called by a callback of the same loop. Make another TrainLoop for it."
                 )
-            check.check_length(num_epochs, num_iterations)
+            length = check.check_length(num_epochs, num_iterations)
             data_callbacks = check.check_callbacks(
                 [in_process_data_load] if isinstance(in_process_data_load, AbstractCallback) else in_process_data_load,
                 "in_process_data_load",
@@ -317,11 +317,13 @@ class TrainLoop(LoopView, Generic[ModelT]):
                 made_in_ranks=bool(data_callbacks),
             )
             self.callbacks = [*data_callbacks, *check.check_callbacks(callbacks), *self.own_callbacks()]
-            self.num_epochs, self.num_iterations = num_epochs, num_iterations
+            self.num_epochs, self.num_iterations = length
             self.grad_accumulation = check.check_count(grad_accumulation, "grad_accumulation", 1)
+            num_nodes = check_num_nodes(num_nodes)
             self.site = settled(self.options, num_gpus, on_gpu, num_nodes, select=True)
-            check_rendezvous_point(num_nodes, node_rank, init_method)
-            self.site = replace(self.site, node_rank=node_rank, backend=check_backend(backend), init_method=init_method)
+            node_rank = check_rendezvous_point(num_nodes, node_rank, init_method)
+            backend = check_backend(backend, self.site)
+            self.site = replace(self.site, node_rank=node_rank, backend=backend, init_method=init_method)
             restarts = check.check_restarts(max_restarts, restart_every_steps, num_nodes, init_method)
             check_carried(self.model, self.gpu_mode)
             check.check_step(self.model, self.optimizer, self.options.amp, self.site.devices[0])

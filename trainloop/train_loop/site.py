@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from trainloop.devices import check_num_nodes, find_usable_cuda_devices, resolve, resolve_mode
+from trainloop.devices import find_usable_cuda_devices, has_ranks, resolve, resolve_mode, whole_number
 from trainloop.distributed import Rank
-from trainloop.errors import ConfigurationError
+from trainloop.errors import ConfigurationError, DeviceError
 from trainloop.resources.enforce import devices_under
 from trainloop.train_loop.arguments import check_bool, check_count, short
 from trainloop.train_loop.options import Options
@@ -101,7 +101,7 @@ def devices_for(
     is 0: there it trains on the CPU, with one warning.
     """
     if num_gpus is not None:
-        check_count(num_gpus, "num_gpus", 0)
+        num_gpus = check_count(num_gpus, "num_gpus", 0)
     if on_gpu is not None:
         check_bool(on_gpu, "on_gpu")
     on_cpu = isinstance(accelerator, str) and accelerator.strip().lower() == "cpu"
@@ -116,6 +116,8 @@ def devices_for(
             "on_gpu=True with accelerator='cpu': these exclude each other. Use accelerator='auto' for GPUs where there "
             "are any, or leave on_gpu out."
         )
+    if on_gpu:
+        check_gpu(num_gpus)
     if on_gpu is False:
         accelerator, on_cpu = "cpu", True
     elif num_gpus == 0 and not on_cpu:
@@ -146,12 +148,25 @@ def devices_for(
     return found
 
 
-def check_rendezvous_point(num_nodes: int, node_rank: Any, init_method: Any) -> None:
-    """Refuse several nodes without an address that all of them know."""
+def check_gpu(num_gpus: int | None) -> None:
+    """Refuse ``on_gpu=True`` where it would train on the CPU."""
+    try:
+        resolve("gpu", 1)
+    except DeviceError as error:
+        raise DeviceError(
+            "on_gpu=True: no GPU is visible here. Leave on_gpu out to train on what there is, or check "
+            "CUDA_VISIBLE_DEVICES and the CUDA build of torch."
+        ) from error
+    if num_gpus == 0:
+        raise ConfigurationError("num_gpus=0 with on_gpu=True: these exclude each other. Leave one of them out.")
+
+
+def check_rendezvous_point(num_nodes: int, node_rank: Any, init_method: Any) -> int:
+    """Return this node's rank; refuse several nodes without an address that all of them know."""
     from trainloop.launch import joined
 
-    check_num_nodes(num_nodes)
-    if isinstance(node_rank, bool) or not isinstance(node_rank, int) or not 0 <= node_rank < num_nodes:
+    rank = whole_number(node_rank)
+    if rank is None or not 0 <= rank < num_nodes:
         raise ConfigurationError(
             f"node_rank={short(node_rank)} with num_nodes={num_nodes}: must be an int from 0 to {num_nodes - 1}."
         )
@@ -171,10 +186,11 @@ def check_rendezvous_point(num_nodes: int, node_rank: Any, init_method: Any) -> 
                 "Set MASTER_ADDR and MASTER_PORT to an address of node 0 on every node, "
                 "or pass init_method='tcp://ADDRESS:PORT'."
             )
+    return rank
 
 
-def check_backend(backend: Any) -> str | None:
-    """Return the process group's backend; refuse one that this torch lacks."""
+def check_backend(backend: Any, site: Site) -> str | None:
+    """Return the process group's backend; refuse one that this torch lacks, or that can't serve the ranks' devices."""
     if backend is None:
         return None
     # Also those that a plugin has registered.
@@ -185,4 +201,25 @@ def check_backend(backend: Any) -> str | None:
             f"backend={short(backend)}: must be one of {', '.join(map(repr, names))}, "
             "or None for gloo on the CPU and nccl on CUDA."
         )
+    # Modes without ranks make no process group: a script may give the same backend in all.
+    if has_ranks(site.mode):
+        lacking = next((part for part in parts if not torch.distributed.is_backend_available(part)), None)
+        if lacking is not None:
+            raise ConfigurationError(
+                f"backend={short(backend)}: this torch ({torch.__version__}) was built without {lacking}. Leave "
+                "backend out for gloo on the CPU and nccl on CUDA."
+            )
+        kind = site.devices[0].type
+        if not any(_serves(part, kind) for part in backend.lower().split(",")):
+            raise ConfigurationError(
+                f"backend={short(backend)} with ranks on {kind}: it doesn't exchange their tensors. Leave backend out "
+                "for gloo on the CPU and nccl on CUDA, or choose other devices."
+            )
     return str(backend).lower()
+
+
+def _serves(part: str, kind: str) -> bool:
+    """Whether a part of a backend's name, ``'gloo'`` or ``'cuda:nccl'``, is for devices of a kind."""
+    device, _, name = part.rpartition(":")
+    # A plugin may leave open for which devices it is.
+    return device in ("", kind) and kind in torch.distributed.Backend.backend_capability.get(name, [kind])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import warnings
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import optimizers_of
 from trainloop.parallel.shards import gathered, map_tensors
 from trainloop.scratch import remove_dead
+from trainloop.train_loop.arguments import short
 from trainloop.train_loop.ending import end_that_holds, nothing_left
 from trainloop.train_loop.trained import add_missing_groups, changed_flags, group_names, set_flags
 
@@ -134,6 +136,15 @@ def checkpoint_to_resume(loop: TrainLoop[Any], resume_from: Any) -> dict[str, An
     """The state that ``fit(resume_from=...)`` names, of this very model; ``None`` for a fresh start."""
     if resume_from is None:
         return None
+    if (
+        not isinstance(resume_from, (str, os.PathLike))
+        or not isinstance(os.fspath(resume_from), str)
+        or not resume_from
+    ):
+        raise ConfigurationError(
+            f"resume_from={short(resume_from)}: must be 'last', for the newest checkpoint of the ModelCheckpoint in "
+            "callbacks, the path or URL of a checkpoint as text or a Path, or None for a fresh start."
+        )
     whole = loop.gpu_mode != "fsdp"  # there each rank reads its part
     if resume_from == "last":
         keepers = [callback for callback in loop.callbacks if hasattr(callback, "last_state")]
