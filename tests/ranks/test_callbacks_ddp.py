@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from conftest import make_data
 from event_files import event_files, read, steps, values_of
 from small_loop import Counts, Net, make_loop
-from trainloop import TrainLoop
+from trainloop import AbstractCallback, TrainLoop
 from trainloop.callbacks import (
     AllPredictionsSame,
     EarlyStopping,
@@ -87,6 +89,68 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert values_of(found["loss"]) == pytest.approx(loop.history.steps("loss"), rel=1e-6)
     assert steps(found["epoch/loss"]) == steps(found["val_rows"]) == [4, 8, last]
     assert board._epoch_values.state_dict() == {name: len(loop.history[name]) for name in loop.history}
+
+
+class Leaves(AbstractCallback):
+    """Takes itself out of the list, after counting its epochs."""
+
+    epochs = 0
+
+    def on_epoch_end(self) -> None:
+        self.epochs += 1
+
+    def on_train_end(self) -> None:
+        self.train_loop_obj.callbacks.remove(self)
+
+
+class Brings(AbstractCallback):
+    """Brings others along: one before itself, one of a class that only the rank knows, one that knows this one."""
+
+    def on_train_begin(self) -> None:
+        class MadeHere(AbstractCallback):
+            level = 3
+
+        others = [AbstractCallback("plain"), MadeHere("made here"), AbstractCallback("knows")]
+        others[2].friends = [self, self.train_loop_obj, self.train_loop_obj.model]
+        self.kept = others[1]
+        self.train_loop_obj.callbacks.insert(0, others[0])
+        self.train_loop_obj.callbacks += others[1:]
+
+
+class BringsWhatCanNotBeSent(AbstractCallback):
+    def on_epoch_end(self) -> None:
+        other = AbstractCallback("lock")
+        other.lock = threading.Lock()
+        self.train_loop_obj.callbacks.append(other)
+
+
+def test_hooks_that_change_the_list_of_callbacks() -> None:
+    """The caller's list ends as in one process, in each kind of run that sends it; its own callbacks stay its own."""
+    kinds: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "single": ({}, {}),
+        "ddp": ({"gpu_mode": "ddp", "devices": 2}, {}),
+        "restartable": ({}, {"max_restarts": 1, "restart_every_steps": 3}),
+    }
+    found: dict[str, Any] = {}
+    for kind, (made, fitted) in kinds.items():
+        loop, given = make_loop(**made), [Leaves("leaves"), Brings("brings"), Leaves("leaves too")]
+        loop.fit(num_epochs=2, callbacks=given, **fitted)
+        _, brings, made_here, knows = loop.callbacks
+        found[kind] = [
+            [callback.callback_name for callback in loop.callbacks],
+            [callback.epochs for callback in given if isinstance(callback, Leaves)],
+            type(made_here).__name__, made_here.level,
+            brings is given[1], brings.kept is made_here,
+            all(map(operator.is_, knows.friends, [brings, loop, loop.model])),
+        ]  # fmt: skip
+        if kind == "ddp":
+            with pytest.warns(UserWarning, match=r"added to callbacks in training, can't be pickled"):
+                loop.fit(num_epochs=1, callbacks=[*given, stays := BringsWhatCanNotBeSent()])
+            assert loop.callbacks[2] is stays
+            assert "lock" not in [callback.callback_name for callback in loop.callbacks]
+            assert loop.epoch == 3
+    assert found["single"][0] == ["plain", "brings", "made here", "knows"]
+    assert found["ddp"] == found["restartable"] == found["single"]
 
 
 def test_bad_data_on_one_rank(capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:

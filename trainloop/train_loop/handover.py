@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -84,13 +85,14 @@ class Departure:
         self._loop = loop
         self._known = known_objects(loop)
         self._parts = _parts(loop)
+        self._callbacks = list(loop.callbacks)
         self.paths = tuple(self._parts)
         """Of the parts, for :class:`Arrival`: both sides number them alike."""
 
     def receive(self, data: PackedState) -> Any:
         """Put a rank's end state into the caller's own objects; returns the ``result`` that came with it."""
         state = unpack_state(data, [*self._known, *self._parts.values()])
-        _receive(self._loop, state)
+        _receive(self._loop, state, self._callbacks)
         # What shares a parameter's memory has its values already; a rank with shards sends those that it came with.
         own = {_address(tensor) for _, tensor in _tensors(self._loop)} - {0}
         views = {path for path, part in self._parts.items() if isinstance(part, torch.Tensor) and _address(part) in own}
@@ -109,6 +111,8 @@ class Arrival:
         found = _parts(loop)
         self.parts = {path: found[path] for path in paths if path in found}
         """What has an identity on both sides, by its path."""
+        self.callbacks = list(loop.callbacks)
+        """Those that were sent, whatever hooks make of the loop's list."""
         # A part that is not found here keeps its number.
         self.known = [*known_objects(loop), *(found.get(path, object()) for path in paths)]
         """What both sides have, in the same order."""
@@ -134,8 +138,8 @@ class Arrival:
         their state, which may be an exchange of all ranks.
         """
         loop = self._loop
-        callbacks = [callback_state(callback) for callback in loop.callbacks]
-        stateful = [getattr(loop.callbacks[i], name).state_dict() for i, name in self._stateful]
+        callbacks = [callback_state(callback) for callback in self.callbacks]
+        stateful = [getattr(self.callbacks[i], name).state_dict() for i, name in self._stateful]
         if not sent:
             return None
         modules = _modules(loop)
@@ -162,8 +166,9 @@ class Arrival:
             "scaler": loop.scaler_state,
             "counters": {name: getattr(loop, name) for name in COUNTERS if name != "message_service"},
             "messages": loop.message_service.__dict__,
-            "callbacks": list(map(self._that_can_be_sent, callbacks, loop.callbacks)),
-            "stateful": stateful,
+            "callbacks": list(map(self._that_can_be_sent, callbacks, self.callbacks)),
+            "list of callbacks": self._changed_list(),
+            "stateful": dict(zip(self._stateful, stateful, strict=True)),
             "result": result,
         }
         return pack_state(state, self.known)
@@ -176,6 +181,23 @@ class Arrival:
                 stacklevel=2,
             )
         return can
+
+    def _changed_list(self) -> list[Any] | None:
+        """The loop's callbacks, if a hook has added or removed some; ``None`` if they are those that were sent.
+
+        Of the new ones the caller gets copies.
+        """
+        now = self._loop.callbacks
+        if len(now) == len(self.callbacks) and all(map(operator.is_, now, self.callbacks)):
+            return None
+        lost = [callback for callback in now if fingerprint(callback, self.known) is None]
+        for callback in lost:
+            warnings.warn(
+                f"{callback!r}, which was added to callbacks in training, can't be pickled: the caller's list "
+                "is without it.",
+                stacklevel=3,
+            )
+        return [callback for callback in now if all(callback is not other for other in lost)]
 
     def _that_can_be_sent(self, state: Any, callback: Any) -> Any:
         if not isinstance(state, dict) or fingerprint(state, self.known) is not None:
@@ -204,8 +226,7 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
 
 
-def _receive(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
-    stateful = [(callback, name) for callback in loop.callbacks for name in stateful_attributes(callback)]
+def _receive(loop: TrainLoop[Any], state: dict[str, Any], callbacks: list[Any]) -> None:
     _put_modules(loop, state["modules"])
     put_tensors(loop, state["tensors"])
     put_plain_attributes(loop, state["attributes"])
@@ -214,10 +235,12 @@ def _receive(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
     for name, value in state["counters"].items():
         setattr(loop, name, value)
     loop.message_service.__dict__.update(state["messages"])
-    for (callback, name), saved in zip(stateful, state["stateful"], strict=True):
-        getattr(callback, name).load_state_dict(saved)
-    for callback, saved in zip(loop.callbacks, state["callbacks"], strict=True):
+    for (i, name), saved in state["stateful"].items():
+        getattr(callbacks[i], name).load_state_dict(saved)
+    for callback, saved in zip(callbacks, state["callbacks"], strict=True):
         put_callback_state(callback, saved)
+    if state["list of callbacks"] is not None:
+        loop.callbacks = state["list of callbacks"]
 
 
 def put_tensors(loop: TrainLoop[Any], values: Mapping[tuple[int, str], tuple[torch.Tensor, bool]]) -> None:

@@ -246,7 +246,7 @@ class StopWithSnapshots:
             "buffers": {key: tensor.detach() for key, tensor in handover.buffers_of(loop)},
             "stateful": {
                 (i, name): getattr(callback, name).state_dict()
-                for i, callback in enumerate(loop.callbacks)
+                for i, callback in enumerate(self._arrival.callbacks)
                 for name in handover.stateful_attributes(callback)
             },
             **_attributes(loop, self._arrival),
@@ -271,7 +271,7 @@ class StopWithSnapshots:
         packed = self._snapshotter.pack(mine, [section for section in mine if section not in _NEEDED], unchanged)
         if not self._told_omitted:
             self._omitted = [
-                f"{name} of {_owner_text(loop, section, key)}"
+                f"{name} of {_owner_text(loop, self._arrival, section, key)}"
                 for section, key, name, value in self._snapshotter.refused_of(mine)
                 if not isinstance(value, (*_OF_A_PROCESS, *_FUNCTIONS))
             ]
@@ -376,7 +376,9 @@ def _attributes(loop: TrainLoop[Any], arrival: Arrival) -> dict[str, dict[Any, A
     return {
         "modules": modules,
         "loop": {"": {name: value for name, value in vars(loop).items() if name not in _STRUCTURE}},
-        "attributes of callbacks": {i: handover.callback_state(callback) for i, callback in enumerate(loop.callbacks)},
+        "attributes of callbacks": {
+            i: handover.callback_state(callback) for i, callback in enumerate(arrival.callbacks)
+        },
         "datasets": {i: _plain_values(dataset) for i, dataset in enumerate(_datasets(loop))},
         # Those of optimizers are in the common part.
         "parts": {
@@ -385,10 +387,11 @@ def _attributes(loop: TrainLoop[Any], arrival: Arrival) -> dict[str, dict[Any, A
     }
 
 
-def _owner_text(loop: TrainLoop[Any], section: str, key: Any) -> str:
+def _owner_text(loop: TrainLoop[Any], arrival: Arrival, section: str, key: Any) -> str:
     """Whose it is what a section of a snapshot has under a key."""
     if section in ("stateful", "attributes of callbacks"):
-        return loop.callbacks[key[0] if isinstance(key, tuple) else key].callback_name
+        name: str = arrival.callbacks[key[0] if isinstance(key, tuple) else key].callback_name
+        return name
     if section == "modules":
         root, path = key
         return type((loop.criterion if root else loop.model).get_submodule(path)).__name__
@@ -418,9 +421,9 @@ def _put_attributes(loop: TrainLoop[Any], arrival: Arrival, mine: dict[str, Any]
     vars(loop).update(mine["loop"].get("", {}))
     _put_into_datasets(loop, mine["datasets"])
     for (i, name), saved in mine["stateful"].items():
-        getattr(loop.callbacks[i], name).load_state_dict(saved)
+        getattr(arrival.callbacks[i], name).load_state_dict(saved)
     for i, saved in mine["attributes of callbacks"].items():
-        handover.put_callback_state(loop.callbacks[i], saved)
+        handover.put_callback_state(arrival.callbacks[i], saved)
     kept: dict[str, set[Any]] = {}
     for section, path, name in mine["omitted"]:
         if section == "parts":
