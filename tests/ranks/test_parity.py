@@ -62,6 +62,14 @@ class Winding(TTModel):
         return self(x.to(device)).argmax(1), y, {}
 
 
+class Lazy(Winding):
+    """Weights are drawn when the first batch tells their shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.side = nn.LazyLinear(16), nn.LazyLinear(3), nn.LazyLinear(3)
+
+
 def loss_of(model: Any, batch: Any) -> Tensor:
     return model.get_loss(batch, CRITERION, torch.device("cpu"))
 
@@ -288,15 +296,16 @@ def test_ddp_goes_on_in_a_second_fit_and_accumulates() -> None:
     assert reference.largest_difference(ours, theirs) < 1e-5  # Adam divides small differences by small numbers
 
 
-def test_all_modes_see_the_same_batches_with_a_seed() -> None:
-    """Shuffled, the same global batch: 16 in one process, 8 on each of two ranks."""
+@pytest.mark.parametrize("model_type, seed", [(Winding, 11), (Lazy, 11), (Lazy, None)])
+def test_all_modes_see_the_same_batches_with_a_seed(model_type: Any, seed: int | None) -> None:
+    """Shuffled, the same global batch: 16 in one process, 8 on each of two ranks. Lazy weights are the same, too."""
     data, trained = make_data(), []
     for mode, devices, batch_size in [("single", "auto", 16), ("dp", 2, 16), ("ddp", 2, 8)]:
         torch.manual_seed(3)
-        model = Winding()
-        loader = DataLoader(data, batch_size=batch_size, shuffle=True)
-        torch.manual_seed(len(trained))  # whatever the caller's RNG is
-        trained.append(loop(model, loader, sgd(model), gpu_mode=mode, devices=devices, seed=11).fit(num_epochs=2))
+        model = model_type()
+        loader = DataLoader(data, batch_size=batch_size, shuffle=seed is not None)
+        torch.manual_seed(len(trained) if seed is not None else 3)  # with a seed, whatever the caller's RNG is
+        trained.append(loop(model, loader, sgd(model), gpu_mode=mode, devices=devices, seed=seed).fit(num_epochs=2))
     assert reference.largest_difference(trained[0], trained[1]) < 1e-6
     assert reference.largest_difference(trained[0], trained[2]) < 1e-6
 

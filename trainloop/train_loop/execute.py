@@ -62,6 +62,8 @@ def execute(loop: TrainLoop[Any], work: Callable[..., Any], *args: Any, job: Fit
         What ``work`` returned: here, or on the first of this host's ranks.
     """
     if not has_ranks(loop.gpu_mode) and (job is None or job.restarts is None):
+        if loop.gpu_mode == "dp":
+            _initialize_lazy_parameters(loop)
         stop = LocalStop()
         applied_here = applied(
             loop.options.quota, device=loop.site.devices[0], loader_workers=_loader_workers(loop, ranks=1)
@@ -308,8 +310,12 @@ def _own_randomness(loop: TrainLoop[Any]) -> Iterator[None]:
     if seed is None:
         yield
         return
-    with rng.isolated(rng.derive_seed(seed, "fit", loop.epoch, loop.rank)):
+    with rng.isolated(_seed_of_run(loop, seed)):
         yield
+
+
+def _seed_of_run(loop: TrainLoop[Any], seed: int) -> int:
+    return rng.derive_seed(seed, "fit", loop.epoch, loop.rank)
 
 
 def sent_parts(loop: TrainLoop[Any]) -> dict[str, Any]:
@@ -326,10 +332,17 @@ def _loader_workers(loop: TrainLoop[Any], ranks: int) -> int:
 
 
 def _initialize_lazy_parameters(loop: TrainLoop[Any]) -> None:
-    """Lazy modules take their shapes from a batch; before the ranks start, so that all have the same weights."""
+    """Lazy modules take their shapes from a batch, before ranks or replicas are made: all have the same weights.
+
+    These are those of ``single``, where the first step's forward draws them, unless that draws others before (dropout).
+    """
     lazy = [p for p in loop.model.parameters() if torch.nn.parameter.is_lazy(p)]
     loader = next((loader for loader in _loaders(loop) if loader is not None), None)
     if not lazy or loader is None:
         return
+    before = CallersRandomness.of(loop)
     with rng.isolated(), evaluating(loop.model):
-        run_through(loop.model.get_loss(next(iter(loader)), loop.criterion, loop.model.device))
+        batch = next(iter(loader))
+        with nullcontext() if loop.seed is None else rng.isolated(_seed_of_run(loop, loop.seed)):
+            run_through(loop.model.get_loss(batch, loop.criterion, loop.model.device))
+    before.put_into(loop)
