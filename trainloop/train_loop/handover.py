@@ -193,8 +193,8 @@ class Arrival:
         lost = [callback for callback in now if fingerprint(callback, self.known) is None]
         for callback in lost:
             warnings.warn(
-                f"{callback!r}, which was added to callbacks in training, can't be pickled: the caller's list "
-                "is without it.",
+                f"callback {callback.callback_name!r}, added in training, can't be pickled: the caller's list is "
+                "without it.",
                 stacklevel=3,
             )
         return [callback for callback in now if all(callback is not other for other in lost)]

@@ -17,7 +17,7 @@ import torch
 
 from trainloop.errors import UnpicklableError
 from trainloop.transfer.pages import PAGE, MovedPages, anonymous_file, write_all
-from trainloop.transfer.pickling import IN_STREAM, Pickler, load_device
+from trainloop.transfer.pickling import IN_STREAM, Pickler, load_device, noting_classes
 from trainloop.transfer.unpicklable import explain
 
 __all__ = ["Parcel", "Payload", "pack"]
@@ -63,7 +63,7 @@ class Parcel:
             view[place : place + nbytes].toreadonly() if readonly else view[place : place + nbytes]
             for place, nbytes, readonly in entries
         )
-        with load_device(device), _numbered(received or {}):
+        with load_device(device), noting_classes(), _numbered(received or {}):
             unpickler = pickle.Unpickler(_Reader(view[: self.stream_size]), buffers=buffers)
             obj = unpickler.load()
             # After the object: by then its classes have been made, and are the very ones.

@@ -38,6 +38,7 @@ __all__ = [
     "dump_state",
     "load_device",
     "load_state",
+    "noting_classes",
     "pack_state",
     "unpack_state",
 ]
@@ -380,8 +381,9 @@ class StatePickler(Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type):
             # A class that came here by value must not go back as a second class of the same name.
+            # One that was made here, in a hook, say, is not known there: it goes by value.
             tracker_id = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.get(obj)
-            if tracker_id is not None and self.other_side_has_classes:
+            if tracker_id in _arrived_classes and self.other_side_has_classes:
                 return _tracked_class, (tracker_id,)
         return super().reducer_override(obj)
 
@@ -404,6 +406,19 @@ class StateUnpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: int) -> object:
         return self._known[pid]
+
+
+# Those of classes that came here by value. cloudpickle tracks the ones made here, too, once they have been pickled.
+_arrived_classes: set[str] = set()
+
+
+@contextlib.contextmanager
+def noting_classes() -> Iterator[None]:
+    """Note the classes that come here by value while this lasts: their sender has them, by the same name."""
+    tracked = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
+    before = set(tracked)
+    yield
+    _arrived_classes.update(set(tracked) - before)
 
 
 def _tracked_class(tracker_id: str) -> type:
