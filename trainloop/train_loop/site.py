@@ -195,8 +195,8 @@ def check_backend(backend: Any, site: Site) -> str | None:
         return None
     # Also those that a plugin has registered.
     names = [*(name.lower() for name in torch.distributed.Backend.backend_list if name != "undefined")]
-    parts = [part.split(":")[-1] for part in backend.lower().split(",")] if isinstance(backend, str) else [None]
-    if not all(part in names for part in parts):
+    parts = [part.split(":")[-1] for part in backend.lower().split(",")] if isinstance(backend, str) else []
+    if not parts or not all(part in names for part in parts):
         raise ConfigurationError(
             f"backend={short(backend)}: must be one of {', '.join(map(repr, names))}, "
             "or None for gloo on the CPU and nccl on CUDA."
