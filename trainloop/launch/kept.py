@@ -163,6 +163,10 @@ def changed(now: dict[str, Any], before: Sequence[dict[str, Any]]) -> list[str]:
     return [name for name in {**now, **ChainMap(*before)} if now.get(name) not in [then.get(name) for then in before]]
 
 
+# Torch itself sets these where it imports its compiler.
+_SET_BY_TORCH = ("KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR")
+
+
 def surroundings() -> dict[str, Any]:
     """What a process that this one starts has from it besides its data; to compare it with an earlier time's."""
     _, *inherited = circumstances()  # the environment is here as a whole
@@ -177,7 +181,6 @@ def changeable_surroundings() -> dict[str, Any]:
     return {
         "folder": folder,
         "CPUs": own_cpus(),
-        # But for the one that torch itself sets and resets when it imports its compiler.
-        **{f"variable {name}": value for name, value in os.environ.items() if name != "KMP_DUPLICATE_LIB_OK"},
+        **{f"variable {name}": value for name, value in os.environ.items() if name not in _SET_BY_TORCH},
         **{f"setting {name}": value for name, value in read_settings().items()},
     }
