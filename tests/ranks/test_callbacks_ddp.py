@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import threading
 import warnings
 from pathlib import Path
@@ -118,6 +119,19 @@ class Brings(AbstractCallback):
         self.train_loop_obj.callbacks += others[1:]
 
 
+class DiesOnce(AbstractCallback):
+    """Where a run survives that, in the middle of its second epoch; not where the mark is there already."""
+
+    def __init__(self, mark: Path) -> None:
+        super().__init__("dies once")
+        self.mark = mark
+
+    def on_batch_end(self) -> None:
+        if self.train_loop_obj.global_step == 10 and not self.mark.exists():
+            self.mark.touch()
+            os._exit(3)
+
+
 class BringsWhatCanNotBeSent(AbstractCallback):
     def on_epoch_end(self) -> None:
         other = AbstractCallback("lock")
@@ -125,7 +139,7 @@ class BringsWhatCanNotBeSent(AbstractCallback):
         self.train_loop_obj.callbacks.append(other)
 
 
-def test_hooks_that_change_the_list_of_callbacks(capfd: pytest.CaptureFixture[str]) -> None:
+def test_hooks_that_change_the_list_of_callbacks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The caller's list ends as in one process, in each kind of run that sends it; its own callbacks stay its own."""
     kinds: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "single": ({}, {}),
@@ -134,14 +148,22 @@ def test_hooks_that_change_the_list_of_callbacks(capfd: pytest.CaptureFixture[st
     }
     found: dict[str, Any] = {}
     for kind, (made, fitted) in kinds.items():
-        loop, given = make_loop(**made), [Leaves("leaves"), Brings("brings"), Leaves("leaves too")]
+        if kind == "restartable":
+            (tmp_path / "mark").unlink()
+        else:
+            (tmp_path / "mark").touch()
+        loop, dies = make_loop(**made), DiesOnce(tmp_path / "mark")
+        given = [Leaves("leaves"), Brings("brings"), dies, Leaves("leaves too")]
         loop.fit(num_epochs=2, callbacks=given, **fitted)
-        _, brings, made_here, knows = loop.callbacks
+        assert len(loop.restarts) == (kind == "restartable")
+        _, brings, same, made_here, knows = loop.callbacks
+        assert same is dies
         found[kind] = [
             [callback.callback_name for callback in loop.callbacks],
             [callback.epochs for callback in given if isinstance(callback, Leaves)],
             type(made_here).__name__, made_here.level,
-            brings is given[1], brings.kept is made_here,
+            brings is given[1], type(brings.kept).__name__, brings.kept.level,
+            brings.kept is made_here or kind == "restartable",  # there on_train_begin has made the other anew
             all(map(operator.is_, knows.friends, [brings, loop, loop.model])),
         ]  # fmt: skip
         if kind == "ddp":
@@ -149,10 +171,10 @@ def test_hooks_that_change_the_list_of_callbacks(capfd: pytest.CaptureFixture[st
                 warnings.simplefilter("default")  # ranks have the caller's filters: here an error
                 loop.fit(num_epochs=1, callbacks=[*given, stays := BringsWhatCanNotBeSent()])
             assert "callback 'lock', added in training, can't be pickled" in capfd.readouterr().err
-            assert loop.callbacks[2] is stays
+            assert loop.callbacks[3] is stays
             assert "lock" not in [callback.callback_name for callback in loop.callbacks]
             assert loop.epoch == 3
-    assert found["single"][0] == ["plain", "brings", "made here", "knows"]
+    assert found["single"][0] == ["plain", "brings", "dies once", "made here", "knows"]
     assert found["ddp"] == found["restartable"] == found["single"]
 
 
