@@ -258,6 +258,8 @@ def test_on_gpu_where_there_is_none(mode: str, no_process: None, monkeypatch: py
 
 def test_arguments_for_ranks_that_one_process_has_no_use_for() -> None:
     """A script may pass the same in all modes; and a scaler's arguments that can work are taken."""
+    for scale in (3, 0.1, 1000.0, 49.0, np.float32(0.7), 2.0**100):
+        make(use_amp={"init_scale": scale})
     loop = make(use_amp={"init_scale": 2, "growth_interval": np.int64(5)})
     flags = {"find_unused_parameters": np.True_, "static_graph": 0, "bucket_cap_mb": 0.5, "broadcast_buffers": None}
     loop.fit(1, backend="nccl", ddp_model_args=flags)
