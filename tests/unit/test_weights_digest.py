@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainloop.train_loop.trained import _bit_sums
+from trainloop.parallel.shards import bit_sums
 
 
 @pytest.mark.parametrize(
@@ -23,8 +23,8 @@ def test_one_bit_shows(dtype: torch.dtype, layout: str) -> None:
         "scalar": base[3],
     }[layout]
     copy = tensor.clone()
-    assert _bit_sums([copy, tensor]) == _bit_sums([tensor, copy])
+    assert bit_sums([copy, tensor]) == bit_sums([tensor, copy])
     for i in range(copy.numel()):
         other = copy.clone(memory_format=torch.contiguous_format)
         other.view(-1)[i] *= 1 + 2 * torch.finfo(dtype).eps
-        assert _bit_sums([other]) != _bit_sums([copy]), i
+        assert bit_sums([other]) != bit_sums([copy]), i

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from trainloop.errors import ConfigurationError
 
-__all__ = ["Mode", "Monitor", "check_mode"]
+__all__ = ["Monitor"]
 
 Mode = Literal["auto", "min", "max"]
 
