@@ -46,7 +46,7 @@ def _direct(method: Callable[..., Any], inner: Callable[..., Any]) -> Callable[.
         if DYNAMO not in sys.modules:
             return inner(*args, **kwargs)
         if vars(inner).get(_CACHE) is call:
-            del vars(inner)[_CACHE]  # torch puts its own there, now and for good
+            vars(inner).pop(_CACHE, None)  # torch puts its own there, now and for good; another thread may have done so
         return method(*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]  # as torch marks its own

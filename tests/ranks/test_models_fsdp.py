@@ -12,6 +12,7 @@ import torch
 from sharded_models import CPU, Block, Tower
 from test_parity_fsdp import adam, data, distance, float64
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from trainloop import AbstractCallback, TrainLoop
 from trainloop.callbacks import GradientClipping, GradientStats, TerminateOnNaN
@@ -24,6 +25,7 @@ class Scaled(Block):
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self.gain, self.shift = nn.Parameter(torch.tensor([1.1])), nn.Parameter(torch.tensor(0.1))
+        self.shift.register_hook(lambda gradient: gradient * 0.5)  # each rank has the scalar itself
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.gain + self.shift
@@ -62,6 +64,25 @@ class Adversarial(Tower):
         return criterion(self.hidden(hidden + 0.1 * gradient.sign()), y)
 
 
+class Recomputed(Tower):
+    """Its blocks' second forward, in backward, ends as soon as backward has what it needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = self.blocks
+        self.blocks = nn.ModuleList(Checkpointed(block) for block in self.plain)
+        del self.plain
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
 class Adapter(nn.Module):
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -95,6 +116,8 @@ EQUAL: dict[str, tuple[Any, Callable[[], list[Any]]]] = {
         Small,
         lambda: [GradientStats(1, True), TerminateOnNaN(), GradientClipping(0.1, norm_type=math.inf)],
     ),
+    "an infinite norm by name": (Small, lambda: [GradientClipping(0.1, norm_type="inf")]),  # type: ignore[arg-type]
+    "recomputed blocks": (Recomputed, list),
     "mixed norms of another order": (Small, lambda: [GradientClipping(0.1, max_value=0.05, norm_type=3)]),
     "views of weights": (Seen, list),
     "a backward within the forward": (Adversarial, list),

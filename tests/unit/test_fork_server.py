@@ -164,6 +164,7 @@ def test_a_server_that_can_not_fork_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_server_of_a_process_with_many_files_open_hears_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "pidfd_open", raising=False)
     monkeypatch.setattr(forked, "_fork_for", lambda caller: None)  # as in the new process
+    monkeypatch.setattr(forked, "_objection", str)  # pytest has threads
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     ours, theirs = connection_pair()
     with ours, theirs:

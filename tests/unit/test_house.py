@@ -297,7 +297,7 @@ FOREIGN: dict[str, str] = {
     "transfer/slots.py": "_DYNAMIC_CLASS_TRACKER_BY_ID",
     "transfer/torch_objects.py": (
         "_TorchCompileWrapper _dynamo _inject_new_class _inject_property _ops _orig_mod _overloadname "
-        "_qualified_op_name _slotnames _torchdynamo_orig_callable"
+        "_rebuild_tensor_v3 _utils _qualified_op_name _slotnames _torchdynamo_orig_callable"
     ),
     "transfer/unpicklable.py": "_extract_code_globals _should_pickle_by_reference",
 }

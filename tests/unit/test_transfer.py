@@ -144,6 +144,8 @@ TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     "subclass": lambda: torch.ones(5000).as_subclass(Tagged),
     "conjugate": lambda: torch.ones(5000, dtype=torch.complex64).conj(),
     "zero dimensions": lambda: torch.tensor(2.0),
+    "unsigned": lambda: torch.arange(5000).to(torch.uint16),
+    "of eight bits": lambda: nn.Parameter(torch.ones(5000).to(torch.float8_e4m3fn), requires_grad=False),
 }
 
 

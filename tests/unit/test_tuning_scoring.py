@@ -118,6 +118,17 @@ class Noted:
         return []
 
 
+def test_samples_for_weights_have_rows_of_each_class() -> None:
+    truth = np.array([0] * 146 + [1] * 4)
+
+    def recall(truth: Any, predictions: Any) -> float:
+        return sum((predictions > 0.5) & (truth == 1)) / sum(truth == 1)  # a sample without positives divides by zero
+
+    with np.errstate(all="raise"):
+        weights = ensemble_weights([np.zeros(150), truth * 0.9, np.ones(150) * 0.4], truth, recall, bags=60)
+    assert weights[1] > 0.9
+
+
 def test_folds_get_equal_parts_of_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Noted()
     monkeypatch.setattr("trainloop.tuning.search.LocalBackend", lambda: backend)

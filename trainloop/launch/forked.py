@@ -129,7 +129,7 @@ def _next_request(connection: socket.socket, caller: int) -> tuple[dict[str, Any
         content, fds = request
         asked = json.loads(content)
         _load([name for name in asked["modules"] if name not in sys.modules])
-        answer = _fork_for(caller)
+        answer = _objection().encode() or _fork_for(caller)  # what was loaded since it was ready counts, too
         if answer is None:
             return asked, fds
         for fd in fds:

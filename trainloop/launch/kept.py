@@ -163,7 +163,8 @@ def changed(now: dict[str, Any], before: Sequence[dict[str, Any]]) -> list[str]:
     return [name for name in {**now, **ChainMap(*before)} if now.get(name) not in [then.get(name) for then in before]]
 
 
-# Torch itself sets these where it imports its compiler.
+_COUNTER = "torch.utils.hooks.RemovableHandle"  # goes on with every hook, which is no change of anything
+# Torch itself sets these where it imports its compiler, and reads them later.
 _SET_BY_TORCH = ("KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR")
 
 
@@ -182,5 +183,5 @@ def changeable_surroundings() -> dict[str, Any]:
         "folder": folder,
         "CPUs": own_cpus(),
         **{f"variable {name}": value for name, value in os.environ.items() if name not in _SET_BY_TORCH},
-        **{f"setting {name}": value for name, value in read_settings().items()},
+        **{f"setting {name}": value for name, value in read_settings().items() if name != _COUNTER},
     }

@@ -75,6 +75,7 @@ class WatchedForwards:
             ]
 
     def _note(self, name: str, unit: nn.Module) -> None:
+        self._seen.pop(name, None)  # of a forward that did not end, as checkpoint's second one does not
         if not torch.is_grad_enabled():
             return
         whole = [(n, p) for n, p in unit.named_parameters(name) if not is_sharded(p) and not stays_whole(p)]

@@ -218,7 +218,7 @@ def clip_gradients(
     parameters: Iterable[Tensor], most: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, **others: Any
 ) -> None:
     """``nn.utils.clip_grad_norm_`` by the norm of all gradients, also where some are sharded and some are whole."""
-    parameters = list(parameters)
+    parameters, norm_type = list(parameters), float(norm_type)  # torch takes 'inf', too
     gradients = [p.grad for p in parameters if p.grad is not None]
     sharded = sum(map(is_sharded, gradients))
     if not sharded or (sharded == len(gradients) and norm_type == 2):

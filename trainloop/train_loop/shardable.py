@@ -101,7 +101,7 @@ def _check_modules(model: nn.Module, shard: Any) -> None:
         done.update(map(id, own.values()))
     for name, p in model.named_parameters():
         for kind, made_by in _HOOKS.items():
-            if p.requires_grad and getattr(p, kind, None):
+            if p.requires_grad and not stays_whole(p) and getattr(p, kind, None):
                 raise ConfigurationError(
                     f"gpu_mode='fsdp': {name} has a hook for its gradient ({made_by}), which would not be called: "
                     "shards take the parameter's place. Change gradients in a callback's on_after_gradient_update, "

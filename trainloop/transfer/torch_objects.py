@@ -38,25 +38,36 @@ def reducer_for(kind: type) -> Callable[[Any, Any], Any] | None:
         plain = kind.__reduce__ is object.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__
         return _reduce_optimizer if plain else None
     if issubclass(kind, torch.Tensor):
-        return _reduce_tensor_with_hooks
+        return _reduce_tensor
     if kind.__module__ == _EVAL_FRAME and hasattr(kind, "__enter__"):
         return _reduce_compile_context
     return _BY_KIND.get(kind)
 
 
-# -- tensors' hooks ----------------------------------------------------------------------------------------------------
+# -- tensors -----------------------------------------------------------------------------------------------------------
 
 
-def _reduce_tensor_with_hooks(pickler: Any, tensor: torch.Tensor) -> Any:
-    """Pickle what ``register_hook`` and the like have added to a parameter, which torch would leave behind."""
+def _reduce_tensor(pickler: Any, tensor: torch.Tensor) -> Any:
+    """Pickle a parameter with its hooks, which torch leaves behind; and dtypes that only ``torch.load`` can read."""
     hooks = {name: found for name in _TENSOR_HOOKS if (found := getattr(tensor, name, None))}
-    if not hooks or not tensor.is_leaf:
+    hooks = hooks if tensor.is_leaf else {}
+    if not hooks and tensor.dtype not in _LOADED_ONLY:
         return NotImplemented
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "backward hook .* will not be serialized")
-        reduced = tensor.__reduce_ex__(4)
+        rebuild, args, *_ = tensor.__reduce_ex__(4)
+    if rebuild is getattr(torch._utils, "_rebuild_tensor_v3", None):
+        rebuild = _rebuild_loaded_only
     # After the tensor: a hook may refer to it.
-    return *reduced[:2], hooks, None, None, _set_hooks
+    return rebuild, args, hooks or None, None, None, _set_hooks if hooks else None
+
+
+def _rebuild_loaded_only(storage: torch.UntypedStorage, *args: Any) -> torch.Tensor:
+    typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True)
+    return torch._utils._rebuild_tensor_v3(typed, *args)
+
+
+_LOADED_ONLY: set[torch.dtype] = getattr(torch.storage, "_new_dtypes", set)()  # uint16, float8 and the like
 
 
 def _set_hooks(tensor: torch.Tensor, hooks: dict[str, dict[int, Any]]) -> None:

@@ -103,7 +103,8 @@ def ensemble_weights(
 
     In each round the model is added, once more if need be, that makes the average best; the best round counts (Caruana
     et al., *Ensemble selection from libraries of models*, 2004). What is best on a few hundred rows is partly chance,
-    so the selection is repeated on samples of the rows, drawn with replacement, and the weights are averaged.
+    so the selection is repeated on samples of the rows, drawn with replacement (of each class as many rows as it has),
+    and the weights are averaged.
 
     Parameters
     ----------
@@ -131,9 +132,18 @@ def ensemble_weights(
     """
     truth, rows = np.asarray(y_true), [np.asarray(each) for each in predictions]
     generator = np.random.default_rng(0)  # the same rows have the same weights
-    samples = [generator.integers(len(truth), size=len(truth)) for _ in range(bags)] or [np.arange(len(truth))]
+    samples = [_drawn(truth, generator) for _ in range(bags)] or [np.arange(len(truth))]
     found = [_select([each[sample] for each in rows], truth[sample], metrics, rounds) for sample in samples]
     return [float(weight) for weight in np.mean(found, axis=0)]
+
+
+def _drawn(truth: Rows, generator: np.random.Generator) -> Rows:
+    """Rows drawn with replacement; of a class as many as it has, since a metric may need rows of each."""
+    if truth.ndim != 1 or truth.dtype.kind == "f":
+        return generator.integers(len(truth), size=len(truth))
+    _, of = np.unique(truth, return_inverse=True)
+    classes = (np.flatnonzero(of == number) for number in range(of.max() + 1))
+    return np.concatenate([generator.choice(rows, size=len(rows)) for rows in classes])
 
 
 def _select(predictions: list[Rows], truth: Rows, metrics: Sequence[Metric], rounds: int) -> Rows:
