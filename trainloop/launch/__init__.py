@@ -27,6 +27,7 @@ from trainloop.launch.fork_server import (
     ServerGoneError,
     chosen_method,
     end_server,
+    load_first,
     no_server,
     server,
 )
@@ -47,7 +48,7 @@ from trainloop.stopping import SharedStop, StopAgreement
 from trainloop.transfer import pack
 from trainloop.transfer.pages import anonymous_file
 
-__all__ = ["Survival", "join", "joined", "keeping", "launch", "place_here"]
+__all__ = ["Survival", "join", "joined", "keeping", "launch", "load_first", "place_here"]
 
 logger = logging.getLogger("trainloop")
 

@@ -44,6 +44,7 @@ __all__ = [
     "ServerGoneError",
     "chosen_method",
     "circumstances",
+    "load_first",
     "server",
 ]
 
@@ -88,6 +89,14 @@ def no_server(error: ForkServerError | None) -> ConfigurationError:
         f"start_method='forkserver': there can be no fork server here: {error}. Use 'spawn', or 'auto', which then "
         "means it."
     )
+
+
+_first: set[str] = set()
+
+
+def load_first(name: str) -> None:
+    """Have this process's servers load a module before they fork again, which else each rank would do for itself."""
+    _first.add(name)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -176,7 +185,8 @@ class ForkServer:
             "ignored": ignored_signals(status),
             "umask": umask(status),
             "cpus": own_cpus(),
-            "modules": [DYNAMO] if DYNAMO in sys.modules else [],  # compiled models, for instance: else each rank would
+            # Where the caller has compiled, say, its ranks would each load it.
+            "modules": sorted(_first | ({DYNAMO} & sys.modules.keys())),
         }
         try:
             # By descriptor: a folder that was removed is still the current one.

@@ -19,6 +19,7 @@ from trainloop import distributed, rng
 from trainloop.data.kept_workers import keeping_workers, kept_workers
 from trainloop.data.orders import generators_of
 from trainloop.devices import has_ranks
+from trainloop.late_dynamo import DYNAMO
 from trainloop.model import yields_losses
 from trainloop.optim import needs_closure, optimizers_of
 from trainloop.resources.enforce import applied, cap_workers, child_environment
@@ -97,6 +98,8 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
             )
         as_rank = partial(_as_rank, loop, work, args, job, departure.paths, joined=True)
         return launch.join(as_rank, devices=site.devices, **options)
+    if loop.gpu_mode == "fsdp":
+        launch.load_first(DYNAMO)  # FSDP's hooks import it to keep out of compiled graphs
     # single and dp come here with max_restarts only: one process that may die without taking the caller along.
     ranks, quota = len(site.devices) if has_ranks(loop.gpu_mode) else 1, loop.options.quota
     with _supervisor(loop, job, ranks) as supervisor, applied(quota, local_rank=None, ranks=ranks):
