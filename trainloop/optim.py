@@ -318,7 +318,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
 def take_step(optimizer: Optimizer) -> None:
     """``optimizer.step()``, without what torch puts around it for profilers and compilers while nobody is looking."""
     step: Any = type(optimizer).step
-    if getattr(step, "__code__", None) is not _MARKED or is_watched(optimizer, by_schedulers=False):
+    if getattr(step, "__code__", None) is not _MARKED or is_watched(optimizer):
         optimizer.step()
         return
     if "step" in vars(optimizer):  # a scheduler's wrapper, which notes that there was a step
@@ -341,10 +341,10 @@ def drop_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
-def is_watched(optimizer: Optimizer, *, by_schedulers: bool = True) -> bool:
-    """Whether somebody is to see each of the optimizer's steps: hooks, a profiler, a wrapper, a scheduler."""
+def is_watched(optimizer: Optimizer) -> bool:
+    """Whether somebody is to see each of the optimizer's steps: hooks, a profiler, a wrapper that is no scheduler's."""
     return bool(
-        ("step" in vars(optimizer) and (by_schedulers or not is_scheduled(optimizer)))
+        ("step" in vars(optimizer) and not is_scheduled(optimizer))
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or _GLOBAL_PRE_HOOKS

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import pandas as pd
 from sklearn.inspection import permutation_importance
 
+from trainloop.checkpoint.storage import why_not_writable
 from trainloop.errors import ConfigurationError
 from trainloop.tabular.columns import read_table
 from trainloop.tabular.ensemble import Ensemble
@@ -320,9 +321,11 @@ class TabularPredictor:
 
 def _make_folder(path: str) -> None:
     """Make the folder to save to. An error if that can't be, or nothing can be written there."""
+    why = why_not_writable(path)
     try:
-        make_folder(Path(path))
-        if not (os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)):
-            raise NotADirectoryError("it is no folder that this user may write to")
-    except OSError as error:
-        raise ConfigurationError(f"path={path!r} can't be saved to: {error}. Give another folder.") from error
+        if not why:
+            make_folder(Path(path))
+    except OSError as error:  # a full disk
+        why = str(error)
+    if why:
+        raise ConfigurationError(f"path={path!r} can't be saved to: {why}. Give another folder.")

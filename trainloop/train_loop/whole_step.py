@@ -144,7 +144,7 @@ class WholeStepTraining(Training):
             return f"{type(optimizer).__name__} is no optimizer of torch's own"
         if any(group.get("fused") for group in optimizer.param_groups):
             return "torch keeps optimizers with fused=True out of graphs; leave it out, the compiler fuses by itself"
-        if is_watched(optimizer, by_schedulers=False):
+        if is_watched(optimizer):
             return "somebody watches the optimizer's steps, such as a hook or a profiler"
         return self._hooked()
 
