@@ -1,5 +1,6 @@
 # make demo      install, train a digits CNN with two DDP ranks, show what came out
-# make test      install, run the tests
+# make test      install, run the tests, but for those of more than three seconds each
+# make test-long  those
 # make test-unit those that start no Python of their own
 # make test-docs all examples, and every block of code in the documentation
 # make test-hosts  those that make networks of their own; need root and iproute2
@@ -36,7 +37,7 @@ $(VENV)/$(1).stamp: setup.cfg setup.py pyproject.toml $(CONSTRAINTS) | $(BIN)/py
 	@touch $$@
 endef
 
-.PHONY: help demo test test-unit test-docs test-hosts test-all test-simulated-gpu test-ecosystem lint types docs check bench gpu soak soak-restarts clean
+.PHONY: help demo test test-long test-unit test-docs test-hosts test-all test-simulated-gpu test-ecosystem lint types docs check bench gpu soak soak-restarts clean
 help:
 	@sed -n '1,/^PYTHON/{/^# make/s/^# //p}' Makefile
 
@@ -57,6 +58,9 @@ demo: $(VENV)/examples.stamp
 
 test: $(VENV)/test.stamp
 	$(PYTEST) $(ARGS)
+
+test-long: $(VENV)/test.stamp
+	$(PYTEST) -m "long and not slow and not hosts and not ecosystem" $(ARGS)
 
 test-unit: $(VENV)/test.stamp
 	$(PYTEST) tests/unit $(ARGS)

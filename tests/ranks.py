@@ -54,6 +54,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, folder: Path,
 
 
 def _call(stop: StopAgreement, *, fn: Callable[..., Any], args: tuple[Any, ...], run: str) -> None:
+    dist.barrier()  # a rank whose work is done at once would break off connections that others are still making
     result = fn(*args)
     with open(os.path.join(run, str(dist.get_rank())), "wb") as file:
         file.write(dump_state(result))
@@ -95,6 +96,7 @@ def _own_rank(rank: int, world_size: int, fn: Callable[..., Any], args: tuple[An
         limit = timedelta(seconds=60)  # of one exchange
         meeting = f"file://{run}/meeting"
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size, timeout=limit)
+        dist.barrier()  # as in _call
         result = fn(*args)
         with open(os.path.join(run, str(rank)), "wb") as file:
             file.write(dump_state(result))

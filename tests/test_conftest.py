@@ -129,6 +129,7 @@ def test_is_allowed(may_leave):
 """
 
 
+@pytest.mark.long
 def test_what_hangs_fails_with_its_stack_what_leaves_something_fails_and_the_others_run(tmp_path: Path) -> None:
     """One pytest for both, since it imports torch: a suite of its own under this suite's conftest."""
     (tmp_path / "conftest.py").write_text(Path(conftest.__file__).read_text())

@@ -69,6 +69,7 @@ for i in range(first, first + 10_000):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_kill_during_the_write_always_leaves_a_whole_one(kills: int, tmp_path: Path) -> None:
     """Kills spread over the 1 to 3 ms that a write of 1 MB takes; each writer goes on where the last one was."""

@@ -256,6 +256,7 @@ HANGS: dict[str, tuple[Callable[[StopAgreement], None], str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [n if n == "a collective on one rank only" else pytest.param(n, marks=pytest.mark.slow) for n in HANGS]
 )
@@ -290,6 +291,7 @@ def one_hangs_and_one_is_slow_to_tell(stop: StopAgreement) -> None:
     dist.all_reduce(torch.ones(1))
 
 
+@pytest.mark.long
 def test_a_rank_that_is_slow_to_tell_its_error_does_not_hang() -> None:
     with pytest.raises(WorkerFailedError) as caught:
         launch(one_hangs_and_one_is_slow_to_tell, ranks_per_node=3, timeout_s=3)
@@ -384,6 +386,7 @@ class Running:
             time.sleep(0.05)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("repeats", REPEATS)
 def test_a_killed_parent_takes_its_ranks_along(repeats: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its threads end one after another, the one that started the ranks among the first."""
@@ -401,6 +404,7 @@ def test_a_killed_parent_takes_its_ranks_along(repeats: int, tmp_path: Path, mon
         assert not left & {"asked-0", "asked-1"}, "its death is no request to stop training"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("repeats", REPEATS)
 def test_one_ctrl_c_stops_all_at_a_step(repeats: int, tmp_path: Path) -> None:
     for i in range(repeats):

@@ -163,6 +163,7 @@ def run(case: Case, folder: Path) -> tuple[WorkerFailedError, float]:
     return caught.value, time.time() - (float(noted.read_text()) if noted.exists() else begin)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name, times",
     [

@@ -33,6 +33,7 @@ def makes_semaphores_and_dies(folder: str, stop: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
 def test_semaphores_of_killed_ranks_are_removed_whatever_a_library_calls_them(
     start_method: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -104,6 +104,7 @@ def test_one_process_survives_without_a_seed(undisturbed: Undisturbed, tmp_path:
     assert_survives(undisturbed, tmp_path, "single", 1, "rows", plan, seed=None)
 
 
+@pytest.mark.long
 def test_persistent_workers_go_on_without_a_seed(undisturbed: Undisturbed, tmp_path: Path) -> None:
     """Those that train, and those that validate: in the second epoch and between two, they are at their place."""
     plan = [
@@ -139,6 +140,7 @@ def test_a_snapshot_that_failed_is_tried_again_soon() -> None:
     assert [restart.step for restart in tl.restarts] == [31]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:no snapshot could be made after step")
 def test_sharded_ranks_stay_together_where_one_can_make_no_snapshot(undisturbed: Undisturbed, tmp_path: Path) -> None:
     """Before, between and after the exchanges by which its tensors are gathered, on either rank."""

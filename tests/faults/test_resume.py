@@ -145,6 +145,7 @@ def random_kills(mode: str, count: int, seed: int) -> list[tuple[int, float, str
     ]
 
 
+@pytest.mark.long
 def test_checkpoints_change_nothing(job: Jobs, undisturbed: dict[str, Any], tmp_path: Path) -> None:
     job.start(tmp_path, mode="single")
     assert job.wait() == 0, (tmp_path / "output").read_text()

@@ -32,6 +32,7 @@ class Net(TTBasicModel):
         return self.fc(x).squeeze(1)
 
 
+@pytest.mark.long
 def test_one_ranks_stop_iteration_ends_the_run():
     model = Net()
     loop = TrainLoop(

@@ -311,6 +311,7 @@ with module.signals() as heard:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("times", "who", "outcome"),
     [

@@ -122,6 +122,7 @@ HANGS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("place", "ranks", "who", "stack"), HANGS)
 def test_the_rank_that_hangs_is_named_with_its_stack(
     place: str, ranks: int, who: int, stack: str, tmp_path: Path

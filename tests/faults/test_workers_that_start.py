@@ -45,6 +45,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "ends_with"), [("SIGTERM", 143), ("SIGUSR1", 138)])
 def test_workers_that_are_starting_outlive_a_signal_to_all(number: str, ends_with: int, folder: Path) -> None:
     done = subprocess.run(

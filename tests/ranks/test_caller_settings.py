@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import json, logging, multiprocessing, sys, warnings
 import numpy as np
@@ -116,6 +118,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_settings_made_in_main_hold_in_ranks_and_their_workers(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run(

@@ -69,6 +69,7 @@ def exported(folder: Path, file: Path) -> dict[str, Any]:
     return load_file(file)
 
 
+@pytest.mark.long
 def test_parts_of_two_ranks_resumed_bit_by_bit_and_in_one_process(tmp_path: Path, capsys: Any) -> None:
     with float64():
         loop = TrainLoop(Tower(), None, gpu_mode="fsdp", accelerator="cpu", devices=2)
@@ -116,6 +117,7 @@ class Slow(AbstractCallback):
         self.steps_beside += any(t.name.startswith("checkpoint of") for t in threading.enumerate())
 
 
+@pytest.mark.long
 def test_parts_written_beside_the_training_are_of_their_step_and_others_readers_find_them(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 

@@ -362,8 +362,10 @@ def beside_a_group_without_cpu(folder: str) -> dict[str, Any]:
         ]
         td.barrier()
         dist.destroy_process_group()
-    # What the runner finds at the end is as it made it.
+    # What the runner finds at the end is as it made it: and whole, as a rank that left at once would break off the
+    # connections that the other is still making.
     dist.init_process_group("gloo", init_method=f"file://{folder}/last", rank=rank, world_size=world_size)
+    td.barrier()
     return facts
 
 

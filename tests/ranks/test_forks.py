@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from places import ROOT
 
 SCRIPT = """
@@ -60,6 +62,7 @@ def test_a_forked_child_does_not_free_its_parents_process_group() -> None:
     assert lines_of(guarded=True) == ["0 True True True", "0 False True False"]
 
 
+@pytest.mark.long
 def test_without_the_guard_it_hangs_or_crashes_there() -> None:
     lines = lines_of(guarded=False)
     assert len(lines) == 2

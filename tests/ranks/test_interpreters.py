@@ -74,6 +74,7 @@ def fresh() -> dict[str, Any]:
     return fresh_interpreter()  # one for several facts: each imports torch, which takes seconds
 
 
+@pytest.mark.long
 def test_tensorboard_is_not_imported_before_it_is_used(fresh: dict[str, Any]) -> None:
     assert fresh["tensorboard"] is False
 

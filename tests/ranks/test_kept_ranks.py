@@ -168,6 +168,7 @@ def memory_of_ranks(stop: Any, block: Any) -> list[tuple[int, int, str]]:
     return everybody
 
 
+@pytest.mark.long
 def test_kept_ranks_hold_nothing_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     import functools
 
@@ -290,6 +291,7 @@ def says_why_workers_end() -> Iterator[None]:
     log.setLevel(before)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("says_why_workers_end")
 def test_loaders_workers_stay_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     def calls(inside: bool) -> Any:

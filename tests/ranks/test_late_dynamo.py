@@ -64,6 +64,7 @@ def test_training_does_not_import_it() -> None:
         """)
 
 
+@pytest.mark.long
 def test_ranks_do_not_import_it_unless_the_caller_has(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -89,6 +90,7 @@ if __name__ == "__main__":
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_the_compiler_finds_everything_as_ever_afterwards() -> None:
     run("""
         from torch.optim import Optimizer
@@ -113,6 +115,7 @@ def test_the_compiler_finds_everything_as_ever_afterwards() -> None:
         """)
 
 
+@pytest.mark.long
 def test_ddps_constructor_meets_the_real_one_wherever_it_asks_for_more() -> None:
     run("""
         from trainloop.late_dynamo import keeping_off
@@ -128,6 +131,7 @@ def test_ddps_constructor_meets_the_real_one_wherever_it_asks_for_more() -> None
         """)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(torch._dynamo.utils, "get_optimize_ddp_mode"), reason="torch of before 2.9")
 def test_the_answer_is_that_of_a_setting_nobody_has_changed() -> None:
     run("""

@@ -206,6 +206,7 @@ KEYS = {
 }
 
 
+@pytest.mark.long
 def test_ranks_that_others_started(tmp_path: Path) -> None:
     """One start of two processes, which form a group for each case."""
     processes = []

@@ -144,6 +144,7 @@ def trained(cls: Any, callbacks: list[Any], mode: str) -> TrainLoop[Any]:
     return loop
 
 
+@pytest.mark.long
 def test_models_that_train_as_in_one_process() -> None:
     with float64(), TrainLoop(Tower(), None, gpu_mode="fsdp", accelerator="cpu", devices=2).ranks():
         for case, (cls, callbacks_of) in EQUAL.items():
@@ -208,6 +209,7 @@ OUTSIDE = r"used outside of its unit's forward.*weight_decay.*'shard'"
 REFUSED = {Momentum: LOST, ByData: LOST, Anew: LOST, Penalized: OUTSIDE, PastTheUnit: OUTSIDE}
 
 
+@pytest.mark.long
 def test_what_would_be_lost_or_fails_is_explained() -> None:
     with float64(), TrainLoop(Tower(), None, gpu_mode="fsdp", accelerator="cpu", devices=2).ranks():
         for cls, message in REFUSED.items():

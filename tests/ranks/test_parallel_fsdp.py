@@ -199,6 +199,7 @@ def beside_torch() -> dict[str, Any]:
     return facts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 def test_sharded_loop_equals_torch_and_one_process(world_size: int, tmp_path: Path) -> None:
     everyone = run_ranks(beside_torch, world_size, folder=tmp_path)

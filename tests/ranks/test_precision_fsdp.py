@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from sharded_models import Tower
 from test_parity_fsdp import adam, data, distance
@@ -34,6 +35,7 @@ def fitted(mode: str, **given: Any) -> TrainLoop[Any]:
     return loop
 
 
+@pytest.mark.long
 def test_lower_precision_equals_that_of_ddp() -> None:
     units = {"fsdp_model_args": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}}
     with TrainLoop(Tower(), None, gpu_mode="fsdp", accelerator="cpu", devices=2).ranks():

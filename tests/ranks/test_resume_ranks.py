@@ -174,6 +174,7 @@ def test_resumed_at_any_step_it_ends_with_the_same_bits(tmp_path: Path, kind: st
         assert reference.identical(weights, everyone[0][1])
 
 
+@pytest.mark.long
 def test_a_stream_with_a_state_goes_on_from_it_at_any_step(tmp_path: Path) -> None:
     for found in run_own_ranks(streams_everywhere, 2, str(tmp_path), folder=tmp_path):
         assert len(found) > 6

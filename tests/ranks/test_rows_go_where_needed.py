@@ -67,6 +67,7 @@ class Predicts(AbstractCallback):
         self.found = distributed.gather_to(facts)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_rows_go_where_they_are_needed(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -97,6 +97,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_a_rank_is_what_a_spawned_one_is(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(FACTS)
@@ -111,6 +112,7 @@ def test_a_rank_is_what_a_spawned_one_is(tmp_path: Path) -> None:
     assert len({number for rank in found["draws"] for number in rank}) == 12  # no two ranks draw alike
 
 
+@pytest.mark.long
 def test_a_server_is_found_warm_and_replaced_where_it_no_longer_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +147,7 @@ def killed(stop: Any) -> None:
     dist.barrier()
 
 
+@pytest.mark.long
 def test_a_rank_that_a_signal_ends_is_named(each_start_method: str) -> None:
     with pytest.raises(WorkerFailedError, match=r"rank 1 of 2 was killed by signal SIGSEGV") as caught:
         launch(killed, ranks_per_node=2)
@@ -168,6 +171,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_the_server_ends_with_its_caller(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ORPHANS)
@@ -189,6 +193,7 @@ def parent(stop: Any) -> int:
     return os.getppid()
 
 
+@pytest.mark.long
 def test_where_there_can_be_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_server, "_objection", lambda: "its threads are many")
     with pytest.raises(ConfigurationError, match="no fork server here: its threads are many"):
@@ -200,6 +205,7 @@ def test_where_there_can_be_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
         launch(killed, ranks_per_node=1)
 
 
+@pytest.mark.long
 def test_a_system_whose_forks_can_have_no_other_parent_spawns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_server, "_PR_SET_CHILD_SUBREAPER", 0)  # no such option: the kernel refuses
     monkeypatch.setenv(fork_server.METHOD_VARIABLE, "auto")
@@ -214,6 +220,7 @@ def threads_here(stop: Any) -> int:
     return torch.get_num_threads()
 
 
+@pytest.mark.long
 def test_fewer_threads_of_openmp_than_of_mkl(each_start_method: str) -> None:
     variables = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "2"}  # of which torch takes MKL's when it is loaded
     assert launch(threads_here, ranks_per_node=1, child_env=variables) == 1
@@ -286,6 +293,7 @@ class Breaks(AbstractCallback):
             raise ZeroDivisionError("on purpose")
 
 
+@pytest.mark.long
 def test_fits_of_several_threads_at_once(each_start_method: str) -> None:
     alone = [trained_from(start) for start in (1.0, 2.0)]
     fork_server.end_server()  # all of them ask for one at once

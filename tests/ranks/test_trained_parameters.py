@@ -129,6 +129,7 @@ def all_recipes() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_trains_may_change_at_any_moment(tmp_path: Path, world_size: int) -> None:
     """As in one process; the criterion's own parameter too."""

@@ -72,6 +72,7 @@ def by_hand(model: nn.Module, data: TensorDataset, batch_size: int, epochs: int)
 
 
 # torch.compile looks at what it traces, and torch hides the warning of that; pytest shows it.
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_recurrent_guarded_parametrized_and_compiled_parts_train_in_ranks() -> None:
     torch.manual_seed(0)

@@ -291,6 +291,7 @@ def runnable_threads(pid: int) -> int:
     return number
 
 
+@pytest.mark.long
 @two_cpus
 def test_folds_keep_to_their_cpus_and_their_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):

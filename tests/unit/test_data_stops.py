@@ -76,6 +76,7 @@ def test_it_is_an_error_that_says_where(kind: str, seed: int | None) -> None:
             run()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["__getitem__", "collate_fn", "stream"])
 def test_out_of_a_worker_too(kind: str) -> None:
     for run in feeds(BROKEN[kind], 1, 3):

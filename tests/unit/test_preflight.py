@@ -53,6 +53,7 @@ def loop_of(model: nn.Module, **arguments: Any) -> TrainLoop:
     return TrainLoop(model, loader, None, None, optimizer, nn.CrossEntropyLoss(), accelerator="cpu", **arguments)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("starts_processes")
 def test_a_sound_loop_passes_and_stays_as_it_was() -> None:
     torch.manual_seed(0)

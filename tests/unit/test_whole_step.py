@@ -273,6 +273,7 @@ def warm_up(optimizer: optim.Optimizer) -> Any:
     return lr_scheduler.SequentialLR(optimizer, [rise, lr_scheduler.CosineAnnealingLR(optimizer, 10)], [4])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "optimizer_of, make_scheduler, interval, norm, made",
     [
@@ -326,6 +327,7 @@ def test_a_wrapper_around_a_schedulers_mark_is_seen() -> None:
     check(loop, by_hand(sgd))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("amp", [False, "bf16"])
 def test_a_run_that_is_resumed_ends_with_the_same_weights(amp: Any, tmp_path: Path) -> None:
     """In the midst of an epoch and of a schedule, into the graph again; with autocast as eager steps have it."""
@@ -420,6 +422,7 @@ def test_hooks_after_a_gradient_are_called(later: bool) -> None:
     check(compiled, list(plain.model.state_dict().values()))
 
 
+@pytest.mark.long
 def test_fits_of_a_process_do_not_use_up_dynamo_s_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WholeStepTraining, "backend", "eager")
     with torch._dynamo.config.patch(recompile_limit=2), warnings.catch_warnings(action="error", category=UserWarning):

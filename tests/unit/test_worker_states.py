@@ -65,6 +65,7 @@ def test_states_of_the_epochs_begin_are_told_in_its_midst() -> None:
     assert not torch.equal(later[0]["packed"], told[0]["packed"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_workers_that_can_not_write(checkpoints: bool, tmp_path: Path) -> None:
     model = Net()
