@@ -482,7 +482,8 @@ def test_what_is_shown_while_a_search_runs(capsys: pytest.CaptureFixture[str]) -
     shown = capsys.readouterr().err.splitlines()
     assert shown == [
         "tune: trials 1 done, 1 running, 1 failed of 4; CPUs 1/4, GPUs 0.25/1; best 1.5 by trial 0",
-        "tune is interrupted: trials 1 done, 0 running, 2 failed of 4; CPUs 0/4, GPUs 0/1; best 1.5 by trial 0",
+        "tune is interrupted: trials 1 done, 0 running, 1 failed, 1 interrupted of 4; CPUs 0/4, GPUs 0/1; "
+        "best 1.5 by trial 0",
     ]
     assert now.trial().state == "interrupted"
     assert "while this fold trained" in now.errors[0]

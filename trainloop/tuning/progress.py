@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,10 +134,12 @@ class View:
         models = sum(len(running.training) for running in now)
         quota = self._plan.per_model
         over = [running.trial() for running in begun if running.over]
-        failed = sum(trial.state != "done" for trial in over)
+        states = Counter("failed" if trial.state == "partial" else trial.state for trial in over)
+        interrupted = f", {states['interrupted']} interrupted" if states["interrupted"] else ""
         best = best_of(over, self._mode)
         return (
-            f"trials {len(over) - failed} done, {len(now)} running, {failed} failed of {self._plan.num_trials}; "
+            f"trials {states['done']} done, {len(now)} running, {states['failed']} failed{interrupted} "
+            f"of {self._plan.num_trials}; "
             f"CPUs {models * int(quota.num_cpus)}/{self._plan.total.num_cpus}, "
             f"GPUs {models * float(quota.num_gpus):.4g}/{float(self._plan.total.num_gpus):.4g}"
             + ("" if best is None else f"; best {best.score:.5g} by trial {best.number}")
