@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import AbstractCallback, TrainLoop
 from trainloop.callbacks import ModelCheckpoint
-from trainloop.checkpoint import load
+from trainloop.checkpoint import checkpoints, load
 from trainloop.checkpoint.background import BackgroundWrite
 
 pytestmark = pytest.mark.gpu
@@ -99,10 +99,15 @@ def test_a_checkpoint_is_written_on_its_ranks_own_gpu() -> None:
     assert seen == [1]
 
 
-def test_shards_and_state_are_on_the_host_between_their_uses() -> None:
+def test_shards_and_state_are_on_the_host_between_their_uses(tmp_path: Path) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    residents = Residents()
-    loop = fitted("fsdp", GPUS, [residents], fsdp_model_args={"offload_policy": CPUOffloadPolicy()})
+    residents, arguments = Residents(), {"offload_policy": CPUOffloadPolicy()}
+    callbacks = [residents, ModelCheckpoint(tmp_path)]
+    loop = fitted("fsdp", GPUS, callbacks, fsdp_model_args=arguments)
     assert residents.facts["shards"] == residents.facts["state"] == {"cpu"}
     assert furthest(loop.model, fitted("single", 1).model) < 1e-9
+    first = checkpoints(tmp_path)[0].path
+    residents.facts = {}
+    loop.fit(num_epochs=2, callbacks=callbacks, fsdp_model_args=arguments, resume_from=first)
+    assert residents.facts["shards"] == residents.facts["state"] == {"cpu"}

@@ -154,6 +154,10 @@ def spread_like(part: Tensor, like: Any, shape: torch.Size) -> Any:
     """A tensor of this shape, sharded like another one, from this rank's ``part``; no exchange."""
     from torch.distributed.tensor import DTensor
 
+    if part.device.type != like.device_mesh.device_type:  # kept on the host, from where from_local would move it
+        made: Any = torch.empty_like(like, dtype=part.dtype)
+        made.to_local().copy_(part)
+        return made
     strides = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=shape, stride=strides)
 
