@@ -194,7 +194,8 @@ def test_sigterm_in_a_restart(undisturbed: Undisturbed, tmp_path: Path) -> None:
     assert ended.value.code == 143
     newest = checkpoint.checkpoints(tmp_path / "checkpoints")[-1].info
     assert newest is not None
-    assert newest.reason == "SIGTERM"
+    # The signal takes its way through the caller: it may come when a step is done that has a checkpoint anyway.
+    assert newest.reason == ("SIGTERM" if newest.step % 5 else "steps")
     plan = [*plan, (0, "on_batch_end", newest.step + 3, "raises")]
     tl, facts = train(tmp_path, "single", 1, "rows", plan, resume_from="last", max_restarts=1)
     [restart] = tl.restarts
