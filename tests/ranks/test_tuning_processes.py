@@ -170,6 +170,32 @@ def test_a_search_outlives_the_process_that_its_folds_are_forks_of(
     assert [trial.state for trial in found.trials] == ["done"] * 2
 
 
+class Parents(Scaled):
+    """Notes the process that its own is a child of, and whether torch was there before the model asked for it."""
+
+    def fit(self, x: Any, y: Any) -> None:
+        super().fit(x, y)
+        with open(f"/proc/{os.getppid()}/cmdline") as file:
+            print(os.getppid(), "trainloop.tuning.template" in file.read())
+
+
+def make_parents(params: dict[str, Any], fold: Any) -> Parents:
+    return Parents(**params)
+
+
+def test_models_are_forks_of_one_process_that_has_torch_unless_told_otherwise(tmp_path: Path) -> None:
+    logs = {}
+    for name, options in {"forks": {}, "fresh": {"preload": ()}}.items():
+        found = search(make_parents, {"scale": [0.0, 0.5]}, storage=tmp_path / name, **options)
+        assert [trial.state for trial in found.trials] == ["done"] * 2
+        logs[name] = {path.read_text() for path in (tmp_path / name).rglob("log.txt")}
+    assert logs["fresh"] == {f"{os.getpid()} False\n"}
+    assert len(logs["forks"]) == 1
+    parent, is_template = logs["forks"].pop().split()
+    assert int(parent) != os.getpid()
+    assert is_template == "True"
+
+
 def test_a_class_of_one_row_and_a_process_with_many_open_files() -> None:
     x, y = np.zeros((21, 1)), np.array(["a"] * 10 + ["b"] + ["c"] * 10)
     with all_low_numbers_taken():

@@ -120,8 +120,8 @@ class ForkingBackend:
 
     def __init__(self, modules: Sequence[str], environment: dict[str, str]) -> None:
         self._told = (modules, environment)
-        self._template: Template | None = Template(*self._told)
-        self._templates_left = 1
+        self._template: Template | None = None  # made for the first fold: a search may have none left to train
+        self._templates_left = 2
         self._forks: dict[str, Fork] = {}
         self._fresh = LocalBackend()
 

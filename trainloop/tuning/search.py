@@ -92,7 +92,7 @@ def tune(
     lease_timeout_s: float | None = None,
     time_limit_s: float | None = None,
     keep: Literal["best", "all"] = "best",
-    preload: Sequence[str] = (),
+    preload: Sequence[str] = ("torch", "trainloop"),
     trusted: bool = False,
 ) -> TuneResult:
     """Search for the best parameters, each trial one model or a bag of them, under quotas that are enforced.
@@ -154,9 +154,9 @@ def tune(
     keep : {'best', 'all'}
         Models that stay: the best trial's, or every trial's (:meth:`TuneResult.predictor_of`).
     preload : sequence of str
-        Modules that the models need, such as ``['sklearn.ensemble', 'torch']``: they are imported once, and the models'
-        processes begin as forks of the one that has. They must start no thread and touch no GPU when they are imported.
-        Not with Ray.
+        Modules that the models need: they are imported once, and the models' processes begin as forks of the one that
+        has. They must start no thread and touch no GPU when they are imported. With none, ``()``, each model gets a
+        fresh interpreter. Not with Ray.
     trusted : bool
         Skip the check of owners and modes of ``storage``, for a folder that you trust.
 
