@@ -148,6 +148,7 @@ def test_a_stranger_in_the_place_of_a_rank_is_noticed_and_runs_nothing(with_key:
                 )
                 assert "set TRAINLOOP_KEY to the same secret on every host" in text
         assert "ranks are in different exchanges (rank" in mine["calls mixed up"], rank
+        assert "a callback such as ModelCheckpoint belongs on every rank" in mine["calls mixed up"]
         assert mine["at the end"] == [[0], [1]]
 
 

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from trainloop.distributed.columns import DTYPES
 from trainloop.distributed.objects import backend_of, cpu_group, gather_object
 from trainloop.distributed.ranks import get_world_size, has_group
+from trainloop.distributed.wire import SAME_CALLS
 from trainloop.errors import ConfigurationError
 from trainloop.nested import parts_of, paths_of, with_parts
 
@@ -109,7 +110,7 @@ def _agreed(
     calls = [theirs[0] for theirs in everyone]
     if len(set(calls)) > 1:
         listed = ", ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(calls))
-        raise ValueError(f"ranks are in different exchanges ({listed}). Every rank must make the same calls in order.")
+        raise ValueError(f"ranks are in different exchanges ({listed}). {SAME_CALLS}")
     first = int(rows_may_differ)
     forms = [[(leaf.path, leaf.shape[first:], leaf.has_gradient) for leaf in leaves] for _, leaves in everyone]
     if any(form != forms[0] for form in forms):

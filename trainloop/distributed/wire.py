@@ -30,7 +30,7 @@ from trainloop.distributed.encoding import Malformed, NotPlain, decode, encode
 from trainloop.distributed.key import KEY_VARIABLE, SharedKey, new_key, run_key
 from trainloop.errors import ConfigurationError, UnpicklableError
 
-__all__ = ["BLOCK", "CALLS", "Form", "Message", "Session", "decoded", "encoded"]
+__all__ = ["BLOCK", "CALLS", "SAME_CALLS", "Form", "Message", "Session", "decoded", "encoded"]
 
 _FIELDS = struct.Struct("<4sBBIQQ")
 _TAG = 32
@@ -46,6 +46,11 @@ BLOCK = _HEAD + SHORT
 
 CALLS = ("the start", "gather_object", "broadcast_object", "exchange_ints", "barrier", "reduce_ints", "gather_to")
 """Functions that exchange messages."""
+
+SAME_CALLS = (
+    "Every rank must make the same calls in order. What comes under `if rank == 0:` is the usual cause: a callback "
+    "such as ModelCheckpoint belongs on every rank."
+)
 
 
 class Form:
@@ -212,7 +217,7 @@ class Session:
         if not same:
             raise ValueError(
                 f"ranks are in different exchanges (rank {self._rank}: {call}, its {self._number + 1}th; others are "
-                "elsewhere). Every rank must make the same calls in order."
+                f"elsewhere). {SAME_CALLS}"
             )
 
     def next(self) -> None:
@@ -239,7 +244,7 @@ class Session:
     def _out_of_step(self, rank: int, theirs: str, number: int, mine: str) -> Exception:
         return ValueError(
             f"ranks are in different exchanges (rank {self._rank}: {mine}, its {self._number + 1}th; rank {rank}: "
-            f"{theirs}, its {number + 1}th). Every rank must make the same calls in order."
+            f"{theirs}, its {number + 1}th). {SAME_CALLS}"
         )
 
     def stranger(self, rank: int, what: str) -> ConnectionError:
