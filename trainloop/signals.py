@@ -6,6 +6,7 @@
       the ranks are there        with signals(stop):                        what was heard before is told to them
     a rank                   with rank_signals(stop, ...):
       a loader's worker          WorkerInit(users_function)                 outlives what was sent to the whole group
+    evaluate_*, predict_*    with signals(at_once=True): ...                 outside of fit nothing has to be saved
 
 Slurm, containers and terminals send a signal to a whole process group: to the caller, its ranks and their loaders'
 workers at once. Only ranks can say at which step all of them stop, so they decide, the caller waits for them, and
@@ -43,9 +44,16 @@ def status_of(reasons: int) -> int:
 
 
 class Heard:
-    """The signals that came during a context of :func:`signals`."""
+    """The signals that came during a context of :func:`signals`.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    at_once : bool
+        Whether a signal ends the work where it strikes.
+    """
+
+    def __init__(self, at_once: bool = False) -> None:
+        self.at_once = at_once
         self.reasons = 0
         """``INTERRUPT``, ``TERMINATE`` and ``CHECKPOINT`` of :mod:`trainloop.stopping`, OR-ed."""
 
@@ -64,9 +72,9 @@ class Heard:
 class _Handlers:
     """The handlers of one process, for the outermost context of :func:`signals` in it."""
 
-    def __init__(self, say: Callable[[str], None] | None) -> None:
+    def __init__(self, say: Callable[[str], None] | None, at_once: bool) -> None:
         self.pid = os.getpid()
-        self.heard = Heard()
+        self.heard = Heard(at_once)
         self.mark = _mark_of_a_run()
         self.stops: tuple[StopAgreement, ...] = ()
         self.held = 0
@@ -127,12 +135,12 @@ class _Handlers:
         self._interrupts += 1
         if self._users[number] is not signal.default_int_handler:
             self._call_user(number, frame)
-        if self._interrupts > 1:
+        self._request(INTERRUPT)
+        if self.heard.at_once or self._interrupts > 1:
             if not self.held:
-                raise KeyboardInterrupt
+                raise self._raised[0] if self.heard.at_once and self._raised else KeyboardInterrupt
             self.postponed = True
             return
-        self._request(INTERRUPT)
         self._say("Interrupted: training stops after this step. Ctrl-C again stops at once.")
 
     def on_request(self, number: int, frame: FrameType | None) -> None:
@@ -141,6 +149,10 @@ class _Handlers:
             return
         self._request(_REASON_OF_SIGNAL[signal.Signals(number).name])
         self._call_user(number, frame)
+        if self.heard.at_once:
+            self._raised.append(SystemExit(status_of(self.heard.reasons)))
+            if not self.held:
+                raise self._raised[0]
 
     def _request(self, reason: int) -> None:
         self.mark.set_heard()
@@ -167,7 +179,9 @@ def _handlers_here() -> _Handlers | None:
 
 
 @contextlib.contextmanager
-def signals(stop: StopAgreement | None = None, *, say: Callable[[str], None] | None = None) -> Iterator[Heard]:
+def signals(
+    stop: StopAgreement | None = None, *, say: Callable[[str], None] | None = None, at_once: bool = False
+) -> Iterator[Heard]:
     """Turn Ctrl-C, SIGTERM and SIGUSR1 into requests for as long as the context lasts.
 
     The first Ctrl-C asks for a stop at the next boundary and says so in one line; the second raises
@@ -184,6 +198,9 @@ def signals(stop: StopAgreement | None = None, *, say: Callable[[str], None] | N
         The agreement that receives the requests.
     say : callable, optional
         Prints the line; standard error by default.
+    at_once : bool
+        For work that leaves nothing to save: each signal raises ``KeyboardInterrupt``, or ``SystemExit`` after the
+        user's handler, where it strikes. The outermost context decides.
 
     Returns
     -------
@@ -193,14 +210,14 @@ def signals(stop: StopAgreement | None = None, *, say: Callable[[str], None] | N
     global _outermost, _mark
     # A rank has had its handlers from its start on.
     if threading.current_thread() is not threading.main_thread() or (stop is not None and _handled_for(stop)):
-        yield Heard()
+        yield Heard(at_once)
         return
     handlers = _handlers_here()
     if handlers is not None:
         with handlers.also(stop):
             yield handlers.heard
         return
-    handlers, before = _Handlers(say), (_outermost, _mark)
+    handlers, before = _Handlers(say, at_once), (_outermost, _mark)
     try:
         handlers.install()
         _outermost, _mark = handlers, handlers.mark

@@ -235,6 +235,49 @@ def test_the_first_ctrl_c_waits_and_the_second_does_not() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_at_once_a_ctrl_c_raises_where_it_strikes_or_after_what_must_be_whole() -> None:
+    lines: list[str] = []
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt), signals(say=lines.append, at_once=True), signals(LocalStop()):
+            send(signal.SIGINT)
+            raise AssertionError("not reached")
+    done = False
+    with pytest.raises(KeyboardInterrupt), signals(say=lines.append, at_once=True):
+        with uninterrupted():
+            send(signal.SIGINT)
+            done = True
+        raise AssertionError("not reached")
+    assert done
+    assert lines == []
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(
+    ("number", "own", "status"), [("SIGTERM", None, 143), ("SIGUSR1", None, 138), ("SIGINT", 7, 7)]
+)
+def test_at_once_the_users_handler_runs_first(number: str, own: int | None, status: int) -> None:
+    seen: list[int] = []
+
+    def handler(number: int, frame: object) -> None:
+        seen.append(number)
+        if own is not None:
+            sys.exit(own)
+
+    before = signal.signal(getattr(signal, number), handler)
+    done = 0
+    try:
+        with pytest.raises(SystemExit, match=str(status)), signals(at_once=True) as heard:
+            send(getattr(signal, number))
+            raise AssertionError("not reached")
+        with pytest.raises(SystemExit, match=str(status)), signals(at_once=True), uninterrupted():
+            send(getattr(signal, number))
+            done = 1
+    finally:
+        signal.signal(getattr(signal, number), before)
+    assert heard.reasons
+    assert (len(seen), done) == (2, 1)
+
+
 def test_a_rank_that_is_ended_twice_finishes_its_finally_blocks() -> None:
     """The system and the rank's own watch both tell that the parent is gone, in any order and at any time."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}

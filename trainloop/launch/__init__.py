@@ -115,7 +115,8 @@ def launch(
         A rank raised, exited, was killed or hung, or a host was lost. All ranks have ended by then.
     KeyboardInterrupt
         At the second Ctrl-C. The first asks the ranks to stop at a step boundary, as SIGTERM and SIGUSR1 do; no rank is
-        started if the surrounding :func:`trainloop.signals.signals` has had a signal before.
+        started if the surrounding :func:`trainloop.signals.signals` has had a signal before. If that one is
+        ``at_once``, any signal, to a rank too, ends the ranks.
 
     Notes
     -----
@@ -183,7 +184,7 @@ def launch(
                                 ranks.start(environment, served=served, may_spawn=method != "forkserver")
                             else:
                                 ranks.give(payload.parcel, payload.inherited, settings, environment)
-                            ranks.watch()
+                            ranks.watch(at_once=heard.at_once)
                             ranks.part()
                     except WorkerFailedError as error:
                         if survival is None or ranks.cause is None:

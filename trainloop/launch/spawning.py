@@ -26,6 +26,7 @@ from trainloop.launch.liveness import Liveness, Sign, hanging_ranks
 from trainloop.launch.main_guard import main_not_imported_again, main_place
 from trainloop.launch.rank_process import STACK_SIGNAL, RankSpec, State, run_rank
 from trainloop.launch.rendezvous import Rendezvous
+from trainloop.signals import Heard
 from trainloop.stopping import SharedStop
 from trainloop.transfer import Parcel
 from trainloop.transfer.result import ResultFile
@@ -125,13 +126,20 @@ class Ranks:
 
     # -- watching --------------------------------------------------------------------------------------------------
 
-    def watch(self) -> None:
+    def watch(self, *, at_once: bool = False) -> None:
         """Wait until all ranks are done: ended, or ready for more work where there are lines to them.
+
+        Parameters
+        ----------
+        at_once : bool
+            Whether a signal that a rank got ends the work, which the ranks themselves don't.
 
         Raises
         ------
         WorkerFailedError
             When one fails; the others have been ended then.
+        KeyboardInterrupt, SystemExit
+            With ``at_once``, after a signal; the caller ends the ranks.
         """
         busy = set(self._locals()) if self._lines else set()
         while True:
@@ -140,6 +148,10 @@ class Ranks:
                 sentinels = [self._processes[r].sentinel for r in alive]
                 ready = connection.wait([*sentinels, *(self._lines[r] for r in busy)], timeout=_POLL_S)
                 busy -= {r for r in busy if self._lines[r] in ready and _has_answered(self._lines[r])}
+            if at_once:
+                heard = Heard()
+                heard.note(self.stop.requested)
+                heard.end()
             if self._notice() or any(self._state(r) == State.TIMED_OUT for r in self._locals()):
                 self.fail()
             if self._hosts is not None and self._hosts.failure() is not None:

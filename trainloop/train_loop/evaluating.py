@@ -43,8 +43,8 @@ BATCHES_BETWEEN_READINGS = 128
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards each module is in the mode it was in, frozen ones included."""
     training = [module for module in model.modules() if module.training]
-    model.eval()
     try:
+        model.eval()  # a Ctrl-C may strike in it
         with torch.no_grad():
             yield
     finally:

@@ -444,11 +444,11 @@ class TrainLoop(LoopView, Generic[ModelT]):
         return predict(self, self._run_now, loader, name, *args, **kwargs)
 
     def _run_now(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Do the work in the present run; without one, in the loop's own mode, and then end if a signal came."""
+        """Do the work in the present run; without one, in the loop's own mode."""
         if self.running is not None:
             return work(self.running, *args)
         check_has_values(self, "evaluate_*" if work is Run.evaluate else "predict_*")
-        with signals() as heard:
+        with signals(at_once=True) as heard:  # nothing is there yet that would be worth saving
             result = execute(self, work, *args)
         heard.end()
         return result
