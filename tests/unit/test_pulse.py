@@ -120,8 +120,8 @@ def test_a_loop_over_a_long_call_gets_on() -> None:
     begin = time.monotonic()
     zlib.crc32(data)  # without the interpreter's lock
     call_s = time.monotonic() - begin
-    beats = beats_while(partial(zlib.crc32, data), 100_000, 2 * call_s, most_looks=30)
-    assert len(beats) >= 8, beats
+    beats = beats_while(partial(zlib.crc32, data), 100_000, 2 * call_s, most_looks=60)
+    assert len(beats) >= 5, beats  # of a machine that is busy; without looking for a loop it is 2 at most
     # But not within one such call, nor where it calls nothing but sleep.
     assert len(beats_while(partial(zlib.crc32, bytes(40 * len(data))), 1, 2 * call_s)) <= 2
     assert len(beats_while(partial(time.sleep, 0.005), 100, 0.02)) <= 4
