@@ -21,25 +21,37 @@ class BackgroundWrite:
         Of the state that is written.
     give_up : callable, optional
         Lets it wait no longer for other ranks.
+    name : str
+        Of the thread.
+    abandoned : bool
+        Whether the process may end before it is done. Else the interpreter waits for it at the program's end, so that
+        a file becomes whole.
     """
 
     def __init__(
-        self, write: Callable[[], Exception | None], step: int, give_up: Callable[[], None] = lambda: None
+        self,
+        write: Callable[[], Exception | None],
+        step: int,
+        give_up: Callable[[], None] = lambda: None,
+        *,
+        name: str = "checkpoint",
+        abandoned: bool = False,
     ) -> None:
         self.step = step
         self.give_up = give_up
-        self._write = write
         self._error: Exception | None = None
         # A thread begins on GPU 0. Whatever it asks of CUDA would make a context there, in the memory of another rank.
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        # Not a daemon thread: the interpreter waits for it at the program's end, so the file becomes whole.
-        self._thread = threading.Thread(target=self._run, name=f"checkpoint of step {step}", daemon=False)
+        self._thread = threading.Thread(
+            target=self._run, name=f"{name} of step {step}", daemon=abandoned, args=(write,)
+        )
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, write: Callable[[], Exception | None]) -> None:
+        # Held by the thread alone, so that what is written is let go when it is done.
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)
-        self._error = self._write()
+        self._error = write()
 
     def wait(self, seconds: float | None = None) -> Exception | None:
         """Until it is done; after so many seconds it is told to give up on other ranks."""

@@ -71,16 +71,16 @@ def whole(tensor: Any) -> Tensor:
     return full
 
 
-def gathered(tensor: Tensor, *, keeps: bool | None = None) -> Tensor:
+def gathered(tensor: Tensor, *, keeps: bool | None = None, on_host: Callable[[Tensor], Tensor] = Tensor.cpu) -> Tensor:
     """A sharded tensor as a whole one on the CPU of each rank that keeps it (default: rank 0). Collective.
 
-    Other ranks get an empty tensor. A plain tensor is returned as it is.
+    Other ranks get an empty tensor. A plain tensor is returned as it is. ``on_host`` makes the copy on the CPU.
     """
     if not is_sharded(tensor):
         return tensor
     full = whole(tensor)
     keeps = torch.distributed.get_rank() == 0 if keeps is None else keeps
-    return full.cpu() if keeps else full.new_empty(0, device="cpu")
+    return on_host(full) if keeps else full.new_empty(0, device="cpu")
 
 
 def shard_like(value: Tensor, like: Any) -> Any:

@@ -8,24 +8,18 @@ written by a host's first rank for all of them, the rest by each rank for itself
 from __future__ import annotations
 
 import copy
-import io
 import math
-import random
-import socket
 import sys
-import threading
 import time
-import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch import Tensor
 
 from trainloop import distributed
+from trainloop.checkpoint.background import BackgroundWrite, error_of
 from trainloop.launch.failures import described
 from trainloop.optim import optimizers_of
 from trainloop.parallel.shards import gathered, map_tensors
@@ -34,13 +28,20 @@ from trainloop.train_loop import handover
 from trainloop.train_loop import state as run_state
 from trainloop.train_loop.copies import Copies
 from trainloop.train_loop.signs import failed_in_a_row, set_back, set_failed_in_a_row, set_status, step_word
-from trainloop.transfer.shared import put_into
-from trainloop.transfer.slots import SnapshotMemory, Snapshotter, arrived_classes
-from trainloop.transfer.torch_objects import optimizer_state
+from trainloop.train_loop.snapshot_parts import (
+    FUNCTIONS,
+    OF_A_PROCESS,
+    attributes,
+    own_attributes,
+    owner_text,
+    put_attributes,
+    put_into_datasets,
+)
+from trainloop.transfer.device_copies import DeviceCopies
+from trainloop.transfer.slots import Packed, SnapshotMemory, Snapshotter, arrived_classes
 
 if TYPE_CHECKING:
     from trainloop.train_loop.handover import Arrival
-    from trainloop.train_loop.loop import TrainLoop
     from trainloop.train_loop.training import Training
 
 __all__ = ["Restart", "StopWithSnapshots", "restart_line", "steps_between"]
@@ -50,16 +51,6 @@ SHARE_OF_TIME = 0.01
 
 _Part = dict[str, dict[Any, Any]]
 _NEEDED = ("rank", "buffers")  # of a rank's part; from the other sections what can't be pickled is left out
-
-# Nobody expects these in a snapshot: each process has its own.
-_OF_A_PROCESS = (io.IOBase, socket.socket, threading.Thread, type(threading.Lock()), type(threading.RLock()))
-_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial, type)
-_PLAIN = (bool, int, float, str, type(None), random.Random, np.random.Generator, np.random.RandomState)
-# Of a loop's attributes: what is made anew in each process, or has a place of its own in a snapshot.
-_STRUCTURE = frozenset(
-    "model train_loader validation_loader test_loader optimizer criterion callbacks message_service history options "
-    "site process running found_inf last_loss timeout drawn_seed restarts".split()
-)
 
 
 class Restart(NamedTuple):
@@ -75,6 +66,46 @@ class Restart(NamedTuple):
     """Steps after it that had been done already."""
     seconds: float
     """From the failure until a step more than :attr:`step` was done, or until the next failure."""
+
+
+class _WriteBeside:
+    """The write of a snapshot in a thread, once the copies of what is on the device are there."""
+
+    def __init__(self, copies: DeviceCopies, write: Callable[[], None], step: int) -> None:
+        self._took = took = [0.0, 0.0]
+        write_then = partial(_write_beside, copies, write, took)
+        # A rank that fails has not to wait for its device: the snapshot before this one is whole.
+        self._background = BackgroundWrite(partial(error_of, write_then), step, name="snapshot", abandoned=True)
+
+    def result(self) -> tuple[str | None, float, float]:
+        """Waits for it: what went wrong; the seconds that the device copied, and those until all was written."""
+        error = self._background.wait()
+        copying_s, whole_s = self._took
+        return None if error is None else described(error), copying_s, whole_s
+
+
+# Not a method: a memoryview that others have views of crashes Python 3.11 where a cycle of references holds it.
+def _write_beside(copies: DeviceCopies, write: Callable[[], None], took: list[float]) -> None:
+    begin = time.perf_counter()
+    took[0] = copies.wait()
+    write()
+    copies.reserve()
+    took[1] = time.perf_counter() - begin
+
+
+class _Begun(NamedTuple):
+    """A snapshot that is written, or that a thread writes; not yet agreed on."""
+
+    step: int
+    since_s: float
+    """From the one before."""
+    writing_s: float
+    """What the steps waited for it, exchanges left out."""
+    whole_s: float
+    """The same with exchanges."""
+    problem: str | None
+    """What kept this rank from it; empty: others could not."""
+    beside: _WriteBeside | None
 
 
 class StopWithSnapshots:
@@ -96,16 +127,20 @@ class StopWithSnapshots:
         self._stop: StopAgreement = run.stop
         self._arrival = arrival
         self._classes = arrived_classes()
-        self._snapshotter = Snapshotter(arrival.known, self._classes)
+        # On CUDA what is on the device is copied and written beside the next steps; on the CPU these would change it.
+        self._device_copies = DeviceCopies(run.place.device) if run.place.device.type == "cuda" else None
+        self._snapshotter = Snapshotter(arrival.known, self._classes, self._device_copies)
+        self._begun: _Begun | None = None
+        self._steps_beside = 1
         self._local_rank = run.loop.process.local_rank
         self._copies = Copies(memory, run.loop.process) if run.loop.process.num_nodes > 1 else None
         # Functions that came with the loop are the same in a process that is started again; copies would not be.
         self._functions = {
             (section, key, name): value
-            for section, entries in _attributes(run.loop, arrival).items()
+            for section, entries in attributes(run.loop, arrival).items()
             for key, content in entries.items()
             for name, value in (content.items() if isinstance(content, dict) else ())
-            if isinstance(value, _FUNCTIONS)
+            if isinstance(value, FUNCTIONS)
         }
         self._status, self._mine = memory.status, step_word(self._local_rank)
         self._number = 0
@@ -141,8 +176,18 @@ class StopWithSnapshots:
         # At an epoch's end ranks have agreed on its being the last; in its midst they have not, and go on.
         goes_on = not reasons and (run.epoch_steps or not run.loop.asked_to_end)
         if goes_on and (step >= self._next or run.checkpointed):
-            self._make(step)
+            if self._begun is not None:
+                self._finish(self._begun)
+            if step >= self._next or run.checkpointed:
+                self._make(step)
         return reasons
+
+    def close(self) -> None:
+        """Nobody writes to the memory any more; what only snapshots needed is given back."""
+        if self._begun is not None and self._begun.beside is not None:
+            self._begun.beside.result()
+        if self._device_copies is not None:
+            self._device_copies.close()
 
     def _tell(self) -> None:
         """Once the first step is done: a line, and for the launching process the time."""
@@ -156,17 +201,32 @@ class StopWithSnapshots:
 
     def _make(self, step: int) -> None:
         run = self._run
-        begun = time.perf_counter()
+        clock = time.perf_counter()
         run.checkpointed = False
         run.publish(run.recorder.exchange_steps())
         ready = time.perf_counter()
-        written, problem = self._try_to_write(step)
+        problem, beside = self._try_to_write(step)
+        done = time.perf_counter()
+        begun = _Begun(step, clock - self._made_at, done - ready, done - clock, problem, beside)
+        if self._device_copies is None:
+            self._finish(begun)
+        else:
+            self._begun, self._next = begun, step + min(self._pause, self._steps_beside)
+        self._made_at = time.perf_counter()
+
+    def _finish(self, begun: _Begun) -> None:
+        """Agree on whether all have written, and on what is next. Collective."""
+        clock, step, problem, copying_s, beside_s = time.perf_counter(), begun.step, begun.problem, 0.0, 0.0
+        self._begun = None
+        if begun.beside is not None:
+            problem, copying_s, beside_s = begun.beside.result()
+        written = problem is None
         if self._copies is not None and not self._copies.spread(self._number + 1, written=written):
             problem = problem or "no copy of it on the next host"
-        seconds = (time.perf_counter() - ready, self._whole_s, begun - self._made_at)
-        mine = [*(int(1e9 * s) for s in seconds), int(not written or bool(problem))]
+        seconds = begun.writing_s + copying_s + time.perf_counter() - clock, self._whole_s, begun.since_s, beside_s
+        mine = [*(int(1e9 * s) for s in seconds), int(problem is not None)]
         # All ranks have written when this is over; and all go by the same numbers.
-        writing, whole, since, errors = zip(*distributed.exchange_ints(mine))
+        writing, whole, since, besides, errors = zip(*distributed.exchange_ints(mine))
         self._failed_in_a_row = self._failed_in_a_row + 1 if any(errors) else 0
         set_failed_in_a_row(self._memory, self._failed_in_a_row)
         if any(errors):
@@ -181,13 +241,14 @@ class StopWithSnapshots:
         else:
             self._number += 1
             self._tell_omitted()
+        step_ns = max(since) / max(step - self._last_step, 1)
         if self._every is None:
-            self._pause = steps_between(writing, whole, max(since) / max(step - self._last_step, 1))
+            self._pause = steps_between(writing, whole, step_ns)
+        self._steps_beside = math.ceil(max(besides) / max(step_ns, 1)) or 1
         # One that could not be made is tried again soon: until then a failure costs more steps.
         soon = self._pause if not self._failed_in_a_row else 2**self._failed_in_a_row - 1
         self._last_step, self._next = step, step + min(self._pause, soon)
-        self._made_at = time.perf_counter()
-        self._whole_s = self._made_at - begun
+        self._whole_s = begun.whole_s + copying_s + time.perf_counter() - clock
 
     def _tell_omitted(self) -> None:
         """Once, what can't be pickled: after a restart it is not what it was."""
@@ -203,14 +264,17 @@ class StopWithSnapshots:
 
     # -- what it holds -----------------------------------------------------------------------------------------------
 
-    def _try_to_write(self, step: int) -> tuple[bool, str]:
-        """Whether this rank's parts are written, and what of its own kept it from that. Collective.
+    def _try_to_write(self, step: int) -> tuple[str | None, _WriteBeside | None]:
+        """Write this rank's parts, or begin to; or return what of its own kept it from that, if anything. Collective.
 
         What fails here is a user's ``__getstate__``, or memory: the run itself is well.
         """
-        problem = ""
+        problem: str | None = None
         mine: _Part = {}
         common: _Part = {}
+        copies = self._device_copies
+        if copies is not None:
+            copies.begin()
         try:
             mine, common = self._mine_now(), self._common_now()
         except Exception as error:
@@ -219,15 +283,20 @@ class StopWithSnapshots:
             # All ranks gather, or none: one that went on without it would meet the others in another exchange. What
             # fails in the midst of gathering is not caught, since there others wait for this rank.
             if any(failed for (failed,) in distributed.exchange_ints([int(bool(problem))])):
-                return False, problem
-            mine = map_tensors(mine, partial(gathered, keeps=True))
-            common = map_tensors(common, partial(gathered, keeps=self._local_rank == 0))
-        if not problem:
+                return problem or "", None
+            to_cpu = partial(gathered, on_host=Tensor.cpu if copies is None else copies.copy)
+            mine = map_tensors(mine, partial(to_cpu, keeps=True))
+            common = map_tensors(common, partial(to_cpu, keeps=self._local_rank == 0))
+        if problem is None:
             try:
-                self._write(step, mine, common)
+                packed = self._packed(mine, common)
+                write = partial(_write_parts, self._memory, self._number + 1, step, packed)
+                if copies is not None:
+                    return None, _WriteBeside(copies, write, step)
+                write()
             except Exception as error:
                 problem = described(error)
-        return not problem, problem
+        return problem, None
 
     def _mine_now(self) -> _Part:
         """This rank's own part. No exchange, but for what a callback's ``state_dict`` does."""
@@ -249,7 +318,7 @@ class StopWithSnapshots:
                 for i, callback in enumerate(self._arrival.callbacks)
                 for name in handover.stateful_attributes(callback)
             },
-            **_attributes(loop, self._arrival),
+            **attributes(loop, self._arrival),
         }
 
     def _common_now(self) -> _Part:
@@ -257,27 +326,28 @@ class StopWithSnapshots:
         run = self._run
         if self._local_rank and not run.place.collective:
             return {}
-        own = {str(i): _own_attributes(optimizer) for i, optimizer in enumerate(optimizers_of(run.loop.optimizer))}
+        own = {str(i): own_attributes(optimizer) for i, optimizer in enumerate(optimizers_of(run.loop.optimizer))}
         return {"state": run_state.common_state(run), "optimizers": own}
 
-    def _write(self, step: int, mine: _Part, common: _Part) -> None:
-        """What this rank has to write; without an exchange."""
-        loop, number = self._run.loop, self._number + 1
+    def _packed(self, mine: _Part, common: _Part) -> list[tuple[int, Packed]]:
+        """The parts that this rank has to write."""
+        loop = self._run.loop
         unchanged = {
             (section, key, name)
             for (section, key, name), function in self._functions.items()
             if isinstance(content := mine[section].get(key), dict) and content.get(name) is function
         }
-        packed = self._snapshotter.pack(mine, [section for section in mine if section not in _NEEDED], unchanged)
+        optional = [section for section in mine if section not in _NEEDED]
+        packed = [(1 + self._local_rank, self._snapshotter.pack(mine, optional, unchanged))]
         if not self._told_omitted:
             self._omitted = [
-                f"{name} of {_owner_text(loop, self._arrival, section, key)}"
+                f"{name} of {owner_text(loop, self._arrival, section, key)}"
                 for section, key, name, value in self._snapshotter.refused_of(mine)
-                if not isinstance(value, (*_OF_A_PROCESS, *_FUNCTIONS))
+                if not isinstance(value, (*OF_A_PROCESS, *FUNCTIONS))
             ]
-        self._memory.write(number, 1 + self._local_rank, step, packed)
         if self._local_rank == 0:
-            self._memory.write(number, 0, step, self._snapshotter.pack(common, ("optimizers",)))
+            packed.append((0, self._snapshotter.pack(common, ("optimizers",))))
+        return packed
 
     # -- going on from it --------------------------------------------------------------------------------------------
 
@@ -315,7 +385,7 @@ class StopWithSnapshots:
         """Go on from what :meth:`resumed` gave, after ``on_train_begin``; then ``on_restart``. Collective."""
         run, loop, mine = self._run, self._run.loop, self._mine_read
         if mine is not None:
-            _put_attributes(loop, self._arrival, mine)
+            put_attributes(loop, self._arrival, mine)
             for i, optimizer in enumerate(optimizers_of(loop.optimizer)):
                 vars(optimizer).update(self._optimizers_read.get(str(i), {}))
         if resume is not None:
@@ -328,7 +398,7 @@ class StopWithSnapshots:
             loop.message_service.__dict__.update(rank["messages"])
             run.progress.columns = rank["columns"]
             # Without a seed the epoch's batches are read again up to here, which draws from a dataset's own generator.
-            run.feed.after_rereading = partial(_put_into_datasets, loop, copy.deepcopy(mine["datasets"]))
+            run.feed.after_rereading = partial(put_into_datasets, loop, copy.deepcopy(mine["datasets"]))
             if self._every is None:
                 self._pause = rank["pause"]
         self._mine_read = None
@@ -340,6 +410,11 @@ class StopWithSnapshots:
                 hook(self.restart)
             if self._tells and (run.ended or run.is_done()):  # there is no further step
                 self._tell()
+
+
+def _write_parts(memory: SnapshotMemory, number: int, step: int, packed: list[tuple[int, Packed]]) -> None:
+    for part, content in packed:
+        memory.write(number, part, step, content)
 
 
 def steps_between(writing: Sequence[float], whole: Sequence[float], step: float) -> int:
@@ -366,77 +441,3 @@ def restart_line(restart: Restart, limit: str) -> str:
         f"trainloop: rank {restart.rank} {restart.cause}; training goes on from step {restart.step} ({steps} again), "
         f"after {restart.seconds:.1f} s. {limit}"
     )
-
-
-def _attributes(loop: TrainLoop[Any], arrival: Arrival) -> dict[str, dict[Any, Any]]:
-    """What is Python's own state of a loop's parts, by section and part; contents are dictionaries of their own."""
-    modules: dict[Any, dict[str, Any]] = {}
-    for (root, path, name), value in handover.plain_attributes(loop).items():
-        modules.setdefault((root, path), {})[name] = value
-    return {
-        "modules": modules,
-        "loop": {"": {name: value for name, value in vars(loop).items() if name not in _STRUCTURE}},
-        "attributes of callbacks": {
-            i: handover.callback_state(callback) for i, callback in enumerate(arrival.callbacks)
-        },
-        "datasets": {i: _plain_values(dataset) for i, dataset in enumerate(_datasets(loop))},
-        # Those of optimizers are in the common part.
-        "parts": {
-            path: content for path, content in arrival.parts_now().items() if path.partition(".")[0] != "optimizer"
-        },
-    }
-
-
-def _owner_text(loop: TrainLoop[Any], arrival: Arrival, section: str, key: Any) -> str:
-    """Whose it is what a section of a snapshot has under a key."""
-    if section in ("stateful", "attributes of callbacks"):
-        name: str = arrival.callbacks[key[0] if isinstance(key, tuple) else key].callback_name
-        return name
-    if section == "modules":
-        root, path = key
-        return type((loop.criterion if root else loop.model).get_submodule(path)).__name__
-    return {"loop": "the loop", "datasets": "a dataset"}.get(section, str(key))
-
-
-def _datasets(loop: TrainLoop[Any]) -> list[Any]:
-    """Indexed datasets, with those they wrap; a stream says itself where it stands, or is read again from its begin."""
-    found: list[Any] = []
-    for loader in (loop.train_loader, loop.validation_loader, loop.test_loader):
-        dataset = getattr(loader, "dataset", None)
-        while isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset) and dataset not in found:
-            found.append(dataset)
-            dataset = getattr(dataset, "dataset", None)
-    return found
-
-
-def _plain_values(dataset: Any) -> dict[str, Any]:
-    """What a callback may set in a dataset, such as a level of difficulty, and generators that it draws from here."""
-    return {name: value for name, value in vars(dataset).items() if isinstance(value, _PLAIN)}
-
-
-def _put_attributes(loop: TrainLoop[Any], arrival: Arrival, mine: dict[str, Any]) -> None:
-    handover.put_plain_attributes(
-        loop, {(*key, name): value for key, own in mine["modules"].items() for name, value in own.items()}
-    )
-    vars(loop).update(mine["loop"].get("", {}))
-    _put_into_datasets(loop, mine["datasets"])
-    for (i, name), saved in mine["stateful"].items():
-        getattr(arrival.callbacks[i], name).load_state_dict(saved)
-    for i, saved in mine["attributes of callbacks"].items():
-        handover.put_callback_state(arrival.callbacks[i], saved)
-    kept: dict[str, set[Any]] = {}
-    for section, path, name in mine["omitted"]:
-        if section == "parts":
-            kept.setdefault(path, set()).add(name)
-    put_into(arrival.parts, mine["parts"], kept)
-
-
-def _put_into_datasets(loop: TrainLoop[Any], values: dict[int, dict[str, Any]]) -> None:
-    for i, dataset in enumerate(_datasets(loop)):
-        vars(dataset).update(values.get(i, {}))
-
-
-def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Of an optimizer, what its ``state_dict()`` does not have."""
-    state = optimizer_state(optimizer, hooks=False)
-    return {name: value for name, value in state.items() if name not in ("state", "param_groups", "defaults")}

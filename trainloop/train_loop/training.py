@@ -129,6 +129,8 @@ class Training(Run):
                         self._finish_epoch()
                         ended_by |= self._agree_at_epoch_end()
                 self._finish(ended_by)
+            if self.snapshots is not None:
+                self.snapshots.close()
             self.place.make_whole(loop.callbacks)
             self.place.share_buffers()  # under torchrun each rank returns a model
         except BaseException as exception:

@@ -162,10 +162,14 @@ class Pickler(cloudpickle.Pickler):
         if self.keeps_shared and on_cpu and storage.is_shared() and getattr(storage, "filename", None) is None:
             # The user shares it between processes (an epoch counter for workers, say), so it stays shared.
             return reduce_storage(storage)
-        data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu().numpy()
+        data = self._on_host(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)).numpy()
         if not on_cpu:
             self.copies.append(data)
         return _storage_from_buffer, (pickle.PickleBuffer(memoryview(data)), not on_cpu)  # type: ignore[arg-type]
+
+    def _on_host(self, memory: torch.Tensor) -> torch.Tensor:
+        """A storage's bytes: those of the CPU themselves, of a device a copy."""
+        return memory.cpu()
 
     def _reduce_text_stream(self, stream: Any) -> Any:
         for name in _STANDARD_STREAMS:

@@ -25,6 +25,7 @@ import cloudpickle
 import numpy as np
 import torch
 
+from trainloop.transfer.device_copies import DeviceCopies
 from trainloop.transfer.pages import anonymous_file, write_all
 from trainloop.transfer.pickling import IN_STREAM, StatePickler, StateUnpickler, load_device
 
@@ -285,8 +286,10 @@ class _SnapshotPickler(StatePickler):
         classes: Mapping[str, type],
         callback: Callable[[pickle.PickleBuffer], Any],
         importable: dict[str, bool],
+        copies: DeviceCopies | None,
     ) -> None:
         super().__init__(file, known, callback)
+        self._device_copies = copies
         self._index.update((id(kind), name) for name, kind in classes.items())
         self._importable = importable
 
@@ -295,6 +298,9 @@ class _SnapshotPickler(StatePickler):
         if found is None:
             found = self._importable[module.__name__] = super().is_importable(module)
         return found
+
+    def _on_host(self, memory: torch.Tensor) -> torch.Tensor:
+        return super()._on_host(memory) if self._device_copies is None else self._device_copies.copy(memory)
 
     keeps_shared = False
     other_side_has_classes = False  # but for those in the index
@@ -318,10 +324,15 @@ class Snapshotter:
         Travel as references; on the other side they are that side's own, listed in the same order.
     classes : mapping of str to type
         The result of :func:`arrived_classes` right after this process's payload was opened.
+    copies : DeviceCopies, optional
+        Makes the copies of what is on a GPU; whoever packs begins a set of them. What is packed then no longer changes
+        with the state, and is to be written once the copies are there.
     """
 
-    def __init__(self, known: Sequence[object], classes: Mapping[str, type]) -> None:
-        self._known, self._classes = known, classes
+    def __init__(
+        self, known: Sequence[object], classes: Mapping[str, type], copies: DeviceCopies | None = None
+    ) -> None:
+        self._known, self._classes, self._copies = known, classes, copies
         self._refused: set[tuple[Any, Any, Any]] = set()
         self._packs, self._next_try = 0, 4
         self._importable: dict[str, bool] = {}  # what was found out of modules, a third of the time of a small pack
@@ -358,10 +369,13 @@ class Snapshotter:
         if self._packs == self._next_try:  # less and less often, as each try costs the time of a pack or two
             self._next_try *= 2
             self._refused.clear()
+        used = 0 if self._copies is None else self._copies.used
         try:
             return self._packed(_without(state, {*self._refused, *omitted}))
         except Exception:  # whatever a user's __reduce__ raises
             self._refused.update(self._refusing(_without(state, set(omitted)), optional))
+            if self._copies is not None:
+                self._copies.take_back(used)
             return self._packed(_without(state, {*self._refused, *omitted}))
 
     def _packed(self, state: Any) -> Packed:
@@ -371,13 +385,16 @@ class Snapshotter:
 
         def keep_out(buffer: pickle.PickleBuffer) -> bool:
             raw = buffer.raw()
-            if raw.nbytes < IN_STREAM:
+            # A copy may only be queued: it can't go into the stream now.
+            is_copy = self._copies is not None and self._copies.has(raw)
+            if raw.nbytes < IN_STREAM and not is_copy:
                 return True
-            buffers.append(raw)
+            # The next steps must not change what is written beside them.
+            buffers.append(raw if is_copy or self._copies is None else memoryview(bytes(raw)))
             alive.append(buffer)
             return False
 
-        pickler = _SnapshotPickler(file, self._known, self._classes, keep_out, self._importable)
+        pickler = _SnapshotPickler(file, self._known, self._classes, keep_out, self._importable, self._copies)
         pickler.dump(state)
         return Packed(file.getvalue(), buffers, [*alive, *pickler.copies])
 
