@@ -24,6 +24,7 @@ from benchmarks import work
 from benchmarks.ddp import make_loop
 from benchmarks.timing import PairedTable, Table
 from trainloop import AbstractCallback, TrainLoop
+from trainloop.launch.rank_process import end_with_parent
 
 PLAIN, SURVIVES = "max_restarts=0", "max_restarts=3"
 
@@ -99,6 +100,7 @@ def fit(model: Any, batches: int, callbacks: list[Any], epochs: int, **arguments
 
 def take_turns(kind: Any, folder: Path, block: int, blocks: int, arguments: dict[str, Any]) -> None:
     """In a process of its own: a run of some blocks of steps, and of one before them."""
+    end_with_parent()  # it would wait for its turn for ever
     torch.set_num_threads(1)
     fit(kind(), block * (blocks + 1), [Turns(folder, block)], 1, **arguments)
 
