@@ -73,7 +73,7 @@ test-hosts: $(VENV)/test.stamp
 
 test-all: $(VENV)/test-all.stamp
 	$(BIN)/python -m pytest -m "" $(ARGS)
-	TRAINLOOP_START_METHOD=spawn $(BIN)/python -m pytest -m "" tests/ranks tests/faults tests/gpu $(ARGS)
+	TRAINLOOP_START_METHOD=spawn $(BIN)/python -m pytest -m "" -o faulthandler_timeout=300 tests/ranks tests/faults tests/gpu $(ARGS)
 
 test-simulated-gpu:
 	PYTHON=$(PYTHON) bash tests/simulated_cuda/run.sh $(VENV_SIMULATED_GPU) \
