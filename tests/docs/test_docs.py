@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader
 import conftest
 import trainloop
 import trainloop.callbacks
+import trainloop.pretrained
 import trainloop.schedulers
 import trainloop.tabular
 import trainloop.tuning
@@ -394,6 +395,7 @@ def names_that_are_pages() -> set[str]:
         trainloop.schedulers,
         trainloop.errors,
         trainloop.tabular,
+        trainloop.pretrained,
         trainloop.tuning,
     ]
     names = {name for part in parts for name in part.__all__ if name[0].isupper()}

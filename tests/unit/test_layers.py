@@ -32,7 +32,7 @@ LAYERS = [
     ["checkpoint", "result_package"],
     ["callbacks", "schedulers"],
     ["train_loop"],
-    ["tools"],
+    ["tools", "pretrained"],
     ["tuning"],
     ["tabular"],
     ["compat"],

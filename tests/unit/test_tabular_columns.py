@@ -16,7 +16,8 @@ from sklearn import metrics as sk
 from sklearn.linear_model import Perceptron
 from tables import kinds_of_columns, mixed
 
-import trainloop.tabular.options as options_module
+import trainloop.tabular.predictor as predictor_module
+import trainloop.tabular.specs as specs_module
 import trainloop.tabular.training as training_module
 import trainloop.tuning.slots as slots_module
 from trainloop.errors import CheckpointError, ConfigurationError, ResourceError
@@ -218,6 +219,25 @@ def test_an_ensemble_is_never_worse_than_its_best_model() -> None:
     assert ensemble_weights([truth], truth, metric, metric) == [1.0]
 
 
+def test_weights_are_found_in_time_by_fewer_samples() -> None:
+    rng = np.random.default_rng(0)
+    truth = rng.normal(size=60)
+    models = [truth + rng.normal(size=60), truth + rng.normal(size=60)]
+    metric, calls = find_metric(None, "regression"), []
+
+    def counted(y_true: Any, found: Any) -> float:
+        calls.append(1)
+        return metric(y_true, found)
+
+    in_time = ensemble_weights(models, truth, counted, bags=50, time_limit_s=0)
+    one_sample = len(calls)
+    assert in_time == ensemble_weights(models, truth, metric, bags=1)
+    assert ensemble_weights(models, truth, counted, bags=3, time_limit_s=600) == ensemble_weights(
+        models, truth, metric, bags=3
+    )
+    assert len(calls) == 4 * one_sample
+
+
 # -- settings --------------------------------------------------------------------------------------------------------
 
 COLUMNS = Columns({"x": "number", "c": "category"}, {})
@@ -240,6 +260,10 @@ TUNED = {"num_trials": 2}
         ({"hyperparameter_tune_kwargs": {"num_trials": 0}}, "num_trials=0: must be an int of 1 or more"),
         ({"hyperparameter_tune_kwargs": {"scheduler": "slurm"}}, r"scheduler \('local', 'ray'\)"),
         ({"presets": "huge"}, "preset 'huge' is not known: there are medium_quality"),
+        # Where nothing is searched, too.
+        ({"hyperparameters": {"LR": {}}, "hyperparameter_tune_kwargs": "best"}, "searcher='best': must be 'random'"),
+        ({"hyperparameters": {"LR": {}}, "hyperparameter_tune_kwargs": {"num_trials": -1}}, "num_trials=-1: must be"),
+        ({"verbosity": "loud"}, "verbosity='loud': must be an int of 0 or more"),
         ({"num_bag_folds": -1}, "num_bag_folds=-1"),
         ({"time_limit": 0}, "time_limit=0: must be a number of seconds"),
         ({"num_bag_folds": "two"}, "num_bag_folds='two': must be an int"),
@@ -270,7 +294,7 @@ def test_settings_that_can_t_be_are_refused_before_any_process(given: dict[str, 
         given = {**given, "tuning_data": frame}
     metric = given.pop("eval_metric", None) if "eval_metric" in given else None
     with pytest.raises(ConfigurationError, match=what):
-        TabularPredictor("class", eval_metric=metric).fit(frame, verbosity=0, **given)
+        TabularPredictor("class", eval_metric=metric).fit(frame, **{"verbosity": 0, **given})
 
 
 def test_settings_become_models_with_names_of_their_own() -> None:
@@ -344,9 +368,9 @@ def large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Planned(asked)
 
     machine = Resources(32, 4, 2**37)
-    for module in (options_module, slots_module):
+    for module in (specs_module, slots_module):
         monkeypatch.setattr(module, "available", lambda: machine)
-    monkeypatch.setattr(options_module, "applied", lambda quota: nullcontext())
+    monkeypatch.setattr(predictor_module, "applied", lambda quota: nullcontext())
     monkeypatch.setattr(training_module, "tune", stop)
 
 
@@ -379,7 +403,7 @@ def asked_of_tune(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, 
     calls: list[tuple[str, dict[str, Any]]] = []
 
     def note(make: Any, space: Any, **asked: Any) -> Any:
-        calls.append((",".join(spec.name for spec in make.group.specs), asked))
+        calls.append((",".join(map(str, space["the model"])), asked))
         return SimpleNamespace(trials=[], interrupted=False)
 
     monkeypatch.setattr(training_module, "tune", note)
@@ -414,7 +438,7 @@ def test_the_documented_gpu_goes_to_those_that_can_use_it(asked_of_tune: list[tu
 def test_the_documented_gpu_that_is_not_there_is_one_warning(
     asked_of_tune: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (options_module, slots_module):
+    for module in (specs_module, slots_module):
         monkeypatch.setattr(module, "available", lambda: Resources(2, 0, 2**33))
     with pytest.warns(
         UserWarning, match="num_gpus=1: no GPU is visible here, so all models train on the CPU"

@@ -11,8 +11,8 @@ import pandas as pd
 
 from trainloop.errors import ConfigurationError
 from trainloop.tabular.columns import Columns, Rows
-from trainloop.tabular.targets import Target, find_metric
-from trainloop.tuning import BaggedPredictor, Trial
+from trainloop.tabular.targets import Target, Task, find_metric
+from trainloop.tuning import BaggedPredictor
 from trainloop.tuning.scoring import Scorer, ensemble_weights
 
 __all__ = ["Ensemble", "Trained"]
@@ -20,17 +20,15 @@ __all__ = ["Ensemble", "Trained"]
 _NAME = "WeightedEnsemble_L2"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Trained:
     """A trained model."""
 
-    name: str
-    trial: Trial
     settings: Mapping[str, Any]
     predictor: BaggedPredictor
     """Read from disk when first used, because forests are large and networks need torch."""
-    held_out: Rows | None
-    """Predictions for rows that it did not train on. Dropped once the weights are chosen."""
+    row: Mapping[str, Any]
+    """Its row of the leaderboard."""
 
 
 @dataclass(frozen=True)
@@ -40,22 +38,20 @@ class Ensemble:
     target: Target
     metric: Scorer
     columns: Columns
-    models: dict[str, Trained]
-    weights: dict[str, float]
+    models: Mapping[str, Trained]
+    weights: Mapping[str, float]
     score: float
     """The ensemble's score on rows that no model trained on."""
 
     @classmethod
-    def of(cls, target: Target, metric: Scorer, columns: Columns, trained: list[Trained], truth: Rows) -> Ensemble:
-        """Choose the weights by the models' predictions for rows that they did not train on."""
-        rows = [np.asarray(each.held_out) for each in trained]
-        second = find_metric("log_loss" if target.classes else "rmse", target.problem)
-        weights = ensemble_weights(rows, truth, metric, second)
-        score = metric(truth, np.tensordot(weights, rows, axes=1))
-        for each in trained:
-            each.held_out = None  # has served
-        weighed = {each.name: weight for each, weight in zip(trained, weights) if weight > 0}
-        return cls(target, metric, columns, {each.name: each for each in trained}, weighed, score)
+    def of(cls, task: Task, models: Mapping[str, Trained], rows: list[Rows], time_limit_s: float | None) -> Ensemble:
+        """Choose the weights by the models' predictions, ``rows``, for rows that they did not train on."""
+        truth = task.y if task.held_out is None else task.y[task.held_out[1]]
+        second = find_metric("log_loss" if task.target.classes else "rmse", task.target.problem)
+        weights = ensemble_weights(rows, truth, task.metric, second, time_limit_s=time_limit_s)
+        score = task.metric(truth, np.tensordot(weights, rows, axes=1))
+        weighed = {name: weight for name, weight in zip(models, weights) if weight > 0}
+        return cls(task.target, task.metric, task.columns, models, weighed, score)
 
     @property
     def names(self) -> list[str]:
@@ -77,7 +73,7 @@ class Ensemble:
 
     def board(self, frame: pd.DataFrame | None) -> pd.DataFrame:
         """See ``TabularPredictor.leaderboard``."""
-        board = pd.DataFrame.from_dict({name: self._had(each.trial) for name, each in self.models.items()}, "index")
+        board = pd.DataFrame.from_dict({name: each.row for name, each in self.models.items()}, "index")
         parts = board.loc[[*self.weights]]
         sums = {"score_val": self.score, **parts[["fit_time", "cpu_seconds"]].sum()}
         board = pd.concat([board, pd.DataFrame({**parts.max(), **sums}, index=[_NAME])])
@@ -86,14 +82,3 @@ class Ensemble:
             board.insert(0, "score_test", [self.metric(truth, rows[name]) for name in board.index])
         board = board.sort_values(board.columns[0], ascending=False, kind="stable")
         return board.round({"fit_time": 2, "cpu_seconds": 2}).rename_axis("model").reset_index()
-
-    def _had(self, trial: Trial) -> dict[str, Any]:
-        used_gpu = any(facts["used_gpu"] for facts in trial.facts.values())
-        return {
-            "score_val": trial.score,
-            "eval_metric": self.metric.name,
-            "fit_time": trial.seconds,
-            "cpu_seconds": trial.cpu_seconds,
-            "cpus": trial.cpus,
-            "gpus": trial.gpus if used_gpu else 0.0,
-        }

@@ -19,8 +19,8 @@ from trainloop.tuning import seconds_left
 
 __all__ = ["Adapter", "Estimator", "Given", "GradientBoosting", "extra_trees", "forest", "linear", "matrix"]
 
+_GROWN = ("n_estimators", "warm_start")  # what estimators that grow tree by tree have
 _OWN_LOSS = {"objective", "objective_type", "app", "application", "loss", "metric", "metrics", "metric_types"}
-_ROUNDS = ("num_boost_round", "n_estimators", "num_iterations", "num_rounds")
 
 
 @dataclass(frozen=True)
@@ -92,19 +92,19 @@ class Estimator(Adapter):
         x = self._matrix.fit_transform(table)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="(?s).*converge")  # near the optimum is as good
-            grows = all(hasattr(self._estimator, name) for name in ("n_estimators", "warm_start"))
-            trained = self._grow(x, y) if grows and seconds_left() is not None else self._estimator.fit(x, y)
-        self._estimator = self._estimator if trained is None else trained
+            if seconds_left() is not None and all(hasattr(self._estimator, name) for name in _GROWN):
+                self._grow(x, y)
+            else:
+                self._estimator.fit(x, y)
 
-    def _grow(self, x: Rows, y: Rows) -> Any:
+    def _grow(self, x: Rows, y: Rows) -> None:
         """Fit as many trees as the time allows."""
-        trees, wanted, trained = 0, self._estimator.n_estimators, self._estimator
+        trees, wanted = 0, self._estimator.n_estimators
         while trees < wanted:
             began, grown = time.monotonic(), min(wanted, max(10, trees * 2))
-            trained = self._estimator.set_params(n_estimators=grown, warm_start=True).fit(x, y)
+            self._estimator.set_params(n_estimators=grown, warm_start=True).fit(x, y)
             a_tree, trees = (time.monotonic() - began) / (grown - trees), grown
             wanted = min(wanted, trees + int(0.8 * (seconds_left() or 0.0) / a_tree))
-        return trained
 
     def predict(self, table: pd.DataFrame) -> Rows:
         x, outputs = self._matrix.transform(table), self.given.target.num_outputs
@@ -160,7 +160,6 @@ class GradientBoosting(Adapter):
         of_classes = {"objective": "binary"} if outputs == 2 else {"objective": "multiclass", "num_class": outputs}
         params: dict[str, Any] = {"learning_rate": 0.05, "verbosity": -1, "seed": 0}
         params |= {**({} if self.is_regression else of_classes), **self.given.params}
-        rounds = next((params.pop(name) for name in _ROUNDS if name in params), 10_000)
         patience = params.pop("early_stopping_rounds", 100 if len(table) < 10_000 else 30)
 
         def fit(**device: str) -> Any:
@@ -169,7 +168,8 @@ class GradientBoosting(Adapter):
             held_x, held_y = self._matrix.transform(validation[0]), validation[1] - self._shift
             held_out = lightgbm.Dataset(held_x, held_y, reference=data)
             stop: list[Any] = [lightgbm.early_stopping(patience, first_metric_only=True, verbose=False), _stop_in_time]
-            return lightgbm.train({**params, **device}, data, rounds, valid_sets=[held_out], callbacks=stop)
+            # A number of rounds in params, by whichever name, goes before this one.
+            return lightgbm.train({**params, **device}, data, 10_000, valid_sets=[held_out], callbacks=stop)
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

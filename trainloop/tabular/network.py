@@ -1,4 +1,4 @@
-"""Training of a ``TTModel`` on a table, and the network for numbers and categories."""
+"""Training of a ``TTModel`` on a table: on numbers and categories, on texts, on pictures, or the user's own."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from torch.utils.data import DataLoader, Dataset, StackDataset, TensorDataset
 
 from trainloop.callbacks import AbstractCallback, EarlyStopping, TimeLimit
 from trainloop.model import TTBasicModel, TTModel
+from trainloop.pretrained import PictureFiles, PictureModel, TextModel
 from trainloop.tabular.columns import Rows
 from trainloop.tabular.models import Adapter, Given, matrix
 from trainloop.train_loop import TrainLoop
 from trainloop.tuning import seconds_left
 
-__all__ = ["Network", "NeuralAdapter", "OwnNetwork"]
+__all__ = ["Network", "NeuralAdapter", "OwnNetwork", "PictureNetwork", "TextNetwork"]
 
-
+_HELD_BYTES = 2**29  # decoded pictures up to this size stay in memory
 _TRAINING = {"learning_rate": 1e-3, "weight_decay": 1e-4, "num_epochs": 300, "patience": 20, "batch_size": None}
 
 
@@ -42,7 +43,7 @@ class _BestWeights(EarlyStopping):
 
 
 class NeuralAdapter(Adapter):
-    """A network. Subclasses implement :meth:`prepare`, :meth:`build` and :meth:`inputs`.
+    """A network. Subclasses implement :meth:`build` and :meth:`inputs`.
 
     The targets of a regression are standardised for training.
     """
@@ -53,12 +54,8 @@ class NeuralAdapter(Adapter):
         super().__init__(given)
         self.params: dict[str, Any] = {**self.defaults, **given.params}
 
-    def prepare(self, table: pd.DataFrame) -> None:
-        """Fit the preprocessing to the training table."""
-        raise NotImplementedError
-
-    def build(self) -> TTModel:
-        """The untrained network. Its batches are ``(*inputs, target)``."""
+    def build(self, table: pd.DataFrame) -> TTModel:
+        """The untrained network for a training table. Its batches are ``(*inputs, target)``."""
         raise NotImplementedError
 
     def inputs(self, table: pd.DataFrame) -> Sequence[Tensor | Dataset[Any]]:
@@ -69,8 +66,7 @@ class NeuralAdapter(Adapter):
         torch.manual_seed(0)
         params = self.params
         self._mean, self._scale = (float(y.mean()), float(y.std()) or 1.0) if self.is_regression else (0.0, 1.0)
-        self.prepare(table)
-        self.network = self.build()
+        self.network = self.build(table)
         batch = int(params["batch_size"] or np.clip(len(table) // 16, 16, 512))
         # A batch of one row has no variance for BatchNorm.
         lonely = len(table) % batch == 1 and len(table) > batch
@@ -127,15 +123,13 @@ class Network(NeuralAdapter):
 
     defaults = {"hidden": (128, 128), "dropout": 0.1, **NeuralAdapter.defaults}
 
-    def prepare(self, table: pd.DataFrame) -> None:
+    def build(self, table: pd.DataFrame) -> TTModel:
         self._matrix = matrix(self.given.columns, onehot=False, scale=True)
         x = self._matrix.fit_transform(table)
         self._coded = self._matrix.output_indices_["categories"]
-        self._sizes = [int(size) + 2 for size in x[:, self._coded].max(axis=0)]  # code 0 is for unknown categories
-
-    def build(self) -> TTModel:
-        width, outputs = len(self._matrix.get_feature_names_out()) - len(self._sizes), self.given.target.num_outputs
-        return Layers(width, self._sizes, outputs, tuple(self.params["hidden"]), self.params["dropout"])
+        sizes = [int(size) + 2 for size in x[:, self._coded].max(axis=0)]  # code 0 is for unknown categories
+        hidden, outputs = tuple(self.params["hidden"]), self.given.target.num_outputs
+        return Layers(x.shape[1] - len(sizes), sizes, outputs, hidden, self.params["dropout"])
 
     def inputs(self, table: pd.DataFrame) -> Sequence[Tensor]:
         x = np.asarray(self._matrix.transform(table))
@@ -151,10 +145,8 @@ class OwnNetwork(NeuralAdapter):
         super().__init__(given)
         self._make = make
 
-    def prepare(self, table: pd.DataFrame) -> None:
+    def build(self, table: pd.DataFrame) -> TTModel:
         self._matrix = matrix(self.given.columns, onehot=True, scale=True).fit(table)
-
-    def build(self) -> TTModel:
         own = {name: value for name, value in self.given.params.items() if name not in self.defaults}
         width = len(self._matrix.get_feature_names_out())
         model: TTModel = self._make(width, self.given.target.num_outputs, **own)
@@ -162,3 +154,40 @@ class OwnNetwork(NeuralAdapter):
 
     def inputs(self, table: pd.DataFrame) -> Sequence[Tensor]:
         return (torch.tensor(np.asarray(self._matrix.transform(table)), dtype=torch.float32),)
+
+
+class TextNetwork(NeuralAdapter):
+    """A transformers model on all text columns, joined into one text."""
+
+    network: TextModel
+    defaults = {**NeuralAdapter.defaults, "learning_rate": 1e-4, "weight_decay": 1e-3, "num_epochs": 10}
+    defaults |= {"patience": 3, "batch_size": 32, "max_length": 128}
+
+    def build(self, table: pd.DataFrame) -> TTModel:
+        return TextModel.load(self.params["model"], self.given.target.num_outputs)
+
+    def inputs(self, table: pd.DataFrame) -> Sequence[Tensor]:
+        columns, separator = self.given.columns.of("text"), f" {self.network.tokenizer.sep_token or ''} "
+        texts = [separator.join(row) for row in table[columns].itertuples(index=False)]
+        return self.network.tokens(texts, self.params["max_length"])
+
+
+class PictureNetwork(NeuralAdapter):
+    """A timm or transformers model, or the module that a function of the user returns, on all picture columns."""
+
+    network: PictureModel
+    defaults = {**NeuralAdapter.defaults, "learning_rate": 3e-4, "num_epochs": 30, "patience": 5}
+
+    def build(self, table: pd.DataFrame) -> TTModel:
+        outputs, model = self.given.target.num_outputs, self.params["model"]
+        settings = {name: self.params[name] for name in ("size", "mean", "std") if self.params.get(name)}
+        if callable(model):
+            return PictureModel(model(outputs), **settings)
+        return PictureModel.load(model, outputs, **settings)
+
+    def inputs(self, table: pd.DataFrame) -> Sequence[Tensor | Dataset[Any]]:
+        paths = table[self.given.columns.of("picture")].to_numpy()
+        files = PictureFiles(paths.tolist(), self.network.size)
+        if paths.size * 3 * files.size**2 > _HELD_BYTES:
+            return (files,)
+        return (torch.stack([files[row] for row in range(len(files))]),)

@@ -6,7 +6,6 @@ import datetime
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -16,19 +15,20 @@ from sklearn.inspection import permutation_importance
 
 from trainloop.checkpoint.storage import why_not_writable
 from trainloop.errors import ConfigurationError
+from trainloop.resources.enforce import applied
+from trainloop.resources.quota import checked_count
 from trainloop.tabular.columns import read_table
 from trainloop.tabular.ensemble import Ensemble
-from trainloop.tabular.options import Options
-from trainloop.tabular.specs import parse_hyperparameters
-from trainloop.tabular.targets import METRICS, Problem, find_metric, labelled_rows, understand
-from trainloop.tabular.training import Course, short, train
+from trainloop.tabular.specs import parse_hyperparameters, parse_options
+from trainloop.tabular.targets import METRICS, Problem, Task, find_metric, labelled_rows
+from trainloop.tabular.training import short, train
 from trainloop.tuning.storage import make_folder, read_checked, write_checked
 
 __all__ = ["TabularPredictor"]
 
 Data: TypeAlias = pd.DataFrame | str | os.PathLike[str]
 
-_WHAT = ("tabular predictor", 3)
+_WHAT = ("tabular predictor", 4)
 _FILE = "predictor.pkl"
 
 
@@ -135,41 +135,28 @@ class TabularPredictor:
             If more resources are requested than the machine has.
         """
         began = time.monotonic()
-        seconds = isinstance(time_limit, (int, float)) and not isinstance(time_limit, bool)
-        if time_limit is not None and not (seconds and time_limit > 0):
-            raise ConfigurationError(f"time_limit={time_limit!r}: must be a number of seconds above 0, or None.")
-        if self.path is not None:
-            _make_folder(self.path)  # what is wrong with it shows before the training
-        options = Options.parse(
+        checked_count("verbosity", verbosity, 0)
+        options = parse_options(
             {"num_cpus": num_cpus, "num_gpus": num_gpus, "memory_limit": memory_limit},
             hyperparameters=hyperparameters,
             num_bag_folds=num_bag_folds,
+            time_limit=time_limit,
             ag_args_fit=ag_args_fit,
             ag_args_ensemble=ag_args_ensemble,
-            hyperparameter_tune_kwargs=hyperparameter_tune_kwargs,
+            search=hyperparameter_tune_kwargs,
             presets=presets,
         )
+        if self.path is not None:
+            _make_folder(self.path)  # what is wrong with it shows before the training
         say: Callable[[str], None] = print if verbosity >= 2 else lambda text: None
-        with options.within():
-            frame, target, columns, held_out = understand(
-                train_data, tuning_data, self.label, self._asked[0], options.folds
-            )
-            metric = find_metric(self._asked[1], target.problem)
-            specs, skipped = parse_hyperparameters(options.hyperparameters, columns, searches=options.searches)
-            say(f"{target.label!r} is a {target.problem} problem, scored by {metric.name}.\n{columns}")
-            table, y = columns.clean(frame, "train_data"), target.encode(frame[target.label])
-            # What follows the models takes its time too.
-            deadline = None if time_limit is None else began + 0.95 * time_limit
-            course = Course(options, table, y, target, metric, held_out, deadline)
-        trained, lost = train(specs, skipped, course, say, progress=verbosity >= 3)
-        with options.within():
-            truth = course.y if held_out is None else course.y[held_out[1]]
-            self._ensemble = Ensemble.of(target, metric, columns, trained, truth)
-        for note in {note: None for each in trained for facts in each.trial.facts.values() for note in facts["notes"]}:
-            warnings.warn(note, stacklevel=2)
-        self.lost, self._fit_seconds = lost, time.monotonic() - began
+        with applied(options.own):
+            task = Task.read(train_data, tuning_data, self.label, *self._asked, options.division["num_bag_folds"])
+            specs, skipped = parse_hyperparameters(options.hyperparameters, task.columns, searches=options.searches)
+        say(f"{self.label!r} is a {task.target.problem} problem, scored by {task.metric.name}.\n{task.columns}")
+        self._ensemble, lost = train(specs, task, options, say, progress=verbosity >= 3)
+        self.lost, self._fit_seconds = skipped | lost, time.monotonic() - began
         if verbosity >= 1:
-            for name, why in lost.items():
+            for name, why in self.lost.items():
                 print(f"without {name}: {short(why)}", file=sys.stderr)
             say(self.leaderboard().to_string(index=False))
         if self.path is not None:

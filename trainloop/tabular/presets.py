@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from trainloop.errors import ConfigurationError
+from trainloop.pretrained.folders import find_picture_model, find_text_model, import_library
 
 __all__ = ["PRESETS", "get_hyperparameter_config", "known_words", "list_image_models", "list_text_presets", "named"]
 
@@ -44,7 +43,6 @@ _TEXT_PRESETS: dict[str, dict[str, Any]] = {
     "best_quality": {"model": "microsoft/deberta-v3-base", **_LARGE_TEXT},
     "multilingual": {"model": "microsoft/mdeberta-v3-base", **_LARGE_TEXT},
 }
-_PICTURES = "mobilenetv3_large_100"
 
 
 def get_hyperparameter_config(config_name: str) -> dict[str, Any]:
@@ -75,7 +73,7 @@ def list_image_models() -> list[str]:
     ConfigurationError
         If timm is not installed, or can't be imported.
     """
-    return list(import_timm("list_image_models()").list_models(pretrained=True))
+    return list(import_library("timm", "list_image_models()").list_models(pretrained=True))
 
 
 # -- what the user wrote ---------------------------------------------------------------------------------------------
@@ -104,19 +102,6 @@ def known_words(where: str, given: Mapping[str, Any] | None, **defaults: Any) ->
 # -- what is installed, and weights, found before any process starts -------------------------------------------------
 
 
-def import_timm(wanted_by: str) -> Any:
-    """Import timm. The error says why it can't be imported."""
-    try:
-        import timm
-    except Exception as error:  # a torchvision that doesn't suit torch raises RuntimeError
-        raise ConfigurationError(
-            f"{wanted_by} needs timm, which can't be imported here ({type(error).__name__}: {error}): "
-            "pip install 'trainloop[multimodal]', with a torchvision of the same build as torch. Pictures need no timm "
-            "where 'model' is a folder of a transformers model, or a function that makes a module."
-        ) from error
-    return timm
-
-
 def check_installed(module: str, extra: str, wanted_by: str) -> None:
     """Raise an error that names the extra if a module is not installed."""
     if importlib.util.find_spec(module) is None:
@@ -128,51 +113,14 @@ def text_settings(params: dict[str, Any]) -> dict[str, Any]:
     preset = params.pop("presets", "default")
     settings = {**named("text preset", preset, _TEXT_PRESETS), **params}
     check_installed("transformers", "multimodal", "AG_TEXT_NN")
-    return {**settings, "model": _folder_of(settings["model"], settings["model"], f"text preset {preset!r}")}
+    return {**settings, "model": find_text_model(settings["model"], wanted_by=f"text preset {preset!r}")}
 
 
 def picture_settings(params: dict[str, Any]) -> dict[str, Any]:
     """The settings of a picture network, with ``model`` resolved to a folder unless it is a function."""
     check_installed("PIL", "multimodal", "AG_IMAGE_NN")
-    model, on_hub = params.get("model", _PICTURES), ""
-    if callable(model):
-        return params
-    if _local(model) is None:
-        timm = import_timm(f"AG_IMAGE_NN with model={model!r}")
-        try:
-            on_hub = timm.get_pretrained_cfg(model, allow_unregistered=False).hf_hub_id or f"timm/{model}"
-        except (RuntimeError, AttributeError) as error:  # it depends on timm's version
-            raise ConfigurationError(
-                f"AG_IMAGE_NN model={model!r} is neither a folder nor a model of timm. list_image_models() has the "
-                "names."
-            ) from error
-    return {**params, "model": _folder_of(model, on_hub, f"image model {model!r}")}
-
-
-def _models_folder() -> Path:
-    return Path(os.environ.get("TRAINLOOP_MODEL_DIR") or Path.home() / ".cache" / "trainloop" / "models")
-
-
-def _local(model: str) -> str | None:
-    here = _models_folder()
-    folders = (Path(model).expanduser(), here / model, here / model.replace("/", "--"))
-    return next((str(folder.absolute()) for folder in folders if (folder / "config.json").exists()), None)
-
-
-def _folder_of(model: str, on_hub: str, wanted_by: str) -> str:
-    if (found := _local(model)) is not None:
-        return found
-    try:
-        from huggingface_hub import snapshot_download
-
-        return snapshot_download(
-            on_hub, allow_patterns=["*.json", "*.txt", "*.model", "*.safetensors"], etag_timeout=10
-        )
-    except Exception as error:
-        fill = _models_folder() / model.replace("/", "--")
-        cause = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        raise ConfigurationError(
-            f"{wanted_by}: the weights of {model!r} are not on this machine, and could not be fetched ({cause}). Put "
-            f"the model's files (config.json, weights, tokenizer) into {str(fill)!r}, or give the folder that has "
-            "them as 'model'."
-        ) from error
+    model = params.get("model", "mobilenetv3_large_100")
+    return {
+        **params,
+        "model": model if callable(model) else find_picture_model(model, wanted_by=f"image model {model!r}"),
+    }

@@ -1,18 +1,22 @@
-"""The ``hyperparameters`` argument: models with their settings, search spaces and quotas."""
+"""The arguments of ``TabularPredictor.fit``, validated: the options of all models, and each model's settings."""
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pkgutil import resolve_name
 from typing import Any
 
 from trainloop.errors import ConfigurationError
-from trainloop.resources import ResourceQuota
+from trainloop.resources import ResourceQuota, available
+from trainloop.resources.quota import checked_count
 from trainloop.tabular.columns import Columns, Kind
 from trainloop.tabular.models import Adapter, Given
 from trainloop.tabular.presets import (
     HYPERPARAMETERS,
+    PRESETS,
     check_installed,
     known_words,
     named,
@@ -20,8 +24,100 @@ from trainloop.tabular.presets import (
     text_settings,
 )
 from trainloop.tuning import Choice, Integers, Uniform
+from trainloop.tuning.slots import machine_total
+from trainloop.tuning.space import make_searcher
 
-__all__ = ["Spec", "parse_hyperparameters", "quota"]
+__all__ = ["Options", "Spec", "parse_hyperparameters", "parse_options"]
+
+# -- all models ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments that concern all models."""
+
+    hyperparameters: Any
+    share: ResourceQuota
+    """``ag_args_fit``: the default quota of one model."""
+    bag: ResourceQuota
+    """``ag_args_ensemble['ag_args_fit']``: the default quota of one bag."""
+    gpus_asked: bool
+    division: Mapping[str, Any]
+    """Arguments for both ``plan`` and ``tune``: ``total``, ``num_bag_folds`` and ``parallel_folds``."""
+    searches: bool
+    search: Mapping[str, Any]
+    """Arguments for ``tune`` alone: ``searcher``, ``num_trials`` and ``backend``."""
+    own: ResourceQuota | None
+    """The quota of the user's process. Not to be applied while models train, since they hold all of it."""
+    deadline: float | None
+    """The end of the models' time, on the monotonic clock. What follows them takes its time too."""
+    end: float | None
+    """The end of the whole time."""
+
+
+def parse_options(
+    run: Mapping[str, Any],
+    *,
+    hyperparameters: Any,
+    num_bag_folds: Any,
+    time_limit: Any,
+    ag_args_fit: Any,
+    ag_args_ensemble: Any,
+    search: Any,
+    presets: Any,
+) -> Options:
+    """Validate the arguments of ``fit``. ``run`` holds num_cpus, num_gpus and memory_limit."""
+    began, is_number = time.monotonic(), isinstance(time_limit, (int, float)) and not isinstance(time_limit, bool)
+    if time_limit is not None and not (is_number and time_limit > 0):
+        raise ConfigurationError(f"time_limit={time_limit!r}: must be a number of seconds above 0, or None.")
+    presets = named("preset", presets, PRESETS) if isinstance(presets, str) else presets
+    preset = known_words("presets", presets, hyperparameters=None, num_bag_folds=0)
+    folds = checked_count("num_bag_folds", preset["num_bag_folds"] if num_bag_folds is None else num_bag_folds, 0)
+    strategies = ("parallel_local", "sequential_local")
+    ensemble = known_words("ag_args_ensemble", ag_args_ensemble, ag_args_fit=None, fold_fitting_strategy=strategies)
+    if folds <= 1 and ensemble["ag_args_fit"]:
+        warnings.warn("ag_args_ensemble is ignored: without num_bag_folds there are no bags.", stacklevel=3)
+    searches, search = search is not None, {"searcher": search} if isinstance(search, str) else search
+    backends = ("local", "ray")
+    search = known_words("hyperparameter_tune_kwargs", search, searcher="random", scheduler=backends, num_trials=10)
+    searcher = "random" if search["searcher"] == "auto" else search["searcher"]
+    make_searcher(searcher, {}, seed=0, mode="max")  # refuses what is none, also where nothing is searched
+    of_bag = _quota("ag_args_ensemble['ag_args_fit']", ensemble["ag_args_fit"])
+    shares = [_quota("fit", run), _quota("ag_args_fit", ag_args_fit), of_bag]
+    gpus_asked = any(share.num_gpus not in ("auto", 0) for share in shares)
+    if gpus_asked and not available().num_gpus:
+        warnings.warn(
+            f"num_gpus={run['num_gpus']!r}: no GPU is visible here, so all models train on the CPU. Check "
+            "CUDA_VISIBLE_DEVICES and the driver, or ask for num_gpus=0 to silence this.",
+            stacklevel=3,
+        )
+        shares = [replace(share, num_gpus=0) for share in shares]
+    total, share, bag = machine_total(shares[0]), *shares[1:]
+    parallel = ensemble["fold_fitting_strategy"] == strategies[0]
+    num_trials = checked_count("num_trials", search["num_trials"], 1)
+    return Options(
+        preset["hyperparameters"] if hyperparameters is None else hyperparameters,
+        share,
+        bag,
+        gpus_asked,
+        {"total": total, "num_bag_folds": folds, "parallel_folds": parallel},
+        searches,
+        {"searcher": searcher, "num_trials": num_trials, "backend": search["scheduler"]},
+        own=None if run["num_cpus"] == "auto" else ResourceQuota(total.num_cpus),
+        deadline=None if time_limit is None else began + 0.95 * time_limit,
+        end=None if time_limit is None else began + time_limit,
+    )
+
+
+def _quota(where: str, given: Mapping[str, Any] | None) -> ResourceQuota:
+    """``num_cpus``, ``num_gpus`` and ``memory_limit`` (numbers are GB, as in AutoGluon) as a quota."""
+    figures = known_words(where, given, num_cpus="auto", num_gpus="auto", memory_limit="auto")
+    memory = figures["memory_limit"]
+    in_gb = isinstance(memory, (int, float)) and not isinstance(memory, bool)
+    return ResourceQuota(figures["num_cpus"], figures["num_gpus"], f"{memory}GB" if in_gb else memory)
+
+
+# -- each model ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -62,9 +158,9 @@ MODELS = {
     "RF": _Model("RandomForest", "models:forest", space=_FOREST),
     "XT": _Model("ExtraTrees", "models:extra_trees", space=_FOREST),
     "GBM": _Model("LightGBM", "models:GradientBoosting", space=_BOOSTED, needs="lightgbm", gpu="asked"),
-    "NN_TORCH": _Model("NeuralNetTorch", "network:Network", space=_NETWORK, needs="torch", gpu="always"),
-    "AG_TEXT_NN": _Model("TextPredictor", "multimodal:TextNetwork", ("text",), _LEARNING, gpu="always"),
-    "AG_IMAGE_NN": _Model("ImagePredictor", "multimodal:PictureNetwork", ("picture",), _LEARNING, gpu="always"),
+    "NN_TORCH": _Model("NeuralNetTorch", "network:Network", space=_NETWORK, gpu="always"),
+    "AG_TEXT_NN": _Model("TextPredictor", "network:TextNetwork", ("text",), _LEARNING, gpu="always"),
+    "AG_IMAGE_NN": _Model("ImagePredictor", "network:PictureNetwork", ("picture",), _LEARNING, gpu="always"),
 }
 
 
@@ -83,13 +179,8 @@ class Spec:
     columns: Columns
     """The columns that the model can use."""
 
-
-def quota(where: str, given: Mapping[str, Any] | None) -> ResourceQuota:
-    """``num_cpus``, ``num_gpus`` and ``memory_limit`` (numbers are GB, as in AutoGluon) as a quota."""
-    figures = known_words(where, given, num_cpus="auto", num_gpus="auto", memory_limit="auto")
-    memory = figures["memory_limit"]
-    in_gb = isinstance(memory, (int, float)) and not isinstance(memory, bool)
-    return ResourceQuota(figures["num_cpus"], figures["num_gpus"], f"{memory}GB" if in_gb else memory)
+    def __str__(self) -> str:
+        return self.name
 
 
 def parse_hyperparameters(asked: Any, columns: Columns, *, searches: bool) -> tuple[list[Spec], dict[str, str]]:
@@ -142,8 +233,8 @@ def _model_of(key: Any) -> _Model:
 def _spec(
     key: Any, model: _Model, settings: dict[str, Any], columns: Columns, taken: Mapping[str, Spec], searches: bool
 ) -> Spec:
-    share = quota("ag_args_fit", settings.pop("ag_args_fit", None))
-    bag = quota("ag_args_ensemble['ag_args_fit']", (settings.pop("ag_args_ensemble", None) or {}).get("ag_args_fit"))
+    share = _quota("ag_args_fit", settings.pop("ag_args_fit", None))
+    bag = _quota("ag_args_ensemble['ag_args_fit']", (settings.pop("ag_args_ensemble", None) or {}).get("ag_args_fit"))
     own = settings.pop("ag_args", None) or {}
     space = {name: value for name, value in settings.items() if _is_space(value)}
     if space and not searches:

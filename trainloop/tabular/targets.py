@@ -15,7 +15,7 @@ from trainloop.tabular.columns import Columns, Rows, read_table
 from trainloop.tuning.folds import make_folds
 from trainloop.tuning.scoring import Scorer, scorer
 
-__all__ = ["METRICS", "Problem", "Target", "find_metric", "held_out_rows", "labelled_rows", "understand"]
+__all__ = ["METRICS", "Problem", "Target", "Task", "find_metric", "held_out_rows", "labelled_rows"]
 
 Problem = Literal["binary", "multiclass", "regression"]
 
@@ -143,21 +143,36 @@ def held_out_rows(y: Rows, target: Target) -> tuple[Rows, Rows]:
     return np.sort(np.append(fold.train, kept)), np.setdiff1d(fold.validation, kept)
 
 
-def understand(
-    train_data: object, tuning_data: object, label: str, problem: Problem | None, folds: int
-) -> tuple[pd.DataFrame, Target, Columns, tuple[Rows, Rows] | None]:
-    """The labelled rows, the target, the columns and, without bagging, the training and validation rows."""
-    frame = labelled_rows(train_data, label, "train_data")
-    target = Target.learn(label, frame[label], problem)
-    columns = Columns.learn(frame.drop(columns=label))
-    if tuning_data is None:
-        return frame, target, columns, None if folds > 1 else held_out_rows(target.encode(frame[label]), target)
-    if folds > 1:
-        raise ConfigurationError(
-            "tuning_data with num_bag_folds: a bag validates on its own folds. Leave one of the two out."
-        )
-    more = labelled_rows(tuning_data, label, "tuning_data")
-    columns.clean(more, "tuning_data")
-    own, both = len(frame), len(frame) + len(more)
-    frame = pd.concat([frame, more[[*columns.kinds, label]]], ignore_index=True)
-    return frame, target, columns, (np.arange(own), np.arange(own, both))
+@dataclass(frozen=True)
+class Task:
+    """A labelled table, encoded, with the metric that models are compared by."""
+
+    target: Target
+    metric: Scorer
+    columns: Columns
+    table: pd.DataFrame
+    """The cleaned table."""
+    y: Rows
+    held_out: tuple[Rows, Rows] | None
+    """Training and validation rows. None with bagging."""
+
+    @classmethod
+    def read(
+        cls, train_data: object, tuning_data: object, label: str, problem: Problem | None, metric: Any, folds: int
+    ) -> Task:
+        """Read the data, infer what it holds, and choose the validation rows."""
+        frame = labelled_rows(train_data, label, "train_data")
+        target = Target.learn(label, frame[label], problem)
+        columns = Columns.learn(frame.drop(columns=label))
+        found = target, find_metric(metric, target.problem), columns
+        table, y = columns.clean(frame, "train_data"), target.encode(frame[label])
+        if tuning_data is None:
+            return cls(*found, table, y, None if folds > 1 else held_out_rows(y, target))
+        if folds > 1:
+            raise ConfigurationError(
+                "tuning_data with num_bag_folds: a bag validates on its own folds. Leave one of the two out."
+            )
+        more = labelled_rows(tuning_data, label, "tuning_data")
+        both = pd.concat([table, columns.clean(more, "tuning_data")], ignore_index=True)
+        held_out = np.arange(len(y)), np.arange(len(y), len(both))
+        return cls(*found, both, np.append(y, target.encode(more[label])), held_out)

@@ -3,43 +3,28 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from trainloop.errors import ConfigurationError
 from trainloop.resources import Plan, plan
+from trainloop.resources.enforce import applied
 from trainloop.tabular.columns import Rows
-from trainloop.tabular.ensemble import Trained
+from trainloop.tabular.ensemble import Ensemble, Trained
 from trainloop.tabular.models import Given
-from trainloop.tabular.options import Options
-from trainloop.tabular.specs import Spec
-from trainloop.tabular.targets import Target
-from trainloop.tuning import EstimatorLoop, Fold, tune
-from trainloop.tuning.scoring import Scorer
+from trainloop.tabular.specs import Options, Spec
+from trainloop.tabular.targets import Task
+from trainloop.tuning import EstimatorLoop, Fold, Trial, tune
 
-__all__ = ["Course", "short", "train"]
+__all__ = ["short", "train"]
 
 _MODULES = ["pandas", "sklearn.compose", "sklearn.ensemble", "sklearn.feature_extraction.text", "sklearn.linear_model"]
-
-
-@dataclass(frozen=True)
-class Course:
-    """The data and options that all models share."""
-
-    options: Options
-    table: pd.DataFrame
-    """The cleaned table."""
-    y: Rows
-    target: Target
-    metric: Scorer
-    held_out: tuple[Rows, Rows] | None
-    """Training and validation rows. None with bagging."""
-    deadline: float | None
-    """End of the time limit, on the monotonic clock."""
+_SPEC = "the model"  # in the space of a group: a name that no setting has
 
 
 @dataclass(frozen=True)
@@ -52,22 +37,8 @@ class _Group:
     """Further arguments of ``tune``: number of trials, quotas and searcher."""
     plan: Plan
 
-    @property
-    def searches(self) -> bool:
-        return bool(self.specs[0].space)
-
-    @property
-    def space(self) -> dict[str, Any]:
-        return self.specs[0].space or {"model": list(range(len(self.specs)))}
-
-    def of(self, params: Mapping[str, Any]) -> tuple[Spec, dict[str, Any]]:
-        """The model and the settings of a trial."""
-        spec = self.specs[0 if self.searches else params["model"]]
-        return spec, {**spec.fixed, **(params if self.searches else {})}
-
-    def named(self, trial: int) -> str:
-        bagged = "_BAG_L1" if self.plan.num_folds > 1 else ""
-        return self.specs[0].name + f"{bagged}/T{trial + 1}" if self.searches else self.specs[trial].name + bagged
+    def name_of(self, spec: Spec, trial: int = 0) -> str:
+        return spec.name + "_BAG_L1" * (self.plan.num_folds > 1) + (f"/T{trial + 1}" if spec.space else "")
 
     @property
     def modules(self) -> list[str]:
@@ -82,49 +53,34 @@ class _Group:
         return [*names, "trainloop.tabular.network"] + ["torch._dynamo"] * (not self.gpu)
 
 
-@dataclass(frozen=True)
-class _MakeModel:
-    """The ``make_loop`` for :func:`~trainloop.tuning.tune`. It is pickled into the models' processes."""
-
-    group: _Group
-    course: Course
-
-    def __call__(self, params: Mapping[str, Any], fold: Fold | None) -> EstimatorLoop:
-        spec, settings = self.group.of(params)
-        rows = self.course.held_out if fold is None else (fold.train, fold.validation)
-        assert rows is not None, "without folds there are rows to validate on"
-        train, validation = ((self.course.table.iloc[part], self.course.y[part]) for part in rows)
-        model = spec.model.make(Given(spec.columns, self.course.target, settings, self.group.gpu))
-        return EstimatorLoop(model, train, validation, fit=lambda model, x, y: model.fit(x, y, validation))
-
-
 def train(
-    specs: list[Spec], skipped: Mapping[str, str], course: Course, say: Callable[[str], None], progress: bool
-) -> tuple[list[Trained], dict[str, str]]:
-    """Print the plans, train all models, and return the trained ones and the errors of the others."""
-    groups = _groups(specs, course.options)
+    specs: list[Spec], task: Task, options: Options, say: Callable[[str], None], progress: bool
+) -> tuple[Ensemble, dict[str, str]]:
+    """Print the plans, train all models, and return their ensemble and the errors of those that were lost."""
+    groups = _groups(specs, options)
     for group in groups:
         say(f"Plan for {', '.join(spec.name for spec in group.specs)}:\n{group.plan}")
-    trained: list[Trained] = []
-    lost = dict(skipped)
+    trained: dict[str, Trained] = {}
+    rows: list[Rows] = []
+    lost: dict[str, str] = {}
+    notes: dict[str, None] = {}  # each once, in their order
     for number, group in enumerate(groups):
-        names = [group.named(trial) for trial in range(1 if group.searches else len(group.specs))]
-        lost |= dict.fromkeys(names, "the time was over before it began")
+        lost |= dict.fromkeys(map(group.name_of, group.specs), "the time was over before it began")
         limit, end = None, float("inf")
-        if course.deadline is not None:
-            left = course.deadline - time.monotonic()
+        if options.deadline is not None:
+            left = options.deadline - time.monotonic()
             limit = left * group.plan.waves / sum(other.plan.waves for other in groups[number:])
             end = time.monotonic() + limit
             if left <= 0:
                 continue
         found = tune(
-            _MakeModel(group, course),
-            group.space,
-            **{**course.options.division, **course.options.search, **group.trials},
-            metric=course.metric,
+            partial(_make_model, task, group.gpu),
+            {**group.specs[0].space, _SPEC: group.specs},
+            **{**options.division, **options.search, **group.trials},
+            metric=task.metric,
             mode="max",
             seed=0,
-            targets=course.y,
+            targets=task.y,
             progress=progress,
             lease_timeout_s=limit,
             time_limit_s=limit,
@@ -134,23 +90,52 @@ def train(
         if found.interrupted and time.monotonic() < end:
             raise KeyboardInterrupt  # tune has ended the models; the user wants the fit to end
         for trial in found.trials:
-            name = group.named(trial.number)
+            spec, settings = _of(trial.params)
+            name = group.name_of(spec, trial.number)
             lost[name] = next(iter(trial.errors.values()), "its score is no number")
             if trial.state == "done" and trial.score is not None and np.isfinite(trial.score):
                 del lost[name]
-                rows, models = np.asarray(found.predictions_of(trial)), found.predictor_of(trial, lazy=True)
-                trained.append(Trained(name, trial, group.of(trial.params)[1], models, rows))
+                rows.append(np.asarray(found.predictions_of(trial)))
+                trained[name] = Trained(settings, found.predictor_of(trial, lazy=True), _row(trial, task))
+                notes |= {note: None for facts in trial.facts.values() for note in facts["notes"]}
     if not trained:
         reasons = "\n".join(f"{name}: {why}" for name, why in lost.items())
         raise ConfigurationError(f"no model could be trained. Mend what is wrong, or give more time:\n{reasons}")
-    return trained, lost
+    for note in notes:
+        warnings.warn(note, stacklevel=3)
+    with applied(options.own):
+        left_s = None if options.end is None else options.end - time.monotonic()
+        return Ensemble.of(task, trained, rows, left_s), lost
+
+
+def _make_model(task: Task, gpu: bool, params: Mapping[str, Any], fold: Fold | None) -> EstimatorLoop:
+    """The ``make_loop`` for :func:`~trainloop.tuning.tune`. It is called in the models' processes."""
+    spec, settings = _of(params)
+    rows = task.held_out if fold is None else (fold.train, fold.validation)
+    assert rows is not None, "without folds there are rows to validate on"
+    train, validation = ((task.table.iloc[part], task.y[part]) for part in rows)
+    model = spec.model.make(Given(spec.columns, task.target, settings, gpu))
+    return EstimatorLoop(model, train, validation, fit=lambda model, x, y: model.fit(x, y, validation))
+
+
+def _of(params: Mapping[str, Any]) -> tuple[Spec, dict[str, Any]]:
+    """The model and the settings of a trial."""
+    spec: Spec = params[_SPEC]
+    return spec, {**spec.fixed, **{name: value for name, value in params.items() if name != _SPEC}}
+
+
+def _row(trial: Trial, task: Task) -> dict[str, Any]:
+    """The row of a model in the leaderboard."""
+    used_gpu = any(facts["used_gpu"] for facts in trial.facts.values())
+    row = {"score_val": trial.score, "eval_metric": task.metric.name, "fit_time": trial.seconds}
+    return {**row, "cpu_seconds": trial.cpu_seconds, "cpus": trial.cpus, "gpus": trial.gpus if used_gpu else 0.0}
 
 
 def _groups(specs: list[Spec], options: Options) -> list[_Group]:
     members: dict[Any, list[Spec]] = {}
     for spec in specs:
         share = spec.share.filled(options.share)
-        bag = spec.bag.filled(options.bag) if options.folds > 1 else None
+        bag = spec.bag.filled(options.bag) if options.division["num_bag_folds"] > 1 else None
         asked = options.gpus_asked or spec.share.num_gpus not in ("auto", 0)
         gpu = spec.model.gpu == "always" or (spec.model.gpu == "asked" and asked)
         gpu = gpu and float(options.division["total"].num_gpus) > 0 and share.num_gpus != 0

@@ -18,6 +18,8 @@ from trainloop.tuning.worker import Job, command
 
 __all__ = ["Child", "FoldExit", "ForkingBackend", "LocalBackend", "read_end"]
 
+_LAST_WORDS_S = 2.0
+
 
 @dataclass
 class FoldExit:
@@ -180,10 +182,9 @@ class ForkingBackend:
         running = [fork.job for fork in self._forks.values()] + self._fresh.close()
         template, self._template, self._templates_left = self._template, None, 0
         if template is not None:
-            while any(fork.pid is None for fork in self._forks.values()):  # asked for, and soon there
-                heard = template.hear(60.0)
-                if not heard:
-                    break
+            # It may be importing for a while yet, before it would fork what it was asked for.
+            template.kill()
+            while heard := template.hear(_LAST_WORDS_S):  # what it had said until then
                 for what, file, number in heard:
                     if what == "began":
                         self._forks[file].pid = number

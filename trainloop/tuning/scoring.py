@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -98,6 +100,7 @@ def ensemble_weights(
     *metrics: Metric,
     rounds: int = 10,
     bags: int = 10,
+    time_limit_s: float | None = None,
 ) -> list[float]:
     """Weights of models whose predictions are averaged, found by bagged greedy selection.
 
@@ -120,6 +123,8 @@ def ensemble_weights(
         Models to add in each selection.
     bags : int
         Samples of the rows. With 0 there is one selection, on the rows as they are.
+    time_limit_s : float, optional
+        After so many seconds no further sample is drawn; there is one at least.
 
     Returns
     -------
@@ -133,7 +138,11 @@ def ensemble_weights(
     truth, rows = np.asarray(y_true), [np.asarray(each) for each in predictions]
     generator = np.random.default_rng(0)  # the same rows have the same weights
     samples = [_drawn(truth, generator) for _ in range(bags)] or [np.arange(len(truth))]
-    found = [_select([each[sample] for each in rows], truth[sample], metrics, rounds) for sample in samples]
+    found: list[Rows] = []
+    end = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
+    for sample in samples:
+        if not found or time.monotonic() < end:
+            found.append(_select([each[sample] for each in rows], truth[sample], metrics, rounds))
     return [float(weight) for weight in np.mean(found, axis=0)]
 
 

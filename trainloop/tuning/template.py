@@ -71,9 +71,15 @@ class Template:
         self._errors.seek(max(0, os.fstat(self._errors.fileno()).st_size - 4096))
         return self._process.returncode, self._errors.read().decode(errors="replace").splitlines()[-20:]
 
+    def kill(self) -> None:
+        """Kill it, with forks that have not become folds yet: these are in its group still."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
     def close(self) -> None:
         """End the template; folds that still run are for the caller to end."""
-        self._process.kill()
+        self.kill()
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()

@@ -1,0 +1,24 @@
+"""Pretrained networks for texts and pictures as ``TTModel``: those of transformers and timm.
+
+They predict classes or numbers of your own: the last layer is new where the model's does not suit. Weights come from a
+folder, or from the Hugging Face hub. The libraries are in the extra ``multimodal``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from trainloop.pretrained.folders import find_picture_model, find_text_model
+
+if TYPE_CHECKING:
+    from trainloop.pretrained.models import PictureFiles, PictureModel, TextModel
+
+__all__ = ["PictureFiles", "PictureModel", "TextModel", "find_picture_model", "find_text_model"]
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: to find a folder takes no torch.
+    if name in __all__:
+        return getattr(importlib.import_module("trainloop.pretrained.models"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
