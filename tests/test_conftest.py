@@ -137,7 +137,7 @@ def test_what_hangs_fails_with_its_stack_what_leaves_something_fails_and_the_oth
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", tmp_path]
     time_out = f"--override-ini=faulthandler_timeout={conftest._LAST_WORDS_S + 2}"
     environment = {**os.environ, "PYTHONPATH": IMPORTS}
-    done = subprocess.run([*command, time_out, tmp_path], capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run([*command, time_out, tmp_path], capture_output=True, text=True, timeout=110, env=environment)
     said = done.stdout
     assert "test_waits runs for 2 s; ended: pid" in said, said
     assert "stuck (<string>:1)" in said
