@@ -427,6 +427,28 @@ def test_sixteen_requests_that_were_cut_from_whole_devices_fit_them_in_any_order
     assert all(load == 1 for load in loads.values())
 
 
+# Shares of 12 whole devices: of the searches for their lowest assignment, some ended without an answer.
+HARD = """
+    0.2106318 0.1935807 0.2367101 0.115346 0.2056168 0.3811434 0.1253761 0.4132397 0.1925777 0.6058174 0.4994984
+    0.1975927 0.454363 0.4744232 0.7041123 0.5667001 0.3069207 0.2698094 0.4884653 0.335005 0.0371113 0.2647943
+    0.1644934 0.1965897 0.3861584 0.0310935 0.3179538 0.4603811 0.4262788 0.4222668 0.6328986 0.1614844 0.3029087
+"""
+
+
+def test_many_unequal_requests_stand_on_devices_that_hold_them() -> None:
+    requests = [2.0, *map(float, HARD.split()), 0, 1]
+    started = time.process_time()
+    placed = place(requests, 15)
+    assert time.process_time() - started < 10
+    loads: Counter[int] = Counter()
+    for request, devices in zip(requests, placed, strict=True):
+        assert len(set(devices)) == math.ceil(request)
+        for device in devices:
+            loads[device] += min(Fraction(str(request)), Fraction(1))  # type: ignore[assignment]
+    assert set(loads) == set(range(len(loads)))
+    assert max(loads.values()) <= 1
+
+
 def test_hard_and_large_requests_are_answered_soon() -> None:
     started = time.process_time()
     with pytest.raises(ResourceError):  # no order of these 16 fits, and the sum does not tell

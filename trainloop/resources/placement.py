@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ from trainloop.resources.quota import as_text, checked_count, exact
 
 __all__ = ["place"]
 
+_SEARCHED = 16  # requests for which the search has no end but its result
 _SEARCH_STEPS = 200_000
 
 
@@ -37,7 +39,7 @@ def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
     Notes
     -----
     Bin packing. An assignment that exists is found for up to 16 requests, and for any number of equal ones; beyond,
-    the search ends after a bounded number of steps.
+    the search ends after a bounded number of steps, and its devices are numbered in the order of the input.
 
     Examples
     --------
@@ -55,9 +57,15 @@ def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
     owned = sum(size for size in sizes if size >= full) // full
     parts = [size for size in sizes if 0 < size < full]
     least = owned + -(-sum(parts) // full)
+    # To find the lowest takes a search for each request; of many, some would end without an answer.
+    finds_lowest = len(parts) <= _SEARCHED or len(set(parts)) == 1
     for num_devices in range(least, num_gpus + 1):
-        if _packs([0] * (num_devices - owned), parts, full):
-            return _lowest(sizes, num_devices, full)
+        empty = [0] * (num_devices - owned)
+        if finds_lowest:
+            if _packs(empty, parts, full):
+                return _lowest(sizes, num_devices, full)
+        elif (rooms := _packing(empty, parts, full)) is not None:
+            return _as_packed(sizes, rooms, full)
     raise ResourceError(
         f"{len(requests)} requests of {', '.join(as_text(request) for request in requests[:20])} GPUs do not fit "
         f"{num_gpus} device{'s' * (num_gpus != 1)}, since a share never straddles devices. "
@@ -97,20 +105,50 @@ def _lowest(sizes: list[int], num_devices: int, full: int) -> list[list[int]]:
     return placed
 
 
+def _as_packed(sizes: list[int], rooms: list[int], full: int) -> list[list[int]]:
+    """The assignment of :func:`_packing`; a device's number is that of the first request on it."""
+    left: list[int] = []  # on each device that holds parts
+    device_of: dict[int, int] = {}
+    largest_first = sorted((i for i, size in enumerate(sizes) if 0 < size < full), key=lambda i: -sizes[i])
+    for i, room in zip(largest_first, rooms, strict=True):
+        if room == full:
+            left.append(full)
+        device_of[i] = left.index(room)
+        left[device_of[i]] -= sizes[i]
+    numbers = itertools.count()
+    number_of: dict[int, int] = {}
+    placed = []
+    for i, size in enumerate(sizes):
+        if i in device_of:
+            if device_of[i] not in number_of:
+                number_of[device_of[i]] = next(numbers)
+            placed.append([number_of[device_of[i]]])
+        else:
+            placed.append(list(itertools.islice(numbers, size // full)))
+    return placed
+
+
 def _packs(loads: Sequence[int], parts: Sequence[int], full: int) -> bool:
     """Whether ``parts`` fit the room that ``loads`` leave."""
+    if len(set(parts)) == 1:  # Trials and folds ask for equal shares, and may be many.
+        return sum((full - load) // parts[0] for load in loads) >= len(parts)
+    return _packing(loads, parts, full) is not None
+
+
+def _packing(loads: Sequence[int], parts: Sequence[int], full: int) -> list[int] | None:
+    """For each of ``parts``, the largest first, the room on the device that takes it; None if none is found."""
     parts = sorted(parts, reverse=True)
     room = sorted(full - load for load in loads)
-    if parts and parts[0] == parts[-1]:  # Trials and folds ask for equal shares, and may be many.
-        return sum(r // parts[0] for r in room) >= len(parts)
-    if _best_fit(list(room), parts):
-        return True
+    taken = _best_fit(list(room), parts)
+    if taken is not None:
+        return taken
+    taken = []
     left = [0]
     for part in reversed(parts):
         left.append(left[-1] + part)
     left.reverse()  # left[i]: the sum of parts[i:]
     failed: set[tuple[int, tuple[int, ...]]] = set()
-    steps = math.inf if len(parts) <= 16 else _SEARCH_STEPS
+    steps = math.inf if len(parts) <= _SEARCHED else _SEARCH_STEPS
 
     def search(i: int, room: tuple[int, ...]) -> bool:
         nonlocal steps
@@ -124,21 +162,25 @@ def _packs(loads: Sequence[int], parts: Sequence[int], full: int) -> bool:
         for j, r in enumerate(room):
             if r >= parts[i] and r != tried:  # Devices with equal room are one case.
                 tried = r
+                taken.append(r)
                 if search(i + 1, tuple(sorted((*room[:j], r - parts[i], *room[j + 1 :])))):
                     return True
+                taken.pop()
                 if r == parts[i]:  # Nothing fills a gap better than what fits exactly.
                     break
         failed.add((i, room))
         return False
 
-    return search(0, tuple(room))
+    return taken if search(0, tuple(room)) else None
 
 
-def _best_fit(room: list[int], parts: Sequence[int]) -> bool:
+def _best_fit(room: list[int], parts: Sequence[int]) -> list[int] | None:
     """Best fit, the largest first: finds most packings at once."""
+    taken = []
     for part in parts:
         tightest = min((r for r in room if r >= part), default=None)
         if tightest is None:
-            return False
+            return None
+        taken.append(tightest)
         room[room.index(tightest)] -= part
-    return True
+    return taken
