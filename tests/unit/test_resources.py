@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import uuid
 import warnings
 from collections.abc import Iterator
@@ -583,6 +584,37 @@ def test_a_quota_is_in_force_within_the_block_and_taken_back() -> None:
         assert [os.environ[name] for name in enforce.THREAD_VARIABLES] == ["1", "1", "1"]
         assert within["memory"] != before["memory"]
     assert state() == before
+
+
+@needs_linux
+@two_cpus
+def test_threads_that_outlive_the_block_get_their_cpus_back() -> None:
+    before, end, began = os.sched_getaffinity(0), threading.Event(), threading.Event()
+
+    def stay() -> None:
+        began.set()
+        end.wait()
+
+    def own_choice() -> None:
+        os.sched_setaffinity(0, {min(before)})
+        stay()
+
+    earlier = threading.Thread(target=own_choice)
+    earlier.start()
+    began.wait()
+    with enforce.applied(Q(1)):
+        later = threading.Thread(target=stay)
+        later.start()
+        assert later.native_id is not None
+        assert len(os.sched_getaffinity(later.native_id)) == 1
+    assert earlier.native_id is not None
+    try:
+        assert os.sched_getaffinity(later.native_id) == before
+        assert os.sched_getaffinity(earlier.native_id) == {min(before)}
+    finally:
+        end.set()
+        earlier.join()
+        later.join()
 
 
 @needs_linux

@@ -322,9 +322,28 @@ def _narrow_affinity(
     elif quota is not None and quota.num_cpus != "auto":
         cpus = free_cpus(quota.num_cpus, before, undo)
     if cpus != before and hasattr(os, "sched_setaffinity"):
-        undo.callback(os.sched_setaffinity, 0, before)
+        undo.callback(_widen_affinity, before, cpus, _own_threads())
         os.sched_setaffinity(0, cpus)
     return len(cpus)
+
+
+def _own_threads() -> set[int]:
+    """The ids of this process's threads."""
+    with contextlib.suppress(OSError):  # no /proc
+        return {int(name) for name in os.listdir("/proc/self/task")}
+    return set()
+
+
+def _widen_affinity(before: Sequence[int], narrow: Sequence[int], threads_before: set[int]) -> None:
+    """Give this thread its CPUs back, and those that it, or one of them, has started meanwhile and that stay.
+
+    Such are the threads of OpenMP and of autograd: the system gave them the affinity of the thread that started them.
+    """
+    os.sched_setaffinity(0, before)
+    for thread in _own_threads() - threads_before:
+        with contextlib.suppress(OSError):  # it has ended
+            if os.sched_getaffinity(thread) == set(narrow):
+                os.sched_setaffinity(thread, before)
 
 
 def free_cpus(number: int, allowed: list[int], undo: contextlib.ExitStack) -> list[int]:
