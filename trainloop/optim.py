@@ -96,7 +96,7 @@ class MultiLoss(Mapping[str, Tensor]):
                 )
             named = {name: name for name in self}
         indices: dict[str, int | str] = {
-            name: optimizer.index(which, f"loss {name!r}") for name, which in named.items()
+            name: optimizer.index(which, f"loss {name!r}", _BY_MAP) for name, which in named.items()
         }
         return self if indices == self.loss_optimizer_map else self._like(self.loss_dict, indices)
 
@@ -215,13 +215,13 @@ class MultiOptimizer:
                     )
         self.optimizer_list = optimizers
 
-    def index(self, which: int | str, whose: str = "which") -> int:
+    def index(self, which: int | str, whose: str = "which", way_out: str = "Give one of these.") -> int:
         """Place of the optimizer of this name or index.
 
         Raises
         ------
         ConfigurationError
-            If there is none; the message begins with ``whose`` it should be.
+            If there is none; the message begins with ``whose`` it should be, and ends with the ``way_out``.
         """
         if isinstance(which, int) and not isinstance(which, bool) and which in range(len(self)):
             return which
@@ -229,8 +229,7 @@ class MultiOptimizer:
             return self.names.index(which)
         known = f"named {_listed(self.names)}" if self.names is not None else "without names"
         raise ConfigurationError(
-            f"{whose} is for optimizer {which!r}, but there are {len(self)}, counted from 0, {known}. "
-            "Give one of these, for instance by MultiLoss(..., loss_optimizer_map={'the loss': 0})."
+            f"{whose} is for optimizer {which!r}, but there are {len(self)}, counted from 0, {known}. {way_out}"
         )
 
     @property
@@ -278,6 +277,9 @@ class MultiOptimizer:
     def __repr__(self) -> str:
         inside = self.optimizer_list if self.names is None else dict(zip(self.names, self.optimizer_list, strict=True))
         return f"MultiOptimizer({inside!r})"
+
+
+_BY_MAP = "Give one of these, for instance by MultiLoss(..., loss_optimizer_map={'the loss': 0})."
 
 
 def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:

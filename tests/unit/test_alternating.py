@@ -234,3 +234,9 @@ def test_what_else_can_not_be() -> None:
     mixed = Odd(lambda model, loss, size: [loss, ("a", loss)])
     with pytest.raises(ConfigurationError, match=r"yielded losses for optimizers 'a', and some that say for none"):
         loop_of(mixed, loader, None, nn.CrossEntropyLoss()).evaluate_loss_on_train_set()
+    unnamed = Odd(lambda model, loss, size: [("a", loss)])
+    optimizer = MultiOptimizer([optim.SGD(part.parameters(), lr=0.1) for part in (unnamed.a, unnamed.b)])
+    with pytest.raises(
+        ConfigurationError, match=r"optimizer 'a', .* without names\. Yield .* `yield 0, loss`; or name"
+    ):
+        loop_of(unnamed, loader, optimizer, nn.CrossEntropyLoss()).fit(num_epochs=1)

@@ -14,7 +14,7 @@ from torch import nn, optim
 from torch.utils.data import DataLoader
 
 from conftest import make_data
-from trainloop import AbstractCallback, TrainLoop, TTBasicModel
+from trainloop import AbstractCallback, MultiOptimizer, TrainLoop, TTBasicModel
 from trainloop.errors import CheckpointError, ConfigurationError, DeviceError
 from trainloop.train_loop.arguments import check_restarts
 
@@ -122,6 +122,39 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "timeout zero": (lambda: make(timeout=0), ["timeout", "0"]),
     "timeout is text": (lambda: make(timeout="30m"), ["timeout", "'30m'"]),
     "resources is a number": (lambda: make(resources=4), ["resources", "4", "ResourceQuota"]),
+    # arguments in another library's order
+    "optimizer and criterion fourth and fifth": (
+        lambda: TrainLoop(Net(), [], [], other_optimizer(), nn.CrossEntropyLoss()),
+        ["test_loader is an optimizer (SGD)", "optimizer=..., criterion=... by name", "the fourth is test_loader"],
+    ),
+    "several optimizers fourth": (
+        lambda: TrainLoop(Net(), [], [], MultiOptimizer([other_optimizer()])),
+        ["test_loader is an optimizer (MultiOptimizer)", "by name"],
+    ),
+    "criterion fourth": (
+        lambda: TrainLoop(Net(), [], [], nn.MSELoss()),
+        ["test_loader is a module (MSELoss)", "criterion=..."],
+    ),
+    "a function as the criterion": (
+        lambda: TrainLoop(Net(), [], nn.functional.mse_loss),
+        ["validation_loader is a function (mse_loss)", "criterion=..."],
+    ),
+    "model after the loader": (
+        lambda: TrainLoop(DataLoader(make_data()), Net()),
+        ["model is a DataLoader", "TrainLoop(model, train_loader"],
+    ),
+    "model twice": (
+        lambda: TrainLoop(Net(), nn.Sequential(Net())),
+        ["train_loader is a module (Sequential)", "TrainLoop(model"],
+    ),
+    "criterion and optimizer exchanged": (
+        lambda: make(optimizer=nn.Sequential(Net(), Net())),
+        ["optimizer=Sequential(...):"],
+    ),
+    "evaluation of the optimizer": (
+        lambda: make().evaluate_model_loss(other_optimizer()),
+        ["data_loader is an optimizer (SGD). Pass a torch DataLoader."],
+    ),
     # fit
     "neither epochs nor iterations": (lambda: fit(num_epochs=0), ["num_epochs", "num_iterations"]),
     "both epochs and iterations": (lambda: fit(num_iterations=5), ["num_epochs", "num_iterations"]),

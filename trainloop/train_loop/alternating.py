@@ -172,10 +172,16 @@ class AlternatingTraining(Training):
             self._differentiate(_index_of(self.loop.optimizer, yielded.optimizer), yielded.loss * 0.0)
 
 
+_BY_YIELD = (
+    "Yield one of these before the loss, as `yield 0, loss`; or name the optimizers, as "
+    "MultiOptimizer({'d': ..., 'g': ...}) does for `yield 'd', loss`."
+)
+
+
 def _index_of(multi_optimizer: Any, optimizer: int | str | None) -> int:
     if isinstance(multi_optimizer, MultiOptimizer):
         if optimizer is not None:
-            return multi_optimizer.index(optimizer, "a loss that get_loss yielded")
+            return multi_optimizer.index(optimizer, "a loss that get_loss yielded", _BY_YIELD)
         if len(multi_optimizer) > 1:
             raise ConfigurationError(
                 f"get_loss yielded a loss for one of {len(multi_optimizer)} optimizers, and didn't say which: put its "

@@ -38,6 +38,8 @@ def check_model(model: Any) -> Any:
             "wraps it."
         )
     if not isinstance(model, nn.Module):
+        if isinstance(model, (DataLoader, Dataset, torch.optim.Optimizer, MultiOptimizer)):
+            raise ConfigurationError(f"model is {_described(model)}. {_ORDER}")
         raise ConfigurationError(f"model={short(model)}: must be a TTModel.")
     missing = [name for name in ("get_loss", "get_predictions") if not callable(getattr(model, name, None))]
     if missing:
@@ -60,6 +62,9 @@ def check_loader(loader: Any, name: str, *, optional: bool = True) -> Any:
     """Return the loader; refuse one that can be iterated only once."""
     if loader is None and optional:
         return None
+    if _belongs_elsewhere(loader):
+        way_out = "Pass a torch DataLoader." if name == "data_loader" else _ORDER
+        raise ConfigurationError(f"{name} is {_described(loader)}. {way_out}")
     if (isinstance(loader, Dataset) and not loads(loader)) or torch.is_tensor(loader):
         raise ConfigurationError(
             f"{name} is a {type(loader).__name__}: wrap it, DataLoader({name.replace('loader', 'data')}, "
@@ -79,6 +84,19 @@ def check_loader(loader: Any, name: str, *, optional: bool = True) -> Any:
     if isinstance(loader, (list, tuple)) and not all(isinstance(b, (list, tuple, dict, torch.Tensor)) for b in loader):
         raise ConfigurationError(f"{name} is a {type(loader).__name__} of no batches: pass a torch DataLoader.")
     return loader
+
+
+_ORDER = (
+    "The order is TrainLoop(model, train_loader, validation_loader, test_loader): the fourth is test_loader. "
+    "Pass optimizer=..., criterion=... by name."
+)
+
+
+def _belongs_elsewhere(loader: Any) -> bool:
+    """Whether it is an optimizer, a model or a loss; some of them can be iterated, but over no batches."""
+    if isinstance(loader, (torch.optim.Optimizer, MultiOptimizer, TTModel, nn.Sequential, nn.ModuleList)):
+        return True
+    return not isinstance(loader, (Iterable, type, Dataset)) and callable(loader)
 
 
 def check_criterion(criterion: Any) -> Any:
@@ -402,7 +420,22 @@ def _check_ddp_args(given: dict[str, Any], name: str) -> None:
 def short(value: Any) -> str:
     """``repr`` cut to a line, for messages."""
     text = repr(value)
+    if len(text) <= 80 and "\n" not in text:
+        return text
+    # These print a line for each group or module.
+    if isinstance(value, (nn.Module, torch.optim.Optimizer, MultiOptimizer)):
+        return f"{type(value).__name__}(...)"
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _described(value: Any) -> str:
+    """What stands in the place of something else, by its kind and class, or a function by its name."""
+    name = getattr(value, "__name__", type(value).__name__)
+    if isinstance(value, (torch.optim.Optimizer, MultiOptimizer)):
+        return f"an optimizer ({name})"
+    if isinstance(value, nn.Module):
+        return f"a module ({name})"
+    return f"a {name}" if isinstance(value, (DataLoader, Dataset)) else f"a function ({name})"
 
 
 def loader_length(loader: Any) -> int | None:
