@@ -93,6 +93,26 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert board._epoch_values.state_dict() == {name: len(loop.history[name]) for name in loop.history}
 
 
+class Normed(Net):
+    """A model with buffers of each rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(x))
+
+
+def test_metrics_of_the_last_epoch_hold_at_the_end_of_training_on_all_ranks() -> None:
+    """An evaluation lends other ranks the buffers of rank 0, and gives them their own back: that is no training."""
+    torch.manual_seed(0)
+    loop = make_loop(model=Normed(), gpu_mode="ddp", devices=2, timeout=20)
+    loop.fit(num_epochs=2, callbacks=[ModelPerformanceEvaluation(Counts()), ModelPerformanceEvaluation(Counts())])
+    assert loop.history["val_rows"] == [33.0] * 4  # two callbacks, two epochs
+    assert loop.history["train_end_val_rows"] == [33.0] * 2
+
+
 class Leaves(AbstractCallback):
     """Takes itself out of the list, after counting its epochs."""
 

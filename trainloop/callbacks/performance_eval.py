@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from trainloop import distributed
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.callbacks.history_report import (
     ModelTrainHistoryBaseCB,
@@ -138,8 +139,10 @@ class ModelPerformanceEvaluation(AbstractCallback):
         # Weights are evaluated once: at the end of training the last epoch's metrics hold still.
         model = loop.model
         state = (loop.global_step, sum(tensor._version for tensor in (*model.parameters(), *model.buffers())))
-        if self._latest is None or self._latest[0] != state:
-            metrics: dict[str, float] = {}
+        latest, metrics = self._latest or (None, {})
+        # Rank 0 decides for all: an evaluation lends the others its buffers, which counts as a change of theirs.
+        if distributed.exchange_ints([int(latest != state)])[0][0]:
+            metrics = {}
             if self.on_train_data:
                 metrics.update(self._evaluate("train_", loop.predict_on_train_set, loop.evaluate_loss_on_train_set))
             if self.on_val_data:
@@ -147,7 +150,7 @@ class ModelPerformanceEvaluation(AbstractCallback):
                     self._evaluate("val_", loop.predict_on_validation_set, loop.evaluate_loss_on_validation_set)
                 )
             self._latest = (state, metrics)
-        for name, value in self._latest[1].items():
+        for name, value in metrics.items():
             loop.insert_metric_result_into_history(prefix + name, value)
 
     def _evaluate(self, prefix: str, predict: Callable[[], Any], loss: Callable[[], Any]) -> dict[str, float]:
