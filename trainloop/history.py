@@ -8,7 +8,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -43,6 +43,14 @@ class History(Mapping[str, list[float]]):
             return list(self._values[name])
         except KeyError:
             raise KeyError(f"{name!r} is not in the history; there are: {', '.join(self._values) or 'none'}") from None
+
+    if not TYPE_CHECKING:  # checkers know the attributes
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Called for an attribute that there is none of: many look for a metric so."""
+            known = vars(self).get("_values", ())  # a copy that is being made has none yet
+            hint = f'. A metric is read by its name in brackets: history["{name}"]' if name in known else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)

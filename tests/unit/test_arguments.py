@@ -158,7 +158,15 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     # fit
     "neither epochs nor iterations": (lambda: fit(num_epochs=0), ["num_epochs", "num_iterations"]),
     "both epochs and iterations": (lambda: fit(num_iterations=5), ["num_epochs", "num_iterations"]),
-    "num_epochs negative": (lambda: fit(num_epochs=-1), ["num_epochs", "-1"]),
+    "num_epochs negative": (lambda: fit(num_epochs=-1), ["num_epochs=-1", "positive in one of"]),
+    "callbacks in num_iterations' place": (
+        lambda: make().fit(1, [AbstractCallback("one")]),
+        ["num_iterations=[", "callbacks=[...]"],
+    ),
+    "a callback in num_epochs' place": (
+        lambda: make().fit(AbstractCallback("one")),
+        ["num_epochs=", "callbacks=[...]"],
+    ),
     "num_epochs is a float": (lambda: fit(num_epochs=2.5), ["num_epochs", "2.5"]),
     "num_epochs is a bool": (lambda: fit(num_epochs=True), ["num_epochs", "True"]),
     "num_iterations is text": (lambda: fit(num_epochs=0, num_iterations="9"), ["num_iterations", "'9'"]),
@@ -166,6 +174,15 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "grad_accumulation is a float": (lambda: fit(grad_accumulation=2.0), ["grad_accumulation", "2.0"]),
     "callbacks is one callback": (lambda: fit(callbacks=AbstractCallback("one")), ["callbacks", "list"]),
     "callbacks holds a class": (lambda: fit(callbacks=[AbstractCallback]), ["callbacks", "AbstractCallback"]),
+    "callbacks holds a scheduler": (
+        lambda: fit(callbacks=[optim.lr_scheduler.StepLR(optim.SGD(Net().parameters()), 1)]),
+        ["callbacks[0]=", "trainloop.callbacks.LRScheduler(StepLR(...))"],
+    ),
+    "callbacks holds a scheduler's class": (
+        lambda: fit(callbacks=[optim.lr_scheduler.ReduceLROnPlateau]),
+        ["callbacks[0]=", "trainloop.callbacks.LRScheduler(ReduceLROnPlateau, ...)"],
+    ),
+    "optim": (lambda: make(optim=None), ["Did you mean optimizer=, with a MultiOptimizer([...]) where"]),
     "callbacks holds text": (lambda: fit(callbacks=["early stopping"]), ["callbacks", "early stopping"]),
     "fit without train_loader": (lambda: fit({"train_loader": None}), ["train_loader"]),
     "fit without optimizer": (lambda: fit({"optimizer": None}), ["optimizer"]),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import Any
 
 import pytest
 
-from small_loop import make_loop
+from small_loop import Net, make_loop
 from trainloop import AbstractCallback
 from trainloop.callbacks.base import HookTable, overrides
+from trainloop.callbacks.hook_names import warn_of_misnamed_hooks
 from trainloop.callbacks.messages import KEEP_FOREVER, OVERWRITE, UNTIL_END_OF_EPOCH, UNTIL_READ, MessageService
 from trainloop.errors import ConfigurationError
 
@@ -129,6 +131,79 @@ def test_every_hook_is_a_method_with_a_docstring() -> None:
     hooks = [name for name in dir(AbstractCallback) if name.startswith("on_")]
     assert sorted(AbstractCallback.HOOKS) == sorted(hooks)
     assert all(inspect.getdoc(getattr(AbstractCallback, name)) for name in hooks)
+
+
+# -- methods that are taken for hooks ----------------------------------------------------------------------------------
+
+
+def hook_warnings(model: Any = None, *callbacks: AbstractCallback) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_loop(model).fit(num_epochs=1, callbacks=list(callbacks))
+    return [str(warning.message) for warning in caught if warning.filename == __file__]
+
+
+def nothing(self: Any, *_: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    "name, here",
+    [
+        ("on_epoch_ends", "hook has this name. Did you mean on_epoch_end?"),
+        ("on_train_batch_end", "hook has this name. Did you mean on_batch_end?"),
+        ("on_validation_epoch_end", "hook has this name. Did you mean on_evaluation_end?"),
+        ("on_save_checkpoint", "method has this name. Did you mean state_dict?"),
+    ],
+)
+def test_a_misnamed_hook_is_told_once(name: str, here: str) -> None:
+    kind = type("Custom", (AbstractCallback,), {name: nothing, "on_epoch_end": nothing})
+    assert hook_warnings(None, kind(), kind()) == [f"Custom.{name} is not called: no {here}"]
+    assert hook_warnings(None, type("Derived", (kind,), {})()) == [f"Derived.{name} is not called: no {here}"]
+    assert not hook_warnings(None, kind())
+
+
+def test_a_models_misnamed_hook_is_told() -> None:
+    model: Any = type("Custom", (Net,), {"on_train_epoch_start": nothing, "on_epoch_end": nothing})()
+    first, second = hook_warnings(model)
+    assert first == "Custom.on_train_epoch_start is not called: no hook has this name. Did you mean on_epoch_begin?"
+    assert second.startswith("Custom.on_epoch_end is not called: a model's hooks are on_epoch_begin, ")
+
+
+def test_methods_that_somebody_calls_are_no_misnamed_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Foreign:
+        def on_test_end(self) -> None:
+            """Of another library, which calls it."""
+
+    class Own(Foreign, AbstractCallback):
+        on_device = 3
+
+        def on_epoch_end(self) -> None:
+            self.on_epoch_ends()
+            [getattr(self, name)() for name in ("on_train_batch_end",)]
+            self.train_loop_obj.model.on_train_end()  # type: ignore[operator]
+
+        def on_epoch_ends(self) -> None:
+            """Called above."""
+
+        def on_train_batch_end(self) -> None:
+            """Called by its name."""
+
+        def on_test_end(self) -> None:
+            super().on_test_end()
+
+        def on_request(self) -> None:
+            """Near to no hook."""
+
+        on_eval_end = property(on_request)
+
+    model: Any = type("Custom", (Net,), {"on_train_end": nothing})()
+    assert not hook_warnings(model, Own())
+    # Of a launcher's ranks, which all come by, one speaks.
+    monkeypatch.setenv("RANK", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_misnamed_hooks([type("Custom", (AbstractCallback,), {"on_epoch_ends": nothing})()], model)
 
 
 # -- in the loop -------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from trainloop.callbacks.base import AbstractCallback
@@ -252,11 +253,21 @@ def check_callbacks(callbacks: Any, name: str = "callbacks") -> list[AbstractCal
         raise ConfigurationError(f"{name}={short(callbacks)}: must be a list of callbacks or None.")
     for i, callback in enumerate(callbacks):
         if not isinstance(callback, AbstractCallback):
-            hint = " It is a class: call it." if isinstance(callback, type) else ""
-            raise ConfigurationError(f"{name}[{i}]={short(callback)}: must be an AbstractCallback.{hint}")
+            raise ConfigurationError(
+                f"{name}[{i}]={short(callback)}: must be an AbstractCallback.{_callback_hint(callback)}"
+            )
         if any(callback is other for other in callbacks[:i]):
             raise ConfigurationError(f"{name}[{i}]={short(callback)} stands in the list twice. Remove one.")
     return list(callbacks)
+
+
+def _callback_hint(given: Any) -> str:
+    """What to do with what is no callback; empty if unknown."""
+    kind = given if isinstance(given, type) else type(given)
+    if issubclass(kind, (LRScheduler, ReduceLROnPlateau)):  # of old versions of torch the second is none of the first
+        rest = ", ..." if isinstance(given, type) else "(...)"
+        return f" A scheduler is stepped by trainloop.callbacks.LRScheduler({kind.__name__}{rest})."
+    return " It is a class: call it." if isinstance(given, type) else ""
 
 
 def check_quota(resources: Any) -> Any:
@@ -327,8 +338,18 @@ def check_restarts(
 
 def check_length(num_epochs: Any, num_iterations: Any) -> tuple[int, int]:
     """The two as ints, of which exactly one says how long to train."""
-    num_epochs = check_count(num_epochs, "num_epochs", 0)
-    num_iterations = check_count(num_iterations, "num_iterations", 0)
+    for name, value in (("num_epochs", num_epochs), ("num_iterations", num_iterations)):
+        held = value if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(item, AbstractCallback) for item in held):
+            raise ConfigurationError(
+                f"{name}={short(value)}: must be an int. Callbacks are given by name: fit(..., callbacks=[...])."
+            )
+        if (number := whole_number(value)) is None or number < 0:
+            raise ConfigurationError(
+                f"{name}={short(value)}: must be an int, positive in one of num_epochs and num_iterations and 0 in the "
+                "other."
+            )
+    num_epochs, num_iterations = int(num_epochs), int(num_iterations)
     if (num_epochs > 0) == (num_iterations > 0):
         raise ConfigurationError(
             f"num_epochs={num_epochs}, num_iterations={num_iterations}: exactly one must be positive."

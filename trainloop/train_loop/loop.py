@@ -33,6 +33,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, cast
 
 from trainloop.callbacks.base import AbstractCallback, HookTable
+from trainloop.callbacks.hook_names import warn_of_misnamed_hooks
 from trainloop.carried import check_carried
 from trainloop.devices import check_num_nodes, has_ranks
 from trainloop.errors import ConfigurationError
@@ -346,6 +347,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
             self.restarts = []
             self.early_stop = False
             HookTable((), model=self.model)  # a hook of its own that can't be called is an error before ranks start
+            warn_of_misnamed_hooks(self.callbacks, self.model)
             for callback in self.callbacks:
                 self.register_callback(callback)
             if job.resume is not None and run_state.took_up_finished(self, job.resume):

@@ -19,7 +19,7 @@ KEYWORDS = {
     "val_loader valid_loader val_dataloader val_dataloaders val_dl valloader eval_loader": "validation_loader=",
     "test_dataloader test_dataloaders test_dl testloader": "test_loader=",
     "loss loss_fn loss_func loss_function": "criterion=",
-    "optim optimizers opt": "optimizer=, a MultiOptimizer([...]) for several",
+    "optim optimizers opt": "optimizer=, with a MultiOptimizer([...]) where there are several",
     "strategy mode distributed_backend parallel_mode": "gpu_mode='single', 'dp', 'ddp' or 'fsdp'",
     "precision amp mixed_precision autocast dtype fp16 bf16": "use_amp=True, 'bf16' or 'fp16'",
     "device": "accelerator='cpu' or 'cuda', with devices=[0] for a certain GPU",

@@ -1,0 +1,117 @@
+"""Methods that look like hooks and are none, misspelt or under another library's name: they would never be called."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from types import CodeType, FunctionType
+from typing import Any
+from weakref import WeakSet
+
+from trainloop import distributed
+from trainloop.callbacks.base import MODEL_HOOKS, AbstractCallback
+from trainloop.keywords import table_of
+from trainloop.model import TTModel
+
+__all__ = ["warn_of_misnamed_hooks"]
+
+# What a hook of Lightning, Ignite, Keras, TorchTNT or Transformers is here.
+_HERE = table_of(
+    {
+        "on_init_end on_setup": "on_train_loop_registration",
+        "on_fit_start on_train_start on_started on_training_start on_experiment_start": "on_train_begin",
+        "on_fit_end on_completed on_experiment_end": "on_train_end",
+        "on_epoch_start on_epoch_started on_train_epoch_start on_train_epoch_begin": "on_epoch_begin",
+        "on_epoch_completed on_epoch_finish on_train_epoch_end": "on_epoch_end",
+        "on_batch_start on_train_batch_start on_train_batch_begin on_iteration_started on_train_step_start "
+        "on_step_begin": "on_batch_begin",
+        "on_train_batch_end on_iteration_completed on_train_step_end on_substep_end": "on_batch_end",
+        "on_after_backward on_before_optimizer_step on_pre_optimizer_step on_grad_computed": "on_after_gradient_update",
+        "on_optimizer_step on_step_end on_before_zero_grad": "on_after_optimizer_step",
+        "on_validation_start on_validation_begin on_validation_epoch_start on_val_start on_val_begin "
+        "on_val_epoch_start on_eval_start on_eval_begin on_eval_epoch_start on_test_start on_test_begin "
+        "on_test_epoch_start on_predict_start on_predict_begin on_predict_epoch_start": "on_evaluation_begin",
+        "on_validation_end on_validation_epoch_end on_val_end on_val_epoch_end on_evaluate on_eval_end "
+        "on_eval_epoch_end on_test_end on_test_epoch_end on_predict on_predict_end on_predict_epoch_end":
+            "on_evaluation_end",
+        "on_validation_batch_end on_val_batch_end on_test_batch_end on_predict_batch_end on_eval_step_end "
+        "on_predict_step_end on_prediction_step": "on_after_batch_prediction",
+        "on_exception_raised on_keyboard_interrupt": "on_exception",
+        "on_save_checkpoint": "state_dict",
+        "on_load_checkpoint": "load_state_dict",
+    }
+)  # fmt: skip
+# So near that a misspelling is likelier than a method of the user's own: "on_epoch_ends", but not "on_request".
+_NEAR = 0.85
+
+_told: WeakSet[type] = WeakSet()
+
+
+def warn_of_misnamed_hooks(callbacks: Iterable[AbstractCallback], model: Any) -> None:
+    """Warn, once for each class, of methods that were meant as hooks.
+
+    Methods that another method of these classes names are called by it, and those that a base of another library has
+    are that library's hooks: both are left alone.
+
+    Parameters
+    ----------
+    callbacks : iterable of AbstractCallback
+    model : nn.Module
+        Its own hooks are few, see :class:`trainloop.TTModel`.
+    """
+    if not distributed.is_global_zero():  # ranks of a launcher each come here
+        return
+    classes = dict.fromkeys([*(type(callback) for callback in callbacks), type(model)])
+    for kind in classes:
+        if kind not in _told:
+            found = [(name, here) for name, here in _misnamed(kind) if not _is_named_in(name, classes)]
+            if found:
+                _told.add(kind)
+            for name, here in found:
+                warnings.warn(f"{kind.__name__}.{name} is not called: {_remedy(kind, here)}", UserWarning, stacklevel=3)
+
+
+def _misnamed(kind: type) -> Iterator[tuple[str, str]]:
+    """Methods of users' classes that are no hooks, with the hooks that they were meant to be."""
+    base = AbstractCallback if issubclass(kind, AbstractCallback) else TTModel
+    own = [cls for cls in kind.__mro__ if issubclass(cls, base) and cls.__module__.partition(".")[0] != "trainloop"]
+    seen = {name for cls in kind.__mro__ if cls not in own for name in vars(cls)}
+    for cls in own:
+        for name, value in vars(cls).items():
+            if name.startswith("on_") and name not in seen and isinstance(value, (FunctionType, staticmethod)):
+                seen.add(name)
+                near = [] if name in _HERE else get_close_matches(name.lower(), AbstractCallback.HOOKS, 1, _NEAR)
+                here = _HERE.get(name, near[0] if near else None)
+                if here is not None:
+                    yield name, here
+
+
+def _remedy(kind: type, here: str) -> str:
+    if issubclass(kind, AbstractCallback) or here in MODEL_HOOKS:
+        what = "hook" if here in AbstractCallback.HOOKS else "method"
+        return f"no {what} has this name. Did you mean {here}?"
+    return f"a model's hooks are {', '.join(MODEL_HOOKS)}. A callback has {here}."
+
+
+def _is_named_in(name: str, classes: Iterable[type]) -> bool:
+    """Whether a method of another name mentions it: as an attribute, or as text for ``getattr``."""
+    functions = {
+        value.__code__
+        for kind in classes
+        for cls in kind.__mro__
+        for own, value in vars(cls).items()
+        if own != name and isinstance(value, FunctionType)
+    }
+    return any(name in _names(code) for code in functions)
+
+
+def _names(part: CodeType | tuple[Any, ...] | frozenset[Any]) -> Iterator[Any]:
+    if isinstance(part, CodeType):
+        yield from part.co_names
+        part = part.co_consts
+    for constant in part:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, (CodeType, tuple, frozenset)):
+            yield from _names(constant)
