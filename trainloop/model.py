@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
+import types
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from trainloop.errors import ConfigurationError
 from trainloop.nested import map_parts
 
-__all__ = ["ModelWrap", "TTBasicModel", "TTModel", "yields_losses"]
+__all__ = ["ModelWrap", "TTBasicModel", "TTModel", "check_signatures", "yields_losses"]
 
 
 class TTModel(nn.Module, ABC):
@@ -267,6 +269,44 @@ def yields_losses(model: Any, method: str = "get_loss") -> bool:
         function = getattr(feed, method, feed.get_loss)
     # Told by the function and not by a call: it decides which kind of training is made.
     return callable(function) and inspect.isgeneratorfunction(inspect.unwrap(function))
+
+
+_CALLED_WITH = {
+    "get_loss": ("batch_data", "criterion", "device"),
+    "get_loss_eval": ("batch_data", "criterion", "device"),
+    "get_predictions": ("batch_data", "device"),
+}
+
+
+def check_signatures(model: Any) -> None:
+    """Refuse a method of the model, or of its feed, that can't be called as the loop calls it.
+
+    Raises
+    ------
+    ConfigurationError
+        If one certainly can't; what has no signature of its own, a decorator's wrapper say, is called and not judged.
+    """
+    owner, before = (model.batch_model_feed_def, ("model",)) if isinstance(model, ModelWrap) else (model, ())
+    for name, given in _CALLED_WITH.items():
+        method = getattr(owner, name, None)
+        function = getattr(method, "__func__", method)
+        if not isinstance(function, types.FunctionType) or hasattr(function, "__signature__") or _is_stub(function):
+            continue
+        # A decorator may hand on other arguments than it gets: its wrapper counts, not what it wraps.
+        signature = inspect.signature(method, follow_wrapped=False)  # type: ignore[arg-type]
+        given = (*before, *given)
+        try:
+            signature.bind(*given)
+        except TypeError as error:
+            raise ConfigurationError(
+                f"{type(owner).__name__}.{name} takes {signature}, but is called with ({', '.join(given)}): {error}. "
+                f"Write it as {name}({', '.join(('self', *given))})."
+            ) from None
+
+
+def _is_stub(function: types.FunctionType) -> bool:
+    """Whether a function reads none of its arguments, as one that only raises: it stands for what is never called."""
+    return not any(step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) for step in dis.get_instructions(function))
 
 
 def _inputs_and_target(batch_data: Any) -> tuple[list[Any], Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing.process
 import subprocess
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from torch import nn, optim
 from torch.utils.data import DataLoader
 
 from conftest import make_data
-from trainloop import AbstractCallback, MultiOptimizer, TrainLoop, TTBasicModel
+from trainloop import AbstractCallback, ModelWrap, MultiOptimizer, TrainLoop, TTBasicModel
 from trainloop.errors import CheckpointError, ConfigurationError, DeviceError
 from trainloop.train_loop.arguments import check_restarts
 
@@ -31,6 +33,13 @@ class Net(TTBasicModel):
 class Detached(Net):
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
         return super().get_loss(batch_data, criterion, device).detach()
+
+
+class Calls(Net):
+    """Calls the criterion itself."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        return criterion(self(batch_data[0]), batch_data[1])
 
 
 class Short(Net):
@@ -284,6 +293,97 @@ def test_wrong_arguments_are_configuration_errors(case: str, no_process: None) -
     missing = [word for word in words if word not in message]
     assert not missing, f"{missing} not in: {message}"
     assert len(message) > 30, message  # long enough to say what to do
+
+
+@pytest.mark.parametrize("mode", ["single", "dp"])
+def test_a_call_of_no_criterion_says_that_there_is_none(mode: str) -> None:
+    devices = {"gpu_mode": mode, "devices": 2} if mode == "dp" else {}
+    loader = DataLoader(make_data(), batch_size=16)
+    loop = make(model=Calls(), criterion=None, **devices)
+    for call in (lambda: loop.fit(1), lambda: loop.evaluate_model_loss(loader)):
+        with pytest.raises(
+            TypeError, match=r"(?s)'NoneType' object is not callable.*criterion=None.*TrainLoop\(criter"
+        ):
+            call()
+
+    class CallsAnother(Calls):
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+            nothing: Any = None
+            return nothing(batch_data)
+
+    # Other calls of None are not about it.
+    with pytest.raises(TypeError, match="not callable") as caught:
+        fit({"model": CallsAnother()})
+    assert "criterion" not in str(caught.value)
+
+
+def with_methods(**methods: Any) -> type[Net]:
+    return type("Other", (Net,), methods)
+
+
+@pytest.mark.parametrize(
+    "name, wrong",
+    [
+        ("get_loss", lambda self, batch, batch_idx: self(batch[0]).sum()),
+        ("get_loss", lambda self, batch: self(batch[0]).sum()),
+        ("get_loss", lambda self, model, batch, criterion, device: criterion(model(batch[0]), batch[1])),
+        ("get_loss", staticmethod(lambda self, batch, criterion, device: criterion(self(batch[0]), batch[1]))),
+        ("get_loss", lambda self, batch, criterion, device, *, scale: scale * criterion(self(batch[0]), batch[1])),
+        ("get_loss_eval", lambda self, batch, device: self(batch[0]).sum()),
+        ("get_predictions", lambda self, batch, batch_idx, dataloader_idx: (self(batch[0]).exp(), None, {})),
+        ("get_predictions", lambda self, batch: (self(batch[0]).exp(), None, {})),
+    ],
+)
+def test_methods_that_can_not_be_called_as_the_loop_does(name: str, wrong: Any, no_process: None) -> None:
+    arguments = "batch_data, device" if name == "get_predictions" else "batch_data, criterion, device"
+    with pytest.raises(ConfigurationError) as caught:
+        make(model=with_methods(**{name: wrong})(), gpu_mode="ddp", devices=2)
+    message = str(caught.value)
+    assert f"Other.{name} takes (" in message
+    assert f"{name}(self, {arguments})" in message
+
+
+def test_methods_that_may_be_called() -> None:
+    def unpacked(method: Any) -> Any:
+        @functools.wraps(method)
+        def wrapper(self: Any, batch_data: Any, criterion: Any, device: Any) -> Any:
+            return method(self, *batch_data, criterion)
+
+        return wrapper
+
+    class Feed:
+        def get_loss(self, model: Any, batch_data: Any, criterion: Any, device: Any) -> Any:
+            return criterion(model(batch_data[0]), batch_data[1])
+
+        def get_predictions(self, model: Any, *rest: Any) -> Any:
+            return model(rest[0][0]), rest[0][1], {}
+
+    def keeps_defaults(self: Any, batch: Any, criterion: Any = None, device: Any = None, extra: int = 1) -> Any:
+        return criterion(self(batch[0]), batch[1]) * extra
+
+    kinds: list[Any] = [
+        with_methods(get_loss=unpacked(lambda self, x, y, criterion: criterion(self(x), y)))(),
+        with_methods(get_loss=keeps_defaults)(),
+        with_methods(get_loss=lambda self, *args: args[1](self(args[0][0]), args[0][1]))(),
+        with_methods(get_loss=mock.Mock(side_effect=lambda batch, *_: torch.zeros((), requires_grad=True)))(),
+        ModelWrap(Net(), Feed()),
+    ]
+
+    # As somebody writes who never predicts.
+    def stub(self: Any) -> Any:
+        raise NotImplementedError
+
+    kinds.append(with_methods(get_predictions=stub)())
+    bound = Net()
+    bound.get_loss = functools.partial(lambda net, batch, criterion, device: criterion(net(batch[0]), batch[1]), bound)
+    kinds.append(bound)
+    for model in kinds:
+        assert fit({"model": model}) is model
+    with pytest.raises(
+        ConfigurationError, match=r"Feed.get_loss takes .* get_loss\(self, model, batch_data, criterion"
+    ):
+        feed = type("Feed", (Feed,), {"get_loss": lambda self, batch, criterion, device: criterion(batch)})
+        make(model=ModelWrap(Net(), feed()))
 
 
 def test_a_misspelt_argument_is_one_of_the_class_that_was_called() -> None:

@@ -20,7 +20,7 @@ from trainloop.devices import whole_number
 from trainloop.distributed.key import KEY_VARIABLE, key_from_environment
 from trainloop.errors import ConfigurationError
 from trainloop.keywords import WRAPPERS, keywords_of, meant
-from trainloop.model import TTModel, yields_losses
+from trainloop.model import TTModel, check_signatures, yields_losses
 from trainloop.optim import MultiOptimizer, needs_closure, optimizers_of, parameters_of
 from trainloop.resources.quota import ResourceQuota
 from trainloop.train_loop.options import AmpOptions, RestartOptions
@@ -50,6 +50,7 @@ def check_model(model: Any) -> Any:
         )
     if not isinstance(model, TTModel) and not callable(getattr(model, "get_loss_eval", None)):
         raise ConfigurationError(f"model is a {type(model).__name__} without get_loss_eval. Subclass TTModel.")
+    check_signatures(model)
     reduction = getattr(model, "loss_reduction", None)
     if reduction not in (None, "mean", "sum"):
         raise ConfigurationError(

@@ -28,7 +28,7 @@ from trainloop.stopping import LocalStop, StopAgreement
 from trainloop.train_loop.alternating import AlternatingTraining
 from trainloop.train_loop.closure import ClosureTraining
 from trainloop.train_loop.evaluating import evaluating
-from trainloop.train_loop.losses import run_through
+from trainloop.train_loop.losses import explain_no_criterion, run_through
 from trainloop.train_loop.options import FitJob
 from trainloop.train_loop.placement import placed
 from trainloop.train_loop.run import Run
@@ -272,6 +272,10 @@ def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None, *, jo
         try:
             with run.undo:
                 yield run
+        except TypeError as error:
+            if loop.criterion is None:
+                explain_no_criterion(error)
+            raise
         finally:
             loop.running = None
 

@@ -6,6 +6,7 @@ A loss is told apart from its weight here, and refused where it can't be differe
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,16 @@ from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
 from trainloop.parallel.misuse import explain_sharded
 
-__all__ = ["Yielded", "explain_backward", "joined_losses", "per_sample", "run_through", "split_loss", "split_yielded"]
+__all__ = [
+    "Yielded",
+    "explain_backward",
+    "explain_no_criterion",
+    "joined_losses",
+    "per_sample",
+    "run_through",
+    "split_loss",
+    "split_yielded",
+]
 
 
 def per_sample(loss: Any, size: int) -> Any:
@@ -65,6 +75,21 @@ def explain_backward(loss: Any, error: RuntimeError) -> None:
         raise ConfigurationError(
             "get_loss returned a loss without a graph, so there is nothing to differentiate: compute it from the "
             "model's output, without .detach(), .item() or torch.no_grad(), with parameters that require gradients."
+        )
+
+
+def explain_no_criterion(error: TypeError) -> None:
+    """Add to the text of a call of None inside ``get_loss`` that the loop was made without a criterion."""
+    text = str(error)
+    if "'NoneType' object is not callable" not in text:
+        return
+    # From a thread of dp comes an error of its own, with the first one's traceback in its text.
+    called = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    if called & {"get_loss", "get_loss_eval"} or "in get_loss" in text:
+        # Python 3.10 has no add_note.
+        error.args = (
+            f"{text}. get_loss was given criterion=None, as the loop was made without one: if that is what it called, "
+            "pass TrainLoop(criterion=nn.CrossEntropyLoss()).",
         )
 
 
