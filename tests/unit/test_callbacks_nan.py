@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -184,3 +185,30 @@ def test_state_goes_into_checkpoints() -> None:
     again = TerminateOnNaN()
     again.load_state_dict(guard.state_dict())
     assert again.state_dict() == {"metric": {"seen": 2}}
+
+
+# -- without the callback ----------------------------------------------------------------------------------------------
+
+
+def nan_warnings(batch: int, callbacks: list[AbstractCallback]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_loop(Breaks(batch, "nan"), validation=False).fit(num_epochs=3, callbacks=callbacks)
+    return [str(warning.message) for warning in caught if "TerminateOnNaN" in str(warning.message)]
+
+
+def test_the_first_epoch_with_a_loss_that_is_nan_is_told_once() -> None:
+    (text,) = nan_warnings(STEPS_PER_EPOCH, [])
+    assert text.startswith("NaN in epoch 2 of the training: loss. fit(callbacks=[TerminateOnNaN()]) ends")
+    assert nan_warnings(STEPS_PER_EPOCH, [TerminateOnNaN()]) == []
+    assert nan_warnings(-1, []) == []
+
+
+def test_one_of_several_losses() -> None:
+    class Two(Net):
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+            loss = super().get_loss(batch_data, criterion, device)
+            return MultiLoss({"a": loss, "b": loss.detach() * math.nan})
+
+    with pytest.warns(UserWarning, match=r"NaN in epoch 1 of the training: loss, loss_b\. "):
+        make_loop(Two(), validation=False).fit(num_epochs=1)

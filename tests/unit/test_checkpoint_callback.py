@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import sys
 from pathlib import Path
@@ -265,6 +266,14 @@ def test_load_best_without_a_metric_is_told(tmp_path: Path) -> None:
     keeper = ModelCheckpoint(tmp_path)
     StandIn(keeper).run(1)
     with pytest.raises(CheckpointError, match=r"was judged by monitor=None. Give ModelCheckpoint a monitor, and let"):
+        keeper.load_best()
+
+
+def test_load_best_where_every_value_is_nan_says_so(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, monitor="val_loss")
+    loop = StandIn(keeper)
+    loop.run(2, values=[math.nan, math.nan])
+    with pytest.raises(CheckpointError, match=r"every value of monitor='val_loss' was NaN\. TerminateOnNaN"):
         keeper.load_best()
 
 

@@ -49,6 +49,29 @@ def test_a_name_that_does_not_tell_needs_the_mode(name: str, make: Any, folder: 
     make_loop().fit(num_epochs=1, callbacks=[Scores([1.0], name), make(name, mode="max")])
 
 
+@pytest.mark.parametrize(
+    "name, hint",
+    [
+        ("val_los", "Did you mean 'val_loss'?"),
+        ("val_acuracy", "Did you mean 'val_accuracy'?"),
+        ("frobnication", "Or is it misspelt? Known before training: 'loss', 'val_loss'; the model and callbacks may"),
+    ],
+)
+def test_a_name_that_does_not_tell_may_be_misspelt(name: str, hint: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        make_loop().fit(num_epochs=1, callbacks=[EarlyStopping(name)])
+    assert f"Pass mode='min' or mode='max'. {hint}" in str(error.value)
+
+
+def test_a_misspelt_name_that_tells_is_told_after_an_epoch() -> None:
+    loop = make_loop()
+    with pytest.raises(ConfigurationError, match=r"'vall_loss' is not in the .* Did you mean 'val_loss'\? Monitor one"):
+        loop.fit(num_epochs=2, callbacks=[EarlyStopping("vall_loss")])
+    # Now that a name has been logged, it is known: the model logs its accuracy.
+    with pytest.raises(ConfigurationError, match=r"mode='max'\. Did you mean 'accuracy'\?$"):
+        loop.fit(num_epochs=1, callbacks=[EarlyStopping("accurcy")])
+
+
 def test_what_judges_nothing_needs_no_mode() -> None:
     make_loop().fit(num_epochs=1, callbacks=[Scores([1.0], "lr"), TerminateOnNaN("lr")])
 

@@ -168,11 +168,16 @@ class ModelCheckpoint(AbstractCallback):
         Raises
         ------
         CheckpointError
-            If no checkpoint was judged by a metric, or the best one is damaged.
+            If no checkpoint was judged by a metric, every value was NaN, or the best one is damaged.
         """
         self._finish_writing()
         path = distributed.broadcast_object(self.best_path if distributed.is_global_zero() else None)
         if path is None:
+            if self._metric is not None and self._metric.has_read and self.best_value is None:
+                raise CheckpointError(
+                    f"no checkpoint in {self.dirpath} is the best: every value of monitor={self.monitor!r} was NaN. "
+                    "TerminateOnNaN among the callbacks finds the step at which that begins."
+                )
             raise CheckpointError(
                 f"no checkpoint in {self.dirpath} was judged by monitor={self.monitor!r}. "
                 "Give ModelCheckpoint a monitor, and let at least one epoch end."

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from trainloop.errors import ConfigurationError
@@ -65,18 +66,33 @@ class Monitor:
     def minimize(self) -> bool:
         """Whether lower is better."""
         if self._minimize is None:
-            raise ConfigurationError(
-                f"{self.owner}: monitor={self.name!r}: whether lower or higher is better doesn't show in this name. "
-                "Pass mode='min' or mode='max'."
-            )
+            raise self._undirected()
         return self._minimize
+
+    @property
+    def has_read(self) -> bool:
+        """Whether there has been any value."""
+        return self._seen > 0
+
+    def _undirected(self, hint: str = "") -> ConfigurationError:
+        return ConfigurationError(
+            f"{self.owner}: monitor={self.name!r}: whether lower or higher is better doesn't show in this name. "
+            f"Pass mode='min' or mode='max'.{hint}"
+        )
 
     def check(self, loop: Any) -> None:
         """At registration, refuse a metric that can't occur, or whose direction is unknown."""
         if self._minimize is None:
             higher = _by_torchmetrics(self.name, loop)
             self._minimize = None if higher is None else not higher
-        _ = self.minimize
+        if self._minimize is None:
+            own = ["loss"] if loop.validation_loader is None else ["loss", "val_loss"]
+            known = list(dict.fromkeys([*own, *loop.history]))
+            names = ", ".join(repr(name) for name in known)
+            raise self._undirected(
+                _did_you_mean(self.name, known)
+                or f" Or is it misspelt? Known before training: {names}; the model and callbacks may log more."
+            )
         if self.name == "val_loss" and loop.validation_loader is None:
             raise ConfigurationError(
                 f"{self.owner}: monitor='val_loss', but the loop has no validation_loader. "
@@ -103,7 +119,8 @@ class Monitor:
             names = ", ".join(repr(name) for name in loop.history) or "none yet"
             raise ConfigurationError(
                 f"{self.owner}: monitor={self.name!r} is not in the history after epoch {loop.epoch + 1}. "
-                f"There are: {names}. Monitor one of these, or log it: self.log({self.name!r}, value) in the model."
+                f"There are: {names}.{_did_you_mean(self.name, loop.history)} Monitor one of these, or log it: "
+                f"self.log({self.name!r}, value) in the model."
             )
         if len(values) == self._seen:
             return None  # evaluated every n epochs only: an old value must not count twice
@@ -141,6 +158,21 @@ def _lower_is_better(name: str) -> bool | None:
         return True
     lower, higher = bool(words & _LOWER), bool(words & _HIGHER)
     return None if lower == higher else lower
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence with the known name that is nearest, or the name with a metric's word spelt right; else empty."""
+    near = get_close_matches(name, known, n=1, cutoff=0.75)
+    if not near:
+        right = re.sub("[A-Za-z]{4,}", lambda found: _spelt_right(found[0]), name)
+        near = [right] if right != name else []
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def _spelt_right(word: str) -> str:
+    words = {*_LOWER_WINS, *_LOWER, *_HIGHER}
+    near = [] if word.lower() in words else get_close_matches(word.lower(), words, n=1, cutoff=0.85)
+    return near[0] if near else word
 
 
 def _by_torchmetrics(name: str, loop: Any) -> bool | None:

@@ -346,14 +346,19 @@ class Run:
             for hook in self.hooks.on_log:
                 hook(rows)
 
-    def _record_epoch(self, *, late: bool = False) -> None:
-        """Put the logs since the epoch's begin (``late``: since the last call) into the history. Collective."""
+    def _record_epoch(self, *, late: bool = False) -> dict[str, float]:
+        """Put the logs since the epoch's begin (``late``: since the last call) into the history. Collective.
+
+        Returns the losses among them.
+        """
         history = self.loop.history
         end = self.recorder.finish_epoch(history.take_own(), late=late)
         self.publish(end.steps)
-        for name, value in {**named_losses(end.losses), **end.metrics}.items():
+        losses = named_losses(end.losses)
+        for name, value in {**losses, **end.metrics}.items():
             history.record(name, value, self.history_epoch, replace=True)
         history.put_agreed(end.attachments)
+        return losses
 
     def _call_in_turn(self, name: str) -> None:
         """Call a hook that comes after its epoch was recorded; each callback finds what those before it logged."""

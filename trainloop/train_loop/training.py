@@ -88,6 +88,7 @@ class Training(Run):
         """Callbacks' ``save_due``, which write checkpoints of steps; called when the last hook of a step has run."""
         self.clock = StepClock(place.device)
         self._job = job
+        self._nan_told = False
         self._kept_in_eval: list[torch.nn.Module] | None = None
 
     def train(self) -> int:
@@ -293,8 +294,9 @@ class Training(Run):
         # Before the weights are evaluated, and an epoch is spent on weights that have drifted apart.
         self.gradients.check_alike()
         self.recorder.between_steps(loop.global_step)
-        self._record_epoch()
+        losses = self._record_epoch()
         self._end_timing()
+        self._tell_nan(losses)
         if loop.end_auto_eval and loop.validation_loader is not None and (loop.epoch + 1) % loop.end_auto_eval == 0:
             self.evaluate(loop.validation_loader, "validation_loader", "validation", losses_into_history=True)
         self.epoch_finished = True
@@ -305,6 +307,19 @@ class Training(Run):
         # Only now: hooks and logs of the epoch's end belong to the epoch that ends.
         loop.epoch += 1
         self.epoch_finished, self.epoch_steps, self.epoch_batches = False, 0, 0
+
+    def _tell_nan(self, losses: dict[str, float]) -> None:
+        """Warn, once a fit, of a training loss that is NaN, unless a callback looks after that."""
+        names = ", ".join(name for name, value in losses.items() if value != value)
+        if not names or self._nan_told or not self.loop.is_global_zero:
+            return
+        self._nan_told = True
+        if all(callback.callback_name != "TerminateOnNaN" for callback in self.loop.callbacks):
+            warnings.warn(
+                f"NaN in epoch {self.loop.epoch + 1} of the training: {names}. fit(callbacks=[TerminateOnNaN()]) ends "
+                "training where that begins, and names the step and the parameter.",
+                stacklevel=2,
+            )
 
     def _end_timing(self) -> None:
         """End the timing of an epoch's steps, once its logs are read: by then the device has done the steps."""
