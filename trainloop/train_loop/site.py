@@ -16,7 +16,7 @@ from trainloop.resources.enforce import devices_under
 from trainloop.train_loop.arguments import check_bool, check_count, short
 from trainloop.train_loop.options import Options
 
-__all__ = ["Site", "as_launched", "check_backend", "check_rendezvous_point", "settled"]
+__all__ = ["Site", "about_one_rank", "as_launched", "check_backend", "check_rendezvous_point", "settled"]
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,8 @@ def as_launched(site: Site, asked: Any, here: Rank) -> Site:
     UserWarning
         On each host's first process, if ``devices`` asked for another number.
     """
-    everything = isinstance(asked, str) and asked.strip().lower() in ("auto", "-1")
     number = len(site.devices)
-    if number != here.local_world_size and not everything and asked != -1 and here.local_rank == 0:
+    if number != here.local_world_size and not _are_all(asked) and here.local_rank == 0:
         warnings.warn(
             f"devices={asked!r} asks for {number} process{'es' * (number > 1)} a host, but the launcher (torchrun or "
             f"Slurm) has started {here.local_world_size} on this one, and so many train. Leave devices out, or start "
@@ -90,6 +89,20 @@ def as_launched(site: Site, asked: Any, here: Rank) -> Site:
     if site.devices[0].type == "cpu":
         return replace(site, devices=[torch.device("cpu")] * here.local_world_size)
     return site
+
+
+def about_one_rank(site: Site, asked: Any) -> str:
+    """What the run's first line adds where ranks of the CPU were not counted: ``devices='auto'`` is one of them."""
+    from trainloop.launch.rank_process import started_by_launch  # `import trainloop` is to be cheap
+
+    alone = has_ranks(site.mode) and len(site.devices) == site.num_nodes == 1 and site.devices[0].type == "cpu"
+    # A launcher's number is the launcher's to change.
+    return ": 1 rank; devices=2 for two" if alone and _are_all(asked) and started_by_launch() else ""
+
+
+def _are_all(asked: Any) -> bool:
+    """Whether the argument ``devices`` leaves their number open."""
+    return (isinstance(asked, str) and asked.strip().lower() in ("auto", "-1")) or whole_number(asked) == -1
 
 
 def devices_for(
