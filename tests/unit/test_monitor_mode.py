@@ -67,6 +67,9 @@ def test_a_misspelt_name_that_tells_is_told_after_an_epoch() -> None:
     loop = make_loop()
     with pytest.raises(ConfigurationError, match=r"'vall_loss' is not in the .* Did you mean 'val_loss'\? Monitor one"):
         loop.fit(num_epochs=2, callbacks=[EarlyStopping("vall_loss")])
+    with pytest.raises(ConfigurationError) as error:  # nobody logs what the right word would name
+        loop.fit(num_epochs=2, callbacks=[EarlyStopping("precison", mode="max")])
+    assert "Did you mean" not in str(error.value)
     # Now that a name has been logged, it is known: the model logs its accuracy.
     with pytest.raises(ConfigurationError, match=r"mode='max'\. Did you mean 'accuracy'\?$"):
         loop.fit(num_epochs=1, callbacks=[EarlyStopping("accurcy")])

@@ -90,7 +90,7 @@ class Monitor:
             known = list(dict.fromkeys([*own, *loop.history]))
             names = ", ".join(repr(name) for name in known)
             raise self._undirected(
-                _did_you_mean(self.name, known)
+                _did_you_mean(_nearest(self.name, known) or _spelt_right(self.name))
                 or f" Or is it misspelt? Known before training: {names}; the model and callbacks may log more."
             )
         if self.name == "val_loss" and loop.validation_loader is None:
@@ -117,9 +117,10 @@ class Monitor:
             if self._comes_later(loop):
                 return None
             names = ", ".join(repr(name) for name in loop.history) or "none yet"
+            hint = _did_you_mean(_nearest(self.name, loop.history))
             raise ConfigurationError(
                 f"{self.owner}: monitor={self.name!r} is not in the history after epoch {loop.epoch + 1}. "
-                f"There are: {names}.{_did_you_mean(self.name, loop.history)} Monitor one of these, or log it: "
+                f"There are: {names}.{hint} Monitor one of these, or log it: "
                 f"self.log({self.name!r}, value) in the model."
             )
         if len(values) == self._seen:
@@ -160,19 +161,25 @@ def _lower_is_better(name: str) -> bool | None:
     return None if lower == higher else lower
 
 
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence with the known name that is nearest, or the name with a metric's word spelt right; else empty."""
-    near = get_close_matches(name, known, n=1, cutoff=0.75)
-    if not near:
-        right = re.sub("[A-Za-z]{4,}", lambda found: _spelt_right(found[0]), name)
-        near = [right] if right != name else []
-    return f" Did you mean {near[0]!r}?" if near else ""
+def _did_you_mean(name: str | None) -> str:
+    return "" if name is None else f" Did you mean {name!r}?"
 
 
-def _spelt_right(word: str) -> str:
+def _nearest(name: str, known: Iterable[str]) -> str | None:
+    return next(iter(get_close_matches(name, known, n=1, cutoff=0.75)), None)
+
+
+def _spelt_right(name: str) -> str | None:
+    """The name with the words of metrics in it, such as accuracy, spelt right; ``None`` if none is misspelt."""
     words = {*_LOWER_WINS, *_LOWER, *_HIGHER}
-    near = [] if word.lower() in words else get_close_matches(word.lower(), words, n=1, cutoff=0.85)
-    return near[0] if near else word
+
+    def right(found: re.Match[str]) -> str:
+        word = found[0]
+        near = [] if word.lower() in words else get_close_matches(word.lower(), words, n=1, cutoff=0.85)
+        return near[0] if near else word
+
+    corrected = re.sub("[A-Za-z]{4,}", right, name)
+    return None if corrected == name else corrected
 
 
 def _by_torchmetrics(name: str, loop: Any) -> bool | None:
