@@ -87,7 +87,7 @@ class TTModel(nn.Module, ABC):
 
     @abstractmethod
     def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        """Predictions of one batch: ``(y_pred, y_true, metadata)``, a row each sample.
+        """Predictions of one batch: ``(y_pred, y_true, metadata)``, a row each sample; ``y_true`` None without labels.
 
         Rows may be tensors, arrays, lists of anything, or nested dicts and tuples of these; ``metadata`` is a dict.
         Tensors and arrays whose rows differ in shape from batch to batch end up as a list of rows.

@@ -161,7 +161,7 @@ def _refusal(
     holders = dict.fromkeys(holder for names in taken.values() for name in names for holder in desk.holders(name))
     why += [f"held by {', '.join(holders)}"] if holders else []
     return ResourceError(
-        f"{wanted} were not free within {timeout_s:g} s ({'; '.join(why)}). "
+        f"{wanted} were not free {f'within {timeout_s:g} s' if timeout_s else 'at once'} ({'; '.join(why)}). "
         "Wait longer, ask for fewer, or end another run on this machine."
     )
 
