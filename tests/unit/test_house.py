@@ -196,6 +196,7 @@ LATE = {
     "trainloop.train_loop.sharded trainloop.launch": RANKS,
     "trainloop.train_loop.sharded trainloop.launch.rank_process": RANKS,
     "trainloop.train_loop.sharded trainloop.transfer.pages": CHEAP,
+    "trainloop.train_loop.site trainloop.launch.rank_process": RANKS,
     "trainloop.train_loop.site trainloop.launch": RANKS,
     "trainloop.train_loop.state trainloop.checkpoint": CHEAP,
     "trainloop.train_loop.state trainloop.checkpoint.plain": CHEAP,
