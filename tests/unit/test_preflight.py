@@ -69,6 +69,7 @@ def test_a_sound_loop_passes_and_stays_as_it_was() -> None:
     assert len(str(report).splitlines()) == len(report.findings)
 
 
+@pytest.mark.usefixtures("starts_processes")
 def test_what_it_finds() -> None:
     loop = loop_of(Unused())
     loop.train_loader.dataset.note = (i for i in range(3))
