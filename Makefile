@@ -1,5 +1,5 @@
 # make demo      install, train a digits CNN with two DDP ranks, show what came out
-# make test      install, run the tests, but for those of more than three seconds each
+# make test      install, run the tests, but for those of more than two seconds each
 # make test-long  those
 # make test-unit those that start no Python of their own
 # make test-docs all examples, and every block of code in the documentation

@@ -75,7 +75,8 @@ def run(command: list[str], folder: Path, timeout_s: float = 110) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SCRIPTS]
+    "name",
+    [pytest.param(name, marks=pytest.mark.long if name in QUICK else pytest.mark.slow) for name in SCRIPTS],
 )
 def test_example(name: str, tmp_path: Path) -> None:
     if not (EXAMPLES / name).exists():

@@ -37,6 +37,7 @@ print("then", sorted(os.listdir(where)))
 """
 
 
+@pytest.mark.long
 def test_a_full_disk_leaves_the_earlier_whole_and_nothing_else(tmp_path: Path) -> None:
     done = in_small_tmpfs(FULL_DISK, tmp_path, megabytes=3)
     assert done.returncode == 0, done.stderr
@@ -144,6 +145,7 @@ folder(sys.argv[1]).write("checkpoint.pt", write, writer="another-run")
 """
 
 
+@pytest.mark.long
 def test_what_a_killed_process_of_any_run_left_goes_and_nothing_else(tmp_path: Path) -> None:
     others = [".x.pt.run-b.0123abcd.tmp", ".checkpoint.pt.run.0123456789abcdef0123.tmp", ".swp.tmp", "mine.tmp"]
     for name in others:  # of an older version, of another host, of other programs

@@ -45,6 +45,7 @@ def struck(tl: TrainLoop, blow: str, ends_with: type[BaseException], evaluate: s
     tl.model.blow = ""
 
 
+@pytest.mark.long
 def test_an_evaluation_in_this_process_ends_where_the_signal_strikes(capfd: pytest.CaptureFixture[str]) -> None:
     tl = make_loop(Struck())
     mean = tl.evaluate_loss_on_validation_set()
@@ -57,6 +58,7 @@ def test_an_evaluation_in_this_process_ends_where_the_signal_strikes(capfd: pyte
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.long
 def test_an_evaluation_over_ranks_ends_where_the_signal_strikes() -> None:
     tl = make_loop(Struck(), gpu_mode="ddp", accelerator="cpu", devices=2)
     struck(tl, "SIGINT caller", KeyboardInterrupt, "predict_on_validation_set")

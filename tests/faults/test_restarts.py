@@ -115,6 +115,7 @@ def test_persistent_workers_go_on_without_a_seed(undisturbed: Undisturbed, tmp_p
     assert_survives(undisturbed, tmp_path, "single", 1, "workers", plan, seed=None, restart_every_steps=1)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:no snapshot could be made after step")
 def test_one_snapshot_that_fails_and_a_dataset_that_draws(undisturbed: Undisturbed, tmp_path: Path) -> None:
     """The snapshot before is taken, not the checkpoint of that step, which has no attributes of modules. And batches
@@ -130,6 +131,7 @@ def test_one_snapshot_that_fails_and_a_dataset_that_draws(undisturbed: Undisturb
     assert [name for name in facts if not same(facts[name], expected[name])] == []
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:no snapshot could be made after step")
 def test_a_snapshot_that_failed_is_tried_again_soon() -> None:
     """A step later, then 3 and 7 steps later, however long the pause is; then the pause counts again."""

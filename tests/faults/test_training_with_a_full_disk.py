@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from checkpoints import in_small_tmpfs
 
 FULL_DISK = """
@@ -35,6 +37,7 @@ for async_save in (False, True):
 """
 
 
+@pytest.mark.long
 def test_training_goes_on_with_a_full_disk(tmp_path: Path) -> None:
     done = in_small_tmpfs(FULL_DISK, tmp_path, megabytes=2)
     assert done.returncode == 0, done.stderr

@@ -159,6 +159,7 @@ class BringsWhatCanNotBeSent(AbstractCallback):
         self.train_loop_obj.callbacks.append(other)
 
 
+@pytest.mark.long
 def test_hooks_that_change_the_list_of_callbacks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The caller's list ends as in one process, in each kind of run that sends it; its own callbacks stay its own."""
     kinds: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

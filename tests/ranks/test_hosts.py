@@ -157,6 +157,7 @@ def test_strangers_who_say_anything_or_nothing_keep_nobody_from_meeting(key: byt
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("trainloop-host")]
 
 
+@pytest.mark.long
 def test_a_host_that_ends_in_order_is_not_lost() -> None:
     port = free_port()
     zero, one = in_threads({"port": port, "node_rank": 0}, {"port": port, "node_rank": 1})

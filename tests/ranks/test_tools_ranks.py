@@ -28,6 +28,7 @@ class Killed(TTBasicModel):
         return self.fc(x)
 
 
+@pytest.mark.long
 def test_tools_run_over_ranks_and_leave_no_trace() -> None:
     arguments: dict[str, Any] = {"gpu_mode": "ddp", "devices": 2, "seed": 3}
     loop = make_loop(Killed(), **arguments)

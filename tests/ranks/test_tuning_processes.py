@@ -74,6 +74,7 @@ def test_without_a_storage_the_files_last_as_long_as_the_result() -> None:
     assert not folder.exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "do, error",
     [
@@ -228,6 +229,7 @@ print(found.trials[0].errors.get(1))
 REST = ("trial-0000/fold-0", "trial-0001/fold-0", "trial-0001/fold-1")
 
 
+@pytest.mark.long
 @two_cpus
 @pytest.mark.parametrize(
     "end, preload",

@@ -23,6 +23,7 @@ class Zero:
         return np.zeros(len(x))
 
 
+@pytest.mark.long
 def test_a_template_that_still_imports_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As scikit-learn and torch take many seconds to import on a machine that is busy."""
     monkeypatch.setenv("TRAINLOOP_LEASE_DIR", str(tmp_path / "leases"))

@@ -204,6 +204,13 @@ def test_the_first_epoch_with_a_loss_that_is_nan_is_told_once() -> None:
     assert nan_warnings(-1, []) == []
 
 
+def test_where_warnings_are_errors_it_costs_no_training(capfd: pytest.CaptureFixture[str]) -> None:
+    loop = make_loop(Breaks(0, "nan"), validation=False)
+    loop.fit(num_epochs=2)  # pytest makes errors of warnings
+    assert loop.epoch == 2
+    assert capfd.readouterr().err.count("NaN in epoch 1 of the training: loss. ") == 1
+
+
 def test_one_of_several_losses() -> None:
     class Two(Net):
         def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:

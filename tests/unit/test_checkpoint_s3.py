@@ -50,6 +50,7 @@ def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch, may_leave: Callable[.
     return "s3://bucket"
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_several_parts(bucket: str) -> None:
     import torch
 
@@ -61,6 +62,7 @@ def test_a_checkpoint_of_several_parts(bucket: str) -> None:
     assert same(checkpoint.load(f"{bucket}/run/a.pt"), plain(state))
 
 
+@pytest.mark.long
 def test_an_upload_that_breaks_off_leaves_the_file_before_it(bucket: str) -> None:
     where = checkpoint.folder(f"{bucket}/run")
     where.write("a.txt", lambda file: file.write(b"first"))

@@ -90,6 +90,7 @@ def alive(pids: set[int]) -> bool:
     return any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["single", "dp"])
 def test_the_same_numbers_from_workers_that_stay(mode: str) -> None:
     def calls(inside: bool) -> tuple[list[Any], list[set[int]]]:
@@ -207,6 +208,7 @@ def test_workers_that_can_not_be_compared_are_started_anew(also: Callable[[], An
     assert not alive(first | second)
 
 
+@pytest.mark.long
 def test_another_file_by_the_name_of_a_mapped_one(tmp_path: Path) -> None:
     tl = loop_of(Rows(mapped(tmp_path)))
     with tl.ranks():
@@ -310,6 +312,7 @@ class RunsAnother(AbstractCallback):
                 self.other.fit(num_epochs=1, callbacks=[Raises()])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_callback_runs_another_loop(fails: bool) -> None:
     def runs(inside: bool) -> tuple[list[Any], list[set[int]]]:

@@ -36,6 +36,7 @@ def test_a_line_is_over_when_the_other_side_has_gone_and_not_before() -> None:
     line.close()
 
 
+@pytest.mark.long
 def test_hosts_hear_each_other_at_once_and_say_little(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

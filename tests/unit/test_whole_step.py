@@ -151,6 +151,7 @@ def test_weights_and_logs_are_those_of_a_loop_by_hand(optimizer_of: Any, norm: f
     assert loop.history.steps("accuracy")[:7] == plain.history.steps("accuracy")[:7]
 
 
+@pytest.mark.long
 def test_logs_go_on_after_an_evaluation() -> None:
     loop = make_loop()
     loop.fit(num_epochs=2, callbacks=[Doubles("doubles")])
@@ -213,6 +214,7 @@ class HalvesDecay(AbstractCallback):
         self.train_loop_obj.optimizer.param_groups[0]["weight_decay"] = 0.5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("halves", [Halves, HalvesInABatch])
 def test_a_learning_rate_that_changes_stays_in_the_graph(halves: type[AbstractCallback]) -> None:
     loop, counts = make_loop(), Counts()
@@ -222,6 +224,7 @@ def test_a_learning_rate_that_changes_stays_in_the_graph(halves: type[AbstractCa
     assert (counts.began, counts.ended, loop.total_iteration_idx) == (14, 14, 13)
 
 
+@pytest.mark.long
 def test_another_setting_that_changes_counts() -> None:
     compiled, plain = make_loop(), make_loop(compile=False)
     with pytest.warns(UserWarning, match="the optimizer's weight_decay changed"):
@@ -408,6 +411,7 @@ def stop_gradients(model: Any) -> None:
     model.layers[0].weight.register_post_accumulate_grad_hook(stop)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("later", [False, True])
 def test_hooks_after_a_gradient_are_called(later: bool) -> None:
     loops = [make_loop(compile=compiles) for compiles in ("step", False)]
@@ -438,6 +442,7 @@ def test_what_only_reads_the_rate_leaves_the_graph(tmp_path: Path) -> None:
     assert loop.history.steps("lr") == [0.1] * 14
 
 
+@pytest.mark.long
 def test_timings_have_the_graph_as_a_part() -> None:
     loop = make_loop()
     loop.fit(num_epochs=2)

@@ -240,11 +240,7 @@ class Training(Run):
                     from trainloop.launch.failures import described  # `import trainloop` is to be cheap
 
                     name = getattr(hook, "__qualname__", "on_exception")
-                    text = f"{name} failed while handling {described(exception)}: {described(error)}"
-                    try:
-                        warnings.warn(text, stacklevel=2)
-                    except Warning:  # warnings are errors here
-                        print(text, file=sys.stderr, flush=True)
+                    _warn(f"{name} failed while handling {described(exception)}: {described(error)}")
 
     def _close(self) -> None:
         """End workers that loaders would keep."""
@@ -316,10 +312,9 @@ class Training(Run):
             return
         self._nan_told = True
         if all(callback.callback_name != "TerminateOnNaN" for callback in self.loop.callbacks):
-            warnings.warn(
+            _warn(
                 f"NaN in epoch {self.loop.epoch + 1} of the training: {names}. fit(callbacks=[TerminateOnNaN()]) ends "
-                "training where that begins, and names the step and the parameter.",
-                stacklevel=2,
+                "training where that begins, and names the step and the parameter."
             )
 
     def _end_timing(self) -> None:
@@ -446,3 +441,11 @@ class Training(Run):
         last_loss = self.loop.last_loss
         loss = {} if last_loss is None else {"loss": float(last_loss)}
         return {**loss, **self.recorder.bar_values()}
+
+
+def _warn(text: str) -> None:
+    """Warn, and where warnings are errors print: it isn't to cost the training."""
+    try:
+        warnings.warn(text, stacklevel=3)
+    except Warning:
+        print(text, file=sys.stderr, flush=True)
