@@ -10,7 +10,16 @@ from typing import Any, TypeVar
 
 from trainloop.errors import ConfigurationError
 
-__all__ = ["UnknownArgumentError", "keywords_of", "knows_foreign_names", "meant", "refuse", "suggested", "table_of"]
+__all__ = [
+    "UnknownArgumentError",
+    "keywords_of",
+    "knows_foreign_names",
+    "meant",
+    "nearest",
+    "refuse",
+    "suggested",
+    "table_of",
+]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -24,12 +33,17 @@ def table_of(foreign: Mapping[str, str]) -> dict[str, str]:
     return {name: here for names, here in foreign.items() for name in names.split()}
 
 
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name that is most like a name; ``None`` if none is as like it as ``cutoff``, 1 being the same."""
+    return next(iter(get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+
+
 def suggested(name: str, own: Iterable[str]) -> str:
     """The end of a message: the nearest of a function's own arguments, or else all of them."""
     own = list(own)
-    close = get_close_matches(name.lower(), own, n=1)
-    if close:
-        return f". Did you mean {close[0]}=?"
+    close = nearest(name.lower(), own)
+    if close is not None:
+        return f". Did you mean {close}=?"
     return f". It has: {', '.join(own)}." if own else ". It has no arguments."
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_electra, tiny_vit
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,24 +26,11 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-def tiny_electra(folder: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    folder.mkdir()
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted({word for text in TEXTS for word in text.split()})]
-    (folder / "vocab.txt").write_text("\n".join(words))
-    transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
-    config = transformers.ElectraConfig(
-        vocab_size=len(words),
-        embedding_size=8,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        classifier_dropout=0.0,
-    )
-    transformers.ElectraForSequenceClassification(config).save_pretrained(folder)
+def make_electra(folder: Path) -> None:
+    pytest.importorskip("transformers")
+    words = sorted({word for text in TEXTS for word in text.split()})
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.0}
+    tiny_electra(folder, words, width=8, **no_dropout)
 
 
 def trained(folder: Path, **modes: Any) -> nn.Module:
@@ -56,7 +44,7 @@ def trained(folder: Path, **modes: Any) -> nn.Module:
 
 def test_texts_train_as_by_a_hand_written_loop_in_one_process_and_in_two(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    tiny_electra(tmp_path / "electra")
+    make_electra(tmp_path / "electra")
     torch.manual_seed(0)
     by_hand = transformers.AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "electra", num_labels=3, ignore_mismatched_sizes=True
@@ -76,7 +64,7 @@ def test_texts_train_as_by_a_hand_written_loop_in_one_process_and_in_two(tmp_pat
 
 
 def test_long_texts_are_cut_and_the_last_layer_is_new(tmp_path: Path) -> None:
-    tiny_electra(tmp_path / "electra")
+    make_electra(tmp_path / "electra")
     model = TextModel.load(str(tmp_path / "electra"), num_outputs=7).eval()
     ids, mask = model.tokens(["fine " * 50, "fine"], max_length=10)
     assert ids.shape == mask.shape == (2, 10)
@@ -86,7 +74,7 @@ def test_long_texts_are_cut_and_the_last_layer_is_new(tmp_path: Path) -> None:
 
 def test_pictures_are_normalised_as_the_model_s_own_configuration_says(tmp_path: Path) -> None:
     timm = pytest.importorskip("timm")
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     own = timm.create_model("test_resnet", num_classes=10)
     timm.models.save_for_hf(own, tmp_path / "resnet")
     expected = timm.data.resolve_data_config(own.pretrained_cfg)
@@ -95,11 +83,7 @@ def test_pictures_are_normalised_as_the_model_s_own_configuration_says(tmp_path:
     assert model.mean.flatten().tolist() == pytest.approx(expected["mean"])
     assert model.std.flatten().tolist() == pytest.approx(expected["std"])
     assert model(torch.zeros(2, 3, model.size, model.size, dtype=torch.uint8)).shape == (2, 4)
-    config = transformers.ViTConfig(
-        image_size=16, patch_size=8, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
-    )
-    vit = transformers.ViTForImageClassification(config)
-    vit.save_pretrained(tmp_path / "vit")
+    vit = tiny_vit(tmp_path / "vit")
     said = {"size": {"height": 16, "width": 16}, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.6, 0.7]}
     (tmp_path / "vit" / "preprocessor_config.json").write_text(json.dumps(said))
     model = PictureModel.load(str(tmp_path / "vit"), num_outputs=2, std=(0.5, 0.5, 0.5)).eval()

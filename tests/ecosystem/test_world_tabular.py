@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_models import tiny_electra, tiny_vit
 
 from trainloop.errors import ConfigurationError
 from trainloop.tabular import TabularPredictor, get_hyperparameter_config, list_text_presets
@@ -23,29 +24,6 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINLOOP_LEASE_DIR", str(tmp_path / "leases"))
     monkeypatch.setenv("TRAINLOOP_MODEL_DIR", str(tmp_path / "models"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
-def tiny_electra(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
-    tokenizer = transformers.BertTokenizerFast(str(folder / "vocab.txt"))
-    tokenizer.save_pretrained(folder)
-    config = transformers.ElectraConfig(
-        vocab_size=len(tokenizer),
-        embedding_size=16,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-    )
-    transformers.ElectraForSequenceClassification(config).save_pretrained(folder)
-
-
-def tiny_vit(folder: Path) -> None:
-    config = transformers.ViTConfig(
-        image_size=16, patch_size=8, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
-    )
-    transformers.ViTForImageClassification(config).save_pretrained(folder)
 
 
 def rooms(folder: Path, rows: int = 120) -> Any:
@@ -69,7 +47,7 @@ def rooms(folder: Path, rows: int = 120) -> Any:
 
 
 def test_a_transformer_reads_texts_beside_one_that_sees_pictures(tmp_path: Path) -> None:
-    tiny_electra(tmp_path / "models" / "google--electra-small-discriminator")
+    tiny_electra(tmp_path / "models" / "google--electra-small-discriminator", WORDS)
     tiny_vit(tmp_path / "vit")
     data = rooms(tmp_path)
     hyperparameters = get_hyperparameter_config("multimodal")

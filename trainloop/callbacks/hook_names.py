@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from difflib import get_close_matches
 from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakSet
 
 from trainloop import distributed
 from trainloop.callbacks.base import MODEL_HOOKS, AbstractCallback
-from trainloop.keywords import table_of
+from trainloop.keywords import nearest, table_of
 from trainloop.model import TTModel
 
 __all__ = ["warn_of_misnamed_hooks"]
@@ -81,8 +80,7 @@ def _misnamed(kind: type) -> Iterator[tuple[str, str]]:
         for name, value in vars(cls).items():
             if name.startswith("on_") and name not in seen and isinstance(value, (FunctionType, staticmethod)):
                 seen.add(name)
-                near = [] if name in _HERE else get_close_matches(name.lower(), AbstractCallback.HOOKS, 1, _NEAR)
-                here = _HERE.get(name, near[0] if near else None)
+                here = _HERE.get(name) or nearest(name.lower(), AbstractCallback.HOOKS, _NEAR)
                 if here is not None:
                     yield name, here
 

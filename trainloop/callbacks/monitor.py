@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from difflib import get_close_matches
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from trainloop.errors import ConfigurationError
+from trainloop.keywords import nearest
 
 __all__ = ["Monitor"]
 
 Mode = Literal["auto", "min", "max"]
+
+_NEAR, _NEAR_WORD = 0.75, 0.85  # how like a misspelt name is to the right one, and a word of it
 
 # Words of metrics' names. The first group wins, as in "accuracy_loss". "score" is to rise: scikit-learn's rule.
 _LOWER_WINS = frozenset("loss error err brier".split())
@@ -90,7 +92,7 @@ class Monitor:
             known = list(dict.fromkeys([*own, *loop.history]))
             names = ", ".join(repr(name) for name in known)
             raise self._undirected(
-                _did_you_mean(_nearest(self.name, known) or _spelt_right(self.name))
+                _did_you_mean(nearest(self.name, known, _NEAR) or _spelt_right(self.name))
                 or f" Or is it misspelt? Known before training: {names}; the model and callbacks may log more."
             )
         if self.name == "val_loss" and loop.validation_loader is None:
@@ -117,7 +119,7 @@ class Monitor:
             if self._comes_later(loop):
                 return None
             names = ", ".join(repr(name) for name in loop.history) or "none yet"
-            hint = _did_you_mean(_nearest(self.name, loop.history))
+            hint = _did_you_mean(nearest(self.name, loop.history, _NEAR))
             raise ConfigurationError(
                 f"{self.owner}: monitor={self.name!r} is not in the history after epoch {loop.epoch + 1}. "
                 f"There are: {names}.{hint} Monitor one of these, or log it: "
@@ -165,18 +167,14 @@ def _did_you_mean(name: str | None) -> str:
     return "" if name is None else f" Did you mean {name!r}?"
 
 
-def _nearest(name: str, known: Iterable[str]) -> str | None:
-    return next(iter(get_close_matches(name, known, n=1, cutoff=0.75)), None)
-
-
 def _spelt_right(name: str) -> str | None:
     """The name with the words of metrics in it, such as accuracy, spelt right; ``None`` if none is misspelt."""
     words = {*_LOWER_WINS, *_LOWER, *_HIGHER}
 
     def right(found: re.Match[str]) -> str:
         word = found[0]
-        near = [] if word.lower() in words else get_close_matches(word.lower(), words, n=1, cutoff=0.85)
-        return near[0] if near else word
+        near = None if word.lower() in words else nearest(word.lower(), words, _NEAR_WORD)
+        return near or word
 
     corrected = re.sub("[A-Za-z]{4,}", right, name)
     return None if corrected == name else corrected

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from trainloop.keywords import refuse, table_of
+from trainloop.keywords import nearest, refuse, table_of
 
 __all__ = ["attribute_hint", "hides_unknown", "refuse_unknown"]
 
@@ -111,9 +110,9 @@ def _meant(name: str, door: str, doors: dict[str, Callable[..., Any]]) -> str:
             here = f"TrainLoop({here.partition(',')[0]}...)"
         return f". Did you mean {here}?"
     for key in (door, *doors):
-        close = get_close_matches(name.lower(), names[key], n=1)
-        if close:
-            return f". Did you mean {close[0]}=?" if key == door else f". Did you mean {key}({close[0]}=...)?"
+        close = nearest(name.lower(), names[key])
+        if close is not None:
+            return f". Did you mean {close}=?" if key == door else f". Did you mean {key}({close}=...)?"
     return f". It has: {', '.join(names[door])}."
 
 
