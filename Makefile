@@ -7,6 +7,7 @@
 # make test-all  the slow ones and those that need root, too; ranks from a fork server, then each a fresh interpreter
 # make test-simulated-gpu  tests/gpu on two simulated GPUs, in an environment of their own (4.8 GB at first)
 # make test-ecosystem  other projects' models, optimizers and loaders in every mode (large downloads at first)
+# make test-ecosystem-part  each of their libraries but Ray once, in ddp and resumed; four minutes
 # make check     what CI runs: tests, lint, types, documentation
 # make docs      build docs/_build/html
 # make soak      disturb hundreds of short trainings at random: make soak ARGS='--trials 300 --seed 1'
@@ -32,12 +33,12 @@ PYTEST := $(BIN)/python -m pytest $(if $(findstring no:xdist,$(ARGS)),,-n $(WORK
 # One stamp for each set of requirements, inside the environment that it describes.
 define install
 $(VENV)/$(1).stamp: setup.cfg setup.py pyproject.toml $(CONSTRAINTS) | $(BIN)/python
-	@echo "installing trainloop[$(1)] into $(VENV) ..."
+	@echo "installing tt-trainloop[$(1)] into $(VENV) ..."
 	@$(PIP) -e ".[$(1)]"
 	@touch $$@
 endef
 
-.PHONY: help demo test test-long test-unit test-docs test-hosts test-all test-simulated-gpu test-ecosystem lint types docs check bench gpu soak soak-restarts clean
+.PHONY: help demo test test-long test-unit test-docs test-hosts test-all test-simulated-gpu test-ecosystem test-ecosystem-part lint types docs check bench gpu soak soak-restarts clean
 help:
 	@sed -n '1,/^PYTHON/{/^# make/s/^# //p}' Makefile
 
@@ -49,6 +50,7 @@ $(eval $(call install,examples))
 $(eval $(call install,test))
 $(eval $(call install,test-all))
 $(eval $(call install,test-ecosystem))
+$(eval $(call install,test-ecosystem-part))
 $(eval $(call install,lint))
 $(eval $(call install,docs))
 $(eval $(call install,bench))
@@ -82,6 +84,12 @@ test-simulated-gpu:
 
 test-ecosystem: $(VENV)/test-ecosystem.stamp
 	$(BIN)/python -m pytest tests/ecosystem -m ecosystem -o faulthandler_timeout=600 $(ARGS)
+
+# One entry for each library; lora is of transformers and peft.
+ECOSYSTEM_PART := test_submitit or (test_ddp and (iterable or torch_geometric or StatefulDataLoader or webdataset \
+	or lora or MONAI or schedule-free or AdamW8bit or torchmetrics))
+test-ecosystem-part: $(VENV)/test-ecosystem-part.stamp
+	$(PYTEST) tests/ecosystem -m ecosystem -k "$(ECOSYSTEM_PART)" -o faulthandler_timeout=600 $(ARGS)
 
 lint: $(VENV)/lint.stamp
 	$(BIN)/ruff check .

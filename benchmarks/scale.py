@@ -28,10 +28,9 @@ from torch.utils.data import Sampler, WeightedRandomSampler
 
 from benchmarks.timing import machine
 from trainloop import distributed, rng
-from trainloop.data.host_orders import HostOrders
 from trainloop.data.samplers import ShardSampler
 from trainloop.metrics import Asked, Recorder
-from trainloop.metrics.exchange import Gathered, Reduced
+from trainloop.metrics.exchange import Gathered, Summed
 from trainloop.stopping import GroupStop
 
 OUT = Path(__file__).parent.parent / "docs" / "design" / "scale_measured.txt"
@@ -113,9 +112,9 @@ def operations(rank: int) -> dict[str, Operation]:
     return {
         f"{flush}, gathered": flush_with(gathered, rank),
         # Each with a table of its own: one that they shared would have the metrics of both.
-        f"{flush}, reduced": flush_with(Reduced(distributed), rank),
+        f"{flush}, summed": flush_with(Summed(distributed), rank),
         f"epoch of {METRICS} metrics, gathered": epoch_with(gathered, rank),
-        f"epoch of {METRICS} metrics, reduced": epoch_with(Reduced(distributed), rank),
+        f"epoch of {METRICS} metrics, summed": epoch_with(Summed(distributed), rank),
         "random states to rank 0": (nothing, lambda: distributed.gather_to(state)),
         "random states as they are, to all": (nothing, lambda: distributed.gather_object(rng.capture())),
         "exchange_ints": (nothing, lambda: distributed.exchange_ints([1, 2])),
@@ -172,16 +171,14 @@ def in_ranks(work: Callable[..., None], world_size: int, folder: str, *arguments
     return ranks
 
 
-def own_order(rank: int, world_size: int, folder: str, number: int, once: bool, ready: Any, done: Any) -> None:
-    """A rank draws its part of a weighted order of ``number`` rows, or has it from the one that draws for the host."""
+def own_order(rank: int, world_size: int, folder: str, number: int, ready: Any, done: Any) -> None:
+    """Draw a weighted order of ``number`` rows, and keep a rank's indices of it."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     weights = torch.from_file(f"{folder}/weights", size=number, shared=True, dtype=torch.float64)
     sampler = WeightedRandomSampler(weights, number)
     shard = ShardSampler(sampler, None, batch_size=32, rank=rank, world_size=world_size, drop_last=False, seed=0)
-    if once:
-        shard.together = HostOrders(rank, distributed.exchange_ints, lambda _: None)
     distributed.barrier()
     ready.wait()
     batches = shard.batches()
@@ -190,13 +187,13 @@ def own_order(rank: int, world_size: int, folder: str, number: int, once: bool, 
     dist.destroy_process_group()
 
 
-def order_cost(world_size: int, number: int, once: bool) -> tuple[float, float]:
+def order_cost(world_size: int, number: int) -> tuple[float, float]:
     """Seconds until all ranks have their part, and by how many bytes the host's memory has grown at its peak."""
     context = multiprocessing.get_context("fork")
     ready, done = context.Barrier(world_size + 1), context.Barrier(world_size + 1)
     with tempfile.TemporaryDirectory() as folder:
         torch.from_file(f"{folder}/weights", size=number, shared=True, dtype=torch.float64).uniform_(0.5, 1)
-        ranks = in_ranks(own_order, world_size, folder, number, once, ready, done)
+        ranks = in_ranks(own_order, world_size, folder, number, ready, done)
         ready.wait()
         begin, before, peak = time.perf_counter(), proportional(ranks), 0
         while done.n_waiting < world_size:
@@ -220,13 +217,10 @@ def proportional(ranks: list[Any]) -> int:
 
 def order_table(ranks: list[int], number: int) -> list[str]:
     lines = [f".. csv-table:: A weighted epoch of {number:,} rows: until each rank has its part"]
-    lines += ["   :header: ranks of a host,once a host,by each rank", ""]
+    lines += ['   :header: ranks of a host,"time, memory of the host"', ""]
     for world_size in ranks:
-        cells = [
-            f'"{seconds:.3g} s, {human(size)}"'
-            for seconds, size in (order_cost(world_size, number, once) for once in (True, False))
-        ]
-        lines.append(f"   {world_size}," + ",".join(cells))
+        seconds, size = order_cost(world_size, number)
+        lines.append(f'   {world_size},"{seconds:.3g} s, {human(size)}"')
     return [*lines, ""]
 
 

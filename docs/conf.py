@@ -15,7 +15,7 @@ import elsewhere  # noqa: E402
 project = "trainloop"
 author = copyright = "The trainloop authors"
 try:
-    release = version_of("trainloop")
+    release = version_of("tt-trainloop")
 except PackageNotFoundError:
     release = "unknown"
 version = release

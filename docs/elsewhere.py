@@ -24,9 +24,11 @@ PAGES = {
     "torch": {
         "generated/{}.html": """
             torch.Tensor.item torch.Tensor.register_post_accumulate_grad_hook
-            torch.compile torch.cuda.device_count torch.cuda.set_device torch.enable_grad torch.get_rng_state torch.save
+            torch.compile torch.cuda.device_count torch.cuda.set_device torch.enable_grad torch.get_rng_state
+            torch.jit.script torch.jit.trace torch.save
             torch.set_float32_matmul_precision torch.use_deterministic_algorithms
-            torch.nn.DataParallel torch.nn.Module torch.nn.ModuleList torch.nn.RNN torch.nn.Sequential
+            torch.nn.CrossEntropyLoss torch.nn.DataParallel torch.nn.Module torch.nn.ModuleList torch.nn.NLLLoss
+            torch.nn.RNN torch.nn.Sequential
             torch.nn.functional.binary_cross_entropy torch.nn.parallel.DistributedDataParallel
             torch.nn.parameter.Parameter
             torch.optim.AdamW torch.optim.LBFGS torch.optim.Optimizer.add_param_group torch.optim.SparseAdam

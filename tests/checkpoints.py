@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from conftest import make_data
 from places import ROOT
-from trainloop import checkpoint
+from trainloop import TrainLoop, TTModel, checkpoint
 from trainloop.callbacks.checkpoint import ModelCheckpoint
 from trainloop.checkpoint import CheckpointInfo, folder
 from trainloop.history import History
@@ -137,3 +139,35 @@ def resumed(keeper: ModelCheckpoint) -> StandIn:
     loop.epoch, loop.global_step = state["place"]["epoch"] + 1, state["place"]["step"]
     loop.history.load_state_dict(state["history"])
     return loop
+
+
+class Distilled(TTModel):
+    """A student beside a frozen teacher, which checkpoints may leave out."""
+
+    def __init__(self, teacher_seed: int = 1, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.student = nn.Linear(8, 3)
+        torch.manual_seed(teacher_seed)
+        self.teacher = nn.Sequential(nn.Linear(8, 300), nn.BatchNorm1d(300), nn.Linear(300, 3))
+        self.teacher.requires_grad_(False).eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.student(x)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        x, y = batch_data
+        found = self(x)
+        return criterion(found, y) + nn.functional.mse_loss(found, self.teacher(x))
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        x, y = batch_data
+        return self(x), y, {}
+
+
+def distilled_loop(model: Any = None, **options: Any) -> TrainLoop:
+    model = Distilled() if model is None else model
+    optimizer = torch.optim.Adam(model.student.parameters(), lr=0.01)
+    loader = DataLoader(make_data(), batch_size=16, shuffle=True)
+    options = {"accelerator": "cpu", "progress_bar": False, "seed": 0, **options}
+    return TrainLoop(model, loader, loader, None, optimizer, nn.CrossEntropyLoss(), **options)

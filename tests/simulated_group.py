@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
+import torch
 
 
 class SimulatedGroup:
@@ -86,12 +86,14 @@ class RankOfGroup:
     def get_rank(self) -> int:
         return self._rank
 
-    def reduce_ints(self, values: Any, reduce: str) -> Any:
-        self._group.bytes_of_reductions[self._rank] += values.nbytes
-        function = np.sum if reduce == "sum" else np.max
-        return self._group.exchange(
-            self._rank, values, lambda all_values: function(np.stack(all_values), axis=0)
-        ).copy()
+    def all_reduce(self, value: Any, reduce: str) -> Any:
+        self._group.bytes_of_reductions[self._rank] += value.nbytes
+        combine = torch.sum if reduce == "sum" else torch.amax
+        return self._group.exchange(self._rank, value, lambda all_values: combine(torch.stack(all_values), 0)).clone()
+
+    def exchange_ints(self, values: Any) -> list[list[int]]:
+        everyone = self._group.exchange(self._rank, list(values), list)
+        return [list(theirs) for theirs in everyone]
 
     def gather_object(self, obj: Any) -> list[Any]:
         everyone = self._group.exchange(self._rank, pickle.dumps(obj), list)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from trainloop import distribution
+
 if TYPE_CHECKING:
     from trainloop.callbacks.base import AbstractCallback
     from trainloop.model import ModelWrap, TTBasicModel, TTModel
@@ -21,6 +23,14 @@ if TYPE_CHECKING:
     )
 
 __version__ = "0.1.0"
+
+if _other := distribution.overwritten_by():
+    from trainloop.user_line import warn
+
+    warn(
+        f"{_other} is installed in the same folder as {distribution.NAME}: both are imported as trainloop, and their "
+        f"files overwrite each other. {distribution.REINSTALL}"
+    )
 
 # Imported when first asked for: a script that only wants the wrappers pays for nothing else.
 _HOMES = {

@@ -5,7 +5,8 @@
     TrainLoopError(Exception)
     ├── ConfigurationError(ValueError)   arguments that can't work, found before any process starts
     │   ├── DeviceError                  devices that don't exist or can't be parsed
-    │   └── ResourceError                quotas that can't be met
+    │   ├── ResourceError                quotas that can't be met
+    │   └── UnknownArgumentError(TypeError)  a keyword that the function doesn't have
     ├── UnpicklableError(TypeError)      something that can't be sent to another process
     ├── WorkerFailedError(RuntimeError)  a rank raised, was killed, or hung
     └── CheckpointError(RuntimeError)    nothing loadable, or it belongs to another model
@@ -21,6 +22,7 @@ __all__ = [
     "DeviceError",
     "ResourceError",
     "TrainLoopError",
+    "UnknownArgumentError",
     "UnpicklableError",
     "WorkerFailedError",
 ]
@@ -40,6 +42,10 @@ class DeviceError(ConfigurationError):
 
 class ResourceError(ConfigurationError):
     """Quotas of CPUs, GPUs or memory that can't be met."""
+
+
+class UnknownArgumentError(ConfigurationError, TypeError):
+    """An unknown keyword: a ``TypeError``, as for any function; the message has the nearest name."""
 
 
 class UnpicklableError(TrainLoopError, TypeError):

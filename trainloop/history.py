@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from trainloop.distribution import pip_install
 from trainloop.errors import ConfigurationError
 from trainloop.metrics import StepValues
 
@@ -102,7 +103,7 @@ class History(Mapping[str, list[float]]):
             from matplotlib.figure import Figure
             from matplotlib.ticker import MaxNLocator
         except ImportError as error:
-            raise ConfigurationError("history.plot needs matplotlib: pip install 'trainloop[plot]'.") from error
+            raise ConfigurationError(f"history.plot needs matplotlib: {pip_install('plot')}.") from error
         _let_notebook_show(Figure)
         panels: dict[str, list[str]] = {}
         for name in self._values:
@@ -147,13 +148,8 @@ class History(Mapping[str, list[float]]):
         return format_table(self.rows()) if self._values else "History(empty)"
 
     def _repr_html_(self) -> str:
-        rows = self.rows()
         names = list(dict.fromkeys(["epoch", *self._values]))
-        from html import escape
-
-        head = "".join(f"<th>{escape(name)}</th>" for name in names)
-        body = "".join("<tr>" + "".join(f"<td>{_cell(row, name)}</td>" for name in names) + "</tr>" for row in rows)
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return html_table(names, [[_cell(row, name) for name in names] for row in self.rows()])
 
     # -- written by the loop only ------------------------------------------------------------------------------------
 
@@ -223,6 +219,15 @@ class History(Mapping[str, list[float]]):
 def _mean(values: Sequence[float]) -> float:
     # Equal values stay exact: their mean may round.
     return values[0] if all(value == values[0] for value in values) else sum(values) / len(values)
+
+
+def html_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table for notebooks."""
+    from html import escape
+
+    lines = ["".join(f"<th>{escape(name)}</th>" for name in names)]
+    lines += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 def format_table(rows: Sequence[Mapping[str, float]]) -> str:

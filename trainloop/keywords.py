@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from trainloop.errors import ConfigurationError
+from trainloop.errors import UnknownArgumentError
 
 __all__ = [
-    "UnknownArgumentError",
     "keywords_of",
     "knows_foreign_names",
     "meant",
@@ -22,10 +21,6 @@ __all__ = [
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-class UnknownArgumentError(ConfigurationError, TypeError):
-    """An unknown keyword: a ``TypeError``, as for any function, with a hint at the right name."""
 
 
 def table_of(foreign: Mapping[str, str]) -> dict[str, str]:

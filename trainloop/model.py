@@ -7,6 +7,7 @@ import inspect
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -43,6 +44,9 @@ class TTModel(nn.Module, ABC):
     carried_state: Mapping[str, int] = {}
     """Attributes that hold what is carried from batch to batch, such as ``{"hidden": 1}``, each with the dimension of
     its columns. They are each rank's own, and checkpoints keep them; see :class:`trainloop.data.SplitBatches`."""
+
+    # torch.jit.script can't read these annotations.
+    __jit_ignored_attributes__ = ("carried_state", "loss_reduction")
 
     loss_reduction: str | None = None
     """``'sum'`` or ``'mean'``: what :meth:`get_loss` makes of a batch's samples. ``None``: what the criterion's
@@ -171,6 +175,7 @@ class TTModel(nn.Module, ABC):
             sink(name, value, (on_step, on_epoch, reduce, sync_dist, prog_bar, rank_zero_only), batch_size)
 
     @property
+    @torch.jit.unused  # or a script would have to compile it
     def device(self) -> torch.device:
         """Where the model's parameters (or else buffers) are now; the CPU where it has none."""
         for module in self.modules():
@@ -244,6 +249,10 @@ class ModelWrap(TTModel):
         """The wrapped module's output."""
         return self.model(*args, **kwargs)
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Return what ``torch.jit.script`` compiles: the wrapped module, as a script takes no ``*args``."""
+        return self.model
+
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
         """The feed's loss."""
         return self.batch_model_feed_def.get_loss(self.model, batch_data, criterion, device)
@@ -302,11 +311,26 @@ def check_signatures(model: Any) -> None:
                 f"{type(owner).__name__}.{name} takes {signature}, but is called with ({', '.join(given)}): {error}. "
                 f"Write it as {name}({', '.join(('self', *given))})."
             ) from None
+        # It may be called only once all epochs are done.
+        sizes = _sizes_returned(function) - {3} if name == "get_predictions" else ()
+        for size in sizes:
+            raise ConfigurationError(
+                f"{type(owner).__name__}.get_predictions returns a tuple of {size}. Return (y_pred, y_true, metadata), "
+                "with {} for no metadata."
+            )
 
 
 def _is_stub(function: types.FunctionType) -> bool:
     """Whether a function reads none of its arguments, as one that only raises: it stands for what is never called."""
     return not any(step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) for step in dis.get_instructions(function))
+
+
+def _sizes_returned(function: types.FunctionType) -> set[int]:
+    """Return the lengths of tuples that are written out in a function's ``return``, such as ``return a, b``."""
+    steps = list(dis.get_instructions(function))
+    return {
+        made.argval for made, then in pairwise(steps) if (made.opname, then.opname) == ("BUILD_TUPLE", "RETURN_VALUE")
+    }
 
 
 def _inputs_and_target(batch_data: Any) -> tuple[list[Any], Any]:

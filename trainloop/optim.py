@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainloop.errors import ConfigurationError
-from trainloop.late_dynamo import GRADED
 
 __all__ = ["MultiLoss", "MultiOptimizer"]
 
@@ -314,35 +313,6 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return any(p.default is p.empty and p.kind in kinds for p in parameters)
 
 
-# -- what a step of a small model spends as much time around as in -----------------------------------------------------
-
-
-def take_step(optimizer: Optimizer) -> None:
-    """``optimizer.step()``, without what torch puts around it for profilers and compilers while nobody is looking."""
-    step: Any = type(optimizer).step
-    if getattr(step, "__code__", None) is not _MARKED or is_watched(optimizer):
-        optimizer.step()
-        return
-    if "step" in vars(optimizer):  # a scheduler's wrapper, which notes that there was a step
-        optimizer._opt_called = True  # type: ignore[attr-defined]
-    step = step.__wrapped__
-    if getattr(step, "__code__", None) is not GRADED:
-        step(optimizer)
-        return
-    with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
-        step.__wrapped__(optimizer)
-
-
-def drop_gradients(optimizer: Optimizer) -> None:
-    """``optimizer.zero_grad(set_to_none=True)``, without the mark for profilers."""
-    if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
-        optimizer.zero_grad(set_to_none=True)  # the user's own class
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
-
-
 def is_watched(optimizer: Optimizer) -> bool:
     """Whether somebody is to see each of the optimizer's steps: hooks, a profiler, a wrapper that is no scheduler's."""
     return bool(
@@ -364,7 +334,5 @@ def is_scheduled(optimizer: Optimizer) -> bool:
     return getattr(marked, "__func__", marked) is type(optimizer).step
 
 
-# The code of the function that Optimizer.__init__ wraps each class's step in.
-_MARKED = Optimizer.profile_hook_step(Optimizer.step).__code__
 _GLOBAL_PRE_HOOKS = torch_optimizer._global_optimizer_pre_hooks
 _GLOBAL_POST_HOOKS = torch_optimizer._global_optimizer_post_hooks

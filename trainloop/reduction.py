@@ -1,19 +1,30 @@
-"""Is a loss the mean over a batch's samples, as everywhere in this package, or their sum?
+"""What a loss is a mean over: a batch's samples, as nearly everywhere, the weights of its targets, or nothing (a sum).
 
 A sum of halves is not half of a sum: gradients of ranks, replicas and micro-batches that are averaged as means come out
 too small by their number. So sums are recognised, as far as the model or the criterion declares them.
+
+``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` divide by the sum of the class weights of their targets, without those that
+they ignore. That *divisor* is the weight of such a loss, exactly as if ``get_loss`` had returned ``(loss, divisor)``.
+It is known only while ``get_loss`` returns the very tensor that the criterion made: autograd's node of that tensor has
+it. Without a graph, and with label smoothing, whose result is a sum of two losses, a hook on the criterion attaches it
+to the tensor.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
-__all__ = ["SumRule", "sum_rule"]
+__all__ = ["ClassLosses", "SumRule", "attach_divisor", "divisor_of", "functional_losses", "sum_rule"]
 
 
 @dataclass(frozen=True)
@@ -99,3 +110,177 @@ def _is_of_scalar(node: Any) -> bool:
     """
     metadata: Any = getattr(node, "_input_metadata", ())
     return bool(metadata) and all(size == 1 for size in metadata[0].shape)
+
+
+# -- losses of class indices -------------------------------------------------------------------------------------------
+
+_NODES = ("NllLossBackward0", "NllLoss2DBackward0")
+_MEAN = 1  # torch's number for reduction='mean'
+
+
+def divisor_of(loss: Tensor) -> Tensor | float | None:
+    """Return the sum of the weights of the targets that a loss was divided by; ``None`` for any other loss.
+
+    It is a number on the CPU and a 0-d tensor elsewhere, as reading it would wait for the device.
+    """
+    attached = getattr(loss, "trainloop_divisor", None)
+    if attached is not None:
+        return attached
+    node: Any = loss.grad_fn
+    if node is None or type(node).__name__ not in _NODES or node._saved_reduction != _MEAN:
+        return None
+    try:
+        total: Tensor = node._saved_total_weight
+        if total.element_size() <= 2:  # in 16 bits a count above 256 or 2048 is rounded
+            return _divisor(node._saved_target, node._saved_weight, node._saved_ignore_index)
+    except RuntimeError:  # the graph is used up: backward will say so
+        return None
+    return total.item() if total.is_cpu else total
+
+
+def _has_no_negative(target: Tensor) -> bool:
+    return target.is_cpu and target.numel() > 0 and not torch.compiler.is_compiling() and int(target.min()) >= 0
+
+
+def _number(total: Tensor) -> Tensor | float:
+    return total.item() if total.is_cpu and not torch.compiler.is_compiling() else total
+
+
+def attach_divisor(loss: Tensor, divisor: Tensor | float | None) -> Tensor:
+    """Attach to a loss what :func:`divisor_of` will return; ``None`` attaches nothing."""
+    if divisor is not None:
+        loss.trainloop_divisor = divisor  # type: ignore[attr-defined]
+    return loss
+
+
+def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor | float:
+    if ignore_index >= 2**63:  # autograd returns a negative index as an unsigned number
+        ignore_index -= 2**64
+    if weight is None and ignore_index < 0 and _has_no_negative(target):
+        return target.numel()  # the usual case, at half the cost
+    counted = target != ignore_index
+    if weight is None:
+        return _number(counted.sum())
+    # An ignored target is often no class: -100 is no index of the weights.
+    return _number((weight.detach()[target * counted] * counted).sum(dtype=torch.float64 if weight.is_cpu else None))
+
+
+class ClassLosses:
+    """Watches the criteria of class indices while they run.
+
+    Parameters
+    ----------
+    roots : object
+        A model, and a criterion or a collection of criteria.
+
+    Attributes
+    ----------
+    uneven : bool
+        True after such a criterion has weighted its targets or ignored some, as far as this is known without waiting
+        for the device. Whoever reads it sets it back.
+    """
+
+    uneven = False
+    _forwards: ClassVar[set[Any]] = {nn.CrossEntropyLoss.forward, nn.NLLLoss.forward}
+
+    def __init__(self, *roots: Any) -> None:
+        found = [module for root in roots for module in _modules(root) if self._is_watched(module)]
+        self._declared = [module for module in found if _is_declared(module)]
+        self._others = [module for module in found if not _is_declared(module)]
+
+    def _is_watched(self, module: nn.Module) -> bool:
+        # A subclass with a forward of its own may divide by anything.
+        return type(module).forward in self._forwards and getattr(module, "reduction", None) == "mean"
+
+    @contextmanager
+    def watched(self, *, with_graphs: bool) -> Iterator[None]:
+        """Attach divisors to the losses of these criteria, as far as autograd does not know them.
+
+        Parameters
+        ----------
+        with_graphs : bool
+            False in an evaluation, where autograd knows nothing. True in training: there a criterion is watched only
+            if it has class weights, an ignored class or label smoothing, as a hook costs microseconds a step.
+        """
+        with ExitStack() as undo:
+            for criterion in self._declared if with_graphs else self._others:
+                undo.callback(criterion.register_forward_hook(self._after, with_kwargs=True).remove)
+            yield
+
+    def _after(self, criterion: Any, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> None:
+        target: Tensor = args[1] if len(args) > 1 else kwargs["target"]
+        if target.is_floating_point():  # of class probabilities torch takes the mean over samples
+            return
+        if torch.compiler.is_compiling():
+            attach_divisor(loss, _divisor(target, criterion.weight, criterion.ignore_index))
+            return
+        divisor = divisor_of(loss)
+        if divisor is None:
+            divisor = _divisor(target, criterion.weight, criterion.ignore_index)
+            attach_divisor(loss, divisor)
+        if found := _found.get():  # of the function that this criterion calls
+            found.pop()
+        ignores = not isinstance(divisor, Tensor) and divisor != target.numel()
+        self.uneven = self.uneven or ignores or _weighs_targets(criterion)
+
+
+def _weighs_targets(criterion: Any) -> bool:
+    return criterion.weight is not None or criterion.ignore_index >= 0
+
+
+def _is_declared(criterion: Any) -> bool:
+    return _weighs_targets(criterion) or getattr(criterion, "label_smoothing", 0) > 0
+
+
+class _FunctionalLosses(TorchFunctionMode):
+    """Attaches divisors to the results of ``F.cross_entropy`` and ``F.nll_loss``."""
+
+    def __init__(self, found: list[bool]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func in (functional.cross_entropy, functional.nll_loss) and kwargs.get("reduction", "mean") == "mean":
+            target = args[1] if len(args) > 1 else kwargs["target"]
+            weight = args[2] if len(args) > 2 else kwargs.get("weight")
+            if not target.is_floating_point() and divisor_of(result) is None:
+                self._found.append(True)
+                attach_divisor(result, _divisor(target, weight, kwargs.get("ignore_index", -100)))
+        return result
+
+
+_found: ContextVar[list[bool] | None] = ContextVar("_found", default=None)
+
+
+@contextmanager
+def functional_losses(found: list[bool] | None = None) -> Iterator[None]:
+    """Attach divisors to the results of ``F.cross_entropy`` and ``F.nll_loss`` as well, without a graph.
+
+    This costs a microsecond for each call of torch, so an evaluation does it for its first batch, and for the others
+    if that one made such a call.
+
+    Parameters
+    ----------
+    found : list of bool, optional
+        Gets an entry for each such call. Default: that of the thread from which this one has its context variables, if
+        it is in this context; else nothing is done.
+    """
+    found = _found.get() if found is None else found
+    if found is None:
+        yield
+        return
+    token = _found.set(found)
+    try:
+        with _FunctionalLosses(found):
+            yield
+    finally:
+        _found.reset(token)
+
+
+def _modules(root: Any) -> Iterable[nn.Module]:
+    if isinstance(root, nn.Module):
+        return root.modules()
+    parts = root.values() if isinstance(root, Mapping) else root if isinstance(root, (list, tuple)) else ()
+    return (module for part in parts for module in _modules(part))

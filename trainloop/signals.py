@@ -27,12 +27,22 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from trainloop.per_thread import PerThread
 from trainloop.stopping import CHECKPOINT, INTERRUPT, TERMINATE, StopAgreement
 
-__all__ = ["Heard", "WorkerInit", "rank_signals", "signals", "started", "status_of", "uninterrupted"]
+__all__ = [
+    "REASON_OF_SIGNAL",
+    "Heard",
+    "WorkerInit",
+    "rank_signals",
+    "signals",
+    "started",
+    "status_of",
+    "uninterrupted",
+]
 
-_REASON_OF_SIGNAL = {"SIGINT": INTERRUPT, "SIGTERM": TERMINATE, "SIGUSR1": CHECKPOINT}
+# SIGHUP: the terminal was closed, or the connection lost.
+REASON_OF_SIGNAL = {"SIGINT": INTERRUPT, "SIGTERM": TERMINATE, "SIGHUP": TERMINATE, "SIGUSR1": CHECKPOINT}
+"""What each signal asks for."""
 
 _SAME_SIGNAL_S = 30.0  # between the first and the last process of a group to handle a signal that all of them got
 _LOOK_S = 0.1
@@ -75,7 +85,7 @@ class _Handlers:
     def __init__(self, say: Callable[[str], None] | None, at_once: bool) -> None:
         self.pid = os.getpid()
         self.heard = Heard(at_once)
-        self.mark = _mark_of_a_run()
+        self.mark = _Mark()
         self.stops: tuple[StopAgreement, ...] = ()
         self.held = 0
         self.postponed = False
@@ -85,7 +95,7 @@ class _Handlers:
         self._raised: list[BaseException] = []
 
     def install(self) -> None:
-        for name in _REASON_OF_SIGNAL:
+        for name in REASON_OF_SIGNAL:
             number = getattr(signal, name, None)
             if number is None:  # no SIGUSR1 on this system
                 continue
@@ -147,7 +157,7 @@ class _Handlers:
         if os.getpid() != self.pid:
             _in_worker(number, frame)
             return
-        self._request(_REASON_OF_SIGNAL[signal.Signals(number).name])
+        self._request(REASON_OF_SIGNAL[signal.Signals(number).name])
         self._call_user(number, frame)
         if self.heard.at_once:
             self._raised.append(SystemExit(status_of(self.heard.reasons)))
@@ -182,10 +192,10 @@ def _handlers_here() -> _Handlers | None:
 def signals(
     stop: StopAgreement | None = None, *, say: Callable[[str], None] | None = None, at_once: bool = False
 ) -> Iterator[Heard]:
-    """Turn Ctrl-C, SIGTERM and SIGUSR1 into requests for as long as the context lasts.
+    """Turn Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 into requests for as long as the context lasts.
 
     The first Ctrl-C asks for a stop at the next boundary and says so in one line; the second raises
-    ``KeyboardInterrupt`` where it strikes. SIGTERM and SIGUSR1 ask for a stop, and then the handler that the user had
+    ``KeyboardInterrupt`` where it strikes. The others ask for a stop, and then the handler that the user had
     installed runs; what that handler raises (``sys.exit()``, say) is raised at the end of the context, so that it can't
     prevent the last checkpoint. Handlers are as before afterwards. In a thread other than the main one nothing is done,
     since Python allows no handlers there.
@@ -249,14 +259,14 @@ def uninterrupted() -> Iterator[None]:
 def rank_signals(stop: StopAgreement, *, ended: Callable[[], bool], end: type[BaseException]) -> Iterator[None]:
     """Signals of a rank that another process started and watches.
 
-    All three become requests; Ctrl-C stays quiet, since the launching process speaks for all. SIGTERM raises ``end``
+    They become requests; Ctrl-C stays quiet, since the launching process speaks for all. SIGTERM raises ``end``
     once ``ended()`` says that the run is lost, unless an exception is on its way already: its ``finally`` blocks are
     not interrupted (whoever sent the signal kills this process if they take too long). After the context, when only
     the process's own end is left to do, they do nothing.
     """
     global _mark
     pid = os.getpid()
-    mark = _mark = _mark_of_a_run()
+    mark = _mark = _Mark()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if os.getpid() != pid:
@@ -267,10 +277,12 @@ def rank_signals(stop: StopAgreement, *, ended: Callable[[], bool], end: type[Ba
                 raise end
         else:
             mark.set_heard()
-            stop.request(_REASON_OF_SIGNAL[signal.Signals(number).name])
+            stop.request(REASON_OF_SIGNAL[signal.Signals(number).name])
 
     on_signal.__dict__["stop"] = stop
-    for number in _numbers():
+    # nohup ignores SIGHUP for the process that started this one, too. SIGTERM is how that process ends its ranks.
+    ignored = [n for n in _numbers() if signal.getsignal(n) is signal.SIG_IGN and n != signal.SIGTERM]
+    for number in set(_numbers()).difference(ignored):
         signal.signal(number, on_signal)
     # They were blocked while this process was started: until here a Ctrl-C would have been a traceback in an import.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _numbers())
@@ -278,14 +290,14 @@ def rank_signals(stop: StopAgreement, *, ended: Callable[[], bool], end: type[Ba
         yield
     finally:
         # The work is done or has failed: a signal to the group must not make another end of it, nor a traceback.
-        for number in _numbers():
+        for number in set(_numbers()).difference(ignored):
             signal.signal(number, _nothing)
         mark.set_over()
         _mark = None
 
 
 def _numbers() -> list[int]:
-    return [getattr(signal, name) for name in _REASON_OF_SIGNAL if hasattr(signal, name)]
+    return [getattr(signal, name) for name in REASON_OF_SIGNAL if hasattr(signal, name)]
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
@@ -322,18 +334,9 @@ class _Mark:
     def set_heard(self) -> None:
         self._byte[0] = self._HEARD
 
-    def set_begun(self) -> None:
-        """A run begins."""
-        self._byte[0] = self._NOTHING
-
     def set_over(self) -> None:
-        """The process needs its workers no longer; it may have sent the signal itself."""
+        """The process needs its workers no longer; it may have sent the signal itself. No more workers are started."""
         self._byte[0] = self._OVER
-        if self is not _lasting.get():
-            self.close()
-
-    def close(self) -> None:
-        """No more workers learn of this mark."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -359,39 +362,6 @@ def _open_mark(path: str) -> _Mark | None:
 
 _mark: _Mark | None = None
 """This process's mark while it handles signals; in a worker, the mark of the process that it serves."""
-
-_lasting: PerThread[_Mark] = PerThread()  # as kept workers are each thread's own
-"""The mark of one run after the other, where workers outlive a run."""
-
-
-def _mark_of_a_run() -> _Mark:
-    lasting = _lasting.get()
-    if lasting is None:
-        return _Mark()
-    lasting.set_begun()
-    return lasting
-
-
-@contextlib.contextmanager
-def lasting_mark() -> Iterator[None]:
-    """Runs of this thread in this context, and one around it, tell workers of signals by the same mark.
-
-    So workers may outlive a run.
-    """
-    # In other threads a run hears no signals, and the main thread's mark is not theirs to close.
-    around = _mark if threading.current_thread() is threading.main_thread() else None
-    own = around or _Mark()
-    try:
-        with _lasting.set_to(own):
-            yield
-    finally:
-        if own is not _mark:  # else the run around this context goes on, and closes it
-            own.close()
-
-
-def heard_in_this_run() -> bool:
-    """Whether a signal has come that workers may have had, too."""
-    return _mark is not None and bool(_mark.heard)
 
 
 class WorkerInit:

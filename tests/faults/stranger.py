@@ -60,6 +60,7 @@ def answers(poison: bytes, prefix: bytes, length: int) -> bytes:
 def main() -> None:
     trap, seconds, uid = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
     prefix = bytes.fromhex(sys.argv[4])
+    most = int(sys.argv[5])  # listeners to connect to
     # Here, with all imported: another user may not be able to read this interpreter's files.
     os.setgroups([])
     os.setgid(uid)
@@ -74,6 +75,9 @@ def main() -> None:
     while time.monotonic() < deadline and not over:
         for port in listeners() - before:
             before.add(port)
+            most -= 1
+            if most < 0:
+                continue
             for pair in range(3):
                 with contextlib.suppress(OSError):
                     line = socket.create_connection(("127.0.0.1", port), timeout=1)

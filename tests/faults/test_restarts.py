@@ -105,14 +105,14 @@ def test_one_process_survives_without_a_seed(undisturbed: Undisturbed, tmp_path:
 
 
 @pytest.mark.long
-def test_persistent_workers_go_on_without_a_seed(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """Those that train, and those that validate: in the second epoch and between two, they are at their place."""
+def test_persistent_workers_are_replaced(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """Those that train, and those that validate: in the second epoch and between two, the others load the same."""
     plan = [
         (0, "on_epoch_begin", 8, "SIGKILL"),
         (0, "on_batch_end", 11, "SIGSEGV"),
         (0, "on_evaluation_begin", 16, "raises"),
     ]
-    assert_survives(undisturbed, tmp_path, "single", 1, "workers", plan, seed=None, restart_every_steps=1)
+    assert_survives(undisturbed, tmp_path, "single", 1, "workers", plan, seed=3, restart_every_steps=1)
 
 
 @pytest.mark.long

@@ -195,19 +195,20 @@ def send(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def test_signals_become_requests_and_the_users_handlers_run() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_become_requests_and_the_users_handlers_run(number: signal.Signals) -> None:
     seen: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    before = signal.signal(number, lambda number, frame: seen.append(number))
     try:
-        mine = signal.getsignal(signal.SIGTERM)
+        mine = signal.getsignal(number)
         stop = LocalStop()
         with signals(stop):
-            send(signal.SIGTERM)
+            send(number)
         assert stop.reached() == TERMINATE
-        assert seen == [signal.SIGTERM]
-        assert signal.getsignal(signal.SIGTERM) is mine
+        assert seen == [number]
+        assert signal.getsignal(number) is mine
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
 
 
 def test_what_the_users_handler_raises_waits_for_the_end() -> None:
@@ -280,7 +281,8 @@ def test_at_once_the_users_handler_runs_first(number: str, own: int | None, stat
 
 def test_a_rank_that_is_ended_twice_finishes_its_finally_blocks() -> None:
     """The system and the rank's own watch both tell that the parent is gone, in any order and at any time."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
     stop, done = LocalStop(), False
     try:
         with pytest.raises(ZeroDivisionError), rank_signals(stop, ended=lambda: True, end=ZeroDivisionError):
@@ -307,16 +309,34 @@ def test_contexts_for_one_stop_are_one() -> None:
     assert len(lines) == 1
 
 
-def test_an_ignored_signal_stays_ignored() -> None:
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_an_ignored_signal_stays_ignored(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
     stop = LocalStop()
     try:
         with signals(stop):
-            assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-            send(signal.SIGTERM)
+            assert signal.getsignal(number) is signal.SIG_IGN
+            send(number)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
     assert stop.reached() == 0
+
+
+def test_a_rank_ignores_what_its_starter_ignores() -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    stop = LocalStop()
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+        with rank_signals(stop, ended=lambda: False, end=ZeroDivisionError):
+            send(signal.SIGHUP)
+            assert stop.reached() == 0
+            send(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert stop.reached() == TERMINATE
 
 
 def test_other_threads_install_nothing() -> None:

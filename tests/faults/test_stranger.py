@@ -128,13 +128,14 @@ def networks() -> Iterator[list[list[str]]]:
             subprocess.run(["ip", "netns", "del", name], check=True)
 
 
-def attack(script: str, folder: Path, number: int, inside: list[str], prefix: str = "00") -> Outcome:
-    """One try; ``prefix``: what the stranger's pickles begin with, in hexadecimal."""
+def attack(script: str, folder: Path, number: int, inside: list[str], prefix: str = "00", most: int = 1000) -> Outcome:
+    """One try; ``prefix``: what the stranger's pickles begin with, in hexadecimal; ``most``: listeners it looks for."""
     run = folder / str(number)
     run.mkdir()
     (run / "script.py").write_text(script)
     trap = folder / "for-all" / f"trap-{number}"
-    command = [*inside, sys.executable, str(Path(__file__).parent / "stranger.py"), str(trap), "150", "65534", prefix]
+    stranger_py = str(Path(__file__).parent / "stranger.py")
+    command = [*inside, sys.executable, stranger_py, str(trap), "150", "65534", prefix, str(most)]
     stranger = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/")
     assert stranger.stdout is not None
     assert stranger.stdout.readline() == "watches\n"
@@ -180,8 +181,18 @@ def test_a_stranger_runs_no_code(script: str, tries: int, folder: Path, networks
         assert all(outcome.exitcodes), outcome.said  # it stood in a rank's place each time, and that ended the run
         if script is LAUNCHED:
             assert "user nobody (uid 65534) connected to this run's process group" in outcome.said, outcome.said
+            assert outcome.said.count("The ranks start again, once: ") == 1
         else:
             assert outcome.asked
+
+
+@pytest.mark.hosts
+def test_one_scan_of_ports_does_not_end_a_run(folder: Path, networks: list[list[str]]) -> None:
+    # The listeners of two ranks.
+    outcome = attack(LAUNCHED, folder, 0, networks[0], most=2)
+    assert outcome.exitcodes == [0], outcome.said
+    assert "The ranks start again, once: user nobody (uid 65534) connected to this run" in outcome.said
+    assert "(seen by the run's own process " in outcome.said
 
 
 @pytest.mark.hosts

@@ -88,7 +88,6 @@ def main():
     warnings.filterwarnings("ignore", message=".*hush")
     warnings.simplefilter("always", OwnWarning)
     np.seterr(divide="raise", over="ignore")
-    np.set_printoptions(precision=2)
     b = torch.backends
     b.cudnn.benchmark, b.cudnn.deterministic, b.cudnn.allow_tf32 = True, True, False
     b.mkldnn.enabled = False
@@ -101,7 +100,6 @@ def main():
     torch.autograd.set_detect_anomaly(True, check_nan=False)
     torch.set_warn_always(True)
     torch.set_flush_denormal(True)
-    torch.set_printoptions(precision=2)
     torch.distributions.Distribution.set_default_validate_args(False)
     torch.multiprocessing.set_sharing_strategy("file_system")
     sys.setrecursionlimit(3210)

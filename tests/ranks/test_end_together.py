@@ -1,7 +1,9 @@
-"""Ranks of a launcher that are told to end do so together: it kills whoever is left once the first has gone."""
+"""Ranks of a launcher begin and end together, and rank 0 alone needs the folder of checkpoints."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 import time
@@ -14,6 +16,7 @@ from ranks import run_own_ranks
 from small_loop import make_loop
 from trainloop import AbstractCallback, checkpoint, distributed
 from trainloop.callbacks import ModelCheckpoint
+from trainloop.errors import CheckpointError
 
 
 class Warned(AbstractCallback):
@@ -43,3 +46,38 @@ def test_no_rank_ends_before_the_checkpoint_is_whole(tmp_path: Path) -> None:
     for status, found in run_own_ranks(end_early, 2, str(tmp_path / "checkpoints"), folder=tmp_path):
         assert status == 138
         assert len(found) == 1
+
+
+def resume_often(folder: str) -> Any:
+    """Several fits; only rank 0 finds checkpoints in its folder, and it looks late."""
+    own = f"{folder}/of-rank-{distributed.get_rank()}"
+    look = ModelCheckpoint.last_state
+
+    def late(self: Any, **kwargs: Any) -> Any:
+        time.sleep(0.3)
+        return look(self, **kwargs)
+
+    ModelCheckpoint.last_state = late  # type: ignore[method-assign]
+    found, printed = [], io.StringIO()
+    for epochs in (1, 3, 3, 2):
+        loop, keeper = make_loop(gpu_mode="ddp", devices=2, seed=1), ModelCheckpoint(own, monitor="val_loss")
+        with contextlib.redirect_stdout(printed):
+            loop.fit(epochs, callbacks=[keeper], resume_from="last")
+        weights = float(loop.model.state_dict()["fc.weight"].sum())
+        found.append((loop.epoch, loop.rank, weights, keeper.best_value))
+    paths = (keeper.last_path, keeper.best_path)
+    with pytest.raises(CheckpointError, match=r"absent.*no such file") as failed:
+        loop.fit(4, resume_from=f"{own}/absent.pt")
+    return found, printed.getvalue().count("Nothing left"), str(failed.value), os.path.exists(own), paths
+
+
+def test_rank_0_reads_what_is_resumed(tmp_path: Path) -> None:
+    first, second = run_own_ranks(resume_often, 2, str(tmp_path), folder=tmp_path)
+    assert [epoch for epoch, *_ in first[0]] == [1, 3, 3, 3]
+    assert [rank for _, rank, *_ in second[0]] == [1] * 4
+    assert [(epoch, *rest) for epoch, _, *rest in first[0]] == [(epoch, *rest) for epoch, _, *rest in second[0]]
+    assert [first[1], second[1]] == [2, 0]
+    assert first[2] in second[2]
+    assert [first[3], second[3]] == [True, False]
+    assert first[4] == second[4]
+    assert None not in first[4]

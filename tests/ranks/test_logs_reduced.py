@@ -1,4 +1,4 @@
-"""Training whose logs go as sums, as they do from nine ranks on: the history of one whose logs are gathered."""
+"""Training whose logs go as sums, as they do above 64 ranks: the history of one whose logs are gathered."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Logs(AbstractCallback):
 
     def on_train_begin(self) -> None:
         self.log("begin", distributed.get_rank())
-        sums = isinstance(self.train_loop_obj.running.exchange, exchange.Reduced)  # type: ignore[union-attr]
+        sums = isinstance(self.train_loop_obj.running.exchange, exchange.Summed)  # type: ignore[union-attr]
         assert sums == (self.most_that_gather < 2)
 
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:

@@ -65,8 +65,7 @@ def test_a_search_finds_the_best_and_its_bag_predicts(tmp_path: Path, capsys: py
 
 
 def test_without_a_storage_the_files_last_as_long_as_the_result() -> None:
-    with pytest.warns(UserWarning, match="space is empty: one model is trained"):
-        found = search(lambda params, fold: Scaled(0.5), {}, num_bag_folds=3, num_trials=4)
+    found = search(lambda params, fold: Scaled(0.5), {}, num_bag_folds=3, num_trials=4)
     assert len(found.trials) == 1
     folder = found.folder
     assert (folder / "trial-0000" / "fold-2" / "model.pkl").exists()

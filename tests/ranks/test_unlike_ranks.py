@@ -23,7 +23,7 @@ from trainloop.data.loaders import Shared, check_shared
 from trainloop.errors import ConfigurationError
 
 CPU: Any = {"accelerator": "cpu", "devices": 2}
-ROWS, BATCH = 66_001, 6_000  # long enough for an order to be drawn once on a host
+ROWS, BATCH = 66_001, 6_000
 
 
 def loader(sampler: Sampler[Any] | None = None, rows: int = ROWS, batch: int = BATCH, **arguments: Any) -> Any:

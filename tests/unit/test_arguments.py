@@ -35,6 +35,22 @@ class Detached(Net):
         return super().get_loss(batch_data, criterion, device).detach()
 
 
+class Pairs(Net):
+    """Returns two where three belong: known before training, though nobody predicts until its end."""
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        x, y = batch_data
+        return self(x), y
+
+
+class MadePairs(Net):
+    """The same, but the function's text doesn't show it."""
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        x, y = batch_data
+        return tuple(part for part in (self(x), y))
+
+
 class Calls(Net):
     """Calls the criterion itself."""
 
@@ -79,6 +95,25 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "train_loader is a dataset": (
         lambda: make(train_loader=make_data()),
         ["train_loader", "TensorDataset", "DataLoader"],
+    ),
+    "data_loader is a dataset": (
+        lambda: make().predict_with_model(make_data()),
+        ["data_loader is a TensorDataset", "DataLoader(dataset, batch_size=32)"],
+    ),
+    "get_predictions returns two": (lambda: make(model=Pairs()), ["Pairs.get_predictions returns a tuple of 2"]),
+    "get_predictions returned two": (
+        lambda: make(model=MadePairs()).predict_with_model(DataLoader(make_data(), batch_size=16)),
+        ["get_predictions returned a tuple of 2", "Return (y_pred, y_true, metadata)"],
+    ),
+    "accelerator is a device": (lambda: make(accelerator="cuda:1"), ["Did you mean accelerator='cuda', devices=[1]?"]),
+    "accelerator is a torch.device": (
+        lambda: make(accelerator=torch.device("cpu")),
+        ["accelerator='cpu'?"],
+    ),
+    "devices is a device": (lambda: make(devices="cpu"), ["devices='cpu'", "Did you mean accelerator='cpu'"]),
+    "devices are devices": (
+        lambda: make(devices=["cuda:0", "cuda:2"]),
+        ["accelerator='cuda', devices=[0, 2]?"],
     ),
     "train_loader is a list": (lambda: make(train_loader=[1, 2]), ["train_loader", "list", "DataLoader"]),
     "validation_loader is a number": (lambda: make(validation_loader=3), ["validation_loader", "3"]),

@@ -96,7 +96,7 @@ def test_arguments_that_cannot_work(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     with pytest.raises(ConfigurationError, match="nothing was predicted yet"):
         ConfusionMatrix().draw()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigurationError, match=r"pip install 'trainloop\[plot\]'"):
+    with pytest.raises(ConfigurationError, match=r"pip install '\.\[plot\]'"):
         make_loop().fit(num_epochs=1, callbacks=[ConfusionMatrix(), TensorBoard(tmp_path)])
     matrix = ConfusionMatrix()  # numbers need no picture
     make_loop().fit(num_epochs=1, callbacks=[matrix])

@@ -63,6 +63,12 @@ def test_says_when_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_says_the_least_difference_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    stopper = EarlyStopping("score", mode="max", min_delta=0.5)
+    make_loop(validation=False).fit(num_epochs=3, callbacks=[Scores([0.5, 0.75, 1]), stopper])
+    assert "score = 0.75, best was 0.5 in epoch 1 (min_delta=0.5)." in capsys.readouterr().out
+
+
 def test_validation_every_second_epoch() -> None:
     """An old value that is still the newest must not count as one more epoch without improvement."""
     loop = make_loop(end_auto_eval=2)

@@ -268,7 +268,7 @@ def test_plots_in_an_experiment_s_folder(tmp_path: Path, may_leave: Callable[...
 def test_matplotlib_is_missed_before_training(callback: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     loop = make_loop()
-    with pytest.raises(ConfigurationError, match=r"needs matplotlib: pip install 'trainloop\[plot\]'"):
+    with pytest.raises(ConfigurationError, match=r"needs matplotlib: pip install '\.\[plot\]'"):
         loop.fit(num_epochs=1, callbacks=[callback()])
     assert loop.global_step == 0
 

@@ -180,7 +180,7 @@ def test_what_cannot_work(fit: Any, words: str, runs: list[Run]) -> None:
 @pytest.mark.parametrize("callback, extra", [(WandBTracking, "wandb"), (MLflowTracking, "mlflow")])
 def test_a_missing_extra_is_named(callback: Any, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, extra, None)
-    with pytest.raises(ConfigurationError, match=rf"needs {extra}: pip install 'trainloop\[{extra}\]'"):
+    with pytest.raises(ConfigurationError, match=rf"needs {extra}: pip install '\.\[{extra}\]'"):
         make_loop().fit(num_epochs=1, callbacks=[callback()])
 
 

@@ -314,6 +314,35 @@ def test_a_write_that_failed_is_tried_again_at_the_end(tmp_path: Path, monkeypat
     assert written(tmp_path) == [(0, 5, "end")]
 
 
+@pytest.mark.filterwarnings("ignore:the checkpoint of step")
+@pytest.mark.parametrize("every_n_epochs", [None, 1])
+@pytest.mark.parametrize("async_save", [False, True])
+def test_the_best_is_one_that_could_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_save: bool, every_n_epochs: int | None
+) -> None:
+    keeper = ModelCheckpoint(tmp_path, monitor="val_loss", async_save=async_save, every_n_epochs=every_n_epochs)
+    loop = StandIn(keeper)
+    keeper.on_train_begin()
+    save = checkpoint.save
+
+    def full(*args: Any) -> None:
+        if loop.history["val_loss"][-1] in (0.6, 0.3):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(*args)
+
+    monkeypatch.setattr(under_test.checkpoint, "save", full)
+    loop.run_epoch(val_loss=0.6)
+    with pytest.raises(CheckpointError, match=r"judged by monitor='val_loss' could be written to .*Make room"):
+        keeper.load_best()
+    assert (keeper.best_path, keeper.best_value) == (None, None)
+    best = []
+    for value in (0.7, 0.3, 0.5, 0.55):
+        loop.run_epoch(val_loss=value)
+        assert keeper.load_best()["place"]["epoch"] + 1 == int(Path(keeper.best_path or "").name[17:21])
+        best.append((keeper.best_value, Path(keeper.best_path or "").name[17:21]))
+    assert best == [(0.7, "0002"), (0.7, "0002"), (0.5, "0004"), (0.5, "0004")]
+
+
 def test_a_state_that_is_not_plain_ends_training(tmp_path: Path) -> None:
     for async_save in (False, True):
         keeper = ModelCheckpoint(tmp_path, async_save=async_save)
@@ -359,6 +388,17 @@ def test_a_folder_without_permission_is_told_before_training(tmp_path: Path, mon
             StandIn(ModelCheckpoint(tmp_path / name))
 
 
+def test_an_error_about_a_folder_names_no_internal_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str, *_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", path)
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(ConfigurationError) as caught:
+        StandIn(ModelCheckpoint(tmp_path / "run"))
+    assert f"Read-only file system in {tmp_path}. Choose another folder" in str(caught.value)
+    assert "probe" not in str(caught.value)
+
+
 @pytest.mark.parametrize("bad", ["/proc/nothere", "/proc", "link/run", "x" * 300, "null\0"], ids=repr)
 def test_a_folder_that_can_not_be_is_told_before_training(tmp_path: Path, bad: str) -> None:
     """Whatever the permissions say; by the real loop, before its first step."""
@@ -385,9 +425,7 @@ def test_looking_for_permission_leaves_nothing_behind(tmp_path: Path, monkeypatc
 def test_safetensors_without_its_package_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(
-        ConfigurationError, match=r"safetensors=True needs a package: pip install trainloop\[safetensors\]"
-    ):
+    with pytest.raises(ConfigurationError, match=r"safetensors=True needs a package: pip install '\.\[safetensors\]'"):
         ModelCheckpoint(tmp_path, safetensors=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from pathlib import Path
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 
+import small_loop
 from checkpoints import same
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop, TTModel, checkpoint
-from trainloop.callbacks import EarlyStopping, ModelCheckpoint
+from trainloop.callbacks import EarlyStopping, LRScheduler, ModelCheckpoint
 from trainloop.errors import CheckpointError, ConfigurationError
 
 
@@ -195,6 +197,41 @@ def test_a_finished_run_started_again_trains_no_more(tmp_path: Path) -> None:
     assert again.model.rows == []
     assert same(state_of(again), state_of(loop))
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_place_of_a_resume_is_in_the_log_without_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records: list[logging.LogRecord] = []
+    logger = logging.getLogger("trainloop")
+    logger.setLevel(logging.INFO)
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", records.append)
+    logger.addHandler(handler)
+    try:
+        make_loop().fit(num_epochs=1, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+        make_loop().fit(num_epochs=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    assert [record.getMessage() for record in records] == ["resumed at epoch 2, step 11"]
+
+
+def test_a_resume_with_other_values_says_which_are_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(epochs: int, accumulation: int = 1, batch: int = 16, seed: int = 1, **of_optimizer: float) -> str:
+        loop = small_loop.make_loop(seed=seed)
+        loop.optimizer = torch.optim.SGD(loop.model.parameters(), **{"lr": 0.1, **of_optimizer})
+        loop.train_loader = DataLoader(make_data(), batch)
+        schedule = LRScheduler(torch.optim.lr_scheduler.StepLR(loop.optimizer, 1))
+        keeper = ModelCheckpoint(tmp_path)
+        loop.fit(epochs, grad_accumulation=accumulation, callbacks=[keeper, schedule], resume_from="last")
+        return capsys.readouterr().out
+
+    assert said(1) == said(2) == ""
+    other = said(3, accumulation=2, batch=12, seed=2, lr=0.5, weight_decay=0.25)
+    assert other == (
+        "Resumed with SGD's lr=0.1 from the checkpoint (the script has 0.5), SGD's weight_decay=0 from the checkpoint "
+        "(the script has 0.25), seed=1 from the checkpoint (the script has 2), grad_accumulation=2 from the script "
+        "(the checkpoint has 1), global batch size=12 from the script (the checkpoint has 16).\n"
+    )
 
 
 def test_the_monitors_patience_goes_on(tmp_path: Path) -> None:

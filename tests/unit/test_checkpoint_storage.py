@@ -26,7 +26,7 @@ def test_what_is_no_folder_is_told(location: Any) -> None:
 def test_a_url_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(
-        ConfigurationError, match=r"'s3://b/run' is a URL, which needs fsspec: pip install trainloop\[cloud\]"
+        ConfigurationError, match=r"'s3://b/run' is a URL, which needs fsspec: pip install '\.\[cloud\]'"
     ):
         folder("s3://b/run")
 
@@ -34,7 +34,7 @@ def test_a_url_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPat
 def test_a_url_without_its_file_system_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fsspec")
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(ConfigurationError, match=r"'gs://b/run' needs a package .*pip install trainloop\[cloud\]"):
+    with pytest.raises(ConfigurationError, match=r"'gs://b/run' needs a package .*pip install '\.\[cloud\]'"):
         folder("gs://b/run")
 
 
@@ -100,6 +100,6 @@ def test_safetensors_without_its_package_names_the_extra(tmp_path: Path, monkeyp
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(
-        ConfigurationError, match=r"writing '.*w.safetensors' needs a package: pip install trainloop\[safetensors\]"
+        ConfigurationError, match=r"writing '.*w.safetensors' needs a package: pip install '\.\[safetensors\]'"
     ):
         checkpoint.save_weights(tmp_path / "w.safetensors", {})

@@ -63,6 +63,48 @@ def test_an_epoch_entered_in_its_middle_has_the_same_bits(make: Callable[..., An
             assert all(torch.equal(a[0], b[0]) for a, b in zip(step.batches, again.batches, strict=True))
 
 
+@pytest.mark.parametrize("seed", [SEED, None])
+@pytest.mark.parametrize("own_generator", [False, True], ids=["global generators", "own generator"])
+@pytest.mark.parametrize("workers_later", [1, 0], ids=["workers", "workers only before"])
+def test_an_order_resumed_while_workers_stayed(seed: int | None, own_generator: bool, workers_later: int) -> None:
+    """Workers that stay up draw no base seed in a later epoch; those that replace them must not shift its order."""
+
+    def feed_of(workers: int) -> TrainFeed:
+        generator = torch.Generator().manual_seed(5) if own_generator else None
+        loader = DataLoader(
+            NoisyRows(), 4, shuffle=True, num_workers=workers, persistent_workers=workers > 0, generator=generator
+        )
+        return train_feed(loader, seed=seed)
+
+    def batches(steps: Any) -> list[list[Any]]:
+        return [step.batches[0] for step in steps]
+
+    whole = feed_of(1)
+    list(whole.steps(1))
+    whole.set_epoch(1)
+    steps = whole.steps(1)
+    batches(islice(steps, 2))
+    state, random_state = whole.state_dict(), torch.get_rng_state()
+    rest = batches(steps)
+    before_the_next = whole.state_dict()
+    torch.rand(7)
+    resumed = feed_of(workers_later)
+    resumed.load_state_dict(state)
+    torch.set_rng_state(random_state)
+    resumed.set_epoch(1)
+    again = batches(resumed.steps(1, skip_steps=2))
+    assert len(again) == len(rest) > 2
+    for (x, y, i), (x_again, y_again, i_again) in zip(rest, again, strict=True):
+        assert torch.equal(i, i_again)
+        assert torch.equal(y, y_again)
+        assert torch.equal(x, x_again) or seed is None  # a worker's own numbers are those of its base seed
+    assert before_the_next["generators"].keys() == resumed.state_dict()["generators"].keys()
+    for name, generator in before_the_next["generators"].items():
+        assert torch.equal(generator, resumed.state_dict()["generators"][name])
+    for feed in (whole, resumed):
+        feed.close()
+
+
 def test_augmentation_differs_by_rank_and_not_by_workers() -> None:
     def noise(workers: int) -> list[list[float]]:
         ranks = rank_steps(lambda: DataLoader(NoisyRows(), 4, num_workers=workers), 2, epochs=1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainloop.doctor import examine
-from trainloop.doctor.probe import Imported, Readings
+from trainloop.doctor.probe import Imported, Readings, missing_of_extras
 from trainloop.doctor.shared_objects import missing_library, package_of, remedy_for
 from trainloop.resources.machine import available
 
@@ -78,6 +78,14 @@ CASES: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "a GPU in use": (torch(devices=[{**H100, "free": GIB}]), "gpu 0", "attention", "nvidia-smi"),
     "no NCCL": (torch(nccl=False), "nccl", "problem", "gloo"),
     "no P2P": (torch(peers=[[0, 1], [1, 0]]), "p2p", "attention", "NCCL_P2P_DISABLE=1"),
+    "another project's package of this import name": (
+        {"other_distribution": "trainloop 0.11.0 in /site"}, "tt-trainloop", "problem",
+        "pip uninstall -y trainloop tt-trainloop"),
+    "some extras": (
+        {"extras": {"plot": (), "wandb": ("wandb",), "ray": ("ray",), "metrics": ()}}, "extras", "ok",
+        "installed: plot, metrics; without wandb, ray (pip install '.[wandb]')"),
+    "all extras": ({"extras": {"plot": ()}}, "extras", "ok", "installed: plot"),
+    "no extras": ({"extras": {"ray": ("ray",)}}, "extras", "ok", "installed: no extra; without ray ("),
     "a module that can't be imported": (
         {"imports": Imported({"tensorboard": "ImportError: libstdc++.so.6: version `GLIBCXX_3.4.32' not found"})},
         "import tensorboard", "problem", "libstdc++6"),
@@ -111,6 +119,7 @@ def test_a_sound_machine_is_all_right() -> None:
     assert {check.status for check in report.checks} == {"ok"}, report
     assert all(not check.remedy for check in report.checks)
     assert report.ok
+    assert str(report).splitlines()[-1] == "problem: 0, attention: 0"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -139,6 +148,25 @@ def test_a_cgroup_counts_against_the_host(tmp_path: Any) -> None:
     assert "cpu.max" in report["cpus"].found
     assert "4.0 GiB of the host's 256.0, by" in report["memory"].found
     assert "OMP_NUM_THREADS=2" in report["threads"].remedy
+
+
+def test_what_an_extra_needs_is_looked_up_also_through_another_extra() -> None:
+    found = missing_of_extras(
+        [
+            "numpy>=1.24",
+            'torch>=2.6; extra == "tabular"',
+            "no-such-package>=2.1; extra == 'tabular'",
+            'tt-trainloop[tabular]; extra == "multimodal"',
+            'nor-this~=1.0; extra == "multimodal"',
+            'numpy>=1; extra == "plot"',
+            'nor-this; extra == "test-all"',
+        ]
+    )
+    assert found == {
+        "tabular": ("no-such-package",),
+        "multimodal": ("no-such-package", "nor-this"),
+        "plot": (),
+    }
 
 
 LIBRARIES = {

@@ -181,5 +181,5 @@ def test_without_matplotlib_the_error_names_the_extra(history: History, monkeypa
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigurationError, match=r"history.plot needs matplotlib: pip install 'trainloop\[plot\]'."):
+    with pytest.raises(ConfigurationError, match=r"history.plot needs matplotlib: pip install '\.\[plot\]'."):
         history.plot()

@@ -171,23 +171,15 @@ IN_TRIAL = "a trial's process has its environment set before it imports torch"
 LATE = {
     "trainloop.__main__ trainloop.checkpoint.export": "the doctor works where torch does not",
     "trainloop.__main__ trainloop.resources.quota": "the doctor works where torch does not",
-    "trainloop.data.host_orders trainloop.transfer.pages": CHEAP,
-    "trainloop.data.kept_workers trainloop.launch.kept": CHEAP,
-    "trainloop.data.kept_workers trainloop.transfer": CHEAP,
-    "trainloop.data.kept_workers trainloop.transfer.content": CHEAP,
     "trainloop.data.loaders trainloop.launch.rank_process": RANKS,
     "trainloop.data.loaders trainloop.launch.settings": RANKS,
-    "trainloop.data.own_copies trainloop.transfer.content": CHEAP,
     "trainloop.data.streams trainloop.data.batches": CHEAP,
     "trainloop.data.twins trainloop.launch.rank_process": RANKS,
     "trainloop.model trainloop.distributed": CHEAP,
     "trainloop.train_loop.alike trainloop.launch.rank_process": RANKS,
     "trainloop.train_loop.execute trainloop.launch": RANKS,
-    "trainloop.train_loop.execute trainloop.launch.kept": RANKS,
-    "trainloop.train_loop.execute trainloop.launch.rank_process": RANKS,
     "trainloop.train_loop.execute trainloop.train_loop.handover": RANKS,
     "trainloop.train_loop.loop trainloop.tools": UP,
-    "trainloop.train_loop.loop trainloop.data.kept_workers": CHEAP,
     "trainloop.train_loop.loop trainloop.launch": RANKS,
     "trainloop.train_loop.loop trainloop.train_loop.preflight": UP,
     "trainloop.train_loop.placement trainloop.sync_batchnorm": CHEAP,
@@ -199,6 +191,7 @@ LATE = {
     "trainloop.train_loop.site trainloop.launch.rank_process": RANKS,
     "trainloop.train_loop.site trainloop.launch": RANKS,
     "trainloop.train_loop.state trainloop.checkpoint": CHEAP,
+    "trainloop.train_loop.state trainloop.checkpoint.left_out": CHEAP,
     "trainloop.train_loop.state trainloop.checkpoint.plain": CHEAP,
     "trainloop.train_loop.state trainloop.checkpoint.sharded": CHEAP,
     "trainloop.train_loop.execute trainloop.train_loop.whole_step": CHEAP,
@@ -236,6 +229,8 @@ def test_own_modules_are_imported_at_the_head_of_a_file() -> None:
 # Their documentation names them.
 DOCUMENTED = set("_make _replace _asdict _fields _exit _getframe _current_frames _parameters _buffers _modules".split())
 DOCUMENTED |= {"_values", "_indices", "_nnz"}  # of sparse tensors
+# What a node of autograd's graph has saved: torch's notes on "Autograd mechanics".
+DOCUMENTED |= set("_saved_ignore_index _saved_reduction _saved_target _saved_total_weight _saved_weight".split())
 
 # Files that use private names of torch, the standard library and others. Each is to stand in one place, with the
 # reason and with what happens when it goes away; another name, or another file, needs its row here.
@@ -246,26 +241,17 @@ FOREIGN: dict[str, str] = {
     "callbacks/swa.py": "_BatchNorm _foreach_copy_",
     "callbacks/train_schedule.py": "_opt_called _wrapped_by_lr_sched",
     "checkpoint/sharded_writing.py": "_StorageInfo",
-    "data/kept_workers.py": (
-        "_index_sampler _iterator _remove_worker_pids _sampler_iter _set_worker_pids _shutdown_workers "
-        "_worker_pids_set _workers"
-    ),
     "data/libraries.py": "_num_samples",
     "data/loaders.py": "_config",
-    "data/own_copies.py": "_index_queues _workers",
-    "data/persistent.py": "_get_iterator _index_queues _index_sampler _iterator _shutdown_workers _workers",
     "data/stops.py": "_IterableDatasetFetcher _MapDatasetFetcher",
     "data/streams.py": "_worker_info",
+    "data/twins.py": "_iterator _shutdown_workers",
     "launch/fork_server.py": "_name",
     "launch/inherited.py": "_args_from_interpreter_flags",
     "launch/rank_process.py": "_config _prctl_pr_set_pdeathsig _run_exitfuncs _shutdown",
-    "launch/settings.py": (
-        "_C _GLOBAL_DEVICE_CONTEXT _STYLES _fmt _get_nnpack_enabled _style _tensor_str _validate_args "
-        "_warnings_showwarning"
-    ),
-    "late_dynamo.py": "_disable_dynamo _dynamo _torchdynamo_disable",
+    "launch/settings.py": ("_C _GLOBAL_DEVICE_CONTEXT _get_nnpack_enabled _validate_args"),
     "optim.py": (
-        "_global_optimizer_post_hooks _global_optimizer_pre_hooks _opt_called _optimizer_step_post_hooks "
+        "_global_optimizer_post_hooks _global_optimizer_pre_hooks _optimizer_step_post_hooks "
         "_optimizer_step_pre_hooks _profiler_enabled"
     ),
     "parallel/ddp.py": (

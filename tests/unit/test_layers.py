@@ -16,8 +16,8 @@ PACKAGE = Path(trainloop.__file__).parent
 
 # Lower layers first; a module may import those of lower rows and of its own part (a package's own files).
 LAYERS = [
-    ["errors", "screen"],
-    ["sharding", "nested", "keywords", "per_thread", "late_dynamo"],
+    ["errors", "distribution", "screen", "user_line"],
+    ["sharding", "nested", "keywords", "per_thread"],
     ["resources"],
     ["devices"],
     ["stopping"],

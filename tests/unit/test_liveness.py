@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import linecache
+
 import pytest
 
-from trainloop.launch.failures import Failure, first_failure
+from trainloop.launch.failures import Failure, first_failure, worker_failed_error
 from trainloop.launch.liveness import Liveness, Sign, hanging_ranks
 
 WORKS, DONE = True, False
@@ -85,3 +87,19 @@ def test_a_rank_that_died_comes_before_those_that_lost_it() -> None:
     raised = Failure(rank=2, time_ns=20, type="ValueError")
     assert first_failure([lost, aborted]).rank == 1
     assert first_failure([lost, aborted, raised]).rank == 2
+
+
+def test_a_notebook_s_cell_has_its_lines_in_a_rank_s_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = "/tmp/ipykernel_1/cell.py"
+    monkeypatch.setitem(linecache.cache, cell, (9, None, ["def f():\n", "    g(1)\n"], cell))
+    frames = f'  File "{__file__}", line 1, in run\n  File "{cell}", line 2, in f\n'
+    error = worker_failed_error(
+        Failure(0, 0, "ValueError", "x", f"Traceback (most recent call last):\n{frames}ValueError: x\n"),
+        world_size=2,
+        ended=(),
+    )
+    shown = frames + "    g(1)\n"
+    assert error.traceback == f"Traceback (most recent call last):\n{shown}ValueError: x\n"
+    # Added once only, also in a group of exceptions.
+    grouped = "".join(f"  | {line}\n" for line in shown.splitlines())
+    assert worker_failed_error(Failure(0, 0, "ValueError", "x", grouped), world_size=2, ended=()).traceback == grouped

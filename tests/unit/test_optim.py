@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn, optim
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from conftest import make_data
 from trainloop import MultiLoss, MultiOptimizer, TrainLoop, TTModel
 from trainloop.errors import ConfigurationError
-from trainloop.optim import drop_gradients, optimizers_of, parameters_of, take_step
+from trainloop.optim import optimizers_of, parameters_of
 
 
 def losses(**values: float) -> MultiLoss:
@@ -271,92 +269,3 @@ def test_a_loss_without_an_optimizer_ends_the_run() -> None:
     model.get_loss = three  # type: ignore[method-assign]
     with pytest.raises(ConfigurationError, match=r"loss 'c' is for optimizer 2, but there are 2, counted from 0, with"):
         tl.fit(num_epochs=1)
-
-
-# -- steps without the profiler's marks --------------------------------------------------------------------------------
-
-
-def stepped(kind: type[optim.Optimizer], by: Any, steps: int = 3, **options: Any) -> list[Tensor]:
-    torch.manual_seed(0)
-    module = nn.Linear(3, 2)
-    optimizer = kind(module.parameters(), lr=0.1, **options)
-    for _ in range(steps):
-        module(torch.ones(4, 3)).square().sum().backward()
-        by(optimizer)
-        drop_gradients(optimizer)
-        assert all(p.grad is None for p in module.parameters())
-    return [p.detach() for p in module.parameters()]
-
-
-@pytest.mark.parametrize(
-    "kind, options",
-    [
-        (optim.SGD, {"momentum": 0.9}),
-        (optim.SGD, {"fused": True}),
-        (optim.Adam, {"foreach": True}),
-        (optim.AdamW, {"amsgrad": True}),
-    ],
-)
-def test_a_step_is_the_optimizers_own(kind: type[optim.Optimizer], options: dict[str, Any]) -> None:
-    assert all(map(torch.equal, stepped(kind, take_step, **options), stepped(kind, kind.step, **options)))
-
-
-def test_whoever_watches_steps_sees_them() -> None:
-    optimizer = optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)
-    seen: list[str] = []
-    handles = [
-        optimizer.register_step_pre_hook(lambda *_: seen.append("before")),
-        optimizer.register_step_post_hook(lambda *_: seen.append("after")),
-        register_optimizer_step_pre_hook(lambda *_: seen.append("before any")),
-        register_optimizer_step_post_hook(lambda *_: seen.append("after any")),
-    ]
-    for i, handle in enumerate(handles):  # each is enough by itself
-        take_step(optimizer)
-        assert len(seen) == len(handles) - i, seen
-        seen.clear()
-        handle.remove()
-    take_step(optimizer)
-    assert not seen
-    with torch.profiler.profile() as profile:
-        take_step(optimizer)
-    assert "Optimizer.step#SGD.step" in {event.key for event in profile.key_averages()}
-    scheduler = optim.lr_scheduler.StepLR(optimizer, 1)
-    take_step(optimizer)
-    scheduler.step()  # warns, which is an error here, where it has seen no step
-    optimizer.step = lambda: seen.append("patched")  # type: ignore[assignment,method-assign,return-value]
-    take_step(optimizer)
-    assert seen == ["patched"]
-
-
-def test_an_optimizers_own_methods_are_called() -> None:
-    seen: list[str] = []
-
-    class Own(optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            seen.append("step")
-
-        def zero_grad(self, set_to_none: bool = True) -> None:
-            seen.append(f"zero_grad {set_to_none}")
-
-    optimizer = Own(nn.Linear(3, 2).parameters(), lr=0.1)
-    take_step(optimizer)
-    drop_gradients(optimizer)
-    assert seen == ["step", "zero_grad True"]
-    patched = optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)
-    patched.zero_grad = lambda set_to_none: seen.append("patched")  # type: ignore[assignment,method-assign,return-value]
-    drop_gradients(patched)
-    assert seen[2:] == ["patched"]
-
-
-def test_a_step_that_is_patched_in_its_class_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    optimizer = optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)
-    step = optim.SGD.step
-
-    @functools.wraps(step)
-    def patched(self: optim.SGD) -> None:
-        seen.append("patched")
-
-    monkeypatch.setattr(optim.SGD, "step", patched)
-    take_step(optimizer)
-    assert seen == ["patched"]

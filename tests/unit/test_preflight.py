@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import make_data
 from trainloop import TrainLoop, TTBasicModel
@@ -175,3 +175,50 @@ def test_it_says_what_keeps_strangers_out(monkeypatch: pytest.MonkeyPatch) -> No
     assert "bear the run's key" in preflight._protection(hosts)
     monkeypatch.setattr("trainloop.distributed.peers._TABLES", ("/nowhere",))
     assert "is unknown here" in said(gpu_mode="ddp", devices=2)
+
+
+def loop_over(n: int, model: Any = None, *, gpu_mode: str = "ddp", **loader: Any) -> TrainLoop:
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(n, 8), torch.randint(3, (n,)))
+    return loop_of(
+        NoNorm() if model is None else model,
+        loader=DataLoader(data, 16, shuffle=True, **loader),
+        gpu_mode=gpu_mode,
+        devices=1 if gpu_mode == "single" else 2,
+        progress_bar=False,
+    )
+
+
+class NoNorm(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.fc(x))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("starts_processes")
+@pytest.mark.parametrize("n, drop_last", [(33, False), (48, False), (66, False), (48, True)])
+def test_a_short_last_global_batch_is_no_false_alarm(n: int, drop_last: bool) -> None:
+    report = loop_over(n, drop_last=drop_last).preflight()
+    assert report.ok, report
+
+
+@pytest.mark.usefixtures("starts_processes")
+@pytest.mark.parametrize("n", [33, 34])  # 1 and 2 samples are left, of which a rank gets one
+def test_a_batchnorm_that_gets_one_sample_is_found(n: int) -> None:
+    report = loop_over(n, Net()).preflight()
+    assert [finding.check for finding in report.findings if not finding.ok] == ["smallest batch"], report
+    assert "drop_last=True" in report["smallest batch"].detail
+    assert "sync_batchnorm=True" in report["smallest batch"].detail
+    assert loop_over(n, Net(), drop_last=True).preflight()["smallest batch"].ok
+
+
+def test_a_batchnorm_of_one_sample_ends_training_with_what_to_do() -> None:
+    loop = loop_over(33, Net(), gpu_mode="single")
+    with pytest.raises(
+        ValueError, match=r"Expected more than 1 value per channel.*drop_last=True.*sync_batchnorm=True"
+    ):
+        loop.fit(num_epochs=1)

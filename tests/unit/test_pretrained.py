@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, StackDataset
 
 from trainloop import TrainLoop
 from trainloop.errors import ConfigurationError
-from trainloop.pretrained import PictureFiles, PictureModel, find_picture_model, find_text_model
+from trainloop.pretrained import PictureFiles, PictureModel, TextModel, find_picture_model, find_text_model
 
 ROWS, SIZE = 11, 8
 
@@ -109,8 +109,16 @@ def test_folders_are_found_by_name_and_those_that_are_not_there_are_named(
     with pytest.raises(ConfigurationError, match=rf"not on this machine, and could not be fetched .* into '{fill}'"):
         find_text_model("who/knows")
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(ConfigurationError, match=r"find_picture_model needs timm, .*'trainloop\[multimodal\]', with a"):
+    with pytest.raises(ConfigurationError, match=r"find_picture_model needs timm, .*'\.\[multimodal\]', with a"):
         find_picture_model("no_such_net")
+
+
+def test_a_text_model_without_transformers_blames_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINLOOP_MODEL_DIR", str(tmp_path))
+    for name in ("transformers", "huggingface_hub"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigurationError, match=r"TextModel.load needs transformers, .*'\.\[multimodal\]'"):
+        TextModel.load("who/knows", num_outputs=2)
 
 
 @pytest.mark.usefixtures("starts_processes")

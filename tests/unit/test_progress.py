@@ -29,7 +29,7 @@ from trainloop.train_loop import display
 from trainloop.train_loop.display import Progress
 from trainloop.train_loop.timings import Timings
 
-MEASURED = Timings(steps=5, samples=100, seconds=0.05, data=0.0125, other=0.0375)
+MEASURED = Timings(steps=5, samples=100, seconds=0.05, data=0.0125)
 LAST = ["seconds", "samples/s", "data", "wait"]
 
 

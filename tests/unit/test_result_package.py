@@ -215,7 +215,7 @@ def test_torchmetrics() -> None:
 
 
 def test_without_scikit_learn_packages_are_refused_before_any_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden = r"scikit-learn's, which is not installed: pip install 'trainloop\[metrics\]', or score by a function"
+    hidden = r"scikit-learn's, which is not installed: pip install '\.\[metrics\]', or score by a function"
     monkeypatch.setattr(rp, "find_spec", lambda name: None)
     for package in (
         rp.ClassificationResultPackage,

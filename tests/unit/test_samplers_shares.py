@@ -112,4 +112,4 @@ def test_no_rank_makes_a_list_of_the_whole(make: Callable[[], Any]) -> None:
 
 
 def test_a_shuffle_of_nothing() -> None:
-    assert permutations(0, 0, None).drawn().tolist() == list(SubsetRandomSampler([]))
+    assert permutations(0, 0, None).tolist() == list(SubsetRandomSampler([]))

@@ -21,6 +21,9 @@ from trainloop.checkpoint.plain import plain
 from trainloop.errors import ConfigurationError
 from trainloop.schedulers import basic, warmup
 
+# Most tests here are not about lengths; those that are ask for the warning, or make it an error.
+pytestmark = pytest.mark.filterwarnings("ignore:.*the schedule ends after:UserWarning")
+
 WEIGHT = [nn.Parameter(torch.ones(2))]
 
 
@@ -397,3 +400,88 @@ def test_learning_rate_monitor() -> None:
 
 def test_data_is_odd() -> None:
     assert len(make_data()) % 16  # else the short last step of test_any_scheduler_of_torch is not short
+
+
+# -- lengths -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["Linear", "Cosine", "HardRestartsCosine"])
+def test_a_schedule_takes_the_length_of_its_fit(name: str) -> None:
+    make = getattr(warmup, f"{name}WithWarmupScheduler")
+    rates, known = Rates(), Rates()
+    make_loop().fit(num_epochs=2, callbacks=[make(2), rates], grad_accumulation=2)
+    make_loop().fit(num_epochs=2, callbacks=[make(2, num_training_steps=8), known], grad_accumulation=2)
+    assert rates.steps == known.steps
+    assert len(rates.steps) == 8
+    assert 0 < rates.steps[-1] < 0.03  # the next step would have none
+
+
+def test_a_second_fit_extends_a_schedule_without_a_length() -> None:
+    loop, schedule, rates = make_loop(), warmup.LinearWithWarmupScheduler(0), Rates()
+    loop.fit(num_epochs=1, callbacks=[schedule, rates])
+    loop.fit(num_epochs=1, callbacks=[schedule, rates])
+    expected = [0.1 * (1 - step / 7) for step in range(7)] + [0.1 * (1 - step / 14) for step in range(7, 14)]
+    assert rates.steps == pytest.approx(expected)
+
+
+def test_hard_restarts_restart() -> None:
+    rates = Rates()
+    schedule = warmup.HardRestartsCosineWithWarmupScheduler(0, num_cycles=2)
+    make_loop().fit(num_epochs=2, callbacks=[schedule, rates])
+    assert rates.steps[0] == rates.steps[7] == 0.1
+    once = partial_factor(warmup.HardRestartsCosineWithWarmupScheduler(0, 10))
+    assert once(9) < 0.05 < 0.9 < once(1)  # down once, as Transformers' default
+
+
+def partial_factor(schedule: Any) -> Any:
+    return schedule.factory_kwargs["lr_lambda"]
+
+
+@pytest.mark.parametrize(
+    "schedule, words",
+    [
+        (lambda: warmup.LinearWithWarmupScheduler(0, 7), "ends after optimizer step 7, the training after .* step 14"),
+        (lambda: warmup.CosineWithWarmupScheduler(0, 70), "ends after optimizer step 70, the training after"),
+        (lambda: LRScheduler(lr_scheduler.PolynomialLR, interval="step", total_iters=7), "ends after optimizer step 7"),
+        (lambda: LRScheduler(lr_scheduler.PolynomialLR, interval="step", frequency=2, total_iters=4), "step 8, the"),
+    ],
+)
+def test_a_schedule_of_another_length_than_the_training_is_warned_of_once(schedule: Any, words: str) -> None:
+    with pytest.warns(UserWarning, match=words) as caught:
+        make_loop().fit(num_epochs=2, callbacks=[schedule()])
+    assert len(caught) == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_part_of_a_schedule_of_torch_is_no_mistake() -> None:
+    schedule = LRScheduler(lr_scheduler.OneCycleLR, interval="step", max_lr=0.1, total_steps=140)
+    make_loop().fit(num_epochs=2, callbacks=[schedule])
+
+
+def test_a_schedule_without_a_length_needs_a_loader_that_has_one() -> None:
+    class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            return iter(make_data())
+
+    loop = make_loop()
+    loop.train_loader = torch.utils.data.DataLoader(Stream(), 16)
+    with pytest.raises(ConfigurationError, match=r"train_loader has no length.*Give num_training_steps"):
+        loop.fit(num_epochs=1, callbacks=[warmup.LinearWithWarmupScheduler(0)])
+    assert loop.num_optimizer_steps(num_epochs=1) is None
+    assert loop.num_optimizer_steps(num_iterations=9, grad_accumulation=2) == 5
+
+
+def test_the_number_of_optimizer_steps_is_known_before_fit() -> None:
+    loop = make_loop()
+    with pytest.raises(ConfigurationError, match="say num_epochs or num_iterations"):
+        loop.num_optimizer_steps()
+    assert loop.num_optimizer_steps(num_epochs=2) == 2 * STEPS_PER_EPOCH
+    assert loop.num_optimizer_steps(num_epochs=2, grad_accumulation=3) == 2 * 3  # 3, 3 and 1 micro-batches
+    assert loop.num_optimizer_steps(num_iterations=9, grad_accumulation=3) == 3 + 1
+    of_ranks = make_loop(gpu_mode="ddp", accelerator="cpu", devices=2)
+    assert of_ranks.num_optimizer_steps(num_epochs=1) == 4  # 101 samples, 32 a step
+    for kwargs in ({"num_epochs": 2, "grad_accumulation": 3}, {"num_iterations": 9, "grad_accumulation": 3}):
+        trained = make_loop()
+        trained.fit(**kwargs)
+        assert trained.global_step == loop.num_optimizer_steps(**kwargs)

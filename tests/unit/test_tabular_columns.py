@@ -334,7 +334,7 @@ def test_pictures_names_are_those_of_timm(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "timm", stand_in)
     assert list_image_models()[:10] == [f"model{i}" for i in range(10)]
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(ConfigurationError, match=r"needs timm.*pip install 'trainloop\[multimodal\]'"):
+    with pytest.raises(ConfigurationError, match=r"needs timm.*pip install '\.\[multimodal\]'"):
         list_image_models()
 
 
@@ -344,14 +344,14 @@ def test_what_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.Monke
 
     frame = mixed()
     monkeypatch.setitem(sys.modules, "lightgbm", None)
-    with pytest.raises(ConfigurationError, match=r"needs lightgbm: pip install 'trainloop\[tabular\]'"):
+    with pytest.raises(ConfigurationError, match=r"needs lightgbm: pip install '\.\[tabular\]'"):
         TabularPredictor("class").fit(frame, hyperparameters={"GBM": {}}, verbosity=0)
     for name in [name for name in sys.modules if name.startswith("trainloop.tabular")]:
         monkeypatch.delitem(sys.modules, name)
     for name in ("pandas", "sklearn"):
         with monkeypatch.context() as without:
             without.setitem(sys.modules, name, None)
-            with pytest.raises(ConfigurationError, match=rf"needs {name}: pip install 'trainloop\[tabular\]'"):
+            with pytest.raises(ConfigurationError, match=rf"needs {name}: pip install '\.\[tabular\]'"):
                 importlib.import_module("trainloop.tabular")
 
 

@@ -61,5 +61,5 @@ def test_what_is_no_batch_of_images(shape: tuple[int, ...], tmp_path: Path) -> N
 def test_without_pillow_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
     board = TensorBoard(tmp_path)
-    with pytest.raises(ConfigurationError, match=r"needs Pillow: pip install 'trainloop\[plot\]'"):
+    with pytest.raises(ConfigurationError, match=r"needs Pillow: pip install '\.\[plot\]'"):
         make_loop().fit(num_epochs=1, callbacks=[board, Draws(board, torch.rand(1, 1, 2, 2))])

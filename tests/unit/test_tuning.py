@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -21,10 +23,11 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from tuning_kinds import Scaled, make_scaled, rows
 
+from trainloop import scratch
 from trainloop.errors import CheckpointError, ConfigurationError, ResourceError, UnpicklableError
 from trainloop.resources import ResourceQuota, lease, plan
 from trainloop.tuning import BaggedPredictor, Choice, EstimatorLoop, Integers, Trial, TuneResult, Uniform, fitting, tune
-from trainloop.tuning.folds import Fold, class_targets, make_folds
+from trainloop.tuning.folds import Fold, class_targets, digest, make_folds, own_folds
 from trainloop.tuning.local import FoldExit
 from trainloop.tuning.progress import Running, View
 from trainloop.tuning.result import best_of
@@ -150,7 +153,7 @@ def test_a_searcher_of_one_s_own() -> None:
 
 def test_without_optuna_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
-    with pytest.raises(ConfigurationError, match=r"pip install trainloop\[optuna\]"):
+    with pytest.raises(ConfigurationError, match=r"pip install '\.\[optuna\]'"):
         make_searcher("optuna", {"a": [1]}, seed=0, mode="min")
 
 
@@ -437,6 +440,9 @@ def test_a_result_shows_its_trials_best_first() -> None:
         "2 of 3 trials done; interrupted",
     ]
     assert repr(found) == "TuneResult(3 trials, best val_loss 0.2 by trial 2, interrupted)"
+    html = found._repr_html_()
+    assert html.count("<tr>") == 4
+    assert "<th>val_loss</th>" in html
     assert (found.best_params, found.best_score) == ({"lr": 1e-3}, pytest.approx(0.2))
     assert found.rows()[0]["folds"] == [0.1, 0.3]
     assert "abcdefghijklmnopqrstu..." in result([trial(0, 1.0, name="abcdefghijklmnopqrstuvwxyz")]).table()
@@ -465,7 +471,7 @@ def test_results_are_plotted_by_trial_and_by_number(tmp_path: Path, may_leave: C
 
 def test_a_plot_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigurationError, match=r"pip install trainloop\[plot\]"):
+    with pytest.raises(ConfigurationError, match=r"pip install '\.\[plot\]'"):
         result([]).plot()
 
 
@@ -592,7 +598,7 @@ def test_arguments_that_cannot_work(
 
 def test_ray_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
-    with pytest.raises(ConfigurationError, match=r"backend='ray' needs Ray: pip install trainloop\[ray\]"):
+    with pytest.raises(ConfigurationError, match=r"backend='ray' needs Ray: pip install '\.\[ray\]'"):
         tune(make_scaled, {"scale": [1.0]}, num_trials=1, backend="ray")
 
 
@@ -709,3 +715,112 @@ def test_the_rows_are_learnt_by_a_call_like_any_other() -> None:
         fitting.learn_rows(with_arrays, {})
     with pytest.raises(KeyError, match="lr"):
         fitting.learn_rows(lambda params, fold: params["lr"], {})
+
+
+# -- folds of the user's own -------------------------------------------------------------------------------------------
+
+
+class Halves:
+    """A splitter in scikit-learn's form: holds out the second half, then the first."""
+
+    def split(self, x: Any, y: Any = None, groups: Any = None) -> Any:
+        rows = np.arange(len(x))
+        half = len(rows) // 2
+        yield rows[:half], rows[half:]
+        yield rows[half:], rows[:half]
+
+
+def test_own_folds_are_a_splitter_s_or_pairs_of_rows() -> None:
+    x, y = np.zeros((6, 2)), np.arange(6)
+    for given_ in (
+        Halves(),
+        list(Halves().split(x)),
+        Halves().split(x),
+        [([2, 0, 1], [5, 4, 3]), ([3, 4, 5], [0, 1, 2])],
+    ):
+        folds = own_folds(given_, x, y)
+        assert [(f.index, f.num_folds, f.train.tolist(), f.validation.tolist()) for f in folds] == [
+            (0, 2, [0, 1, 2], [3, 4, 5]),
+            (1, 2, [3, 4, 5], [0, 1, 2]),
+        ]
+    assert len(own_folds(Halves(), None, y)[0].train) == 3  # the targets tell the rows
+    assert digest(folds) == digest(own_folds(Halves(), x, y)) != digest(folds[::-1])
+
+
+@pytest.mark.parametrize(
+    "given, what",
+    [
+        (3, "must be an object with split"),
+        ([([0], [1])], "at least two pairs"),
+        ([([0], [1]), 5], r"folds\[1\]=5: must be a pair"),
+        ([([0], [1]), ([0], [])], r"folds\[1\]=\(\[0\], \[\]\): must be a pair"),
+        ([([0.5], [1]), ([0], [1])], r"folds\[0\]=.* must be a pair of arrays of row numbers"),
+        ([([True, False], [False, True]), ([0], [1])], r"folds\[0\]=.* must be a pair"),
+        ([([0], [6]), ([0], [1])], r"folds\[0\] has row 6: rows are numbered from 0 to 5"),
+        ([([0], [1]), ([-1], [1])], r"folds\[1\] has row -1"),
+        ([([0, 1], [1, 2]), ([0], [1])], r"folds\[0\] trains on row 1 and holds it out"),
+    ],
+)
+def test_own_folds_that_cannot_be(given: Any, what: str) -> None:
+    with pytest.raises(ConfigurationError, match=what):
+        own_folds(given, np.zeros((6, 2)), np.arange(6))
+
+
+def test_a_splitter_needs_the_rows_and_own_folds_have_their_number(pretended: Pretended) -> None:
+    with pytest.raises(ConfigurationError, match=r"needs the data to split.*folds=list\(splitter"):
+        own_folds(Halves(), None, None)
+    with pytest.raises(ConfigurationError, match=r"num_bag_folds=3 with folds: .*Leave num_bag_folds out"):
+        pretend(folds=Halves())
+
+
+def test_own_folds_are_trained_and_rows_outside_of_them_are_missing(pretended: Pretended, tmp_path: Path) -> None:
+    third = len(rows()[0]) // 3
+    numbers = np.arange(len(rows()[0]))
+    given = [  # as for a time series: the first third is never held out
+        (numbers[:third], numbers[third : 2 * third]),
+        (numbers[: 2 * third], numbers[2 * third :]),
+    ]
+    options = {"num_bag_folds": 1, "folds": given, "num_trials": 2, "storage": tmp_path / "s", "mode": "max"}
+    found = pretend(**options)
+    assert [fold.validation.tolist() for fold in found.folds or ()] == [pair[1].tolist() for pair in given]
+    assert [trial.scores for trial in found.trials] == [[0.0, 0.0], [1.0, 1.0]]
+    held_out = found.out_of_fold_predictions
+    assert np.isnan(held_out[:third]).all()
+    assert (held_out[third:] == 1.0).all()
+    with pytest.raises(ConfigurationError, match="holds a search with folds="):
+        pretend(**{**options, "folds": given[::-1]})
+
+
+def test_cross_validation_of_one_setting_warns_of_nothing(pretended: Pretended) -> None:
+    options: dict[str, Any] = {"num_trials": 1, "total": Q(2, 0), "seed": 0, "progress": False, "data": rows()}
+    assert len(tune(make_scaled, {}, num_bag_folds=3, **options).best_trial.scores) == 3  # warnings are errors
+    with pytest.warns(UserWarning, match=r"space is empty: one model is trained.*num_bag_folds=5"):
+        tune(make_scaled, {}, **options)
+
+
+# -- the temporary folder ----------------------------------------------------------------------------------------------
+
+
+def test_the_next_search_removes_the_folder_of_one_that_was_killed(
+    pretended: Pretended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = tmp_path / "temporary"
+    where.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(where))
+
+    def there() -> set[Path]:
+        return set(where.glob("trainloop-search-*"))
+
+    first = pretend()
+    (alive,) = there()
+    killed = scratch.temporary_folder()
+    (Path(killed.path) / "model.pkl").write_bytes(b"x")
+    os.close(killed.lock_fd)  # as the system does when a process ends, in whatever way
+    second = pretend()
+    assert not Path(killed.path).exists()
+    assert alive in there()
+    assert len(there()) == 2
+    assert first.predictor is not None
+    del first, second
+    gc.collect()
+    assert not there()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,14 @@ from trainloop.callbacks.monitor import Mode, Monitor, check_mode
 from trainloop.callbacks.run_checkpoints import RunCheckpoints, weights_name
 from trainloop.checkpoint import CheckpointInfo
 from trainloop.checkpoint.background import BackgroundWrite, error_of
+from trainloop.checkpoint.left_out import Bits, bits_of, changed, names_under, without
 from trainloop.checkpoint.sharded import load_model
 from trainloop.checkpoint.sharded_writing import FolderWriting, check_offered
 from trainloop.devices import whole_number
 from trainloop.errors import CheckpointError, ConfigurationError
+from trainloop.optim import optimizers_of
 from trainloop.parallel.shards import local_part, map_tensors
+from trainloop.user_line import warn
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,7 +36,7 @@ class ModelCheckpoint(AbstractCallback):
     """Write checkpoints by epoch, by optimizer step, by time and when a metric improves; keep the last and the best.
 
     ``fit(resume_from='last')`` goes on from the newest whole one. One more is written at the end of training and at
-    SIGTERM or SIGUSR1, where the state has changed since the last.
+    SIGTERM, SIGHUP or SIGUSR1, where the state has changed since the last.
 
     Parameters
     ----------
@@ -51,8 +54,8 @@ class ModelCheckpoint(AbstractCallback):
         Whether lower or higher is better; ``'auto'``: by the name's words (``loss``, ``rmse``, ``accuracy``) or by
         the torchmetrics metric of that name. A name that tells nothing needs the mode.
     keep : int or None
-        How many stay: the newest, or with ``monitor`` the best and the newest besides. None: all. Only files are
-        deleted that this run wrote, before or after it was resumed.
+        How many stay: the best ones by ``monitor``, without it the newest ones. The newest always stays, as one more
+        if it is not among them. None: all stay. Only this run's files are deleted, also those from before a resume.
     async_save : bool
         The loop waits only while the state is copied to host memory; a thread writes it. Costs that memory. Where a
         checkpoint is due before the last one is on the disk, the loop waits for it; so a kill costs the steps since
@@ -61,15 +64,19 @@ class ModelCheckpoint(AbstractCallback):
         Write at the first step after so much time since the last checkpoint, by rank 0's clock.
     safetensors : bool
         Write the model's weights beside each checkpoint as ``*.safetensors`` too (extra ``safetensors``).
+    exclude : str or sequence of str
+        Parts of the model that checkpoints leave out, such as ``"teacher"`` or ``"encoder.embed.weight"``: frozen ones,
+        which the script loads before ``fit``. A resume compares them with those of the first run, except in ``fsdp``.
 
     Attributes
     ----------
     best_path : str or None
-        Kept checkpoint with the best value of ``monitor``. During training known on rank 0 only, as ``last_path``.
+        Kept checkpoint with the best value of ``monitor``. During training known on rank 0 only, as ``last_path``;
+        after it on all ranks.
     last_path : str or None
         Newest checkpoint on the disk.
     best_value : float or None
-        Best value of ``monitor`` so far.
+        Value of ``monitor`` of the checkpoint at ``best_path``.
 
     Raises
     ------
@@ -102,6 +109,7 @@ class ModelCheckpoint(AbstractCallback):
         *,
         every_n_minutes: float | None = None,
         safetensors: bool = False,
+        exclude: str | Sequence[str] = (),
     ) -> None:
         # After all others at each hook, since their changes belong to the state.
         super().__init__("ModelCheckpoint", execution_order=1000)
@@ -113,9 +121,13 @@ class ModelCheckpoint(AbstractCallback):
         if safetensors:
             checkpoint.require_safetensors("ModelCheckpoint: safetensors=True")
         self.safetensors = safetensors
-        self.best_value: float | None = None
+        self.exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+        self._left_out: Bits = {}
+        self._judged = False  # a value that is not NaN has been read
         check_mode(mode, "ModelCheckpoint")
         self._metric = Monitor(monitor, mode, owner="ModelCheckpoint") if monitor is not None else None
+        # Rank 0's newest path and best path and value, on ranks of a launcher.
+        self._told: tuple[str | None, tuple[str | None, float | None]] | None = None
         self._own = RunCheckpoints(checkpoint.folder(dirpath), self._metric, with_weights=safetensors)
         self._saved_step: int | None = None  # None: the state has changed since the last checkpoint
         self._held_step: tuple[int | None, ...] = ()  # the same, in a snapshot
@@ -144,11 +156,19 @@ class ModelCheckpoint(AbstractCallback):
 
     @property
     def last_path(self) -> str | None:
-        return self._own.newest
+        return self._own.newest if self._told is None else self._told[0]
 
     @property
     def best_path(self) -> str | None:
-        return self._own.best
+        return self._best[0]
+
+    @property
+    def best_value(self) -> float | None:
+        return self._best[1]
+
+    @property
+    def _best(self) -> tuple[str | None, float | None]:
+        return self._own.best if self._told is None else self._told[1]
 
     def load_best(self, model: nn.Module | None = None) -> dict[str, Any]:
         """Put the weights of the best checkpoint into the loop's model.
@@ -171,9 +191,14 @@ class ModelCheckpoint(AbstractCallback):
             If no checkpoint was judged by a metric, every value was NaN, or the best one is damaged.
         """
         self._finish_writing()
-        path = distributed.broadcast_object(self.best_path if distributed.is_global_zero() else None)
+        path = distributed.broadcast_object(self.best_path)
         if path is None:
-            if self._metric is not None and self._metric.has_read and self.best_value is None:
+            if self._judged:
+                raise CheckpointError(
+                    f"no checkpoint that was judged by monitor={self.monitor!r} could be written to {self.dirpath}. "
+                    "The warnings of the training say why. Make room, or choose another dirpath."
+                )
+            if self._metric is not None and self._metric.has_read:
                 raise CheckpointError(
                     f"no checkpoint in {self.dirpath} is the best: every value of monitor={self.monitor!r} was NaN. "
                     "TerminateOnNaN among the callbacks finds the step at which that begins."
@@ -183,7 +208,7 @@ class ModelCheckpoint(AbstractCallback):
                 "Give ModelCheckpoint a monitor, and let at least one epoch end."
             )
         state = checkpoint.load(path)
-        load_model(model or self.train_loop_obj.model, state["model"])
+        load_model(model or self.train_loop_obj.model, state)
         return state
 
     # -- what the loop asks --------------------------------------------------------------------------------------------
@@ -228,6 +253,14 @@ class ModelCheckpoint(AbstractCallback):
         self._save("end", final=True)
         self._finish_writing()
         self._host_copy = checkpoint.HostCopy()
+        self.share_paths()
+
+    def share_paths(self) -> None:
+        """Give the ranks of a launcher the paths and the value that rank 0 has. Collective."""
+        if distributed.get_world_size() > 1:
+            first = distributed.is_global_zero()
+            told = distributed.broadcast_object((self.last_path, self._best) if first else None)
+            self._told = None if first else told
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -235,30 +268,32 @@ class ModelCheckpoint(AbstractCallback):
             "step": self.train_loop_obj.global_step,
             "monitor": self.monitor,
             "metric": self._metric.state_dict() if self._metric is not None else {},
-            "best_value": self.best_value,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._saved_step = state["step"]
+        same_metric = state["monitor"] == self.monitor
         if self.train_loop_obj.is_global_zero:
-            self._own.take_over(state["run"], state["step"])
-        if self._metric is not None and state["monitor"] == self.monitor:
+            self._own.take_over(state["run"], state["step"], same_metric=same_metric)
+        if self._metric is not None and same_metric:
             self._metric.load_state_dict(state["metric"])
-            self.best_value = state["best_value"]
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def on_train_loop_registration(self) -> None:
         if self._metric is not None:
             self._metric.check(self.train_loop_obj)
-        self._own.folder.check_writable()
+        if distributed.is_global_zero() or self._is_sharded():  # who writes
+            self._own.folder.check_writable()
         if self._is_sharded():
             check_offered(self.dirpath, safetensors=self.safetensors)
+        self._check_exclude()
 
     def on_train_begin(self) -> None:
         self._saved_step, self._held_step = None, ()
-        self._failed = False
+        self._failed, self._told = False, None
         self._prepared = not self.async_save
+        self._left_out = self._now_left_out(self.train_loop_obj.model.state_dict())
         if self.train_loop_obj.is_global_zero:
             self._own.folder.remove_dead()
         self._restart_clock()
@@ -279,9 +314,14 @@ class ModelCheckpoint(AbstractCallback):
         loop = self.train_loop_obj
         self._saved_step = None  # the history has a new row
         value = self._metric.new_value(loop) if self._metric is not None else None
-        improved = value is not None and self._metric is not None and self._metric.improves(value, self.best_value)
-        if improved:
-            self.best_value = value
+        improved = False
+        if self._metric is not None:
+            self._judged |= value is not None and value == value
+            self._finish_writing()
+            # Only rank 0 knows which values have a checkpoint: one that could not be written is no best.
+            best = self.best_value if loop.is_global_zero else None
+            better = value is not None and self._metric.improves(value, best)
+            improved = bool(distributed.exchange_ints([int(better)])[0][0])
         if self.every_n_epochs is not None and (loop.epoch + 1) % self.every_n_epochs == 0:
             self._save("epoch", value)
         elif improved:
@@ -291,6 +331,7 @@ class ModelCheckpoint(AbstractCallback):
     def on_train_end(self) -> None:
         self.save_now("end")
         self._host_copy = checkpoint.HostCopy()  # releases the memory
+        self.share_paths()
 
     def on_exception(self, exception: BaseException) -> None:
         self._finish_writing(_OTHERS_S)  # another rank may be gone
@@ -301,7 +342,8 @@ class ModelCheckpoint(AbstractCallback):
         self._prepared = True
         loop = self.train_loop_obj
         if loop.is_global_zero or self._is_sharded():
-            states = [loop.model.state_dict(), loop.optimizer.state_dict()]
+            model = {n: value for n, value in loop.model.state_dict().items() if n not in self._left_out}
+            states = [model, loop.optimizer.state_dict()]
             self._host_copy.prepare(map_tensors(states, local_part) if self._is_sharded() else states)
 
     # -- writing -------------------------------------------------------------------------------------------------------
@@ -311,6 +353,14 @@ class ModelCheckpoint(AbstractCallback):
         loop = self.train_loop_obj
         self._finish_writing()  # before the state is taken: the copy's memory is free again only then
         state = loop.checkpoint_state(keep_shards=True) if self._is_sharded() else loop.checkpoint_state()
+        if state is not None and self.exclude:
+            moved = changed(self._left_out, self._now_left_out(state["model"]))
+            if moved:
+                raise CheckpointError(
+                    f"ModelCheckpoint: {moved[0]} has changed in training, and exclude={self.exclude!r} leaves it out. "
+                    "Freeze it before fit, by requires_grad_(False) and eval(), or do not exclude it."
+                )
+            state = without(state, self._left_out)
         self._saved_step = loop.global_step
         self._restart_clock()
         info = CheckpointInfo(loop.history_epoch, loop.global_step, self._own.run, 0, value, reason)
@@ -342,6 +392,31 @@ class ModelCheckpoint(AbstractCallback):
         else:
             self._report(error_of(lambda: self._write(state, info)), info.step)
 
+    def _now_left_out(self, model: dict[str, Any]) -> Bits:
+        return bits_of(model, names_under(model, self.exclude)) if self.exclude else {}
+
+    def _check_exclude(self) -> None:
+        """Refuse parts that are not in the model, and those that are trained."""
+        if not self.exclude:
+            return
+        loop = self.train_loop_obj
+        names = list(loop.model.state_dict())
+        for part in self.exclude:
+            if not names_under(names, [part]):
+                tops = dict.fromkeys(name.partition(".")[0] for name in names)
+                raise ConfigurationError(
+                    f"ModelCheckpoint: exclude={part!r}: the model has no such part. Use the name of a module, "
+                    f"parameter or buffer: {', '.join(tops)}, or one inside of these."
+                )
+        groups = [group for optimizer in optimizers_of(loop.optimizer) for group in optimizer.param_groups]
+        trained = {id(p) for group in groups for p in group["params"] if p.requires_grad}
+        for name, parameter in loop.model.named_parameters():
+            if id(parameter) in trained and names_under([name], self.exclude):
+                raise ConfigurationError(
+                    f"ModelCheckpoint: exclude={self.exclude!r} leaves out {name}, which is trained. Freeze it by "
+                    "requires_grad_(False), or do not exclude it."
+                )
+
     def _is_sharded(self) -> bool:
         return self.train_loop_obj.gpu_mode == "fsdp"
 
@@ -369,11 +444,10 @@ class ModelCheckpoint(AbstractCallback):
             raise error  # a state that can't be saved never will be
         if error is not None:
             newest = self._own.newest_known or "none yet"
-            warnings.warn(
+            warn(
                 f"the checkpoint of step {step} could not be written to {self.dirpath} ({type(error).__name__}: "
                 f"{error}). Training goes on; the newest whole one is {newest}. Make room, or choose another dirpath.",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
     # -- time ----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainloop.callbacks.base import AbstractCallback
+from trainloop.distribution import pip_install
 from trainloop.errors import ConfigurationError
 
 __all__ = ["ConfusionMatrix"]
@@ -45,7 +46,7 @@ class ConfusionMatrix(AbstractCallback):
 
     Notes
     -----
-    One pass of predictions over the data each time. Pictures need matplotlib: ``pip install 'trainloop[plot]'``.
+    One pass of predictions over the data each time. Pictures need matplotlib: ``pip install 'tt-trainloop[plot]'``.
 
     Examples
     --------
@@ -182,5 +183,5 @@ def _figure_type() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigurationError("ConfusionMatrix needs matplotlib: pip install 'trainloop[plot]'.") from error
+        raise ConfigurationError(f"ConfusionMatrix needs matplotlib: {pip_install('plot')}.") from error
     return Figure

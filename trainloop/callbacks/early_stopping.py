@@ -87,7 +87,8 @@ class EarlyStopping(AbstractCallback):
         if self.epochs_without_improvement >= self.patience:
             self.stopped_epoch = loop.epoch
             best = "no finite value" if self.best is None else f"{self.best:.6g} in epoch {self.best_epoch + 1}"
-            self.end_training(f"{self.monitor} = {value:.6g}, best was {best}.")
+            least = f" (min_delta={self.min_delta:g})" if self.min_delta else ""
+            self.end_training(f"{self.monitor} = {value:.6g}, best was {best}{least}.")
 
     def ends_again(self, state: dict[str, Any]) -> bool:
         return bool(state["epochs_without_improvement"] >= self.patience)

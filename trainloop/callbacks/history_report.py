@@ -9,6 +9,7 @@ from typing import Any
 from trainloop.callbacks.abstract import AbstractExperimentCallback
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.callbacks.messages import UNTIL_END_OF_EPOCH
+from trainloop.distribution import pip_install
 from trainloop.errors import ConfigurationError
 from trainloop.history import format_table
 
@@ -20,7 +21,7 @@ def require_matplotlib(owner: str) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ConfigurationError(f"{owner} needs matplotlib: pip install 'trainloop[plot]'.") from error
+        raise ConfigurationError(f"{owner} needs matplotlib: {pip_install('plot')}.") from error
 
 
 class TrainHistoryPlot(AbstractCallback):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
@@ -12,6 +11,7 @@ from trainloop import distributed
 from trainloop.callbacks.base import MODEL_HOOKS, AbstractCallback
 from trainloop.keywords import nearest, table_of
 from trainloop.model import TTModel
+from trainloop.user_line import warn
 
 __all__ = ["warn_of_misnamed_hooks"]
 
@@ -68,7 +68,7 @@ def warn_of_misnamed_hooks(callbacks: Iterable[AbstractCallback], model: Any) ->
             if found:
                 _told.add(kind)
             for name, here in found:
-                warnings.warn(f"{kind.__name__}.{name} is not called: {_remedy(kind, here)}", UserWarning, stacklevel=3)
+                warn(f"{kind.__name__}.{name} is not called: {_remedy(kind, here)}", UserWarning)
 
 
 def _misnamed(kind: type) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.epoch_values import EpochValues
+from trainloop.distribution import pip_install
 from trainloop.errors import ConfigurationError
 
 __all__ = ["MLflowTracking"]
@@ -154,5 +155,5 @@ def _import_mlflow() -> Any:
     try:
         import mlflow
     except ImportError as error:
-        raise ConfigurationError("MLflowTracking needs mlflow: pip install 'trainloop[mlflow]'.") from error
+        raise ConfigurationError(f"MLflowTracking needs mlflow: {pip_install('mlflow')}.") from error
     return mlflow

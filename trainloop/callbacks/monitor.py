@@ -76,10 +76,15 @@ class Monitor:
         """Whether there has been any value."""
         return self._seen > 0
 
-    def _undirected(self, hint: str = "") -> ConfigurationError:
+    def _undirected(self, meant: str | None = None, hint: str = "") -> ConfigurationError:
+        unclear = "whether lower or higher is better doesn't show in this name"
+        if meant is not None:
+            return ConfigurationError(
+                f"{self.owner}: monitor={self.name!r} is not known before training. Did you mean {meant!r}? If not, "
+                f"pass mode='min' or mode='max': {unclear}."
+            )
         return ConfigurationError(
-            f"{self.owner}: monitor={self.name!r}: whether lower or higher is better doesn't show in this name. "
-            f"Pass mode='min' or mode='max'.{hint}"
+            f"{self.owner}: monitor={self.name!r}: {unclear}. Pass mode='min' or mode='max'.{hint}"
         )
 
     def check(self, loop: Any) -> None:
@@ -92,8 +97,8 @@ class Monitor:
             known = list(dict.fromkeys([*own, *loop.history]))
             names = ", ".join(repr(name) for name in known)
             raise self._undirected(
-                _did_you_mean(nearest(self.name, known, _NEAR) or _spelt_right(self.name))
-                or f" Or is it misspelt? Known before training: {names}; the model and callbacks may log more."
+                nearest(self.name, known, _NEAR) or _spelt_right(self.name),
+                f" Or is it misspelt? Known before training: {names}; the model and callbacks may log more.",
             )
         if self.name == "val_loss" and loop.validation_loader is None:
             raise ConfigurationError(
@@ -119,7 +124,8 @@ class Monitor:
             if self._comes_later(loop):
                 return None
             names = ", ".join(repr(name) for name in loop.history) or "none yet"
-            hint = _did_you_mean(nearest(self.name, loop.history, _NEAR))
+            meant = nearest(self.name, loop.history, _NEAR)
+            hint = "" if meant is None else f" Did you mean {meant!r}?"
             raise ConfigurationError(
                 f"{self.owner}: monitor={self.name!r} is not in the history after epoch {loop.epoch + 1}. "
                 f"There are: {names}.{hint} Monitor one of these, or log it: "
@@ -161,10 +167,6 @@ def _lower_is_better(name: str) -> bool | None:
         return True
     lower, higher = bool(words & _LOWER), bool(words & _HIGHER)
     return None if lower == higher else lower
-
-
-def _did_you_mean(name: str | None) -> str:
-    return "" if name is None else f" Did you mean {name!r}?"
 
 
 def _spelt_right(name: str) -> str | None:

@@ -33,6 +33,7 @@ class RunCheckpoints:
         """The writer of a file; a resumed run keeps the name."""
         self._files: list[Checkpoint] | None = None  # oldest first; None: not looked up yet
         self._stamp = 0
+        self._same_metric = True
 
     @property
     def newest(self) -> str | None:
@@ -46,10 +47,10 @@ class RunCheckpoints:
         return self._files[-1].path if self._files else None
 
     @property
-    def best(self) -> str | None:
-        """Path of the one with the best value of the metric."""
+    def best(self) -> tuple[str | None, float | None]:
+        """Path and value of the one with the best value of the metric."""
         ranked = _best_first(self._own(), self._metric)
-        return ranked[0].path if ranked else None
+        return (ranked[0].path, ranked[0].info.value) if ranked and ranked[0].info else (None, None)
 
     def on_disk(self) -> list[tuple[int, str]]:
         """Steps and paths of whole ones, in the order of writing, looked up anew."""
@@ -94,12 +95,15 @@ class RunCheckpoints:
                 self._remove(file)
         self._files = kept
 
-    def take_over(self, run: str, step: int) -> None:
-        """Continue as ``run`` and own its files, if resumed from its newest checkpoint here; else begin a branch."""
+    def take_over(self, run: str, step: int, *, same_metric: bool) -> None:
+        """Continue as ``run`` and own its files, if resumed from its newest checkpoint here; else begin a branch.
+
+        ``same_metric``: the values of its files are those of this metric.
+        """
         found = self._found(run)
         if found and found[-1].info is not None and found[-1].info.step == step:
             self.run = run
-        self._files = None
+        self._files, self._same_metric = None, same_metric
 
     def _own(self) -> list[Checkpoint]:
         if self._files is None:
@@ -107,6 +111,10 @@ class RunCheckpoints:
             # Above other runs' too: the newest of a folder is the one with the highest stamp.
             self._stamp = max([self._stamp, *(file.info.stamp for file in found if file.info is not None)])
             self._files = _of_run(self.run, found)
+            if not self._same_metric:
+                self._files = [
+                    replace(file, info=replace(file.info, value=None)) for file in self._files if file.info is not None
+                ]
         return self._files
 
     def _found(self, run: str) -> list[Checkpoint]:

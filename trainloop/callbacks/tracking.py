@@ -19,7 +19,6 @@ import math
 import os
 import sys
 import time
-import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -29,13 +28,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from trainloop import checkpoint
+from trainloop import checkpoint, distributed
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.callbacks.checkpoint import ModelCheckpoint
 from trainloop.checkpoint import Folder
-from trainloop.errors import ConfigurationError
+from trainloop.errors import ConfigurationError, UnpicklableError
 from trainloop.history import format_table
 from trainloop.result_package import evaluate_result_package
+from trainloop.user_line import warn
 
 __all__ = ["Experiment", "ExperimentCheckpoint", "ExperimentEndSave", "ExperimentRecord"]
 
@@ -157,6 +157,8 @@ class ExperimentRecord(AbstractCallback):
         self.experiment.check_writable()
 
     def on_train_begin(self) -> None:
+        # Each rank of a launcher has begun in a second of its own.
+        self.experiment.timestamp = distributed.broadcast_object(self.experiment.timestamp)
         if self.train_loop_obj.is_global_zero:
             self.experiment.record()
 
@@ -203,14 +205,26 @@ class ExperimentCheckpoint(ModelCheckpoint):
 
     def last_state(self, *, whole: bool = True) -> dict[str, Any] | None:
         for stamp in self.experiment.earlier_timestamps():
-            self.experiment.timestamp = stamp
-            self._own.folder = self.experiment.folder / "checkpoints"
+            self.place = stamp
             state = super().last_state(whole=whole)
             if state is not None:
                 return state
-        self.experiment.timestamp = self.experiment._new_timestamp()
-        self._own.folder = self.experiment.folder / "checkpoints"
+        self.place = self.experiment._new_timestamp()
         return None
+
+    @property
+    def place(self) -> str:
+        """The time stamp of the experiment's run in whose folder the checkpoints are."""
+        return self.experiment.timestamp
+
+    @place.setter
+    def place(self, timestamp: str) -> None:
+        self.experiment.timestamp = timestamp
+        self._own.folder = self.experiment.folder / "checkpoints"
+
+    def on_train_begin(self) -> None:
+        self.place = distributed.broadcast_object(self.place)
+        super().on_train_begin()
 
 
 class ExperimentEndSave(AbstractCallback):
@@ -280,6 +294,10 @@ class ExperimentEndSave(AbstractCallback):
             if loop.is_global_zero:
                 score = partial(self._score, part, package, y_pred, y_true, metadata)
                 problems += self._try(f"the {part} result package", score)
+        try:
+            self.results = distributed.broadcast_object(self.results)
+        except UnpicklableError as error:  # without a key only plain values are exchanged
+            warn(f"only rank 0 has the results: {error}", RuntimeWarning)
         state = loop.checkpoint_state()
         if state is not None:
             where = self.experiment.folder
@@ -297,7 +315,7 @@ class ExperimentEndSave(AbstractCallback):
             work()
         except Exception as error:
             problem = f"{what} failed: {type(error).__name__}: {error}"
-            warnings.warn(f"{problem}. The trained model is not touched by it.", RuntimeWarning, stacklevel=2)
+            warn(f"{problem}. The trained model is not touched by it.", RuntimeWarning)
             return [problem]
         return []
 

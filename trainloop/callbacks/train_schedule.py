@@ -18,12 +18,17 @@ from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.monitor import Monitor
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiOptimizer, optimizers_of
+from trainloop.user_line import warn
 
 __all__ = [
     "AbstractScheduler",
     "LRScheduler",
     "LearningRateMonitor",
 ]
+
+
+# Attributes that hold the number of steps after which a schedule of torch's has run down, or begins to rise again.
+_LENGTHS = {"OneCycleLR": "total_steps", "PolynomialLR": "total_iters"}
 
 
 class AbstractScheduler:
@@ -150,6 +155,35 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             # torch's scheduler judges by its own mode; Monitor's is not used.
             self._metric = self._metric or Monitor(self.monitor or "val_loss", "min", owner="LRScheduler")
             self._metric.check(loop)
+        self._check_length()
+
+    def _planned_steps(self) -> int | None:
+        """The schedule's steps when the loop's ``fit`` has ended, those before it included; ``None`` if unknown."""
+        loop = self.train_loop_obj
+        if not (loop.num_epochs or loop.num_iterations):  # registered outside of fit
+            return None
+        of_fit = loop.num_optimizer_steps() if self.interval == "step" else loop.num_epochs or None
+        return None if of_fit is None else (self._count + of_fit) // self.frequency
+
+    def _length(self) -> int | None:
+        """The steps that the schedule is made for; ``None`` if it is for any number."""
+        length = getattr(self.scheduler, _LENGTHS.get(type(self.scheduler).__name__, ""), None)
+        return length if isinstance(length, int) else None
+
+    def _check_length(self) -> None:
+        length = self._length()
+        planned = None if length is None or self.train_loop_obj.train_loader is None else self._planned_steps()
+        # One step more or less is how people count; checkpoints of a resumed run bring the schedule's own place.
+        if length is None or planned is None or abs(length - planned) <= 1 or not self.train_loop_obj.is_global_zero:
+            return
+        if length > planned and type(self.scheduler).__name__ in _LENGTHS:  # one may use a part of torch's on purpose
+            return
+        unit = "optimizer step" if self.interval == "step" else "epoch"
+        warn(
+            f"{type(self).__name__}: the schedule ends after {unit} {length * self.frequency}, the training after "
+            f"{unit} {planned * self.frequency}. Make both equal (tl.num_optimizer_steps(num_epochs=...) counts the "
+            "optimizer steps of a training); if further calls of fit continue the schedule, ignore this."
+        )
 
     def _check_plateau(self) -> None:
         if self.interval == "step":

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.epoch_values import EpochValues
 from trainloop.devices import has_ranks
+from trainloop.distribution import pip_install
 from trainloop.errors import ConfigurationError
 
 __all__ = ["AlertConfig", "WandBTracking"]
@@ -248,5 +249,5 @@ def _import_wandb() -> Any:
     try:
         import wandb
     except ImportError as error:
-        raise ConfigurationError("WandBTracking needs wandb: pip install 'trainloop[wandb]'.") from error
+        raise ConfigurationError(f"WandBTracking needs wandb: {pip_install('wandb')}.") from error
     return wandb

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import struct
-import warnings
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -20,7 +19,9 @@ from torch import Tensor
 from trainloop.checkpoint import sharded
 from trainloop.checkpoint.plain import plain
 from trainloop.checkpoint.storage import Folder, folder, split_file
+from trainloop.distribution import pip_install
 from trainloop.errors import CheckpointError, ConfigurationError
+from trainloop.user_line import warn
 
 __all__ = [
     "Checkpoint",
@@ -220,7 +221,7 @@ def require_safetensors(what: str) -> Any:
     try:
         import safetensors.torch
     except ImportError as error:
-        raise ConfigurationError(f"{what} needs a package: pip install trainloop[safetensors].") from error
+        raise ConfigurationError(f"{what} needs a package: {pip_install('safetensors')}.") from error
     return safetensors.torch
 
 
@@ -421,4 +422,4 @@ def _missing_newest(where: Folder, present: list[str]) -> list[str]:
 
 def _warn_of(problems: list[str], instead: str) -> None:
     if problems:
-        warnings.warn("\n".join([*problems, instead]), RuntimeWarning, stacklevel=4)
+        warn("\n".join([*problems, instead]), RuntimeWarning)

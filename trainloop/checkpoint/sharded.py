@@ -167,9 +167,11 @@ def fitted(value: Any, like: Any) -> Any:
 
 
 def load_model(model: nn.Module, state: dict[str, Any]) -> None:
-    """Load a checkpoint's weights into a model, whose parameters may be sharded."""
-    own = model.state_dict()
-    model.load_state_dict(with_items(state, {name: fitted(value, own.get(name)) for name, value in state.items()}))
+    """Load a checkpoint's weights into a model, whose parameters may be sharded. What it leaves out stays as it is."""
+    own, saved = model.state_dict(), state["model"]
+    left_out = {name: own[name] for name in state.get("left_out", {}) if name in own}
+    loaded = {name: fitted(value, own.get(name)) for name, value in saved.items()}
+    model.load_state_dict(with_items(saved, {**left_out, **loaded}))
 
 
 def size_and_checksum(path: str) -> tuple[int, int]:

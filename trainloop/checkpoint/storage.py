@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, cast
 from uuid import uuid4
 
 from trainloop.distributed.hosts import running_system
+from trainloop.distribution import pip_install
 from trainloop.errors import ConfigurationError
 
 __all__ = ["Folder", "folder", "split_file", "sync_directory", "temporary_name", "why_not_writable"]
@@ -244,7 +245,9 @@ def why_not_writable(location: str) -> str:
         # Files may be deleted while training goes on.
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return ""
-        return f"no permission to write in {nearest}" if isinstance(error, PermissionError) else str(error)
+        # Its text would name the probe.
+        why = "no permission to write" if isinstance(error, PermissionError) else error.strerror or type(error).__name__
+        return f"{why} in {nearest}"
     return ""
 
 
@@ -279,13 +282,13 @@ class _RemoteFolder(Folder):
             import fsspec
         except ImportError as error:
             raise ConfigurationError(
-                f"{self.location!r} is a URL, which needs fsspec: pip install trainloop[cloud], or give a local path."
+                f"{self.location!r} is a URL, which needs fsspec: {pip_install('cloud')}, or give a local path."
             ) from error
         try:
             system, path = fsspec.core.url_to_fs(self.location)
         except ImportError as error:
             raise ConfigurationError(
-                f"{self.location!r} needs a package that is not installed ({error}): pip install trainloop[cloud], "
+                f"{self.location!r} needs a package that is not installed ({error}): {pip_install('cloud')}, "
                 "or give a local path."
             ) from error
         except ValueError as error:

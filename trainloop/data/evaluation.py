@@ -10,14 +10,13 @@ import torch
 from trainloop.data import loaders
 from trainloop.data.columns import SplitBatches
 from trainloop.data.indexed import Indexed, eval_shard, given_shard
-from trainloop.data.kept_workers import ReaderOf
 from trainloop.data.orders import length_of
-from trainloop.data.persistent import ask_workers, end_workers, start_workers
 from trainloop.data.prefetch import on_device
 from trainloop.data.sources import Columns, Opaque, Source
 from trainloop.data.steps import ExchangeInts
 from trainloop.data.streams import stream_twin
 from trainloop.data.tensors import TensorRows
+from trainloop.data.twins import end_workers
 from trainloop.rng import derive_seed
 
 
@@ -30,7 +29,6 @@ def eval_feed(
     name: str = "loader",
     exchange_ints: ExchangeInts | None = None,
     device: torch.device | None = None,
-    reader_of: ReaderOf | None = None,
 ) -> EvalFeed:
     """A loader's batches for evaluation: rank ``r`` of ``w`` gets the batches ``r, r + w, ...`` of one process.
 
@@ -54,9 +52,6 @@ def eval_feed(
         make sure, once a pass, that it is the same on all.
     device : torch.device, optional
         Where batches go; None leaves them where they are.
-    reader_of : callable, optional
-        Called before an indexed dataset's loader is first read: gives one to read in its place, whose workers outlive
-        this feed.
 
     Raises
     ------
@@ -67,16 +62,14 @@ def eval_feed(
     if world_size > 1 and seed is None:
         seed = 0
     given = world_size > 1 and loaders.is_distributed(loader)
-    source = _source_of(loader, rank, world_size, seed, name, given, reader_of)
+    source = _source_of(loader, rank, world_size, seed, name, given)
     length = None if loaders.is_stream(loader) else length_of(loader)
     # A distributed loader knows its own share's length only.
     num_batches = length * world_size if length is not None and given else length
     return EvalFeed(source, loader, rank, world_size, seed, num_batches, name, exchange_ints, device)
 
 
-def _source_of(
-    loader: Any, rank: int, world_size: int, seed: int | None, name: str, given: bool, reader_of: ReaderOf | None
-) -> Source:
+def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: str, given: bool) -> Source:
     """The source for a loader of any kind, shared out by whole batches."""
     # Another stream of random numbers than training's, so that evaluating changes nothing there.
     if seed is not None:
@@ -87,7 +80,7 @@ def _source_of(
         loader = loaders.for_rank(loader, rank, world_size, name)
     if loaders.is_indexed(loader, given):
         shard = (given_shard if given else eval_shard)(loader, rank, world_size, seed)
-        return Indexed(loader, shard, name, TensorRows.of(loader), None if seed is None else reader_of)
+        return Indexed(loader, shard, name, TensorRows.of(loader))
     # An iterable dataset may repeat each sample in every worker, or differ between ranks: its twin checks both.
     shared = world_size > 1 and not given
     if loaders.is_stream(loader) and not loaders.iterates_itself(loader) and (shared or loader.num_workers > 0):
@@ -110,8 +103,7 @@ class EvalFeed:
         exchange_ints: ExchangeInts | None,
         device: torch.device | None,
     ) -> None:
-        self._seed, self._draws_globally = seed, seed is None
-        self._worker_states: list[dict[str, Any]] | None = None
+        self._seed = seed
         self._source = source
         self._users_loader = users_loader
         self._rank = rank
@@ -145,25 +137,10 @@ class EvalFeed:
         seed = loaders.seed_in_common(self._seed) if source.draws_order else -1
         return loaders.Shared(derive_seed(source.rule), seed, *(-1 if n is None else n for n in counts))
 
-    @property
-    def worker_states(self) -> list[dict[str, Any]] | None:
-        """Random states of persistent workers between two passes, where they go on; set before the first pass."""
-        if self._worker_states is None and self._draws_globally:
-            self._worker_states = ask_workers(self._read_loader)
-        return self._worker_states
-
-    @worker_states.setter
-    def worker_states(self, states: list[dict[str, Any]] | None) -> None:
-        self._worker_states = states
-
-    @property
-    def _read_loader(self) -> Any:
-        return self.loader.loader if isinstance(self.loader, SplitBatches) else self.loader
-
     def close(self) -> None:
         """End persistent workers of this rank's twin of the loader; the feed can't be read afterwards."""
         if self.loader is not self._users_loader:
-            end_workers(self._read_loader)
+            end_workers(self.loader)
 
     def batches(self) -> Iterator[tuple[int, Any, int]]:
         """This rank's batches of one pass: ``(batch_index, batch, size)``, indices ascending.
@@ -176,9 +153,6 @@ class EvalFeed:
         ConfigurationError
             If ranks read different orders.
         """
-        if self._draws_globally:
-            start_workers(self._read_loader, self._worker_states)
-            self._worker_states = None
         items: Iterator[tuple[Any, Any]] = self._own_batches()
         if self._device is not None and self._device.type == "cuda":
             items = on_device(items, self._device)

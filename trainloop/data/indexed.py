@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,8 +12,6 @@ from torch.utils.data.distributed import DistributedSampler
 
 from trainloop.data import libraries, loaders
 from trainloop.data.batches import count_samples
-from trainloop.data.host_orders import HostOrders
-from trainloop.data.kept_workers import ReaderOf
 from trainloop.data.orders import length_of, order_by_position
 from trainloop.data.randomness import Aside
 from trainloop.data.samplers import (
@@ -25,7 +23,6 @@ from trainloop.data.samplers import (
     ShardSampler,
 )
 from trainloop.data.sources import Source, plan_of
-from trainloop.data.steps import ExchangeInts
 from trainloop.data.stops import whole
 from trainloop.data.tensors import TensorRows, draw_base_seed
 from trainloop.data.twins import twin
@@ -87,20 +84,9 @@ class Indexed(Source):
         ``for batch in loader`` draws from them.
     rows : TensorRows or None
         Set where indexing tensors gives the same batches as the loader.
-    reader_of : callable, optional
-        Gives the loader to read in place of the twin, at the first pass.
     """
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        shard: RankShard,
-        name: str,
-        rows: TensorRows | None,
-        reader_of: ReaderOf | None = None,
-    ) -> None:
-        self._reader: DataLoader[Any] | None = None
-        self._reader_of = reader_of
+    def __init__(self, loader: DataLoader[Any], shard: RankShard, name: str, rows: TensorRows | None) -> None:
         self._name, self._rank, self._rows, self._shard = name, shard.rank, rows, shard
         self.sizes_known = shard.sizes_known
         plain = loaders.plain_batches(loader)
@@ -133,14 +119,6 @@ class Indexed(Source):
             self.num_batches = None if length is None else length if given else shard_size(length, 0, world_size)
         if plain is not None:
             self.global_batch_size = plain.batch_size * world_size
-
-    def draw_together(self, exchange_ints: ExchangeInts, check: Callable[[list[list[int]]], None]) -> None:
-        """From now on orders that are drawn as a whole are drawn once on each host, by this exchange of all ranks.
-
-        ``check`` takes every rank's checksum of what its order is drawn from; it raises where they differ.
-        """
-        if isinstance(self._shard, ShardSampler):
-            self._shard.together = HostOrders(self._rank, exchange_ints, check)
 
     @property
     def rule(self) -> str:
@@ -198,9 +176,7 @@ class Indexed(Source):
         asked.first_batch = batch_index = first_batch
         seed = shard.seed
         with nullcontext() if seed is None else Aside(derive_seed(seed, "loader", epoch, rank)):
-            if self._reader is None:
-                self._reader = self.loader if self._reader_of is None else self._reader_of(self.loader)
-            batches = whole(started(self._reader), self._name)
+            batches = whole(started(self.loader), self._name)
         # Workers are seeded by the indices that they get.
         aside = None if seed is None or self.loader.num_workers > 0 else Aside()
         while True:

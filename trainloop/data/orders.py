@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from trainloop.data.host_orders import OrderToDraw
 from trainloop.data.randomness import Aside
 from trainloop.rng import derive_seed
 from trainloop.sharding import IdentityOrder, Order, PermutedOrder
@@ -99,22 +98,14 @@ def is_there_at_once(sampler: Any) -> bool:
     return type(sampler) in (WeightedRandomSampler, SubsetRandomSampler, list, tuple, range, np.ndarray)
 
 
-def all_at_once(sampler: Any) -> tuple[OrderToDraw | Any, Any]:
-    """Such a sampler's whole order, or how its own ``__iter__`` draws it; and the elements that it orders.
+def drawn_at_once(sampler: Any) -> tuple[Any, Any]:
+    """Draw such a sampler's whole order, as its ``__iter__`` does; return it and the elements that it orders.
 
     A sampler's own iterator makes a Python list of it: 36 bytes an index, on every rank.
     """
     if type(sampler) is WeightedRandomSampler:
         weights, count, generator = sampler.weights, sampler.num_samples, sampler.generator
-        replacement = sampler.replacement
-
-        def draw(out: torch.Tensor) -> None:
-            if weights.is_cpu:
-                torch.multinomial(weights, count, replacement, generator=generator, out=out)
-            else:
-                out.copy_(torch.multinomial(weights, count, replacement, generator=generator))
-
-        return OrderToDraw(count, draw, generator, (int(replacement),), weights), None
+        return torch.multinomial(weights, count, sampler.replacement, generator=generator).cpu(), None
     if type(sampler) is SubsetRandomSampler:
         return permutations(len(sampler.indices), len(sampler.indices), sampler.generator), sampler.indices
     if type(sampler) is RandomSampler:
@@ -123,17 +114,20 @@ def all_at_once(sampler: Any) -> tuple[OrderToDraw | Any, Any]:
     return sampler, None
 
 
-def permutations(number: int, length: int, generator: torch.Generator | None, *, one_more: bool = False) -> OrderToDraw:
-    """Permutations of ``number`` indices one after the other, the last one cut; ``one_more``: or drawn and dropped."""
+def permutations(
+    number: int, length: int, generator: torch.Generator | None, *, one_more: bool = False
+) -> torch.Tensor:
+    """Draw permutations of ``number`` indices one after the other.
 
-    def draw(out: torch.Tensor) -> None:
-        whole = length - length % number if number else 0
-        for start in range(0, whole, number or 1):
-            torch.randperm(number, generator=generator, out=out[start : start + number])
-        if one_more or whole < length:
-            out[whole:] = torch.randperm(number, generator=generator)[: length - whole]
-
-    return OrderToDraw(length, draw, generator, (number, int(one_more)))
+    The last one is cut; with ``one_more`` it is drawn also where nothing of it is used.
+    """
+    order = torch.empty(length, dtype=torch.int64)
+    whole = length - length % number if number else 0
+    for start in range(0, whole, number or 1):
+        torch.randperm(number, generator=generator, out=order[start : start + number])
+    if one_more or whole < length:
+        order[whole:] = torch.randperm(number, generator=generator)[: length - whole]
+    return order
 
 
 def listed(order: Any, elements: Any) -> list[Any]:

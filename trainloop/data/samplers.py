@@ -10,12 +10,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     RandomSampler,
@@ -24,10 +25,9 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from trainloop.data.host_orders import HostOrders, OrderToDraw
 from trainloop.data.orders import (
-    all_at_once,
     digest_of,
+    drawn_at_once,
     is_there_at_once,
     length_of,
     listed,
@@ -131,8 +131,6 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
         self.seed = seed
         self.epoch = 0
         self.shuffle = not isinstance(sampler, SequentialSampler)
-        self.together: HostOrders | None = None
-        """Set where :meth:`batches`, which is collective then, draws orders once on each host."""
         length = length_of(sampler)
         self.plan = None if length is None else BatchPlan(length, batch_size, world_size, drop_last)
         if self.plan is not None:
@@ -156,18 +154,15 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
         return self.num_samples
 
     def __iter__(self) -> Iterator[Any]:
-        for indices, _ in self._batches(0, None):  # of one rank alone, maybe
+        for indices, _ in self.batches():
             yield from indices
 
     def batches(self, first_batch: int = 0) -> Iterator[tuple[list[Any], RankSizes]]:
         """This rank's indices of each global batch from ``first_batch`` on (maybe none), and each rank's samples."""
-        return self._batches(first_batch, self.together)
-
-    def _batches(self, first_batch: int, together: HostOrders | None) -> Iterator[tuple[list[Any], RankSizes]]:
         order, plan = self.order, self.plan
         if order is None or plan is None:
             if plan is not None and is_there_at_once(self.base):
-                yield from self._sliced_batches(plan, first_batch, together)
+                yield from self._sliced_batches(plan, first_batch)
             else:
                 yield from self._iterated_batches(first_batch)
             return
@@ -182,35 +177,24 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
         if batch_index < plan.num_batches:
             yield [], plan.shares(batch_index)
 
-    def _sliced_batches(
-        self, plan: BatchPlan, first_batch: int, together: HostOrders | None
-    ) -> Iterator[tuple[list[Any], RankSizes]]:
+    def _sliced_batches(self, plan: BatchPlan, first_batch: int) -> Iterator[tuple[list[Any], RankSizes]]:
         """Batches of an order that exists, or is drawn, as a whole: a rank makes a list of its own part only."""
-        whole, elements = all_at_once(self.base)
-        own, self.digest = self._own_part(whole, elements, plan, first_batch, together)
+        with Aside(derive_seed(self.seed, "sampler", self.epoch)):
+            order, elements = drawn_at_once(self.base)
+        # Ranks may hold other weights, or other numbers.
+        self.digest = digest_of(listed(order[: plan.global_batch_size], elements))
+        start, stop, step = plan.positions(self.rank, first_batch, plan.num_batches - first_batch)
+        own = order[start:stop:step]
+        if isinstance(order, Tensor):
+            # A checksum of the whole costs little here. And a view would keep the whole.
+            self.digest = derive_seed(self.digest, zlib.crc32(order.numpy().data))
+            own = own.clone()
+        del order
         size, full = self.batch_size, (self.batch_size,) * self.num_replicas
         for batch_index in range(first_batch, plan.num_batches):
             place = (batch_index - first_batch) * size
             shares = full if batch_index < plan.num_full else plan.shares(batch_index)
             yield listed(own[place : place + size], elements), shares
-
-    def _own_part(
-        self, whole: Any, elements: Any, plan: BatchPlan, first_batch: int, together: HostOrders | None
-    ) -> tuple[Any, int]:
-        """This rank's part of an order, and a checksum of the order's begin."""
-        start, stop, step = plan.positions(self.rank, first_batch, plan.num_batches - first_batch)
-
-        def part_of(order: Any) -> tuple[Any, int]:
-            own = order[start:stop:step]
-            # Not a view, which would keep the whole. Ranks may hold other weights, or other numbers.
-            own = own.clone() if hasattr(own, "clone") else own
-            return own, digest_of(listed(order[: plan.global_batch_size], elements))
-
-        with Aside(derive_seed(self.seed, "sampler", self.epoch)):
-            if not isinstance(whole, OrderToDraw):
-                return part_of(whole)
-            with nullcontext(whole.drawn()) if together is None else together.drawn(whole) as order:
-                return part_of(order)
 
     def _iterated_batches(self, first_batch: int) -> Iterator[tuple[list[Any], RankSizes]]:
         size, world_size = self.batch_size * self.num_replicas, self.num_replicas

@@ -151,7 +151,7 @@ def _shuffled(rows: TensorRows, sampler: RandomSampler, size: int, drop_last: bo
         generator.manual_seed(seed)
     num_indices, length = len(sampler.data_source), sampler.num_samples
     if length != num_indices:  # several permutations, or a part of one
-        indices = permutations(num_indices, length, generator, one_more=True).drawn()
+        indices = permutations(num_indices, length, generator, one_more=True)
         yield from islice(rows.take(indices, size), length // size if drop_last else None)
         return
     order = torch.randperm(num_indices, generator=generator)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -15,18 +13,17 @@ from trainloop import rng
 from trainloop.data import libraries, loaders
 from trainloop.data.columns import SplitBatches
 from trainloop.data.indexed import Indexed, given_shard, train_shard
-from trainloop.data.kept_workers import ReaderOf
 from trainloop.data.orders import generators_of
-from trainloop.data.persistent import ask_workers, end_workers, note_states, start_workers
 from trainloop.data.prefetch import on_device
 from trainloop.data.sources import AsItIs, Columns, Opaque, Source, Stream, Tensors
 from trainloop.data.steps import ExchangeInts, StepBatches, steps_of_exchanged, steps_of_known
 from trainloop.data.tensors import TensorRows
+from trainloop.data.twins import base_seed_aside, end_workers, persistent_workers
 from trainloop.errors import ConfigurationError
 from trainloop.rng import derive_seed
+from trainloop.user_line import warn
 
 _LIVE = object()  # stands for the source's present position
-_NOTED = object()  # stands for the states that workers noted at the epoch's begin
 
 
 def train_feed(
@@ -38,7 +35,6 @@ def train_feed(
     name: str = "train_loader",
     exchange_ints: ExchangeInts | None = None,
     device: torch.device | None = None,
-    reader_of: ReaderOf | None = None,
 ) -> TrainFeed:
     """A loader's epochs as the optimizer steps of one rank.
 
@@ -60,9 +56,6 @@ def train_feed(
         A collective exchange of integers, for loaders whose sizes no rank can know of another.
     device : torch.device, optional
         Where batches go; None leaves them where they are.
-    reader_of : callable, optional
-        Called before an indexed dataset's loader is first read: gives one to read in its place, whose workers outlive
-        this feed.
 
     Raises
     ------
@@ -73,20 +66,16 @@ def train_feed(
     # Ranks that drew orders of their own would repeat some samples and miss others.
     if world_size > 1 and seed is None:
         seed = 0
-    source = _source_of(loader, rank, world_size, seed, name, reader_of)
+    source = _source_of(loader, rank, world_size, seed, name)
     if not source.sizes_known and world_size > 1 and exchange_ints is None:
         raise ConfigurationError(
             f"{name}: each of {world_size} ranks must ask the others how many samples they have; exchange_ints=None "
             f"was given. Pass trainloop.distributed.exchange_ints."
         )
-    if isinstance(source, Indexed) and world_size > 1 and exchange_ints is not None:
-        source.draw_together(exchange_ints, partial(loaders.check_orders, loader=loader, name=name))
     return TrainFeed(source, loader, rank, world_size, seed, name, exchange_ints, device)
 
 
-def _source_of(
-    loader: Any, rank: int, world_size: int, seed: int | None, name: str, reader_of: ReaderOf | None
-) -> Source:
+def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: str) -> Source:
     """The source for a loader of any kind, each rank with its part of every global batch."""
     if isinstance(loader, SplitBatches):
         return Columns(loader, rank, world_size, seed, name)
@@ -98,7 +87,7 @@ def _source_of(
         return AsItIs(loader, name) if rows is None else Tensors(loader, rows)
     if loaders.is_indexed(loader, given):
         shard = (given_shard if given else train_shard)(loader, rank, world_size, seed)
-        return Indexed(loader, shard, name, rows, reader_of)
+        return Indexed(loader, shard, name, rows)
     if isinstance(loader, DataLoader) and not loaders.iterates_itself(loader):
         return Stream(loader, rank, world_size, seed, name, given)
     return Opaque(loader, rank, world_size, seed, name, given=given, with_position=True)
@@ -134,7 +123,7 @@ class TrainFeed:
         self._resumed: dict[str, Any] | None = None  # the position to begin from
         self._position: Any = _LIVE
         self._global_rng: dict[str, Any] | None = None
-        self._worker_states: list[dict[str, Any]] | None = None  # of persistent workers that these take the place of
+        self._replaces_workers = False  # resumed: other persistent workers were up when the epoch began
         self.after_rereading: Callable[[], None] = lambda: None
         """Called after batches were read again only to find the place in the epoch: to undo what that has moved."""
 
@@ -198,13 +187,12 @@ class TrainFeed:
         ConfigurationError
             If the epoch turns out to be empty.
         """
-        start_workers(self._users_loader, self._worker_states)
-        self._at_epoch_begin = self._states(for_later=True)
-        self._worker_states = None
+        self._at_epoch_begin = self._states()
         if skip_steps and self._global_rng:  # the epoch began where the checkpoint says, not here
             self._at_epoch_begin["global"] = self._global_rng
         # Sizes by arithmetic or by an exchange, one item a micro-batch; steps are cut from these below.
-        items = self._items(skip_steps * grad_accumulation)
+        read = self._items_of_new_workers if self._replaces_workers else self._items
+        items = read(skip_steps * grad_accumulation)
         if self._world_size > 1 and self._exchange_ints is not None:
             items = self._checked(items, self._exchange_ints)
         if self._device is not None and self._device.type == "cuda":
@@ -226,6 +214,14 @@ class TrainFeed:
                 f"{self._name} gave no batch in epoch {self._epoch + 1}: training needs one at least. An iterator can "
                 f"be read once; pass an object whose __iter__ starts anew each epoch."
             )
+
+    def _items_of_new_workers(self, first_batch: int) -> Iterator[tuple[Any, Any]]:
+        """The items of new workers, where those before drew no base seed in this epoch, so that the order is theirs."""
+        self._replaces_workers = False
+        with base_seed_aside(self.loader):
+            items = self._items(first_batch)
+            first = list(islice(items, 1))
+        return chain(first, items)
 
     def _checked(self, items: Iterator[tuple[Any, Any]], exchange_ints: ExchangeInts) -> Iterator[tuple[Any, Any]]:
         """The items, after a check that ranks read the same order: one exchange an epoch, where it could differ."""
@@ -275,12 +271,11 @@ class TrainFeed:
         ):
             return True
         if self._rank == 0:
-            warnings.warn(
+            warn(
                 f"{self._name}: the checkpoint holds the stream's position for another loader, or for other numbers of "
                 f"ranks ({resumed['world_size']} then, {self._world_size} now) or workers, so the epoch is read again "
                 f"from its begin. That is right unless a position continues across epochs: then resume with the loader "
-                f"and the numbers of before.",
-                stacklevel=2,
+                f"and the numbers of before."
             )
         return False
 
@@ -310,8 +305,6 @@ class TrainFeed:
             warning says so and the state is left out.
         """
         states = self._states() if self._at_epoch_begin is None else self._at_epoch_begin
-        if states["workers"] is _NOTED:
-            states["workers"] = ask_workers(self._users_loader, noted=True)
         position = self._source.position
         if self._resumed is not None or position is None:
             return {**states, "position": self._resumed}
@@ -321,10 +314,9 @@ class TrainFeed:
                 raise now
             state = plain(position.state(now), f"{self._name}: position")
         except Exception as error:  # of the user's own code
-            warnings.warn(
+            warn(
                 f"{self._name}: its state_dict() can't be kept in a checkpoint, so that a resumed run reads the epoch "
-                f"again from its begin: {error}",
-                stacklevel=2,
+                f"again from its begin: {error}"
             )
             state = None
         if state is None:
@@ -345,7 +337,9 @@ class TrainFeed:
             if name in state["generators"]:
                 generator.set_state(state["generators"][name])
         if self._draws_globally:
-            self._global_rng, self._worker_states = state["global"], state.get("workers")
+            self._global_rng = state["global"]
+        # Older checkpoints have the workers' random states here.
+        self._replaces_workers = bool(state.get("workers")) and persistent_workers(self.loader) is None
         self._resumed = state.get("position")
 
     def close(self) -> None:
@@ -354,17 +348,10 @@ class TrainFeed:
         if self.loader is not self._users_loader:
             end_workers(self.loader)
 
-    def _states(self, *, for_later: bool = False) -> dict[str, Any]:
-        """States as they are now; ``for_later``: which most runs never need, so workers only note theirs."""
-        workers: Any = None
-        if self._draws_globally:  # with a seed workers are seeded by each batch
-            workers = self._worker_states
-            if not workers and for_later:
-                workers = _NOTED if note_states(self._users_loader) else None
-            elif not workers:
-                workers = ask_workers(self._users_loader)
+    def _states(self) -> dict[str, Any]:
+        """States as they are now."""
         return {
             "generators": {name: generator.get_state() for name, generator in self._generators.items()},
             "global": rng.capture() if self._draws_globally else None,
-            "workers": workers,
+            "workers": self._replaces_workers or persistent_workers(self.loader) is not None,
         }

@@ -1,16 +1,21 @@
-"""Copies of a loader with a few parts exchanged."""
+"""Copies of a loader with a few parts exchanged, and the persistent workers of one."""
 
 from __future__ import annotations
 
 import multiprocessing
 import sys
 import types
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any, TypeVar
 
+import torch
 from torch.utils.data import DataLoader
 
 from trainloop.data.columns import SplitBatches
+from trainloop.rng import derive_seed
 
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
 
@@ -42,6 +47,43 @@ def with_workers(loader: Any, num_workers: int) -> Any:
         return twin(loader, num_workers=num_workers)
     context = {"_DataLoader__multiprocessing_context": None}
     return twin(loader, num_workers=0, timeout=0, prefetch_factor=None, persistent_workers=False, **context)
+
+
+def persistent_workers(loader: Any) -> Any:
+    """The iterator in which torch's own loader keeps persistent workers once they are started; else None.
+
+    A pass that finds them there draws no base seed for them.
+    """
+    loader = loader.loader if isinstance(loader, SplitBatches) else loader
+    return loader._iterator if isinstance(loader, DataLoader) and loader.persistent_workers else None
+
+
+@contextmanager
+def base_seed_aside(loader: Any) -> Iterator[None]:
+    """Let a loader draw its workers' base seed from none of the generators that its order may be drawn from."""
+    loader = loader.loader if isinstance(loader, SplitBatches) else loader
+    if not isinstance(loader, DataLoader):
+        yield
+        return
+    seed = derive_seed("workers", zlib.crc32(torch.get_rng_state().numpy().data))
+    before, loader.generator = loader.generator, torch.Generator().manual_seed(seed)
+    try:
+        yield
+    finally:
+        loader.generator = before
+
+
+def end_workers(loader: Any) -> None:
+    """End a loader's persistent workers, now.
+
+    Once nobody refers to them they would end as well, but only when the garbage collector finds them where a traceback
+    or a circle of objects refers to them; and it may have closed their queues by then, so that each is waited for in
+    vain for seconds, and then killed.
+    """
+    workers = persistent_workers(loader)
+    if workers is not None:
+        loader._iterator = None
+        workers._shutdown_workers()
 
 
 def _spawned_by_inheritance() -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from numbers import Integral
 from typing import TYPE_CHECKING
 
@@ -35,6 +34,7 @@ from trainloop.devices.requests import (
 from trainloop.errors import DeviceError
 from trainloop.resources import gpus
 from trainloop.resources.masks import child_mask, visible_devices
+from trainloop.user_line import warn
 
 if TYPE_CHECKING:
     import torch
@@ -98,7 +98,7 @@ def resolve(accelerator: object = "auto", devices: object = "auto") -> list[torc
         accelerator, devices, cuda=_cuda_count(), mps=mps, interactive=_interactive(), cores=usable_cores()
     )
     if choice.note:
-        warnings.warn(choice.note, stacklevel=2)
+        warn(choice.note)
     if choice.kind == "cpu":
         return [torch.device("cpu") for _ in choice.indices]
     return [torch.device(choice.kind, index) for index in choice.indices]
@@ -140,7 +140,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     Notes
     -----
     In the default compute mode a busy GPU still takes a tensor, so 'usable' does not mean that nobody else is there.
-    GPUs without other users' processes come first where ``nvidia-ml-py`` is installed (``pip install trainloop[gpu]``).
+    GPUs without other users' processes come first if ``nvidia-ml-py`` is installed (the extra ``gpu``).
     """
     if not isinstance(num_devices, Integral) or isinstance(num_devices, bool) or num_devices < -1:
         raise DeviceError(

@@ -2,7 +2,7 @@
 
 *Who is who*: :class:`Rank`, :func:`get_rank`, :func:`get_world_size`, :func:`is_global_zero`, :func:`rank_zero_only`.
 *Exchanges*: :func:`all_gather`, :func:`all_reduce`, :func:`broadcast_object`, :func:`gather_object`, :func:`gather_to`,
-:func:`exchange_ints`, :func:`reduce_ints`, :func:`barrier`. These are collective: every rank calls them, in the same
+:func:`exchange_ints`, :func:`barrier`. These are collective: every rank calls them, in the same
 order.
 
 Objects and CPU tensors go through Gloo, so that no exchange of a few bytes waits for a GPU. Where the default
@@ -14,7 +14,7 @@ that device, or through the CPU if it has none.
 * ``hosts.py``: who is on this host
 * ``objects.py``: objects and ints, over the CPU
 * ``wire.py``, ``key.py``: messages that prove their sender
-* ``encoding.py``, ``columns.py``: objects as bytes that hold no code
+* ``encoding.py``: objects as bytes
 * ``tensors.py``: nested tensors and numbers
 """
 
@@ -24,7 +24,6 @@ from trainloop.distributed.objects import (
     exchange_ints,
     gather_object,
     gather_to,
-    reduce_ints,
 )
 from trainloop.distributed.ranks import Rank, get_rank, get_world_size, is_global_zero, rank_zero_only
 from trainloop.distributed.tensors import all_gather, all_reduce
@@ -42,5 +41,4 @@ __all__ = [
     "get_world_size",
     "is_global_zero",
     "rank_zero_only",
-    "reduce_ints",
 ]

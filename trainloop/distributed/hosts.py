@@ -1,13 +1,11 @@
-"""Which processes are on one running system: its name, and who can look into whom."""
+"""The name of the running system, which processes of one host have in common."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
 from pathlib import Path
 
-__all__ = ["neighbourhood", "running_system"]
+__all__ = ["running_system"]
 
 
 @functools.cache
@@ -17,13 +15,3 @@ def running_system() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     except OSError:
         return ""
-
-
-def neighbourhood() -> str:
-    """A name that processes have in common which reach each other through ``/proc``: one system, one set of ids."""
-    system = running_system()
-    if system:
-        with contextlib.suppress(OSError):
-            return f"{system} {os.readlink('/proc/self/ns/pid')}"
-    # Without /proc no other process can: a neighbourhood of its own.
-    return f"process {os.getpid()}"

@@ -103,9 +103,9 @@ def gather_object(obj: T) -> list[T]:
 
     Notes
     -----
-    Plain data travels in an encoding that can't hold code. Other objects are pickled, and a pickle is read only if it
-    bears the run's key: ranks that ``fit`` starts on one host have one, ranks on several hosts or of torchrun and Slurm
-    have one where ``TRAINLOOP_KEY`` is set. See ``SECURITY.md``.
+    With a key, objects are pickled, and a pickle is read only if it is signed with the run's key: ranks of one user on
+    one host have one, ranks on several hosts have one if ``TRAINLOOP_KEY`` is set. Without a key, plain data is sent in
+    the form that ``torch.load(weights_only=True)`` reads. See ``SECURITY.md``.
 
     One exchange for objects of up to 1 KiB, else two. Every rank holds the bytes of all ranks at once, padded to the
     longest.
@@ -195,7 +195,8 @@ def gather_to(obj: T, dst: int = 0) -> list[T] | None:
         return [obj]
     session, group, receives = session_here(), cpu_group(), dist.get_rank() == dst
     form, body = encoded(obj, session)
-    longest, refused = reduce_ints(np.array([len(body), form == Form.REFUSED], np.int64), "max").tolist()
+    sizes = exchange_ints([len(body), form == Form.REFUSED])
+    longest, refused = (max(column) for column in zip(*sizes))
     if refused:  # an error of any rank reaches all of them
         mine = form == Form.REFUSED
         for message, came in _gather_bytes("gather_to", form if mine else Form.RAW, body if mine else b""):
@@ -250,36 +251,6 @@ def exchange_ints(values: Sequence[int]) -> list[list[int]]:
     data = np.asarray(values, dtype=np.int64).tobytes()
     gathered = _gather_bytes("exchange_ints", Form.RAW, data)
     return [np.frombuffer(body, np.int64).tolist() if message.size else [] for message, body in gathered]
-
-
-def reduce_ints(values: np.ndarray[Any, np.dtype[np.int64]], reduce: str) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Sum or maximum over ranks of each integer, on every rank; takes the same number of bytes for any number of ranks.
-
-    Collective: every rank calls it.
-
-    Parameters
-    ----------
-    values : array of int64, shape (n,)
-        As many on every rank. A sum that is too large wraps around.
-    reduce : 'sum' or 'max'
-
-    Raises
-    ------
-    ValueError
-        On every rank, where ranks are at different places of the order of exchanges.
-    """
-    if not has_group():
-        return values.copy()
-    session, biggest = session_here(), reduce == "max"
-    place = session.place("reduce_ints")
-    words = torch.from_numpy(np.concatenate([np.array([place, -place]), values]))
-    dist.all_reduce(words, dist.ReduceOp.MAX if biggest else dist.ReduceOp.SUM, group=cpu_group())
-    found: np.ndarray[Any, np.dtype[np.int64]] = words.numpy()
-    everywhere = place if biggest else place * dist.get_world_size()
-    # Ranks at different exchanges would add numbers that have nothing to do with each other.
-    session.check_place("reduce_ints", found[:2].tolist() == [everywhere, -everywhere])
-    session.next()
-    return found[2:]
 
 
 def barrier() -> None:

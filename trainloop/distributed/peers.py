@@ -14,10 +14,14 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["no_strangers", "owners_are_known"]
+__all__ = ["DisturbedStartError", "no_strangers", "owners_are_known"]
 
 _ESTABLISHED, _LISTEN = "01", "0A"
 _TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
+
+
+class DisturbedStartError(ConnectionError):
+    """An untrusted connection before any work was done: the start may be repeated."""
 
 
 class _Socket(NamedTuple):
@@ -34,8 +38,13 @@ def owners_are_known() -> bool:
 
 
 @contextlib.contextmanager
-def no_strangers() -> Iterator[None]:
+def no_strangers(kind: type[ConnectionError] = ConnectionError) -> Iterator[None]:
     """A context in which to make a process group: another user's connection to it raises an error that says so.
+
+    Parameters
+    ----------
+    kind : type
+        Class of the error.
 
     Sees connections between processes of one host (of one network namespace) on Linux; does nothing elsewhere. The
     user's own servers, which listened before, may be connected to by anybody.
@@ -50,21 +59,21 @@ def no_strangers() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        _check(before, error)
+        _check(before, kind, error)
         raise
-    _check(before, None)
+    _check(before, kind)
 
 
-def _check(before: set[int], cause: Exception | None) -> None:
+def _check(before: set[int], kind: type[ConnectionError], cause: Exception | None = None) -> None:
     strangers = _strangers(_own_sockets() - before)
     if strangers:
         users = " and ".join(sorted({_user(uid) for uid in strangers}))
         then = "" if cause is None else f" It then failed: {cause}"
         # Without the cause: it would look like the loss of another rank.
-        raise ConnectionError(
-            f"{users} connected to this run's process group while it was made, as only its ranks should (process "
-            f"{os.getpid()}, at {time.strftime('%H:%M:%S')}). Nothing was exchanged.{then} Start the run again; where "
-            "that happens on purpose, in a container with a network of its own. See SECURITY.md."
+        raise kind(
+            f"{users} connected to this run's process group while it was made, as only its ranks should (seen by the "
+            f"run's own process {os.getpid()}, at {time.strftime('%H:%M:%S')}). Nothing was exchanged.{then} Start the "
+            "run again; where that happens on purpose, in a container with a network of its own. See SECURITY.md."
         ) from None
 
 

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import importlib
 import os
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
 
+if dist.is_available():
+    # Before there is a group: its functions have the group of the moment as a default, and would keep it for ever.
+    importlib.import_module("torch.distributed.nn.functional")
+
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_REST_S = 2.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,7 +76,35 @@ def leave_group(*, failed: bool = False) -> None:
         with contextlib.suppress(Exception):  # of the failure alone is to be told
             abort()
         return
+    group = dist.group.WORLD
     dist.destroy_process_group()
+    if sys.getrefcount(group) > 2:  # this function's variable and argument; others may be in cycles
+        gc.collect()
+    # The last reference goes here: a group's destructor waits for its threads, without the interpreter's lock only when
+    # Python destroys it.
+    del group
+
+
+def release_last_work() -> None:
+    """Wait until the threads of all Gloo groups are idle; at exit.
+
+    A thread that has done an exchange then destroys its tensors, which may have Python objects. That takes the
+    interpreter's lock, and a thread that asks for it while the interpreter ends aborts the process (torch 2.6 to 2.15).
+    """
+    deadline = time.monotonic() + _REST_S
+    busy = True
+    while busy and time.monotonic() < deadline:
+        time.sleep(0.005)  # releases the lock, so that a thread that waits for it gets it
+        busy = any(map(_is_busy, Path("/proc/self/task").glob("*")))
+
+
+def _is_busy(task: Path) -> bool:
+    """Return True if a thread is one of Gloo's and runs, or could."""
+    try:
+        name, state = (task / "stat").read_text().rpartition(")")[::2]
+    except OSError:  # it has just ended
+        return False
+    return "(pt_gloo_" in name and not state.startswith(" S")
 
 
 def get_rank() -> int:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainloop.distributed.columns import DTYPES
 from trainloop.distributed.objects import backend_of, cpu_group, gather_object
 from trainloop.distributed.ranks import get_world_size, has_group
 from trainloop.distributed.wire import SAME_CALLS
@@ -21,6 +20,7 @@ from trainloop.errors import ConfigurationError
 from trainloop.nested import parts_of, paths_of, with_parts
 
 _Reduce = Literal["mean", "sum", "min", "max"]
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _OPS = {"mean": "SUM", "sum": "SUM", "min": "MIN", "max": "MAX"}
 
 
@@ -129,7 +129,7 @@ def _agreed(
     agreed: dict[str, _Agreed] = {}
     for same_leaf in zip(*(leaves for _, leaves in everyone), strict=True):
         # An empty batch often has another dtype than the others: float32 where they are int64.
-        dtype = functools.reduce(torch.promote_types, (DTYPES[leaf.dtype] for leaf in same_leaf))
+        dtype = functools.reduce(torch.promote_types, (_DTYPES[leaf.dtype] for leaf in same_leaf))
         device_types = {leaf.device_type for leaf in same_leaf}
         device_type = device_types.pop() if len(device_types) == 1 else "cpu"
         direct = device_type != "cpu" and backend_of(device_type) not in (None, "gloo")

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hmac
 import os
-import pickle
 import struct
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainloop.distributed.encoding import Malformed, NotPlain, decode, encode
+from trainloop.distributed.encoding import Malformed, NotPlain, decode, dumps, encode, loads
 from trainloop.distributed.key import KEY_VARIABLE, SharedKey, new_key, run_key
 from trainloop.errors import ConfigurationError, UnpicklableError
 
@@ -44,7 +43,7 @@ nested values. A latency matter only, so any figure is right."""
 BLOCK = _HEAD + SHORT
 """Bytes of the first exchange."""
 
-CALLS = ("the start", "gather_object", "broadcast_object", "exchange_ints", "barrier", "reduce_ints", "gather_to")
+CALLS = ("the start", "gather_object", "broadcast_object", "exchange_ints", "barrier", "gather_to")
 """Functions that exchange messages."""
 
 SAME_CALLS = (
@@ -78,12 +77,11 @@ def encoded(obj: object, session: Session) -> tuple[int, bytes | bytearray]:
     Never raises: a rank that raised here would leave the others waiting in the exchange.
     """
     try:
+        if session.key is not None:
+            return Form.PICKLE, dumps(obj)
         try:
-            # Tried first, whether there is a key or not: it is faster than a pickle, and can't hold code.
             return Form.PLAIN, encode(obj)
         except NotPlain as what:
-            if session.key is not None:
-                return Form.PICKLE, pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
             return Form.REFUSED, (
                 f"holds something {what}, which only a pickle can carry, and without a key nobody can tell whose "
                 f"pickle it is. Exchange plain data (numbers, strings, arrays, tensors, lists and dicts of these), or "
@@ -103,11 +101,11 @@ def decoded(message: Message, body: memoryview, session: Session) -> Any:
         reason = bytes(body).decode("utf-8", "replace")
         raise UnpicklableError(f"{message.call}: the object of rank {message.rank} {reason}.")
     if message.form == Form.PICKLE and session.key is not None:
-        return pickle.loads(body)
+        return loads(body)
     if message.form != Form.PLAIN:
         raise session.stranger(message.rank, f"a body of form {message.form} in {message.call}")
     try:
-        return decode(body, trusted=session.key is not None)
+        return decode(body)
     except Malformed as error:
         raise session.stranger(message.rank, str(error)) from error
 
@@ -207,18 +205,6 @@ class Session:
         """Check that the body of a second exchange is the one that was announced."""
         if not self._same(message.tag, self._body_tag(block[: _FIELDS.size], body)):
             raise self.stranger(message.rank, "a body that was not made with this run's key")
-
-    def place(self, call: str) -> int:
-        """The next exchange as a number, for exchanges without messages."""
-        return self._number * len(CALLS) + CALLS.index(call)
-
-    def check_place(self, call: str, same: bool) -> None:
-        """Raise if :meth:`place` was not the same on all ranks."""
-        if not same:
-            raise ValueError(
-                f"ranks are in different exchanges (rank {self._rank}: {call}, its {self._number + 1}th; others are "
-                f"elsewhere). {SAME_CALLS}"
-            )
 
     def next(self) -> None:
         """Count an exchange: all ranks' messages have come."""

@@ -45,7 +45,7 @@ class Report:
             if check.remedy:
                 lines.append(f"{' ' * (width + 11)}  -> {check.remedy}")
         counts = {status: sum(check.status == status for check in self.checks) for status in ("problem", "attention")}
-        lines.append(f"{counts['problem']} problems, {counts['attention']} for your attention")
+        lines.append(", ".join(f"{status}: {count}" for status, count in counts.items()))
         return "\n".join(lines)
 
     __repr__ = __str__

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from trainloop.distribution import NAME, REINSTALL, pip_install
 from trainloop.doctor.probe import Readings
 from trainloop.doctor.shared_objects import missing_library, remedy_for
 from trainloop.resources.quota import Limit
@@ -48,6 +49,11 @@ def check_python(r: Readings) -> Iterator[Check]:
         yield Check("python", "ok", f"{version} on {r.platform}")
 
 
+def check_distribution(r: Readings) -> Iterator[Check]:
+    if r.other_distribution:
+        yield Check(NAME, "problem", f"{r.other_distribution} has the same import name", REINSTALL)
+
+
 def check_requirements(r: Readings) -> Iterator[Check]:
     if r.imports.found is None:
         yield Check("requirements", "problem", r.imports.error, "Python can't start a process: look at its limits.")
@@ -58,6 +64,14 @@ def check_requirements(r: Readings) -> Iterator[Check]:
         yield Check(f"import {name}", "problem", _line(message), remedy)
     if not r.imports.found:
         yield Check("requirements", "ok", "all can be imported")
+
+
+def check_extras(r: Readings) -> Iterator[Check]:
+    if r.extras:
+        there = ", ".join(extra for extra, missing in r.extras.items() if not missing) or "no extra"
+        absent = [extra for extra, missing in r.extras.items() if missing]
+        how = f"; without {', '.join(absent)} ({pip_install(absent[0])})" if absent else ""
+        yield Check("extras", "ok", f"installed: {there}{how}")
 
 
 def check_torch(r: Readings) -> Iterator[Check]:
@@ -332,7 +346,9 @@ def _line(text: str) -> str:
 
 CHECKS: tuple[Callable[[Readings], Iterator[Check]], ...] = (
     check_python,
+    check_distribution,
     check_requirements,
+    check_extras,
     check_torch,
     check_gpus,
     check_cuda_packages,

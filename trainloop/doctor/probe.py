@@ -12,16 +12,20 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainloop.distribution import NAME
 from trainloop.resources.machine import available
 from trainloop.resources.quota import Resources
 
-__all__ = ["Imported", "Readings", "read"]
+__all__ = ["Imported", "Readings", "missing_of_extras", "other_distribution", "read"]
 
 IMPORT_TIMEOUT_S = 120.0
+OF_THE_PROJECT = ("test", "test-all", "test-ecosystem", "test-ecosystem-part", "lint", "docs", "bench")
+"""Extras for work on the project itself."""
+_NAME = re.compile(r"[\s;=<>!~(\[]")
 REQUIRED = ("numpy", "tqdm", "tensorboard", "cloudpickle", "psutil", "filelock", "typing_extensions")
 
 _TORCH = """
@@ -87,6 +91,10 @@ class Readings:
     torch: Imported
     imports: Imported
     """A message for each module required by the package that can't be imported."""
+    other_distribution: str = ""
+    """Name, version and folder of another distribution that is imported as ``trainloop``."""
+    extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """For each extra of this package the distributions that are missing."""
     torch_requirements: tuple[str, ...] = ()
     """Requirements of the installed torch, from its metadata."""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -119,6 +127,8 @@ def read() -> Readings:
     return Readings(
         torch=in_process(_TORCH),
         imports=in_process(_IMPORTS, *REQUIRED),
+        other_distribution=other_distribution(),
+        extras=missing_of_extras(_requirements(NAME)),
         torch_requirements=torch_requirements,
         versions=_versions(torch_requirements),
         environ=dict(os.environ),
@@ -152,6 +162,29 @@ def in_process(code: str, *arguments: str, timeout_s: float = IMPORT_TIMEOUT_S) 
         return Imported(None, lines[-1] if lines else f"ended with status {done.returncode}")
 
 
+def other_distribution() -> str:
+    for found in importlib.metadata.distributions(name="trainloop"):
+        if "trainloop/__init__.py" in map(str, found.files or ()):
+            return f"trainloop {found.version} in {found.locate_file('')}"
+    return ""
+
+
+def missing_of_extras(requirements: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return the distributions that each extra for users needs and that are not installed."""
+    needs: dict[str, list[str]] = {}
+    for requirement in requirements:
+        extra = re.search(r"""extra == ['"]([\w-]+)['"]""", requirement)
+        if extra and extra[1] not in OF_THE_PROJECT:
+            needs.setdefault(extra[1], []).append(requirement)
+
+    def names_of(extra: str) -> Iterator[str]:
+        for requirement in needs[extra]:
+            inner = re.match(rf"{NAME}\[([\w-]+)\]", requirement)
+            yield from names_of(inner[1]) if inner else [_NAME.split(requirement, maxsplit=1)[0]]
+
+    return {extra: tuple(name for name in names_of(extra) if not _versions((name,))) for extra in needs}
+
+
 def _requirements(name: str) -> tuple[str, ...]:
     try:
         return tuple(importlib.metadata.requires(name) or ())
@@ -160,7 +193,7 @@ def _requirements(name: str) -> tuple[str, ...]:
 
 
 def _versions(requirements: tuple[str, ...]) -> dict[str, str]:
-    wanted = {re.split(r"[\s;=<>!~(\[]", requirement.strip(), maxsplit=1)[0] for requirement in requirements}
+    wanted = {_NAME.split(requirement.strip(), maxsplit=1)[0] for requirement in requirements}
     found = {}
     for name in wanted:
         try:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -165,7 +166,7 @@ def launch(
             settings=settings,
             main=main_place(),
         )
-        first = True
+        first, disturbed = True, False
         while True:
             with contextlib.ExitStack() as undo:
                 up = kept.take_up(terms, undo) if kept is not None else None
@@ -187,6 +188,11 @@ def launch(
                             ranks.watch(at_once=heard.at_once)
                             ranks.part()
                     except WorkerFailedError as error:
+                        # Of several hosts each would have to start again.
+                        if ranks.disturbance and not disturbed and num_nodes == 1:
+                            disturbed = True
+                            print(f"The ranks start again, once: {ranks.disturbance}", file=sys.stderr, flush=True)
+                            continue
                         if survival is None or ranks.cause is None:
                             raise
                         final = survival.failed(ranks.cause, error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import linecache
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from trainloop.errors import TrainLoopError, WorkerFailedError
+from trainloop.resources.machine import MORE_SHARED_MEMORY, OUT_OF_SHARED_MEMORY
 
 __all__ = [
     "LOST_HOST",
@@ -178,11 +180,7 @@ def exit_text(exitcode: int | None) -> str:
 
 # Cause by what the traceback or the message says; the first that fits is used.
 _HINTS = [
-    (
-        r"unable to (mmap|open|write).*shared memory|bus error|No space left on device.*shm|torch_shm_manager",
-        "shared memory ran out: give the container more of it (docker run --shm-size=8g), or use fewer DataLoader "
-        "workers.",
-    ),
+    (OUT_OF_SHARED_MEMORY, MORE_SHARED_MEMORY),
     (
         r"CUDA out of memory|OutOfMemoryError|CUDNN_STATUS_ALLOC_FAILED|CUBLAS_STATUS_ALLOC_FAILED",
         "the GPU's memory ran out: use a smaller batch_size with grad_accumulation, or use_amp.",
@@ -227,6 +225,8 @@ def hint(failure: Failure) -> str:
             "Every rank must make the same collective calls; a longer wait is TrainLoop(timeout=seconds)."
         )
     text = f"{failure.type}: {failure.message}\n{failure.traceback}"
+    if MORE_SHARED_MEMORY in text:
+        return ""  # the rank has added it to its error
     for pattern, advice in _HINTS:
         if re.search(pattern, text, re.IGNORECASE):
             return advice
@@ -238,7 +238,7 @@ def hint(failure: Failure) -> str:
             )
         # A page of a mapped file that could not be given: the memory file system is full.
         if failure.exitcode == -signal.SIGBUS:
-            return _HINTS[0][1]
+            return MORE_SHARED_MEMORY
         if failure.exitcode in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGILL):
             return "native code crashed: the Python stacks at that moment are below where they could be written."
     return ""
@@ -301,7 +301,22 @@ def worker_failed_error(
         message += f"\n\nPython stack of rank {rank}:\n{stack.rstrip()}"
     if failure.timeout:  # the stacks contain it
         return WorkerFailedError(message, rank=hanging[0] if hanging else failure.rank)
-    return WorkerFailedError(message, rank=failure.rank, exitcode=failure.exitcode, traceback=failure.traceback)
+    text = _with_lines_of_cells(failure.traceback)
+    return WorkerFailedError(message, rank=failure.rank, exitcode=failure.exitcode, traceback=text)
+
+
+_FRAME_WITHOUT_LINE = re.compile(r'^([ |]*)File "(.+)", line (\d+)(?:, in .*)?\n(?!\1  )', re.MULTILINE)
+
+
+def _with_lines_of_cells(text: str) -> str:
+    """Add the source lines of a notebook's cells to a rank's traceback: only the process of the cell has them."""
+
+    def with_line(frame: re.Match[str]) -> str:
+        indent, file, number = frame.groups()
+        line = "" if os.path.exists(file) else linecache.getline(file, int(number)).strip()
+        return f"{frame[0]}{indent}  {line}\n" if line else frame[0]
+
+    return _FRAME_WITHOUT_LINE.sub(with_line, text)
 
 
 def deed_of(failure: Failure) -> str:

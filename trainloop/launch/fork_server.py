@@ -32,7 +32,6 @@ from multiprocessing import connection, context, popen_spawn_posix, reduction, r
 from typing import Any
 
 from trainloop.errors import ConfigurationError
-from trainloop.late_dynamo import DYNAMO
 from trainloop.launch.forked import LAUNCH_VARIABLE, PLACEHOLDER
 from trainloop.launch.inherited import circumstances, ignored_signals, interpreter_flags, own_cpus, own_lines, umask
 from trainloop.launch.messages import connection_pair, send
@@ -185,8 +184,8 @@ class ForkServer:
             "ignored": ignored_signals(status),
             "umask": umask(status),
             "cpus": own_cpus(),
-            # Where the caller has compiled, say, its ranks would each load it.
-            "modules": sorted(_first | ({DYNAMO} & sys.modules.keys())),
+            # torch's optimizers import the compiler; each rank would load it for itself.
+            "modules": sorted(_first | ({"torch._dynamo"} & sys.modules.keys())),
         }
         try:
             # By descriptor: a folder that was removed is still the current one.

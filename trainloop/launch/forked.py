@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
-from trainloop.late_dynamo import DYNAMO
 from trainloop.launch.messages import receive
 from trainloop.resources.enforce import threads_in
 
@@ -114,7 +113,7 @@ def _next_request(connection: socket.socket, caller: int) -> tuple[dict[str, Any
         watched.append(os.pidfd_open(caller))  # a fork of the caller may hold the other end of the connection
     except (AttributeError, OSError):
         pass
-    later = [DYNAMO]
+    later = ["torch._dynamo"]
     while True:
         # select.select would refuse descriptors above 1023.
         readable = wait(watched, _IDLE_S if len(watched) == 1 or later else None)

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from multiprocessing import spawn
 from typing import Any
 
+from trainloop.signals import REASON_OF_SIGNAL
+
 __all__ = [
     "circumstances",
     "ignored_signals",
@@ -121,7 +123,7 @@ def variables_set(environment: dict[str, str]) -> Iterator[None]:
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
     """Block signals, for processes that are started in the context: they unblock them once they can handle them."""
-    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+    numbers = [getattr(signal, name) for name in REASON_OF_SIGNAL if hasattr(signal, name)]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield

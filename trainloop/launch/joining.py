@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import mmap
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from trainloop.distributed import Rank, barrier, exchange_ints
 from trainloop.distributed.peers import no_strangers
-from trainloop.distributed.ranks import leave_group
+from trainloop.distributed.ranks import leave_group, release_last_work
 from trainloop.errors import ConfigurationError
 from trainloop.forks import guard_forks
 from trainloop.launch.rank_process import started_as, started_by_launch
@@ -174,6 +175,9 @@ def join(
         shared = devices is not None and len(set(devices)) < len(devices)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shared else "gloo"
     guard_forks()
+    # Also for a group that the caller has made, and that is still there at exit.
+    atexit.unregister(release_last_work)
+    atexit.register(release_last_work)
     with contextlib.ExitStack() as undo:
         if device.type == "cuda":
             # Not by set_device(): on the way back it would make a context on a GPU that belongs to another rank.

@@ -15,32 +15,19 @@ import multiprocessing
 import os
 import pickle
 import socket
-from collections import ChainMap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from trainloop.launch.inherited import circumstances, own_cpus, taken_at_start
 from trainloop.launch.messages import receive, send
-from trainloop.launch.settings import read_settings
 from trainloop.per_thread import PerThread
 from trainloop.transfer import Parcel
 
 if TYPE_CHECKING:
     from trainloop.launch.spawning import Ranks
 
-__all__ = [
-    "KeptRanks",
-    "Work",
-    "callers_surroundings",
-    "changeable_surroundings",
-    "changed",
-    "kept_here",
-    "keeping",
-    "next_work",
-    "surroundings",
-]
+__all__ = ["KeptRanks", "Work", "keeping", "kept_here", "next_work"]
 
 
 @dataclass(frozen=True)
@@ -58,8 +45,6 @@ class Work:
     """The current folder; ``None`` if it was removed."""
     cpus: list[int] | None
     """The caller's CPUs; ``None`` if they are the same as for the work before."""
-    as_before: bool
-    """Whether the caller's surroundings are those of its call before."""
 
     def send_over(self, line: socket.socket) -> None:
         """Send the work to a rank."""
@@ -67,8 +52,6 @@ class Work:
 
     def take_place(self) -> None:
         """In a rank: enter the caller's present folder, environment and so on."""
-        global _changes
-        _changes += not self.as_before
         # Only what the caller changed, so that settings of the rank's own code and libraries stay.
         for name, value in self.environment.items():
             if value is None:
@@ -81,10 +64,6 @@ class Work:
             for thread in os.listdir("/proc/self/task"):
                 with contextlib.suppress(OSError):  # it has just ended
                     os.sched_setaffinity(int(thread), self.cpus)
-
-
-_changes = 0
-"""In a rank: for how many works the caller's surroundings had changed."""
 
 
 def next_work(line: socket.socket) -> tuple[Work, dict[int, int]] | None:
@@ -120,7 +99,6 @@ class KeptRanks:
 
     def keep(self, ranks: Ranks, terms: object, undo: contextlib.ExitStack) -> None:
         """Keep these ranks, whose work went well; what ``undo`` would do now is done at their end."""
-        ranks.note_surroundings()
         ending = undo.pop_all()
         if ranks is not self._ranks:  # else it is this object's own close()
             self._ranks, self._terms, self._undo = ranks, terms, ending
@@ -148,40 +126,3 @@ def keeping() -> Iterator[None]:
     kept = KeptRanks()
     with contextlib.closing(kept), _here.set_to(kept):
         yield
-
-
-def callers_surroundings() -> dict[str, Any]:
-    """In a rank: :func:`changeable_surroundings` of the caller, as a number that tells one call's from another's.
-
-    The rank's own also change between two works by what it imports to send a result, or to read the next work.
-    """
-    return {"the caller's": _changes}
-
-
-def changed(now: dict[str, Any], before: Sequence[dict[str, Any]]) -> list[str]:
-    """Names of surroundings that are neither what they were at the call before's begin nor at its end."""
-    return [name for name in {**now, **ChainMap(*before)} if now.get(name) not in [then.get(name) for then in before]]
-
-
-_COUNTER = "torch.utils.hooks.RemovableHandle"  # goes on with every hook, which is no change of anything
-# Torch itself sets these where it imports its compiler, and reads them later.
-_SET_BY_TORCH = ("KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR")
-
-
-def surroundings() -> dict[str, Any]:
-    """What a process that this one starts has from it besides its data; to compare it with an earlier time's."""
-    _, *inherited = circumstances()  # the environment is here as a whole
-    return {**changeable_surroundings(), "inherited": [*inherited, *taken_at_start()]}
-
-
-def changeable_surroundings() -> dict[str, Any]:
-    """Those that a running process can take over from another, by name: after other changes ranks start anew."""
-    folder = None
-    with contextlib.suppress(OSError):
-        folder = os.getcwd()
-    return {
-        "folder": folder,
-        "CPUs": own_cpus(),
-        **{f"variable {name}": value for name, value in os.environ.items() if name not in _SET_BY_TORCH},
-        **{f"setting {name}": value for name, value in read_settings().items() if name != _COUNTER},
-    }

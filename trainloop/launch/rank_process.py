@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from trainloop.distributed import Rank
 from trainloop.distributed.key import set_run_key
-from trainloop.distributed.peers import no_strangers
+from trainloop.distributed.peers import DisturbedStartError, no_strangers
 from trainloop.distributed.ranks import leave_group
 from trainloop.forks import guard_forks
 from trainloop.launch.failures import failure_of, write_record
@@ -46,7 +46,7 @@ from trainloop.transfer import Parcel
 from trainloop.transfer.pages import anonymous_path
 from trainloop.transfer.result import ResultFile
 
-__all__ = ["STACK_SIGNAL", "RankSpec", "State", "is_kept", "result_file", "run_rank", "started_as", "started_by_launch"]
+__all__ = ["STACK_SIGNAL", "RankSpec", "State", "result_file", "run_rank", "started_as", "started_by_launch"]
 
 STACK_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else None
 """Makes a rank write its Python stacks: a real-time signal, which programs leave alone."""
@@ -140,7 +140,6 @@ class RankTerminated(BaseException):
 
 
 _started_as: Rank | None = None
-_kept = False
 _result_file: ResultFile | None = None
 
 
@@ -159,16 +158,10 @@ def result_file() -> ResultFile | None:
     return _result_file
 
 
-def is_kept() -> bool:
-    """Whether this process is a rank that may have more work after the present one."""
-    return _kept
-
-
 def run_rank(local_rank: int, spec: RankSpec) -> None:
     """The main function of a rank's process."""
-    global _started_as, _kept
-    _started_as, _kept = spec.rank_of(local_rank), bool(spec.line_fds)
-    me = _started_as
+    global _started_as
+    me = _started_as = spec.rank_of(local_rank)
     stack_fd = spec.stack_fds[local_rank]
     own = (spec.words_fd, spec.store_fd, spec.result_fd, spec.scratch.lock_fd)
     for fd in {*own, *spec.record_fds, *spec.stack_fds, *spec.inherited, *spec.line_fds}:
@@ -277,7 +270,7 @@ def _result_of(
     if not spec.line_fds:
         undo.callback(leave_group)
     if not dist.is_initialized():
-        with no_strangers():
+        with no_strangers(DisturbedStartError):
             _make_group(spec, me, device)
         _groups.append(dist.group.WORLD)
     if me.num_nodes == 1:

@@ -25,8 +25,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from trainloop.transfer.pickling import Pickler
+from trainloop.user_line import stand_for, user_place, warn
 
 __all__ = ["SETTINGS", "Setting", "SettingsInit", "apply_settings", "dumped_settings", "read_settings"]
+
+
+_LINE = "the line that warnings point to"  # sent along, but no setting: each call has its own
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ def read_settings() -> dict[str, Any]:
 
 def dumped_settings() -> bytes:
     """The settings as bytes, for :func:`apply_settings` in another process."""
-    values = read_settings()
+    values = {_LINE: user_place(), **read_settings()}
     try:
         return _dumped(values)
     except Exception:  # a class or function in one of them that can't be sent: the others can
@@ -63,7 +67,7 @@ def dumped_settings() -> bytes:
                 _dumped(value)
                 kept[name] = value
             except Exception as error:
-                warnings.warn(f"the ranks can't take over this process's {name}: {error}", stacklevel=2)
+                warn(f"the ranks can't take over this process's {name}: {error}")
         return _dumped(kept)
 
 
@@ -77,6 +81,8 @@ def apply_settings(dumped: bytes) -> None:
     """Set another process's settings, in the order of the table; those that are equal here are left alone."""
     values: dict[str, Any] = pickle.loads(dumped)
     own = {setting.name: setting for setting in SETTINGS}
+    if _LINE in values:
+        stand_for(values.pop(_LINE))
     for name, value in values.items():
         setting = own[name]
         try:
@@ -87,7 +93,7 @@ def apply_settings(dumped: bytes) -> None:
             if not same:
                 setting.write(value)
         except Exception as error:
-            warnings.warn(f"this rank could not take over the caller's {name}={value!r}: {error}", stacklevel=2)
+            warn(f"this rank could not take over the caller's {name}={value!r}: {error}")
 
 
 class SettingsInit:
@@ -170,10 +176,6 @@ def _read_flush_denormal() -> bool:
     return (torch.tensor([1e-310], dtype=torch.float64, device="cpu") * 1).item() == 0
 
 
-def _read_print_options() -> dict[str, Any]:
-    return dict(vars(torch._tensor_str.PRINT_OPTS))
-
-
 def _write_safe_globals(classes: list[Any]) -> None:
     torch.serialization.add_safe_globals([c for c in classes if c not in torch.serialization.get_safe_globals()])
 
@@ -233,16 +235,14 @@ def _read_log_streams() -> dict[str, list[tuple[str, int, Any]]]:
             if type(handler) is logging.StreamHandler and not handler.filters:
                 for stream in _STREAMS:
                     if handler.stream in (getattr(sys, stream), getattr(sys, f"__{stream}__")):
-                        found.setdefault(name, []).append((stream, handler.level, _format_of(handler.formatter)))
+                        found.setdefault(name, []).append((stream, handler.level, _formatter_of(handler)))
                         break
     return found
 
 
-def _format_of(formatter: logging.Formatter | None) -> tuple[str, str | None, str] | None:
-    if formatter is None or type(formatter) is not logging.Formatter:
-        return None
-    style = next((key for key, (kind, _) in logging._STYLES.items() if type(formatter._style) is kind), None)
-    return None if style is None else (formatter._fmt or "", formatter.datefmt, style)
+def _formatter_of(handler: logging.Handler) -> bytes:
+    """The handler's formatter as bytes, which can be compared; None's for a class of somebody else's."""
+    return pickle.dumps(handler.formatter if type(handler.formatter) is logging.Formatter else None)
 
 
 def _write_next_hook(number: int) -> None:
@@ -254,11 +254,10 @@ def _write_log_streams(handlers: dict[str, list[tuple[str, int, Any]]]) -> None:
         log = logging.getLogger(name or None)
         if log.handlers:  # made by a module that was imported here
             continue
-        for stream, level, form in made:
+        for stream, level, formatter in made:
             handler = logging.StreamHandler(getattr(sys, stream))
             handler.setLevel(level)
-            if form is not None:
-                handler.setFormatter(logging.Formatter(*form))
+            handler.setFormatter(pickle.loads(formatter))
             log.addHandler(handler)
 
 
@@ -272,11 +271,6 @@ SETTINGS: list[Setting] = [
     Setting("logging.disable", lambda: logging.root.manager.disable, logging.disable),
     Setting("logging.Logger.setLevel", _read_log_levels, _write_log_levels),
     Setting("logging.basicConfig", _read_log_streams, _write_log_streams),
-    Setting(
-        "logging.captureWarnings",
-        lambda: logging._warnings_showwarning is not None,  # type: ignore[attr-defined]
-        logging.captureWarnings,
-    ),
     # numbers
     Setting("torch.set_default_dtype", torch.get_default_dtype, torch.set_default_dtype),
     Setting("torch.set_default_device", _read_default_device, torch.set_default_device),
@@ -340,7 +334,7 @@ SETTINGS: list[Setting] = [
     _functions(
         "torch.backends.mha.set_fastpath_enabled", "torch.backends.mha", "get_fastpath_enabled", "set_fastpath_enabled"
     ),
-    # checks, and what is printed
+    # checks
     Setting(
         "torch.autograd.set_detect_anomaly",
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
@@ -352,8 +346,6 @@ SETTINGS: list[Setting] = [
         _read_default_validation,
         _write_default_validation,
     ),
-    Setting("torch.set_printoptions", _read_print_options, lambda value: torch.set_printoptions(**value)),
-    Setting("numpy.set_printoptions", np.get_printoptions, lambda value: np.set_printoptions(**value)),
     # the rest
     # A process that was spawned would spawn, too.
     Setting(

@@ -10,18 +10,18 @@ import signal
 import socket
 import threading
 import time
-import warnings
 from collections.abc import Sequence
 from multiprocessing import connection, resource_tracker
 from typing import Any
 
 import torch
 
+from trainloop.distributed.peers import DisturbedStartError
 from trainloop.launch.failures import Failure, exit_text, first_failure, read_record, worker_failed_error
 from trainloop.launch.fork_server import ServedProcess
 from trainloop.launch.forked import LAUNCH_VARIABLE
 from trainloop.launch.inherited import own_cpus, signals_blocked, variables_set
-from trainloop.launch.kept import Work, changeable_surroundings, changed
+from trainloop.launch.kept import Work
 from trainloop.launch.liveness import Liveness, Sign, hanging_ranks
 from trainloop.launch.main_guard import main_not_imported_again, main_place
 from trainloop.launch.rank_process import STACK_SIGNAL, RankSpec, State, run_rank
@@ -30,6 +30,7 @@ from trainloop.signals import Heard
 from trainloop.stopping import SharedStop
 from trainloop.transfer import Parcel
 from trainloop.transfer.result import ResultFile
+from trainloop.user_line import warn
 
 __all__ = ["Ranks"]
 
@@ -83,8 +84,6 @@ class Ranks:
         self._handed_over = handed_over
         self._told: dict[str, str] = {}
         self._cpus = own_cpus()
-        self._surroundings = [changeable_surroundings()] if lines else []
-        """At the begin of the last work, and at its end; of ranks that have more than one."""
 
     def start(self, environment: dict[str, str], *, served: bool, may_spawn: bool = True) -> None:
         """Start the processes, with ``environment`` added to this process's own.
@@ -196,27 +195,22 @@ class Ranks:
 
     def give(self, parcel: Parcel, inherited: Sequence[int], settings: bytes, environment: dict[str, str]) -> None:
         """Give the ranks more work; see :class:`~trainloop.launch.kept.Work`."""
-        now = changeable_surroundings()
-        told, cpus = {**os.environ, **environment, LAUNCH_VARIABLE: self._token}, now["CPUs"]
+        told, cpus, folder = {**os.environ, **environment, LAUNCH_VARIABLE: self._token}, own_cpus(), None
+        with contextlib.suppress(OSError):
+            folder = os.getcwd()
         work = Work(
             parcel,
             tuple(inherited),
             settings,
             main_place(),
             {name: told.get(name) for name in {*told, *self._told} if told.get(name) != self._told.get(name)},
-            now["folder"],
+            folder,
             cpus if cpus != self._cpus else None,
-            as_before=not changed(now, self._surroundings),
         )
-        self._surroundings = [now]
         self._told, self._cpus = told, cpus
         for line in self._lines:
             with contextlib.suppress(OSError):  # a rank that has died is found by watch()
                 work.send_over(line)
-
-    def note_surroundings(self) -> None:
-        """At the end of a work, after which the ranks are kept: changes until the next are the user's."""
-        self._surroundings.append(changeable_surroundings())
 
     def _locals(self) -> range:
         return range(len(self._processes))
@@ -317,13 +311,18 @@ class Ranks:
         if not still:
             return
         text = "".join(f"\n\nPython stack of rank {rank}:\n{stacks[rank].rstrip()}" for rank in still)
-        warnings.warn(
+        warn(
             f"{len(still)} of {self._spec.world_size} ranks had done all work but did not end within "
             f"{self._spec.timeout_s:g} s, and were ended: see below for what they waited for (a thread that is no "
             f"daemon, most often).{text}",
             RuntimeWarning,
-            stacklevel=2,
         )
+
+    @property
+    def disturbance(self) -> str:
+        """The message of a rank that found an untrusted connection before its work began; empty if there is none."""
+        kind = DisturbedStartError.__name__
+        return next((failure.message for failure in self._failures.values() if failure.type == kind), "")
 
     def _first_failure(self) -> Failure:
         """This host's first failure, or another host's if that is the cause."""

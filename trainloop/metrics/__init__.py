@@ -8,7 +8,7 @@ each metric, however long it is.
 * ``slots.py``: where values wait on their device
 * ``recorder.py``: what one rank logs
 * ``reducing.py``: from values to a metric's value of a step and of an epoch
-* ``exchange.py``, ``blocks.py``, ``exact.py``: over all ranks
+* ``exchange.py``: over all ranks
 """
 
 from trainloop.metrics.exchange import exchange_of

@@ -1,30 +1,29 @@
-"""Exchanges of logs between ranks: a few ranks gather all values, many add them up.
+"""Exchanges of logs between ranks: up to 64 ranks gather all values, more add them up.
 
-:class:`Gathered` sends every rank's values to every rank, in one exchange: the fastest way for a few ranks, but its
-traffic grows with the square of their number. :class:`Reduced` sends sums: two exchanges, as large for a thousand ranks
-as for two. Both give the same result on every rank. They differ from each other in a step's sum only, which
-:class:`Gathered` rounds on each rank, and :class:`Reduced` once.
+:class:`Gathered` sends every rank's values to every rank, in one exchange, and sums are exact; but its traffic grows
+with the square of the number of ranks. :class:`Summed` sends sums, as large for a thousand ranks as for two; their last
+bits depend on the number of ranks. Both give the same result on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from trainloop.metrics.blocks import HEADER, Block
 from trainloop.metrics.reducing import Options, StepValues, by_name, step_values
 from trainloop.rng import derive_seed
 
-__all__ = ["MOST_THAT_GATHER", "Collectives", "Exchange", "Gathered", "Reduced", "exchange_of"]
+__all__ = ["MOST_THAT_GATHER", "Collectives", "Exchange", "Gathered", "Summed", "exchange_of"]
 
-MOST_THAT_GATHER = 8
-"""Ranks; measured in ``docs/design/scale.rst``."""
+MOST_THAT_GATHER = 64
+"""Ranks up to which sums are exact."""
 
-Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 OwnSteps = tuple[Options, Any, Any, Any]
 """A metric's options; steps, values and weights."""
 OwnTotal = tuple[Options, list[float], list[float]]
@@ -51,9 +50,6 @@ class Exchange(Protocol):
         self, steps: Mapping[str, OwnSteps], totals: Mapping[str, OwnTotal] | None = None, attachment: Any = None
     ) -> Exchanged:
         """Exchange step values and, with ``totals``, an epoch's; values that are not shared are returned as given."""
-
-    def parts(self, totals: Mapping[str, OwnTotal]) -> Mapping[str, OwnTotal]:
-        """This rank's part of an unfinished epoch for a checkpoint; all ranks' parts make the whole."""
 
 
 class Gathered:
@@ -82,31 +78,25 @@ class Gathered:
             table.update((name, [entry]) for name, entry in _unshared(all_of_this_rank))
         return Exchanged(step_values(found[0]), found[1], [theirs for _, theirs in everyone])
 
-    def parts(self, totals: Mapping[str, OwnTotal]) -> Mapping[str, OwnTotal]:
-        """All of this rank's values, without an exchange."""
-        return totals
-
 
 class Collectives(Protocol):
-    """The collectives that :class:`Reduced` needs; :mod:`trainloop.distributed` has them."""
+    """The collectives that :class:`Summed` needs; :mod:`trainloop.distributed` has them."""
 
-    def reduce_ints(self, values: Ints, reduce: str) -> Ints:
-        """The sum (``'sum'``) or maximum (``'max'``) over ranks of each entry, on every rank."""
+    def all_reduce(self, value: Any, reduce: Any) -> Any:
+        """The sum or maximum over ranks of each number of a tensor, on every rank."""
+
+    def exchange_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's integers, on every rank."""
 
     def gather_object(self, obj: Any) -> list[Any]:
         """Every rank's object, on every rank."""
 
-    def get_rank(self) -> int:
-        """The rank of this process."""
 
+class Summed:
+    """Sums of all ranks' values on all ranks, in float64; traffic grows with the number of metrics, not of ranks.
 
-class Reduced:
-    """Sums of all ranks' values on all ranks; traffic grows with the number of metrics, not of ranks.
-
-    Ranks keep a common table of metrics. Each exchange begins with a header of a few numbers for each of them: whether
-    anybody has values, of which steps, and how many bits hold them; then all values go in one all-reduce. If all ranks
-    have the same new names, as they mostly do, every rank adds them to the table without an exchange; else new names
-    are gathered, once.
+    Ranks mostly log the same metrics at the same steps. If they did, which they find out by exchanging a digest, all
+    values go in one or two all-reduces; otherwise all ranks gather all values.
 
     Parameters
     ----------
@@ -117,79 +107,95 @@ class Reduced:
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self._table: dict[tuple[str, Options], None] = {}
 
     def __call__(
         self, steps: Mapping[str, OwnSteps], totals: Mapping[str, OwnTotal] | None = None, attachment: Any = None
     ) -> Exchanged:
         """See :class:`Exchange`."""
-        found, attachments = self._reduced(steps, totals, attachment)
-        seen: list[dict[str, Any]] = [{}, {}]
-        for of_epoch, name, block in found:
-            if name in seen[of_epoch]:
-                self._raise_unequal(steps, totals or {})
-            seen[of_epoch][name] = [block.total()] if of_epoch else block.steps()
-        seen[0].update(step_values({name: [entry] for name, entry in _unshared(steps)}))
-        seen[1].update((name, [entry]) for name, entry in _unshared(totals or {}))
-        return Exchanged(seen[0], seen[1], attachments)
-
-    def parts(self, totals: Mapping[str, OwnTotal]) -> Mapping[str, OwnTotal]:
-        """All values on rank 0; elsewhere only those that are not shared. Collective."""
-        whole = self({}, dict(_shared(totals))).totals
-        own = dict(_unshared(totals))
-        if self._collectives.get_rank() == 0:
-            own.update((name, entry) for name, (entry,) in whole.items())
-        return own
-
-    def _reduced(
-        self, steps: Mapping[str, OwnSteps], totals: Mapping[str, OwnTotal] | None, attachment: Any
-    ) -> tuple[list[tuple[bool, str, Block]], list[Any]]:
-        """Blocks in which any rank has values, with the values of all: ``(whether it is an epoch's, name, block)``."""
-        while True:
-            new = [key for key in _keys(steps, totals) if key not in self._table]
-            blocks = [(False, key[0], Block.of_steps(key[1], _of(steps, key))) for key in self._table]
-            if totals is not None:
-                blocks += [(True, key[0], Block.of_epoch(key[1], _of(totals, key))) for key in self._table]
-            digests = [derive_seed(repr(thing)) if thing else 0 for thing in (new, attachment)]
-            # The maximum of x and of -x over ranks: equal but for the sign, if all have the same x.
-            own = [*digests, *(-digest for digest in digests)]
-            header = np.array(own + list(chain.from_iterable(block.header() for _, _, block in blocks)), np.int64)
-            header = self._collectives.reduce_ints(header, "max")
-            same_names, same_attachments = (header[:2] == -header[2:4]).tolist()
-            if same_names and not new:
-                break
-            # In the order of ranks, so that all tables are alike.
-            everyone = [new] if same_names else self._collectives.gather_object(new)
-            self._table.update(
-                dict.fromkeys((name, Options(*options)) for those in everyone for name, options in those)
-            )
+        of_steps = {name: _Numbers.of_steps(*entry) for name, entry in _shared(steps)}
+        of_epoch = {name: _Numbers.of_epoch(*entry) for name, entry in _shared(totals or {})}
+        tables = (of_steps, of_epoch)
+        layout = [[(name, *numbers.layout) for name, numbers in table.items()] for table in tables]
+        digests = self._collectives.exchange_ints([derive_seed(repr(layout)), derive_seed(repr(attachment))])
+        same_layout, same_attachments = (len(set(of_ranks)) == 1 for of_ranks in zip(*digests))
+        if not same_layout:
+            return Gathered(self._collectives.gather_object)(steps, totals, attachment)
+        numbers = [*of_steps.values(), *of_epoch.values()]
+        self._reduce([part.sums for part in numbers], "sum")
+        self._reduce([part.greatest for part in numbers], "max")
         attachments = [attachment] if same_attachments else self._collectives.gather_object(attachment)
-        found = []
-        for i, item in enumerate(blocks):
-            if item[2].agree(header[4 + i * HEADER : 4 + (i + 1) * HEADER].tolist()):
-                found.append(item)
-        for reduce in ("sum", "max"):
-            words = [block.words() for _, _, block in found if block.reduces_by == reduce]
-            if words:
-                flat = self._collectives.reduce_ints(np.concatenate([part.ravel() for part in words]), reduce)
-                parts = np.split(flat, np.cumsum([part.size for part in words])[:-1])
-                those = (block for _, _, block in found if block.reduces_by == reduce)
-                for block, part, own_part in zip(those, parts, words):
-                    block.result = part.reshape(own_part.shape)
-        return found, attachments
+        found = {name: (part.steps, part.result()) for name, part in of_steps.items()}
+        found.update(step_values({name: [entry] for name, entry in _unshared(steps)}))
+        epoch = {name: [part.total()] for name, part in of_epoch.items()}
+        epoch.update((name, [entry]) for name, entry in _unshared(totals or {}))
+        return Exchanged(found, epoch, attachments)
 
-    def _raise_unequal(self, *tables: Mapping[str, Any]) -> None:
-        """Raise on every rank, with the ranks that logged one name with different options."""
-        mine = [{name: entry[:1] for name, entry in _shared(table)} for table in tables]
-        for of_all_ranks in zip(*self._collectives.gather_object(mine)):
-            by_name(of_all_ranks)
+    def _reduce(self, arrays: list[Floats], reduce: str) -> None:
+        """Replace each array's numbers by those over all ranks."""
+        flat = np.concatenate([array.ravel() for array in arrays]) if arrays else np.empty(0)
+        if not flat.size:  # the same on every rank
+            return
+        whole = self._collectives.all_reduce(torch.from_numpy(flat), reduce).numpy()
+        for array, part in zip(arrays, np.split(whole, np.cumsum([array.size for array in arrays])[:-1])):
+            array[...] = part.reshape(array.shape)
+
+
+class _Numbers:
+    """One metric's numbers, in a form in which those of ranks are added up, or the greatest taken."""
+
+    def __init__(self, options: Options, steps: Any, values: Floats, weights: Floats) -> None:
+        self.options = options
+        self.steps = steps
+        self.layout = (options, None if steps is None else steps.tolist())
+        nothing = np.empty((0, len(values)))
+        if options.reduce == "mean":
+            # A value without weight does not count, not even nan.
+            self.sums, self.greatest = np.stack([np.where(weights == 0, 0.0, values * weights), weights]), nothing
+        elif options.reduce == "sum":
+            self.sums, self.greatest = values[None].copy(), nothing
+        else:  # which of nan and a number is the greater, an all-reduce doesn't say: nan is counted
+            self.sums = np.isnan(values)[None].astype(np.float64)
+            signed = values if options.reduce == "max" else -values
+            self.greatest = np.where(np.isnan(values), -np.inf, signed)[None]
+
+    @classmethod
+    def of_steps(cls, options: Options, steps: Any, values: Any, weights: Any) -> _Numbers:
+        """One rank's values of some steps."""
+        indices, reduced = step_values({"": [(options, steps, values, weights)]})[""]
+        places = np.searchsorted(indices, steps)
+        return cls(options, indices, reduced, np.bincount(places, weights, len(indices)).astype(np.float64))
+
+    @classmethod
+    def of_epoch(cls, options: Options, total: list[float], weight: list[float]) -> _Numbers:
+        """One rank's total of an epoch."""
+        numbers = cls(options, None, np.array([math.fsum(total)]), np.ones(1))
+        if options.reduce == "mean":  # the total is of products already
+            numbers.sums[1] = math.fsum(weight)
+        return numbers
+
+    def result(self) -> Floats:
+        """The values, once ``sums`` and ``greatest`` are over all ranks."""
+        if self.options.reduce == "mean":
+            with np.errstate(divide="ignore", invalid="ignore"):
+                quotient: Floats = self.sums[0] / self.sums[1]
+            return quotient
+        if self.options.reduce == "sum":
+            return self.sums[0]
+        greatest = self.greatest[0] if self.options.reduce == "max" else -self.greatest[0]
+        return np.where(self.sums[0] > 0, np.nan, greatest)
+
+    def total(self) -> OwnTotal:
+        """The epoch's entry."""
+        if self.options.reduce == "mean":
+            return self.options, [float(self.sums[0, 0])], [float(self.sums[1, 0])]
+        return self.options, [float(self.result()[0])], []
 
 
 def exchange_of(collectives: Collectives, world_size: int) -> Exchange:
     """The exchange for so many ranks."""
     if world_size == 1:
         return Gathered()
-    return Gathered(collectives.gather_object) if world_size <= MOST_THAT_GATHER else Reduced(collectives)
+    return Gathered(collectives.gather_object) if world_size <= MOST_THAT_GATHER else Summed(collectives)
 
 
 def _shared(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -198,14 +204,3 @@ def _shared(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _unshared(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     return ((name, entry) for name, entry in table.items() if not entry[0].shared)
-
-
-def _keys(*tables: Mapping[str, Any] | None) -> Iterator[tuple[str, Options]]:
-    keys = ((name, entry[0]) for table in tables for name, entry in _shared(table or {}))
-    return iter(dict.fromkeys(keys))
-
-
-def _of(table: Mapping[str, Any], key: tuple[str, Options]) -> Any:
-    """This rank's entry of a metric; ``None`` if it has none, or has other options."""
-    entry = table.get(key[0])
-    return entry if entry is not None and entry[0] == key[1] else None

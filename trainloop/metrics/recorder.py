@@ -192,16 +192,27 @@ class Recorder:
         weight = self.batch_size if batch_size is None else self._weight(name, batch_size)
         series.pending.append((self.step, value, weight))
 
-    def add_loss(self, loss: Tensor | Mapping[str, Tensor], weight: Tensor | float) -> Tensor:
-        """Record the loop's own loss, and its parts where it is a ``MultiLoss``; returns the whole, detached, 0-d."""
+    def add_loss(
+        self, loss: Tensor | Mapping[str, Tensor], weight: Tensor | float | Mapping[str, Tensor | float]
+    ) -> Tensor:
+        """Record the loop's own loss, and its parts if it is a ``MultiLoss``; returns the whole, detached, 0-d.
+
+        ``weight`` may have one for each part. The epoch's whole is then the sum of the parts' means.
+        """
         if not isinstance(loss, Tensor):
             for part, value in loss.items():
-                self._add(self._parts.get(part) or self._part(part), value, weight)
-            loss = cast("Tensor", loss.total())  # type: ignore[attr-defined]  # MultiLoss stands above this module
+                of_part = weight[part] if isinstance(weight, Mapping) else weight
+                self._add(self._parts.get(part) or self._part(part), value, of_part)
+            loss = cast("Tensor", loss.total())  # type: ignore[attr-defined]  # MultiLoss is above this module
+        if isinstance(weight, Mapping):
+            weight, whole_of_parts = self.batch_size, self._parts[""]
+            whole_of_parts.options = whole_of_parts.options._replace(on_epoch=False)
         whole = loss.detach()
         if whole.ndim:
             whole = whole.reshape(())
-        self._add(self._parts[""], whole, weight)
+        if isinstance(weight, Tensor):
+            weight = self._kept(weight)
+        self._parts[""].pending.append((self.step, self._kept(whole), weight))
         return whole
 
     def _add(self, series: _Series, value: Tensor, weight: Tensor | float) -> None:
@@ -358,6 +369,8 @@ class Recorder:
                 metrics[name] = epoch_value(entries)
             else:
                 losses[part] = epoch_value(entries)
+        if losses and "" not in losses:  # parts with weights of their own
+            losses = {"": math.fsum(losses.values()), **losses}
         for series in self._series.values():
             series.clear()
         self._exchanged_step = self.step
@@ -369,24 +382,13 @@ class Recorder:
     def _totals(self) -> dict[str, Any]:
         return {s.name: (s.options, s.total, s.weight) for s in self._series.values() if s.count}
 
-    def state_dict(self, *, once: bool = False) -> dict[str, Any]:
-        """This rank's part of the unfinished epoch, as plain types. Call after :meth:`exchange_steps`.
-
-        Parameters
-        ----------
-        once : bool
-            If logs are exchanged as sums, rank 0's state has all ranks' shared values, and the others' only those not
-            shared. Then collective.
-        """
-        totals = self._exchange.parts(self._totals()) if once else self._totals()
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the unfinished epoch, as plain types. Call after :meth:`exchange_steps`."""
         return {
-            # Rank 0 may hold a value for all ranks without having logged one itself.
-            name: {"options": list(options), "count": max(1, self._count(name)), "total": total, "weight": weight}
-            for name, (options, total, weight) in totals.items()
+            s.name: {"options": list(s.options), "count": s.count, "total": s.total, "weight": s.weight}
+            for s in self._series.values()
+            if s.count
         }
-
-    def _count(self, name: str) -> int:
-        return self._series[name].count if name in self._series else 0
 
     def load_state_dict(self, own: dict[str, Any], others: Iterable[dict[str, Any]] = ()) -> None:
         """Continue an unfinished epoch.

@@ -16,11 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from trainloop.errors import ConfigurationError
 from trainloop.forks import guard_forks
 from trainloop.keywords import WRAPPERS, keywords_of, meant, refuse
-from trainloop.late_dynamo import keeping_off
 from trainloop.model import yields_losses
+from trainloop.optim import MultiLoss
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy, with_multi_losses, with_plain_dicts
+from trainloop.reduction import attach_divisor, divisor_of
 
-__all__ = ["TTDistributedDataParallel", "comm_hooks_of", "reduce_gradients"]
+__all__ = ["TTDistributedDataParallel", "WeighingDataParallel", "comm_hooks_of", "reduce_gradients"]
 
 
 class TTDistributedDataParallel(Transparent, DistributedDataParallel):
@@ -102,8 +103,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             if len(devices) == 1 and trained[0].is_cuda:
                 device_ids = [trained[0].device]
         guard_forks()
-        with keeping_off():
-            super().__init__(module, device_ids, output_device, **ddp_args)
+        super().__init__(module, device_ids, output_device, **ddp_args)
         self._tt_exchanges = True
         self._tt_static_passes = 0
         self._settle_buckets()
@@ -157,8 +157,12 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         ):
             args, kwargs = self._pre_forward(*args, **kwargs)
             with self._inside_ddp_forward():
-                output = function(*args, **kwargs)
+                output = self._joined(method, function(*args, **kwargs))
             return with_multi_losses(self._post_forward(with_plain_dicts(output)), output)
+
+    def _joined(self, method: str, output: Any) -> Any:
+        """Return the output of a method, as DDP will see it."""
+        return output
 
     def _passes(self, losses: Generator[Any, None, None], args: tuple[Any, ...], kwargs: Any) -> Iterator[Any]:
         """Each loss of a ``get_loss`` that yields them, as a forward pass of DDP of its own."""
@@ -212,14 +216,14 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             self.require_backward_grad_sync = before
 
     def release(self) -> None:
-        """Take DDP's hooks off the parameters and free its buckets; the wrapper is of no use afterwards. No exchange.
+        """Take DDP's hooks off the parameters, free its buckets and the group; the wrapper is of no use afterwards.
 
-        Otherwise all that stays until the garbage collector breaks the wrapper's cycles. That may be after
+        No exchange. Otherwise all that stays until the garbage collector breaks the wrapper's cycles. That may be after
         ``destroy_process_group()``: the reducer then has the last reference to the group, whose destructor waits for
         threads with the interpreter's lock in hand, and in a forked child for threads that are not there.
         """
         self._remove_autograd_hooks()
-        self.__dict__.update(reducer=None, logger=None)
+        self.__dict__.update(reducer=None, logger=None, process_group=None)
 
     @contextlib.contextmanager
     def no_exchange(self) -> Iterator[None]:
@@ -255,6 +259,52 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             self._check_reducer_finalized()
         except RuntimeError as e:
             raise _explained(e, self) from e
+
+
+class WeighingDataParallel(TTDistributedDataParallel):
+    """A ``TTDistributedDataParallel`` that averages two numbers over the ranks along with a step's gradients.
+
+    They are the gradient of a parameter of the wrapper's own, which is part of DDP's last bucket, so that they cost no
+    exchange. Like all gradients they add up over the micro-batches of a step.
+    """
+
+    _tt_carrier: Tensor
+    _tt_numbers: Tensor
+
+    def _ddp_init_helper(
+        self, parameters: list[Tensor], sparse: list[bool], names: dict[int, str], static_graph: bool
+    ) -> None:
+        exact = all(p.dtype is torch.float64 for p in parameters)
+        dtype = torch.float64 if exact else torch.float32
+        carrier = torch.zeros(2, dtype=dtype, device=parameters[0].device, requires_grad=True)
+        # Through __dict__: it is no parameter of the module.
+        self.__dict__.update(_tt_carrier=carrier, _tt_numbers=torch.zeros_like(carrier, requires_grad=False))
+        owner = weakref.ref(self)
+        carrier.register_hook(lambda _: owner()._tt_numbers)  # type: ignore[union-attr]
+        names = {0: "(the step's weight)", **{index + 1: name for index, name in names.items()}}
+        super()._ddp_init_helper([carrier, *parameters], [False, *sparse], names, static_graph)
+
+    def _joined(self, method: str, output: Any) -> Any:
+        if method != "get_loss":
+            return output
+        if isinstance(output, tuple) and output:
+            return (self._joined(method, output[0]), *output[1:])
+        if isinstance(output, MultiLoss):
+            first = next(iter(output.values()))
+            return output.map(lambda loss: self._joined(method, loss) if loss is first else loss)
+        if not isinstance(output, Tensor) or not output.requires_grad:
+            return output
+        # Zeros, which change no bit of the loss.
+        return attach_divisor(output + self._tt_carrier.sum().to(output.dtype), divisor_of(output))
+
+    def carry(self, numbers: Tensor) -> None:
+        """Set the two numbers of a micro-batch, between its ``get_loss`` and its backward."""
+        self.__dict__["_tt_numbers"] = numbers.to(self._tt_carrier)
+
+    def averaged_numbers(self) -> Tensor | None:
+        """Return the numbers' averages over the ranks after a step's last backward; the next step begins with zeros."""
+        averages, self._tt_carrier.grad = self._tt_carrier.grad, None
+        return averages
 
 
 # Private names of torch that TTDistributedDataParallel uses; unchanged since torch 2.1. Without one of them gradients

@@ -19,7 +19,7 @@ from trainloop.nested import map_parts
 from trainloop.optim import MultiLoss
 from trainloop.parallel import scatter as parts
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy
-from trainloop.reduction import sum_rule
+from trainloop.reduction import attach_divisor, divisor_of, functional_losses, sum_rule
 
 __all__ = ["TTDataParallel"]
 
@@ -221,7 +221,10 @@ def _bound(module: nn.Module, method: str) -> Callable[..., Any]:
 
 def _on_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
+        divisor = divisor_of(value)
+        if isinstance(divisor, Tensor):
+            divisor = divisor.to(device, non_blocking=True)
+        return attach_divisor(value.to(device, non_blocking=True), divisor)
     if isinstance(value, MultiLoss):
         return value.map(lambda loss: _on_device(loss, device))
     return map_parts(lambda item: _on_device(item, device), value)
@@ -350,6 +353,7 @@ def _thread_settings(
                 stack.enter_context(torch.cuda.stream(streams[device]))
             stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.set_grad_enabled(grad and not inference))
+            stack.enter_context(functional_losses())
             for kind, dtype in autocasts:
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cache))
             yield

@@ -16,6 +16,7 @@ from torch import Tensor
 from trainloop.errors import ConfigurationError
 from trainloop.nested import map_parts, map_together, with_parts
 from trainloop.optim import MultiLoss
+from trainloop.reduction import attach_divisor, divisor_of
 
 # -- cutting -----------------------------------------------------------------------------------------------------------
 
@@ -146,18 +147,24 @@ def combine_losses(losses: Sequence[Any], sizes: Sequence[int], summed: bool = F
             raise _wrong_loss(losses[0])
         total = sum(weights[1:], weights[0])
         return _mean([loss[0] for loss in losses], weights, total), total
-    return _mean(losses, [1] * len(losses), 1) if summed else _mean(losses, sizes, sum(sizes))
+    return _mean(losses, [1] * len(losses), 1) if summed else _mean(losses, sizes, sum(sizes), over_samples=True)
 
 
-def _mean(losses: Sequence[Any], weights: Sequence[Any], total: Any) -> Any:
+def _mean(losses: Sequence[Any], weights: Sequence[Any], total: Any, *, over_samples: bool = False) -> Any:
     first = losses[0]
-    if isinstance(first, MultiLoss):
-        means = {name: _mean([loss[name] for loss in losses], weights, total) for name in first}
+    if isinstance(first, (MultiLoss, dict)):
+        means = {
+            name: _mean([loss[name] for loss in losses], weights, total, over_samples=over_samples) for name in first
+        }
+        if isinstance(first, dict):
+            return means
         return MultiLoss(means, first.loss_optimizer_map, first.retain_graph_until_last)
-    if isinstance(first, dict):
-        return {name: _mean([loss[name] for loss in losses], weights, total) for name in first}
     if any(not isinstance(loss, Tensor) or loss.numel() != 1 for loss in losses):
         raise _wrong_loss(first)
+    divisors: list[Any] = [divisor_of(loss) for loss in losses] if over_samples else []
+    if divisors and all(divisor is not None for divisor in divisors):  # trainloop.reduction: means over these
+        whole = sum(divisors[1:], divisors[0])
+        return attach_divisor(_mean(losses, divisors, whole), whole)
     return sum(_weighted(loss, weight, total) for loss, weight in zip(losses, weights, strict=True))
 
 
@@ -167,7 +174,8 @@ def _weighted(loss: Tensor, weight: Any, total: Any) -> Tensor:
     if isinstance(weight, Tensor):
         factor = (weight / total).to(loss.dtype)
         return torch.where(weight == 0, torch.zeros_like(loss), loss) * torch.where(weight == 0, 0 * factor, factor)
-    return loss * (weight / total) if weight else torch.zeros_like(loss)
+    # Without weight it is zero, and still in the graph: all parts may weigh nothing.
+    return loss * (weight / total) if weight else torch.nan_to_num(loss) * 0.0
 
 
 def _wrong_loss(loss: Any) -> ConfigurationError:

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
+from trainloop.reduction import attach_divisor, divisor_of
 
 METHODS = frozenset(("get_loss", "get_loss_eval", "get_predictions"))
 """The model's methods that run through the wrapper's forward."""
@@ -161,10 +162,11 @@ def with_multi_losses(opened: Any, output: Any) -> Any:
     """The inverse of :func:`with_plain_dicts`: ``opened`` with a MultiLoss wherever ``output`` has one."""
     if isinstance(output, MultiLoss):
         tensors = iter(opened.values())
-        return output.map(lambda _: next(tensors))
+        return output.map(lambda loss: with_multi_losses(next(tensors), loss))
     if type(output) is tuple:
         return tuple(with_multi_losses(item, like) for item, like in zip(opened, output, strict=True))
-    return opened
+    # torch's wrappers may return another tensor, a copy for its hook on backward.
+    return attach_divisor(opened, divisor_of(output)) if isinstance(output, Tensor) and opened is not output else opened
 
 
 def _wrapped(wrapper: nn.Module) -> nn.Module | None:

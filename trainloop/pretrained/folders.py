@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from trainloop.distribution import pip_install
 from trainloop.errors import ConfigurationError
 
 __all__ = ["find_picture_model", "find_text_model", "import_library"]
@@ -78,7 +79,7 @@ def import_library(name: str, wanted_by: str) -> Any:
     except Exception as error:  # a torchvision that doesn't suit torch raises RuntimeError
         raise ConfigurationError(
             f"{wanted_by} needs {name}, which can't be imported here ({type(error).__name__}: {error}): "
-            f"pip install 'trainloop[multimodal]'{_HINTS.get(name, '')}."
+            f"{pip_install('multimodal')}{_HINTS.get(name, '')}."
         ) from error
 
 

@@ -56,10 +56,9 @@ class TextModel(TTBasicModel):
         num_outputs : int
             Number of classes, or of numbers to predict.
         """
+        transformers = import_library("transformers", "TextModel.load")  # or the error would be about its files
         folder = find_text_model(model, wanted_by="TextModel.load")
-        tokenizer = import_library("transformers", "TextModel.load").AutoTokenizer.from_pretrained(
-            folder, local_files_only=True
-        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         return cls(_of_transformers("AutoModelForSequenceClassification", folder, num_outputs), tokenizer)
 
     def tokens(self, texts: Sequence[str], max_length: int = 128) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,6 @@ import math
 import os
 import re
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -19,6 +18,7 @@ from trainloop.errors import ResourceError
 from trainloop.resources import lease
 from trainloop.resources.machine import available
 from trainloop.resources.quota import ResourceQuota, Resources, exact, format_bytes
+from trainloop.user_line import warn
 
 if TYPE_CHECKING:
     import torch
@@ -243,10 +243,9 @@ def cap_workers(num_workers: int | Literal["auto"], quota: ResourceQuota | None,
     most = _threads(quota, ranks) - 1
     if num_workers <= most:
         return num_workers
-    warnings.warn(
+    warn(
         f"num_workers={num_workers} is lowered to {most}: the quota has {most + 1} CPU{'s' * (most > 0)} for each "
-        "rank, and its main process takes one. Raise num_cpus for more workers, or set num_workers to this.",
-        stacklevel=2,
+        "rank, and its main process takes one. Raise num_cpus for more workers, or set num_workers to this."
     )
     return most
 

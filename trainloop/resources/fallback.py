@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable
 from typing import TypeVar
+
+from trainloop.user_line import warn
 
 __all__ = ["gpu_or_cpu"]
 
@@ -64,9 +65,8 @@ def gpu_or_cpu(fit_on_gpu: Callable[[], T], fit_on_cpu: Callable[[], T]) -> T:
         if "out of memory" in text.lower() or re.search(_NO_GPU, text, re.IGNORECASE | re.VERBOSE) is None:
             raise
         cause = f"{type(error).__name__}: {' '.join(text.split())[:300]}"
-    warnings.warn(
+    warn(
         f"Training goes on from the start on the CPU, because there is no GPU to use ({cause}). "
-        "Install the library's GPU build and check CUDA_VISIBLE_DEVICES, or set the device to the CPU to silence this.",
-        stacklevel=2,
+        "Install the library's GPU build and check CUDA_VISIBLE_DEVICES, or set the device to the CPU to silence this."
     )
     return fit_on_cpu()

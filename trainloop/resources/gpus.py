@@ -41,7 +41,7 @@ def _uuid(index: int) -> str | None:
 def other_processes(names: Sequence[str]) -> dict[str, int]:
     """The number of other processes that compute on each GPU; empty if NVML can't tell.
 
-    Needs ``nvidia-ml-py`` (``pip install trainloop[gpu]``). Matched by UUID.
+    Needs ``nvidia-ml-py`` (``pip install 'tt-trainloop[gpu]'``). Matched by UUID.
     """
     try:
         import pynvml

@@ -8,7 +8,6 @@ Pure arithmetic. The levels are run > trial (one bagged model, or one model) > f
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -25,6 +24,7 @@ from trainloop.resources.quota import (
     exact,
     format_bytes,
 )
+from trainloop.user_line import warn
 
 __all__ = ["Plan", "hold", "plan"]
 
@@ -170,9 +170,8 @@ def plan(
     num_bag_folds = checked_count("num_bag_folds", num_bag_folds, least=0)
     bagging = num_bag_folds > 1
     if per_bag is not None and not bagging:
-        warnings.warn(
-            f"per_bag is ignored: num_bag_folds={num_bag_folds} trains one model a trial. Use per_model for its quota.",
-            stacklevel=2,
+        warn(
+            f"per_bag is ignored: num_bag_folds={num_bag_folds} trains one model a trial. Use per_model for its quota."
         )
         per_bag = None
     wanted = num_bag_folds if bagging and parallel_folds else 1

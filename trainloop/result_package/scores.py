@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from trainloop.distribution import pip_install
 from trainloop.errors import ConfigurationError
 
 __all__ = [
@@ -107,8 +108,8 @@ def scikit_learn() -> Any:
 
 def no_scikit_learn() -> ConfigurationError:
     return ConfigurationError(
-        "Metrics of classes and scores, and r2, are scikit-learn's, which is not installed: pip install "
-        "'trainloop[metrics]', or score by a function of (y_pred, y_true, metadata)."
+        "Metrics of classes and scores, and r2, are scikit-learn's, which is not installed: "
+        f"{pip_install('metrics')}, or score by a function of (y_pred, y_true, metadata)."
     )
 
 

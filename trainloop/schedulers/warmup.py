@@ -28,6 +28,42 @@ class _WarmupScheduler(LambdaLRScheduler):
         super().__init__(lr_lambda, execute_epoch_end=False, execute_batch_end=True, last_epoch=last_epoch, **kwargs)
 
 
+class _CurveWithWarmup(_WarmupScheduler):
+    """A warm-up, then a curve over the rest of the training."""
+
+    def __init__(
+        self, curve: Any, num_warmup_steps: int, num_training_steps: int | None, last_epoch: int, **kwargs: Any
+    ) -> None:
+        self.num_warmup_steps = num_warmup_steps
+        self.num_training_steps = num_training_steps
+        self._curve = curve
+        # Until the loop is known, the curve's length is not.
+        length = num_warmup_steps if num_training_steps is None else num_training_steps
+        factor = _of_progress(curve, num_warmup_steps, length)
+        super().__init__(factor, num_warmup_steps, last_epoch, **kwargs)
+
+    def on_train_loop_registration(self) -> None:
+        if self.num_training_steps is None:
+            length = self._planned_steps()
+            if length is None:
+                raise ConfigurationError(
+                    f"{type(self).__name__}: num_training_steps=None, and train_loader has no length to take it from. "
+                    "Give num_training_steps."
+                )
+            # A training shorter than its warm-up ends in the middle of it.
+            factor = _of_progress(self._curve, self.num_warmup_steps, max(length, self.num_warmup_steps))
+            lr_lambda = partial(_warmed_up, factor, self.num_warmup_steps)
+            self.factory_kwargs = {**self.factory_kwargs, "lr_lambda": lr_lambda}
+            if self.scheduler is not None:  # of an earlier fit, at the end of a shorter curve
+                self.scheduler.lr_lambdas = [lr_lambda] * len(self.scheduler.lr_lambdas)
+                for group, rate in zip(self.scheduler.optimizer.param_groups, self.scheduler.base_lrs):
+                    group["lr"] = rate * lr_lambda(self.scheduler.last_epoch)
+        super().on_train_loop_registration()
+
+    def _length(self) -> int | None:
+        return self.num_training_steps
+
+
 class ConstantWithWarmupScheduler(_WarmupScheduler):
     """Linear warm-up, then the optimizer's learning rate as it is.
 
@@ -49,38 +85,40 @@ class ConstantWithWarmupScheduler(_WarmupScheduler):
         super().__init__(_constant, num_warmup_steps, last_epoch, **kwargs)
 
 
-class LinearWithWarmupScheduler(_WarmupScheduler):
+class LinearWithWarmupScheduler(_CurveWithWarmup):
     """Linear warm-up, then down to 0 on a straight line.
 
     Parameters
     ----------
     num_warmup_steps : int
         Optimizer steps from 0 to the full rate.
-    num_training_steps : int
-        Optimizer steps in all; the rate is 0 from there on.
+    num_training_steps : int, optional
+        Optimizer steps in all; the rate is 0 from there on. Default: those of ``fit``, see
+        :meth:`~trainloop.train_loop.TrainLoop.num_optimizer_steps`.
     last_epoch, **kwargs
         As in :class:`ConstantWithWarmupScheduler`.
 
     Examples
     --------
-    >>> LinearWithWarmupScheduler(num_warmup_steps=100, num_training_steps=10 * len(train_loader))
+    >>> LinearWithWarmupScheduler(num_warmup_steps=100)
     """
 
-    def __init__(self, num_warmup_steps: int, num_training_steps: int, last_epoch: int = -1, **kwargs: Any) -> None:
-        super().__init__(
-            _of_progress(_linear, num_warmup_steps, num_training_steps), num_warmup_steps, last_epoch, **kwargs
-        )
+    def __init__(
+        self, num_warmup_steps: int, num_training_steps: int | None = None, last_epoch: int = -1, **kwargs: Any
+    ) -> None:
+        super().__init__(_linear, num_warmup_steps, num_training_steps, last_epoch, **kwargs)
 
 
-class CosineWithWarmupScheduler(_WarmupScheduler):
+class CosineWithWarmupScheduler(_CurveWithWarmup):
     """Linear warm-up, then along a cosine.
 
     Parameters
     ----------
     num_warmup_steps : int
         Optimizer steps from 0 to the full rate.
-    num_training_steps : int
-        Optimizer steps in all.
+    num_training_steps : int, optional
+        Optimizer steps in all. Default: those of ``fit``, see
+        :meth:`~trainloop.train_loop.TrainLoop.num_optimizer_steps`.
     num_cycles : float
         Waves of the cosine after the warm-up; 0.5 goes down to 0 once.
     last_epoch, **kwargs
@@ -88,50 +126,50 @@ class CosineWithWarmupScheduler(_WarmupScheduler):
 
     Examples
     --------
-    >>> CosineWithWarmupScheduler(num_warmup_steps=100, num_training_steps=10 * len(train_loader))
+    >>> CosineWithWarmupScheduler(num_warmup_steps=100)
     """
 
     def __init__(
         self,
         num_warmup_steps: int,
-        num_training_steps: int,
+        num_training_steps: int | None = None,
         num_cycles: float = 0.5,
         last_epoch: int = -1,
         **kwargs: Any,
     ) -> None:
-        factor = _of_progress(partial(_cosine, num_cycles), num_warmup_steps, num_training_steps)
-        super().__init__(factor, num_warmup_steps, last_epoch, **kwargs)
+        super().__init__(partial(_cosine, num_cycles), num_warmup_steps, num_training_steps, last_epoch, **kwargs)
 
 
-class HardRestartsCosineWithWarmupScheduler(_WarmupScheduler):
+class HardRestartsCosineWithWarmupScheduler(_CurveWithWarmup):
     """Linear warm-up, then down along a cosine several times, each from the full rate.
 
     Parameters
     ----------
     num_warmup_steps : int
         Optimizer steps from 0 to the full rate.
-    num_training_steps : int
-        Optimizer steps in all.
+    num_training_steps : int, optional
+        Optimizer steps in all. Default: those of ``fit``, see
+        :meth:`~trainloop.train_loop.TrainLoop.num_optimizer_steps`.
     num_cycles : float
-        How often it goes down.
+        How often it goes down; once by default, as in Transformers.
     last_epoch, **kwargs
         As in :class:`ConstantWithWarmupScheduler`.
 
     Examples
     --------
-    >>> HardRestartsCosineWithWarmupScheduler(100, 10 * len(train_loader), num_cycles=3)
+    >>> HardRestartsCosineWithWarmupScheduler(num_warmup_steps=100, num_cycles=3)
     """
 
     def __init__(
         self,
         num_warmup_steps: int,
-        num_training_steps: int,
-        num_cycles: float = 0.5,
+        num_training_steps: int | None = None,
+        num_cycles: float = 1,
         last_epoch: int = -1,
         **kwargs: Any,
     ) -> None:
-        factor = _of_progress(partial(_restarting_cosine, num_cycles), num_warmup_steps, num_training_steps)
-        super().__init__(factor, num_warmup_steps, last_epoch, **kwargs)
+        curve = partial(_restarting_cosine, num_cycles)
+        super().__init__(curve, num_warmup_steps, num_training_steps, last_epoch, **kwargs)
 
 
 # Factors are module-level functions under functools.partial, not closures: they can be pickled, and a resumed run uses

@@ -7,13 +7,14 @@ plan that it prints, and weighs them into an ensemble. It needs the extra ``tabu
 
 from __future__ import annotations
 
+from trainloop.distribution import pip_install
 from trainloop.errors import ConfigurationError
 
 try:
     import pandas  # noqa: F401
     import sklearn  # noqa: F401
 except ImportError as error:
-    raise ConfigurationError(f"trainloop.tabular needs {error.name}: pip install 'trainloop[tabular]'.") from error
+    raise ConfigurationError(f"trainloop.tabular needs {error.name}: {pip_install('tabular')}.") from error
 
 from trainloop.tabular.predictor import TabularPredictor
 from trainloop.tabular.presets import get_hyperparameter_config, list_image_models, list_text_presets

@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
+from trainloop.distribution import pip_install
 from trainloop.errors import ConfigurationError
 from trainloop.pretrained.folders import find_picture_model, find_text_model, import_library
 
@@ -105,7 +106,7 @@ def known_words(where: str, given: Mapping[str, Any] | None, **defaults: Any) ->
 def check_installed(module: str, extra: str, wanted_by: str) -> None:
     """Raise an error that names the extra if a module is not installed."""
     if importlib.util.find_spec(module) is None:
-        raise ConfigurationError(f"{wanted_by} needs {module}: pip install 'trainloop[{extra}]', or leave it out.")
+        raise ConfigurationError(f"{wanted_by} needs {module}: {pip_install(extra)}, or leave it out.")
 
 
 def text_settings(params: dict[str, Any]) -> dict[str, Any]:

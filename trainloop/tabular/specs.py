@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pkgutil import resolve_name
@@ -26,6 +25,7 @@ from trainloop.tabular.presets import (
 from trainloop.tuning import Choice, Integers, Uniform
 from trainloop.tuning.slots import machine_total
 from trainloop.tuning.space import make_searcher
+from trainloop.user_line import warn
 
 __all__ = ["Options", "Spec", "parse_hyperparameters", "parse_options"]
 
@@ -76,7 +76,7 @@ def parse_options(
     strategies = ("parallel_local", "sequential_local")
     ensemble = known_words("ag_args_ensemble", ag_args_ensemble, ag_args_fit=None, fold_fitting_strategy=strategies)
     if folds <= 1 and ensemble["ag_args_fit"]:
-        warnings.warn("ag_args_ensemble is ignored: without num_bag_folds there are no bags.", stacklevel=3)
+        warn("ag_args_ensemble is ignored: without num_bag_folds there are no bags.")
     searches, search = search is not None, {"searcher": search} if isinstance(search, str) else search
     backends = ("local", "ray")
     search = known_words("hyperparameter_tune_kwargs", search, searcher="random", scheduler=backends, num_trials=10)
@@ -86,10 +86,9 @@ def parse_options(
     shares = [_quota("fit", run), _quota("ag_args_fit", ag_args_fit), of_bag]
     gpus_asked = any(share.num_gpus not in ("auto", 0) for share in shares)
     if gpus_asked and not available().num_gpus:
-        warnings.warn(
+        warn(
             f"num_gpus={run['num_gpus']!r}: no GPU is visible here, so all models train on the CPU. Check "
-            "CUDA_VISIBLE_DEVICES and the driver, or ask for num_gpus=0 to silence this.",
-            stacklevel=3,
+            "CUDA_VISIBLE_DEVICES and the driver, or ask for num_gpus=0 to silence this."
         )
         shares = [replace(share, num_gpus=0) for share in shares]
     total, share, bag = machine_total(shares[0]), *shares[1:]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +19,7 @@ from trainloop.tabular.models import Given
 from trainloop.tabular.specs import Options, Spec
 from trainloop.tabular.targets import Task
 from trainloop.tuning import EstimatorLoop, Fold, Trial, tune
+from trainloop.user_line import warn
 
 __all__ = ["short", "train"]
 
@@ -102,7 +102,7 @@ def train(
         reasons = "\n".join(f"{name}: {why}" for name, why in lost.items())
         raise ConfigurationError(f"no model could be trained. Mend what is wrong, or give more time:\n{reasons}")
     for note in notes:
-        warnings.warn(note, stacklevel=3)
+        warn(note)
     with applied(options.own):
         left_s = None if options.end is None else options.end - time.monotonic()
         return Ensemble.of(task, trained, rows, left_s), lost

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from trainloop.callbacks.base import AbstractCallback
+from trainloop.distribution import pip_install
 from trainloop.errors import ConfigurationError
+from trainloop.history import html_table
 from trainloop.optim import MultiOptimizer
 from trainloop.train_loop.loop import TrainLoop
 from trainloop.train_loop.trial import require_training_parts, trial_of, untouched
@@ -51,12 +53,18 @@ class LearningRates:
         best = min(slopes, key=slopes.__getitem__, default=None)
         return None if best is None or slopes[best] >= 0 else self.rates[best]
 
+    def _repr_html_(self) -> str:
+        every = max(1, len(self.rates) // 20)
+        rows = list(zip(self.rates, self.losses, self.smoothed))[::every]
+        suggestion = "no suggestion" if self.suggestion is None else f"suggestion: {self.suggestion:.3g}"
+        return html_table(["rate", "loss", "smoothed loss"], [[f"{x:.4g}" for x in row] for row in rows]) + suggestion
+
     def plot(self, path: str | None = None) -> Any:
         """Draw the losses over the rates, the suggestion marked; returns matplotlib's figure."""
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise ConfigurationError("LearningRates.plot needs matplotlib: pip install 'trainloop[plot]'.") from error
+            raise ConfigurationError(f"LearningRates.plot needs matplotlib: {pip_install('plot')}.") from error
         figure = Figure(figsize=(5, 3.5), layout="constrained")
         axes = figure.add_subplot()
         axes.plot(self.rates, self.losses, alpha=0.3, label="loss")

@@ -17,6 +17,7 @@ from trainloop.nested import parts_of
 from trainloop.optim import MultiLoss, optimizers_of
 from trainloop.train_loop.loop import TrainLoop
 from trainloop.train_loop.losses import run_through, split_loss
+from trainloop.train_loop.trained import not_optimized
 from trainloop.train_loop.trial import copies, first_batch, untouched
 
 __all__ = ["Layer", "Summary", "summary"]
@@ -63,6 +64,8 @@ class Summary:
     activation_bytes: int
     """Tensors that autograd keeps from forward to backward, each once, without the weights."""
     batch_bytes: int
+    not_optimized: int = 0
+    """Parameters that require gradients and are in no optimizer."""
 
     @property
     def step_bytes(self) -> int:
@@ -94,7 +97,8 @@ class Summary:
             "batch": self.batch_bytes,
         }
         lines += [
-            f"parameters: {model.parameters:,}, of which {model.trainable:,} are trained",
+            f"parameters: {model.parameters:,}, of which {model.trainable - self.not_optimized:,} are trained"
+            + (f"; {self.not_optimized:,} require gradients and are in no optimizer" if self.not_optimized else ""),
             f"FLOPs of a batch of {self.samples} samples: {flops}",
             f"memory of a training step: {_size(self.step_bytes)} ("
             + ", ".join(f"{name} {_size(value)}" for name, value in parts.items())
@@ -185,7 +189,14 @@ def _counted(
         optimizer_bytes=_optimizer_bytes(optimizer),
         activation_bytes=activations(),
         batch_bytes=_bytes(_tensors(batch)),
+        # Of the loop's own: copies of an optimizer have no parameters but the model's copy's.
+        not_optimized=0 if loop.optimizer is None else _not_optimized(loop),
     )
+
+
+def _not_optimized(loop: TrainLoop[Any]) -> int:
+    named = dict(loop.model.named_parameters())
+    return sum(named[name].numel() for name in not_optimized(loop.model, optimizers_of(loop.optimizer)))
 
 
 def _layers(

@@ -15,7 +15,6 @@ optimizer step for them all, then every second loss. So the step is that of one 
 from __future__ import annotations
 
 from collections.abc import Generator
-from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -23,8 +22,15 @@ import torch
 from trainloop import distributed
 from trainloop.data import StepBatches
 from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiOptimizer, drop_gradients, parameters_of
-from trainloop.train_loop.losses import Yielded, explain_backward, joined_losses, per_sample, split_yielded
+from trainloop.optim import MultiOptimizer, parameters_of
+from trainloop.reduction import divisor_of
+from trainloop.train_loop.losses import (
+    Yielded,
+    explain_backward,
+    joined_losses,
+    per_sample,
+    split_yielded,
+)
 from trainloop.train_loop.training import Training
 
 __all__ = ["AlternatingTraining"]
@@ -41,7 +47,6 @@ class AlternatingTraining(Training):
     def forward_backward(self, step: StepBatches, **_: Any) -> None:
         """Run the micro-batches' generators to their ends, with the optimizers' steps in between."""
         loop, hooks, place, recorder, gradients = self.loop, self.hooks, self.place, self.recorder, self.gradients
-        clock = self.clock
         counts = self.micro_batches_of_ranks(step) if step.ragged else None
         count = max(counts) if counts else len(step.batches)
         recorder.step = loop.global_step + 1
@@ -61,18 +66,13 @@ class AlternatingTraining(Training):
         generators = [place.evaluated.get_loss(batch, loop.criterion, place.device) for batch in batches]
         shown: list[list[Yielded]] = [[] for _ in step.batches]
         found_inf: list[torch.Tensor] = []
-        while (whose := self._backward_of_next(step, generators, counts, shown)) is not None:
-            index, weights = whose
+        while (index := self._backward_of_next(step, generators, counts, shown)) is not None:
             optimizer = gradients.optimizers[index]
             parameters = parameters_of(optimizer) if len(gradients.optimizers) > 1 else gradients.parameters
-            clock.backward -= perf_counter_ns()
-            gradients.complete(parameters, weights, by_hand=True, ragged=step.ragged)
-            clock.backward += perf_counter_ns()
-            clock.optimizer -= perf_counter_ns()
+            gradients.complete(parameters)
             gradients.show_and_clip([(index, optimizer)], parameters)
             gradients.take_steps([optimizer])
-            drop_gradients(optimizer)
-            clock.optimizer += perf_counter_ns()
+            optimizer.zero_grad(set_to_none=True)
             found_inf += loop.found_inf
         loop.found_inf = found_inf
         for size, losses in zip(step.sizes, shown, strict=True):
@@ -93,11 +93,11 @@ class AlternatingTraining(Training):
         generators: list[Generator[Any, None, None]],
         counts: list[int] | None,
         shown: list[list[Yielded]],
-    ) -> tuple[int, list[Any]] | None:
-        """Backward of each generator's next loss; returns their optimizer's index and weights, None once all ended."""
+    ) -> int | None:
+        """Backward of each generator's next loss; returns their optimizer's index, None once all ended."""
         sums = self.gradients.sums
         indices: set[int] = set()
-        weights: list[Any] = []
+        self.gradients.apart, self.gradients.ragged = True, step.ragged
         for i, generator in enumerate(generators):
             if i >= len(step.batches):
                 with self.place.alone(counts, i), self.idle.nothing_shows():
@@ -105,10 +105,8 @@ class AlternatingTraining(Training):
                 continue
             self.recorder.batch_size = step.sizes[i]
             with self.place.alone(counts, i):
-                self.clock.forward -= perf_counter_ns()
                 with self.place.autocast:
                     item = next(generator, _ENDED)
-                self.clock.forward += perf_counter_ns()
                 if item is _ENDED:
                     indices.add(_ENDED)
                     continue
@@ -116,10 +114,10 @@ class AlternatingTraining(Training):
                 index = _index_of(self.loop.optimizer, yielded.optimizer)
                 indices.add(index)
                 is_sum = sums is not None and yielded.weight is None and sums(yielded.loss)
-                self.clock.backward -= perf_counter_ns()
+                self.gradients.given.append(yielded.weight is not None)
+                if yielded.weight is None:
+                    yielded = yielded._replace(weight=divisor_of(yielded.loss))
                 self._backward_of(step, i, index, yielded, is_sum)
-                self.clock.backward += perf_counter_ns()
-            weights.append(yielded.weight)
             value = per_sample(yielded.loss, step.sizes[i]) if is_sum else yielded.loss.detach()
             shown[i].append(yielded._replace(loss=value))
         # One exchange for all that may go wrong: a rank that raised alone would leave the others in the next
@@ -136,12 +134,12 @@ class AlternatingTraining(Training):
                 "them. Let it depend on nothing but what is the same for all, such as the step's number."
             )
         (index,) = everyone
-        return None if index == _ENDED else (index, weights)
+        return None if index == _ENDED else index
 
     def _backward_of(self, step: StepBatches, i: int, index: int, yielded: Yielded, is_sum: bool) -> None:
         gradients, (_, loss, weight) = self.gradients, yielded
         scale = None if step.scales is None else step.scales[i]
-        scaled = gradients.scaled(loss, weight, scale, len(step.batches), is_sum=is_sum)
+        scaled = gradients.scaled(loss, weight, scale, len(step.batches), step.sizes[i], is_sum=is_sum)
         try:
             self._differentiate(index, scaled)
         except RuntimeError as error:

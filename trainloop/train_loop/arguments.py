@@ -69,8 +69,7 @@ def check_loader(loader: Any, name: str, *, optional: bool = True) -> Any:
         raise ConfigurationError(f"{name} is {_described(loader)}. {way_out}")
     if (isinstance(loader, Dataset) and not loads(loader)) or torch.is_tensor(loader):
         raise ConfigurationError(
-            f"{name} is a {type(loader).__name__}: wrap it, DataLoader({name.replace('loader', 'data')}, "
-            "batch_size=32)."
+            f"{name} is a {type(loader).__name__}, which has no batches. Pass DataLoader(dataset, batch_size=32)."
         )
     # It would train the first epoch and find the second empty.
     if isinstance(loader, Iterator):

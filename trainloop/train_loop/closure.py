@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from trainloop.data import StepBatches
 from trainloop.metrics import Recorder
-from trainloop.optim import drop_gradients
 from trainloop.train_loop.training import Training
 
 __all__ = ["ClosureTraining"]
@@ -32,31 +30,27 @@ class ClosureTraining(Training):
 
     def step(self) -> None:
         """Step the optimizer, which evaluates the closure as often as it likes."""
-        gradients, clock = self.gradients, self.clock
+        gradients = self.gradients
         (optimizer,) = gradients.optimizers
         forward_backward = super().forward_backward
         first = True
 
         def closure() -> Tensor:
             nonlocal first
-            drop_gradients(optimizer)
-            clock.optimizer += perf_counter_ns()
+            optimizer.zero_grad(set_to_none=True)
             # Optimizers call their closure under no_grad. Repetitions log into a recorder that nobody reads.
             with torch.enable_grad(), nullcontext() if first else self.listening(Recorder()):
                 value = forward_backward(self._batches, first=first, wants_loss=True)
-                clock.optimizer -= perf_counter_ns()
                 # In every run, not once a step: otherwise a line search would compare clipped gradients with others.
                 gradients.show_and_clip(enumerate(gradients.optimizers), gradients.parameters)
             first = False
             assert value is not None  # as asked for
             return value
 
-        clock.optimizer -= perf_counter_ns()
         if getattr(optimizer, "needs_closure", False):
             closure()  # its step begins with gradients, and asks for further ones
         optimizer.step(closure)  # type: ignore[arg-type]  # torch says float, and calls float() on what it gets
-        drop_gradients(optimizer)
-        clock.optimizer += perf_counter_ns()
+        optimizer.zero_grad(set_to_none=True)
         self.count_step()
         for hook in self.hooks.on_batch_end:
             hook()

@@ -7,7 +7,7 @@ result depends neither on the number of ranks nor on which finishes first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from trainloop.errors import ConfigurationError
 from trainloop.metrics import EpochEnd, Recorder
 from trainloop.nested import map_parts, map_together
-from trainloop.reduction import SumRule
-from trainloop.train_loop.losses import per_sample, split_loss
+from trainloop.reduction import SumRule, divisor_of, functional_losses
+from trainloop.train_loop.losses import per_sample, split_loss, weights_of_parts
 
 __all__ = [
     "Predictions",
@@ -37,6 +37,7 @@ Gather = Callable[[Any], list[Any] | None]
 
 # What a batch logs is a few numbers, which would add up over a long loader; reading them waits for the device.
 BATCHES_BETWEEN_READINGS = 128
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 @contextmanager
@@ -82,16 +83,21 @@ def mean_loss(
         If the loader has no samples at all.
     """
     summed = None if sums is not None else False
+    calls_functions: list[bool] = []
     for number, (_, batch, size) in enumerate(batches, start=1):
         recorder.batch_size = size
         # Only a graph tells whether get_loss divides the criterion's sum; the first batch's speaks for all.
-        with torch.set_grad_enabled(summed is None and not getattr(sums, "certain", True)):
+        functions = functional_losses(calls_functions) if number == 1 or calls_functions else _NOTHING
+        with torch.set_grad_enabled(summed is None and not getattr(sums, "certain", True)), functions:
             loss, weight = split_loss(get_loss(batch))
         if summed is None:
             assert sums is not None
             summed = sums(loss)
-        if summed and weight is None:
-            loss = per_sample(loss, size)
+        if weight is None:
+            if summed:
+                loss = per_sample(loss, size)
+            else:
+                weight = divisor_of(loss) if isinstance(loss, Tensor) else weights_of_parts(loss, size)
         recorder.add_loss(loss, size if weight is None else weight)
         if number % BATCHES_BETWEEN_READINGS == 0:
             recorder.compact()
@@ -204,9 +210,9 @@ def predictions(
 def check_rows(output: Any) -> None:
     """Refuse what ``get_predictions`` must not return for a batch."""
     if not isinstance(output, tuple) or len(output) != 3:
+        what = f"a tuple of {len(output)}" if isinstance(output, tuple) else f"a {type(output).__name__}"
         raise ConfigurationError(
-            f"get_predictions returned {type(output).__name__}: return (y_pred, y_true, metadata), "
-            "with {} for no metadata."
+            f"get_predictions returned {what}. Return (y_pred, y_true, metadata), with {{}} for no metadata."
         )
     y_pred, y_true, _ = output
     rows = [len(y) if isinstance(y, (Tensor, np.ndarray)) and y.ndim else None for y in (y_pred, y_true)]

@@ -6,34 +6,33 @@
 
 from __future__ import annotations
 
-import atexit
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from trainloop import distributed, rng
-from trainloop.data.kept_workers import keeping_workers, kept_workers
 from trainloop.data.orders import generators_of
 from trainloop.devices import has_ranks
-from trainloop.late_dynamo import DYNAMO
 from trainloop.model import yields_losses
 from trainloop.optim import needs_closure, optimizers_of
 from trainloop.resources.enforce import applied, cap_workers, child_environment
+from trainloop.resources.machine import explain_shared_memory
 from trainloop.signals import signals, uninterrupted
 from trainloop.stopping import LocalStop, StopAgreement
 from trainloop.train_loop.alternating import AlternatingTraining
 from trainloop.train_loop.closure import ClosureTraining
 from trainloop.train_loop.evaluating import evaluating
-from trainloop.train_loop.losses import explain_no_criterion, run_through
+from trainloop.train_loop.losses import explain_batch_of_one, explain_no_criterion, run_through
 from trainloop.train_loop.options import FitJob
-from trainloop.train_loop.placement import placed
+from trainloop.train_loop.placement import check_values, explain_device, placed
 from trainloop.train_loop.run import Run
 from trainloop.train_loop.site import as_launched
 from trainloop.train_loop.training import Training
+from trainloop.user_line import warn
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
@@ -62,6 +61,8 @@ def execute(loop: TrainLoop[Any], work: Callable[..., Any], *args: Any, job: Fit
     object
         What ``work`` returned: here, or on the first of this host's ranks.
     """
+    if loop.gpu_mode != "fsdp":
+        check_values(loop.model)
     if not has_ranks(loop.gpu_mode) and (job is None or job.restarts is None):
         if loop.gpu_mode == "dp":
             _initialize_lazy_parameters(loop)
@@ -91,15 +92,14 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
     if here is not None:
         loop.site = site = as_launched(site, loop.options.devices, here)
         if job is not None and job.restarts is not None and here.rank == 0:
-            warnings.warn(
+            warn(
                 f"max_restarts={job.restarts.most} has no effect here: these ranks are torchrun's or Slurm's to start "
-                "again. Use torchrun --max-restarts with a ModelCheckpoint in callbacks and resume_from='last'.",
-                stacklevel=4,
+                "again. Use torchrun --max-restarts with a ModelCheckpoint in callbacks and resume_from='last'."
             )
         as_rank = partial(_as_rank, loop, work, args, job, departure.paths, joined=True)
         return launch.join(as_rank, devices=site.devices, **options)
     if loop.gpu_mode == "fsdp":
-        launch.load_first(DYNAMO)  # FSDP's hooks import it to keep out of compiled graphs
+        launch.load_first("torch._dynamo")  # FSDP's hooks import it to keep out of compiled graphs
     # single and dp come here with max_restarts only: one process that may die without taking the caller along.
     ranks, quota = len(site.devices) if has_ranks(loop.gpu_mode) else 1, loop.options.quota
     with _supervisor(loop, job, ranks) as supervisor, applied(quota, local_rank=None, ranks=ranks):
@@ -207,13 +207,8 @@ def _as_rank(
         For the one process of ``single`` and ``dp``.
     """
     from trainloop.launch import place_here
-    from trainloop.launch.rank_process import is_kept
     from trainloop.train_loop.handover import Arrival
 
-    if is_kept() and kept_workers() is None:
-        kept = ExitStack()
-        kept.enter_context(keeping_workers(own_memory=True))
-        atexit.register(kept.close)
     # The loop came from a process that is no rank: its own place is not this one's.
     loop.process = process = place_here()
     loop.drawn_seed = distributed.broadcast_object(loop.drawn_seed)
@@ -267,7 +262,7 @@ def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None, *, jo
         trains=job is not None,
         gives_back="none" if job is None or not job.gather else "all" if joined else "host",
     )
-    with nullcontext() if job is None else _own_randomness(loop), place_of_model as place, _workers_stay():
+    with nullcontext() if job is None else _own_randomness(loop), place_of_model as place:
         loop.running = run = Run(loop, place, stop) if job is None else _kind_of_training(loop)(loop, place, stop, job)
         try:
             with run.undo:
@@ -275,6 +270,13 @@ def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None, *, jo
         except TypeError as error:
             if loop.criterion is None:
                 explain_no_criterion(error)
+            raise
+        except ValueError as error:
+            explain_batch_of_one(error)
+            raise
+        except RuntimeError as error:
+            explain_device(error, loop.model, loop.criterion, devices[0])
+            explain_shared_memory(error)
             raise
         finally:
             loop.running = None
@@ -292,22 +294,11 @@ def _kind_of_training(loop: TrainLoop[Any]) -> type[Training]:
     if not loop.options.compiles_step:
         return kind
     if peculiar:
-        warnings.warn(f"compile='step': steps are not compiled: {peculiar}.", stacklevel=2)
+        warn(f"compile='step': steps are not compiled: {peculiar}.")
         return kind
     from trainloop.train_loop.whole_step import WholeStepTraining  # most programs never need the compiler
 
     return WholeStepTraining
-
-
-def _workers_stay() -> AbstractContextManager[None]:
-    """A run that hands workers on, where the caller, or this rank, keeps them up."""
-    kept = kept_workers()
-    if kept is None:
-        return nullcontext()
-    from trainloop.launch.kept import callers_surroundings, surroundings
-    from trainloop.launch.rank_process import is_kept
-
-    return kept.for_a_run(callers_surroundings if is_kept() else surroundings)
 
 
 @contextmanager

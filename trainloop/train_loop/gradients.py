@@ -7,9 +7,8 @@ only when all parts are there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,17 +17,28 @@ from torch import Tensor, nn
 from trainloop import distributed
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiLoss, optimizers_of, parameters_of, take_step
+from trainloop.optim import MultiLoss, optimizers_of, parameters_of
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
+from trainloop.parallel.ddp import WeighingDataParallel
 from trainloop.parallel.shards import clip_gradients, is_sharded, local_part
 from trainloop.reduction import sum_rule
-from trainloop.train_loop.losses import split_loss
+from trainloop.train_loop.losses import split_loss, weights_of_parts
 from trainloop.train_loop.trained import TrainedParameters
 
 if TYPE_CHECKING:
     from trainloop.train_loop.training import Training
 
 __all__ = ["Gradients"]
+
+_TINY = 1e-12
+
+
+class _Part:
+    """One loss of a ``MultiLoss`` in a step: its weight so far, and its gradients."""
+
+    def __init__(self) -> None:
+        self.weight: Any = 0.0
+        self.gradients: dict[Tensor, Tensor] = {}
 
 
 class Gradients:
@@ -41,6 +51,11 @@ class Gradients:
 
     Attributes
     ----------
+    apart, ragged : bool
+        Set for each step: whether its gradients are reduced after backward; whether ranks differ in their number of
+        micro-batches.
+    given : list of bool
+        For each micro-batch of the step whether ``get_loss`` gave a weight.
     sums : SumRule or None
         Tells which losses are sums over samples; ``None`` where none is.
     optimizers : list of Optimizer
@@ -61,8 +76,13 @@ class Gradients:
         self._multi_optimizer = loop.optimizer
         self.sums = sum_rule(loop.model, loop.criterion)
         self._ranks = 1 if training.gather is None else loop.world_size
-        # A typical batch's weight, the same on all ranks: it keeps weighted losses in the range of plain ones.
-        self._nominal_weight = training.feed.global_batch_size or 1
+        self._known_numbers: dict[tuple[float, float], Tensor] = {}
+        self.apart = self.ragged = False
+        self.given: list[bool] = []
+        # Of the step's micro-batches so far.
+        self._weighted, self._weight, self._uneven = False, 0.0, 0.0
+        self._parts: dict[str, _Part] = {}
+        self._joined: dict[str, _Part] = {}
         self.optimizers = optimizers_of(loop.optimizer)
         # Several optimizers make several backwards.
         self.several = self._ranks > 1 and len(self.optimizers) > 1
@@ -108,42 +128,143 @@ class Gradients:
 
     # -- of one micro-batch ------------------------------------------------------------------------------------------
 
-    def scaled(self, loss: Any, weight: Any, scale: float | None, count: int, *, is_sum: bool) -> Any:
+    def scaled(
+        self, loss: Any, weight: Any, scale: float | None, count: int, size: int, *, is_sum: bool = False
+    ) -> Any:
         """Scale a micro-batch's loss so that the sum of the gradients, averaged over ranks, is that of the step.
+
+        A mean over samples is scaled to its share of the step's mean. A mean over other units is scaled to their sum,
+        divided by the step's samples; :meth:`complete` divides by the units of a sample, when those of all are known.
 
         Parameters
         ----------
-        loss, weight
-            What ``get_loss`` gave.
+        loss : Tensor or MultiLoss
+        weight : Tensor, float, dict or None
+            The one that ``get_loss`` gave, or the divisor of its criterion (:mod:`trainloop.reduction`); for a
+            ``MultiLoss`` with such losses, of each.
         scale : float or None
-            The micro-batch's weight by samples, where the step's micro-batches differ in their number.
+            The micro-batch's weight by samples, if the step's micro-batches differ in their number.
         count : int
             Micro-batches of the step.
+        size : int
+            Samples of the micro-batch.
         is_sum : bool
-            Whether the loss is a sum over its batch's samples, rather than a mean; :attr:`sums` tells.
+            Whether the loss is a sum over its batch's samples, rather than a mean; :attr:`sums` decides.
         """
+        self._weighted = self._weighted or weight is not None
         if is_sum:  # micro-batches add up by themselves, ranks are averaged
             return loss if self._ranks == 1 else loss * self._ranks
-        if weight is not None:
-            if self._ranks == 1 and count == 1:
-                return loss  # the mean over the step's units already: multiplied and divided, it would only be rounded
-            # A mean over units: made a sum here, divided by all units of the step afterwards.
-            return loss * (_like(loss, weight) / self._nominal_weight)
-        if scale is not None:
-            return loss * scale
-        return loss / count if count > 1 else loss
+        if self._ranks == 1 and count == 1:
+            return loss  # the mean over the step's units already: multiplied and divided, it would only be rounded
+        share = 1 / count if scale is None else scale
+        if isinstance(weight, dict):
+            return self._scaled_parts(loss, weight, share, count, size)
+        # As many units as samples: the same bits as without a weight.
+        if weight is None or (not isinstance(weight, Tensor) and weight == size):
+            self._add(share, 0.0)
+            if scale is not None:
+                return loss * scale
+            return loss / count if count > 1 else loss
+        units = self._exact(weight) * (share / size)
+        self._add(units, 1.0)
+        return loss * _like(loss, units)
+
+    def _add(self, weight: Any, uneven: float) -> None:
+        """Add a micro-batch's weight to the step's; ``uneven`` is 1 if it is not that by samples."""
+        self._weight, self._uneven = self._weight + weight, self._uneven + uneven
+        carrier = self._carrier
+        if carrier is not None:
+            carrier.carry(self._numbers(weight, uneven))
+
+    @property
+    def _carrier(self) -> WeighingDataParallel | None:
+        """The wrapper that averages the step's weight along with the gradients."""
+        wrapper = self._place.wrapper
+        return wrapper if isinstance(wrapper, WeighingDataParallel) and not self.apart else None
+
+    def _numbers(self, weight: Any, uneven: float) -> Tensor:
+        """The two numbers that ranks average, on the device."""
+        if isinstance(weight, Tensor):
+            return torch.stack([weight, torch.full_like(weight, uneven)])
+        known = self._known_numbers.get((weight, uneven))
+        if known is None:
+            if len(self._known_numbers) > 64:  # weights that never repeat
+                self._known_numbers.clear()
+            known = torch.stack([self._zero() + weight, self._zero() + uneven])
+            self._known_numbers[weight, uneven] = known
+        return known
+
+    def _scaled_parts(self, losses: MultiLoss, weights: dict[str, Any], share: float, count: int, size: int) -> Any:
+        """Scale each loss of a ``MultiLoss`` by its own weight; once backward has run, no factor can do it.
+
+        So the ranks exchange the weights before the backward of a step's only micro-batch; in a step of several, each
+        loss gets gradients of its own, which :meth:`complete` adds up.
+        """
+        if count == 1 and not self.ragged:
+            self._add(share, 0.0)
+            own = torch.stack([self._zero() + weight for weight in weights.values()])
+            factors = own / distributed.all_reduce(own, "mean").clamp(min=_TINY)
+            return _times(losses, dict(zip(weights, factors)))
+        if not self.ragged and self._ranks > 1 and not self._place.collective:
+            # DDP's reducer would reduce the sum of these gradients: from here on, they are reduced afterwards.
+            self.several = self.apart = True
+        units = {name: self._exact(weight) * (share / size) for name, weight in weights.items()}
+        for name, weight in units.items():
+            part = self._parts.setdefault(name, _Part())
+            part.weight = part.weight + weight
+        return _times(losses, units)
 
     def backward(self, loss: Tensor | MultiLoss) -> None:
         """Backward of a scaled loss; the parts of a ``MultiLoss`` reach the parameters of their own optimizers."""
         scaler = self._place.scaler
         if isinstance(loss, Tensor):
             scaler.scale(loss).backward()
+        elif self._parts:
+            self._backward_of_parts(loss)
         elif len(self.optimizers) == 1:
             scaler.scale(loss.total()).backward()
         else:
             loss = loss.assigned_to(self._multi_optimizer).map(scaler.scale)
             for i, optimizer in enumerate(self.optimizers):
                 self.backward_into(partial(loss.backward, i), optimizer)
+
+    def _backward_of_parts(self, losses: MultiLoss) -> None:
+        """Backward of each loss into gradients of its own."""
+        several = len(self.optimizers) > 1
+        own = losses.assigned_to(self._multi_optimizer) if several else losses
+        # Of a micro-batch whose losses were all means over samples.
+        added_up = [(parameter, parameter.grad) for parameter in self.learned]
+        for parameter in self.learned:
+            parameter.grad = None
+        for i, (name, loss) in enumerate(own.items()):
+            backward = partial(self._place.scaler.scale(loss).backward, retain_graph=i < len(own) - 1)
+            if several:
+                self.backward_into(backward, self.optimizers[own.loss_optimizer_map[name]])  # type: ignore[index]
+            else:
+                backward()
+            gradients = self._parts[name].gradients
+            for parameter in self.learned:
+                if parameter.grad is not None:
+                    before = gradients.get(parameter)
+                    gradients[parameter] = parameter.grad if before is None else before + parameter.grad
+                    parameter.grad = None
+        for parameter, gradient in added_up:
+            parameter.grad = gradient
+
+    def _join_parts(self) -> None:
+        """Add up the parts' gradients, each divided by its weight over all ranks. Collective."""
+        if self.ragged and self._ranks > 1:  # a rank without a batch knows no names
+            names = dict.fromkeys(name for names in distributed.gather_object(list(self._parts)) for name in names)
+            self._parts = {name: self._parts.get(name) or _Part() for name in names}
+        weights = torch.stack([self._zero() + part.weight for part in self._parts.values()])
+        if self._ranks > 1:
+            weights = distributed.all_reduce(weights, "mean")
+        for part, weight in zip(self._parts.values(), weights.clamp(min=_TINY)):
+            part.weight = weight
+            for parameter, gradient in part.gradients.items():
+                divided = gradient / weight.to(gradient.dtype)
+                parameter.grad = divided if parameter.grad is None else parameter.grad + divided
+            part.gradients.clear()
 
     def backward_into(self, backward: Callable[..., None], optimizer: torch.optim.Optimizer) -> None:
         """``backward(inputs=...)`` of a loss that reaches one optimizer's parameters; those of others keep theirs."""
@@ -165,62 +286,75 @@ class Gradients:
         place = self._place
         with place.autocast:
             output = place.wrapper.get_loss(batch, self._training.loop.criterion, place.device)
-        self.backward(split_loss(output)[0] * 0.0)
+        loss, weight = split_loss(output)
+        if weight is None and isinstance(loss, MultiLoss) and weights_of_parts(loss, 1):
+            for name in loss:  # the other ranks run a backward for each
+                self._parts.setdefault(name, _Part())
+        self.backward(loss * 0.0)
 
     # -- of the step -------------------------------------------------------------------------------------------------
 
-    def complete(
-        self, parameters: Sequence[Tensor], weights: list[Any], *, by_hand: bool, ragged: bool
-    ) -> Tensor | None:
-        """Reduce gradients where backward didn't, and divide them by the step's weight where ``get_loss`` gives one.
+    def complete(self, parameters: Sequence[Tensor]) -> Tensor | float | None:
+        """Reduce gradients where backward didn't, and divide them by the step's weight if that is not by samples.
 
-        Returns the factor they were multiplied by, ``None`` where it is 1.
-
-        Parameters
-        ----------
-        parameters : sequence of Tensor
-            Whose gradients.
-        weights : list
-            Of this rank's micro-batches, ``None`` for those without.
-        by_hand : bool
-            Whether DDP's reducer was kept out of backward.
-        ragged : bool
-            Whether ranks differ in their number of micro-batches.
+        Returns the factor they were multiplied by, ``None`` if it is 1.
         """
-        wrapper = self._place.wrapper
+        given, weighted, weight, uneven = self.given, self._weighted, self._weight, self._uneven
+        self.given, self._weighted, self._weight, self._uneven = [], False, 0.0, 0.0
+        if True in given and False in given:
+            raise ConfigurationError(
+                f"get_loss returned (loss, weight) for {sum(given)} of {len(given)} micro-batches of a step. Return a "
+                "weight always or never."
+            )
+        in_parts = bool(self._parts)
+        if self.ragged and self._ranks > 1:  # a rank without a batch knows of no weight
+            flags = distributed.exchange_ints([int(weighted), int(in_parts)])
+            weighted, in_parts = (any(column) for column in zip(*flags))
+        if in_parts:
+            self._join_parts()
         if self._place.collective:
             reduce_gradients([p for p in parameters if id(p) in self._beside])
-        elif by_hand:
+        elif self.apart:
             reduce_gradients(parameters)
-        elif isinstance(wrapper, TTDistributedDataParallel):
-            wrapper.check_reduced()
+        elif isinstance(self._place.wrapper, TTDistributedDataParallel):
+            self._place.wrapper.check_reduced()
             if self.trained is not None:
                 self.trained.reduce_beside()
-        if self._ranks == 1 and len(weights) == 1:  # see scaled
+        self._joined, self._parts = self._parts, {}
+        if in_parts or (self._ranks == 1 and len(given) <= 1):  # see scaled
             return None
-        given = [weight for weight in weights if weight is not None]
-        if not given and not ragged:
-            return None
-        if ragged and not any(n for (n,) in distributed.exchange_ints([len(given)])):
-            return None
-        if len(given) != len(weights):
-            raise ConfigurationError(
-                f"get_loss returned (loss, weight) for {len(given)} of {len(weights)} micro-batches of a step. "
-                "Return a weight always or never."
-            )
-        # In float64: token counts of a large global batch are not exact in float32 above 2**24.
-        total = self._zero() + sum(given)
         if self._ranks > 1:
-            total = distributed.all_reduce(total, "sum")
+            weight, uneven = self._over_ranks(weight, uneven, weighted=weighted)
+        if not uneven:
+            return None
         # Where all weights are 0 (every token is padding), so are all gradients: only a division by 0 would make NaN.
-        factor: Tensor = self._nominal_weight * self._ranks / total.clamp(min=1e-12)
+        factor: Tensor | float = 1 / (weight.clamp(min=_TINY) if isinstance(weight, Tensor) else max(weight, _TINY))
         for parameter in parameters:
             if parameter.grad is not None:
-                local_part(parameter.grad).mul_(factor.to(parameter.grad.dtype))
+                local_part(parameter.grad).mul_(
+                    factor.to(parameter.grad.dtype) if isinstance(factor, Tensor) else factor
+                )
         return factor
 
-    def loss_over_ranks(self, scaled_losses: list[Any], factor: Tensor | None) -> Tensor:
+    def _over_ranks(self, weight: Any, uneven: float, *, weighted: bool) -> tuple[Any, float]:
+        """The step's weight over all ranks, divided by its samples; and 0 if that is 1."""
+        carrier = self._carrier
+        averages = None if carrier is None else carrier.averaged_numbers()
+        if not weighted and (averages is None or not averages.is_cpu):
+            return 1.0, 0.0
+        if averages is None:
+            averages = distributed.all_reduce(self._zero() + self._numbers(weight, uneven), "mean")
+        if averages.is_cpu:
+            weight, uneven = averages.tolist()
+            return weight, uneven
+        return averages[0], 1.0  # reading the other would wait for the device
+
+    def loss_over_ranks(self, scaled_losses: list[Any], factor: Tensor | float | None) -> Tensor:
         """A step's loss over all ranks, from this rank's micro-batches; the same bits on every rank."""
+        if self._joined:
+            scaled_losses = [
+                _times(loss, {n: 1 / part.weight for n, part in self._joined.items()}) for loss in scaled_losses
+            ]
         parts = [loss.total() if isinstance(loss, MultiLoss) else loss for loss in scaled_losses]
         if self._ranks == 1 and factor is None:
             return sum(parts[1:], parts[0])  # in the order in which a loop by hand adds them up
@@ -229,6 +363,10 @@ class Gradients:
             torch.distributed.all_reduce(value)
             value /= self._ranks
         return value if factor is None else value * factor
+
+    def _exact(self, weight: Any) -> Any:
+        """The weight in float64: token counts of a large global batch are not exact in float32 above 2**24."""
+        return weight.detach().reshape(()).to(self._zero().dtype) if isinstance(weight, Tensor) else weight
 
     def _zero(self) -> Tensor:
         device = self._place.device  # made there: a copy from the CPU would wait for the device
@@ -242,10 +380,8 @@ class Gradients:
         for i, optimizer in optimizers:
             self._place.scaler.unscale_(optimizer)  # before clipping: torch's notes on AMP
             if training.hooks.on_after_gradient_update:
-                training.clock.optimizer += perf_counter_ns()  # callers time all but the hooks
                 for hook in training.hooks.on_after_gradient_update:
                     hook(i)
-                training.clock.optimizer -= perf_counter_ns()
         if training.loop.gradient_clip_norm is not None:
             # torch's own can't stack norms of sharded and whole gradients.
             clip = clip_gradients if self._place.collective else nn.utils.clip_grad_norm_
@@ -256,7 +392,7 @@ class Gradients:
         scaler = self._place.scaler
         if not scaler.is_enabled():
             for optimizer in optimizers:
-                take_step(optimizer)
+                optimizer.step()
             return
         for optimizer in optimizers:
             scaler.step(optimizer)
@@ -273,3 +409,9 @@ def _like(loss: Tensor | MultiLoss, weight: Any) -> Any:
     if not isinstance(weight, Tensor):
         return weight
     return weight.to(loss.dtype if isinstance(loss, Tensor) else next(iter(loss.values())).dtype)
+
+
+def _times(losses: MultiLoss, factors: Mapping[str, Any]) -> MultiLoss:
+    """Each loss multiplied by its own factor."""
+    scaled = {name: loss * _like(loss, factors[name]) for name, loss in losses.items()}
+    return MultiLoss(scaled, losses.loss_optimizer_map, losses.retain_graph_until_last)

@@ -17,6 +17,7 @@ from trainloop.transfer import PackedState, pack_state, unpack_state
 from trainloop.transfer.kept import kept_attributes
 from trainloop.transfer.pages import trim
 from trainloop.transfer.shared import changed_parts, fingerprint, fingerprints, parts_now, put_into, shared_parts
+from trainloop.user_line import warn
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
@@ -33,7 +34,10 @@ __all__ = [
     "stateful_attributes",
 ]
 
-COUNTERS = ("epoch", "global_step", "total_iteration_idx", "early_stop", "message_service", "timings_of_last_fit")
+COUNTERS = (
+    *("epoch", "global_step", "total_iteration_idx", "message_service", "timings_of_last_fit", "last_loss"),
+    *("early_stop", "ends"),  # in this order: the first changes the second
+)
 # Attributes of every nn.Module that torch itself maintains.
 _MISSING = object()
 _TORCH_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"_log_sink", "_log_batch_size", "_compiled_call_impl"}
@@ -154,7 +158,7 @@ class Arrival:
             if mark is None:
                 if self._attributes.get(key) is not None:
                     message = f"model attribute {key[2]!r} can't be pickled any more: the caller's stays as it was."
-                    warnings.warn(message, stacklevel=2)
+                    warn(message)
             elif mark != self._attributes.get(key):
                 changed[key] = value
         state = {
@@ -176,10 +180,7 @@ class Arrival:
     def _can_send(self, key: tuple[int, str], module: nn.Module) -> bool:
         can = fingerprint(module, self.known) is not None
         if not can:
-            warnings.warn(
-                f"{key[1]}, a module added in training, can't be pickled: the caller's model stays without it.",
-                stacklevel=2,
-            )
+            warn(f"{key[1]}, a module added in training, can't be pickled: the caller's model stays without it.")
         return can
 
     def _changed_list(self) -> list[Any] | None:
@@ -192,10 +193,9 @@ class Arrival:
             return None
         lost = [callback for callback in now if fingerprint(callback, self.known) is None]
         for callback in lost:
-            warnings.warn(
+            warn(
                 f"callback {callback.callback_name!r}, added in training, can't be pickled: the caller's list is "
-                "without it.",
-                stacklevel=3,
+                "without it."
             )
         return [callback for callback in now if all(callback is not other for other in lost)]
 
@@ -204,7 +204,7 @@ class Arrival:
             return state
         can = {name: value for name, value in state.items() if fingerprint(value, self.known) is not None}
         lost = ", ".join(str(name) for name in state if name not in can)
-        warnings.warn(f"{callback!r}: {lost} can't be pickled any more: the caller's stays as it was.", stacklevel=2)
+        warn(f"{callback!r}: {lost} can't be pickled any more: the caller's stays as it was.")
         return can
 
 

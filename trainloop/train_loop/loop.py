@@ -297,7 +297,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         CheckpointError
             If there is nothing to resume from, or it belongs to something else.
         KeyboardInterrupt, SystemExit
-            After Ctrl-C, SIGTERM (143) or SIGUSR1 (138); the model has the weights of the last finished step.
+            After Ctrl-C, SIGTERM or SIGHUP (143) or SIGUSR1 (138); the model has the weights of the last finished step.
         """
         with signals() as heard:  # from the first line to the last
             refuse_unknown(unknown, "fit", {"TrainLoop": TrainLoop.__init__, "fit": TrainLoop.fit})
@@ -334,15 +334,16 @@ class TrainLoop(LoopView, Generic[ModelT]):
                 check_shardable(self, gather=gather, restarts=restarts, wrapper_args=sharding)
             elif not gather:
                 raise ConfigurationError(f"gather=False with gpu_mode={self.gpu_mode!r}: it is for gpu_mode='fsdp'.")
+            resume, nothing_left = run_state.resume_point(self, resume_from)
             job = FitJob(
                 dp_model_args=check.check_wrapper_args(dp_model_args, "dp_model_args", TTDataParallel),
                 ddp_model_args=check.check_wrapper_args(ddp_model_args, "ddp_model_args", TTDistributedDataParallel),
                 fsdp_model_args=sharding,
                 gather=gather,
-                resume=run_state.checkpoint_to_resume(self, resume_from),
+                resume=resume,
                 restarts=restarts,
             )
-            if job.resume is None:
+            if resume is None:
                 check_has_values(self, "fit")
             self.restarts = []
             self.early_stop = False
@@ -350,7 +351,8 @@ class TrainLoop(LoopView, Generic[ModelT]):
             warn_of_misnamed_hooks(self.callbacks, self.model)
             for callback in self.callbacks:
                 self.register_callback(callback)
-            if job.resume is not None and run_state.took_up_finished(self, job.resume):
+            if resume is not None and nothing_left:
+                run_state.take_up_finished(self, resume, nothing_left)
                 return self.model
             with noting_values(self, gather=gather):
                 self.fsdp_model_args = job.fsdp_model_args or {}
@@ -501,7 +503,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
 
     @contextmanager
     def ranks(self) -> Iterator[None]:
-        """Keep ranks, and loaders' persistent workers, up between the calls in a ``with`` block.
+        """Keep ranks and their process group up between the calls in a ``with`` block.
 
         The first ``fit``, ``predict_*`` or ``evaluate_*`` in it starts them, further ones run in the same processes,
         and the block's end ends them: no start, no import, no new process group, and GPUs keep their memory. What
@@ -510,16 +512,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         another number of them, or other devices. Other loops' calls in the block use the ranks, too. With several
         nodes, with ``max_restarts`` and under a launcher there are no ranks to keep.
 
-        Workers of a loader with ``persistent_workers=True`` go on in the next call that reads that loader in the same
-        way (as ``train_loader`` to train, say), if dataset, ``collate_fn`` and all else that is sent to workers are
-        byte for byte what they were; else new ones are started. That is so in every mode, where the loop has a seed or
-        ranks. Started anew in each call are those of streams, of datasets that can't be pickled or share memory with
-        other processes (as tensors do once they were sent to spawned workers; numpy arrays don't), of datasets of more
-        than 64 MiB, and those that have changed their own copy of the dataset, or opened what can't be pickled: one
-        that counts its reads, caches them, or draws from a generator of its own, begins afresh, as it does outside of
-        the block. What ``__getstate__`` leaves out, a cache or file handles say, is the worker's own and stays: a
-        dataset that reads lazily keeps its workers that way. Not noticed is a change of what a dataset only refers to,
-        a file's contents or a module's globals.
+        Loaders' workers are started with each call and end with it, those of ``persistent_workers=True`` too.
 
         Examples
         --------
@@ -529,8 +522,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         ...         tl.fit(num_epochs=1)
         ...         print(tl.evaluate_loss_on_validation_set())
         """
-        from trainloop.data.kept_workers import keeping_workers
         from trainloop.launch import keeping
 
-        with keeping_workers(), keeping() if has_ranks(self.gpu_mode) else nullcontext():
+        with keeping() if has_ranks(self.gpu_mode) else nullcontext():
             yield

@@ -16,9 +16,12 @@ from torch import Tensor
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
 from trainloop.parallel.misuse import explain_sharded
+from trainloop.reduction import divisor_of
 
 __all__ = [
+    "ONE_SAMPLE",
     "Yielded",
+    "explain_batch_of_one",
     "explain_backward",
     "explain_no_criterion",
     "joined_losses",
@@ -26,6 +29,7 @@ __all__ = [
     "run_through",
     "split_loss",
     "split_yielded",
+    "weights_of_parts",
 ]
 
 
@@ -60,6 +64,14 @@ def split_loss(output: Any) -> tuple[Any, Any]:
     return loss, weight
 
 
+def weights_of_parts(losses: MultiLoss, size: int) -> dict[str, Any] | None:
+    """Return the weight of each loss, ``None`` if all are means over their ``size`` samples."""
+    divisors = {name: divisor_of(loss) for name, loss in losses.items()}
+    if all(divisor is None for divisor in divisors.values()):
+        return None
+    return {name: size if divisor is None else divisor for name, divisor in divisors.items()}
+
+
 def _check_scalar(loss: Any) -> None:
     if isinstance(loss, Tensor) and loss.numel() != 1:
         raise ConfigurationError(
@@ -91,6 +103,19 @@ def explain_no_criterion(error: TypeError) -> None:
             f"{text}. get_loss was given criterion=None, as the loop was made without one: if that is what it called, "
             "pass TrainLoop(criterion=nn.CrossEntropyLoss()).",
         )
+
+
+def explain_batch_of_one(error: ValueError) -> None:
+    """Add to torch's text about a BatchNorm that got one sample how to avoid such a batch."""
+    if "Expected more than 1 value per channel when training" in str(error):
+        error.args = (f"{error}. {ONE_SAMPLE}",)
+
+
+ONE_SAMPLE = (
+    "A BatchNorm in training can't take statistics of a batch of one sample, as an epoch's last batch may be, and with "
+    "several ranks or replicas a rank's share of it. DataLoader(drop_last=True) leaves that batch out; "
+    "TrainLoop(sync_batchnorm=True) takes the statistics over all ranks."
+)
 
 
 # -- a get_loss that yields its losses ---------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -11,12 +12,14 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from trainloop.errors import ConfigurationError
+from trainloop.nested import parts_of, paths_of
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel
-from trainloop.parallel.ddp import comm_hooks_of
+from trainloop.parallel.ddp import WeighingDataParallel, comm_hooks_of
 from trainloop.train_loop.options import AmpOptions
 from trainloop.train_loop.recompute import recomputing
 
-__all__ = ["Placement", "move_state", "placed"]
+__all__ = ["Placement", "check_values", "explain_device", "move_state", "placed"]
 
 
 @dataclass
@@ -192,6 +195,41 @@ def placed(
         yield place
 
 
+def check_values(model: nn.Module) -> None:
+    """Refuse parameters and buffers on the meta device, before any process starts. (``fsdp`` gives them values.)"""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ConfigurationError(
+                f"model.{name} is on the meta device and has no values. Call model.to_empty(device='cpu') and set "
+                "them, or load them by model.load_state_dict(state, assign=True)."
+            )
+
+
+_DEVICES = re.compile(r"on the same device|on the expected device|on device meta|meta tensor|should be the same")
+
+
+def explain_device(error: RuntimeError, model: nn.Module, criterion: Any, device: torch.device) -> None:
+    """Add to torch's error about devices the names of the model's and criterion's tensors on another device."""
+    if not _DEVICES.search(str(error)):
+        return
+    found = []
+    for owner, root in (("model", model), ("criterion", criterion)):
+        for path, module in root.named_modules(prefix=owner) if isinstance(root, nn.Module) else ():
+            for name, value in {**vars(module), **module._parameters, **module._buffers}.items():
+                # Or a list of tensors, say; the dicts of parameters and of submodules are not looked into.
+                parts = {"": value} if isinstance(value, torch.Tensor) else {}
+                if not name.startswith("_") and parts_of(value) is not None:
+                    parts = dict(zip(paths_of(value), parts_of(value) or ()))
+                for at, part in parts.items():
+                    if isinstance(part, torch.Tensor) and part.device.type != device.type:
+                        found.append(f"{path}.{name}{at} is on {part.device}")
+    if found:
+        error.args = (
+            f"{error} The run is on {device}, but {', '.join(found[:3])}. An attribute moves along if it is a buffer: "
+            "self.register_buffer('name', tensor).",
+        )
+
+
 def _wrapped(
     model: nn.Module, mode: str, devices: list[torch.device], wrapper_args: dict[str, Any] | None, **further: Any
 ) -> Any:
@@ -204,7 +242,7 @@ def _wrapped(
         arguments: dict[str, Any] = {"gradient_as_bucket_view": True, **wrapper_args, **further}
         if devices[0].type == "cuda":
             arguments.setdefault("device_ids", [devices[0]])
-        return TTDistributedDataParallel(model, **arguments)
+        return WeighingDataParallel(model, **arguments)
     return model
 
 

@@ -18,22 +18,25 @@ from torch import Tensor, nn
 
 from trainloop import rng
 from trainloop.data import SplitBatches, train_feed
+from trainloop.data.orders import length_of
 from trainloop.devices import has_ranks
 from trainloop.distributed.key import KEY_VARIABLE, key_from_environment
 from trainloop.distributed.peers import owners_are_known
 from trainloop.errors import TrainLoopError, WorkerFailedError
 from trainloop.nested import parts_of
-from trainloop.optim import MultiLoss, optimizers_of, parameters_of
+from trainloop.optim import MultiLoss, optimizers_of
 from trainloop.parallel import TTFullyShardedDataParallel
 from trainloop.parallel.scatter import batch_length, chunk_sizes, scatter
 from trainloop.parallel.units import units_of
 from trainloop.reduction import sum_rule
 from trainloop.resources.quota import format_bytes
+from trainloop.sharding import shard_size
 from trainloop.train_loop.arguments import check_wrapper_args
 from trainloop.train_loop.execute import sent_parts
 from trainloop.train_loop.kinds import GpuMode
 from trainloop.train_loop.loop import TrainLoop
-from trainloop.train_loop.losses import run_through, split_loss, split_yielded
+from trainloop.train_loop.losses import ONE_SAMPLE, run_through, split_loss, split_yielded
+from trainloop.train_loop.trained import described_names, not_optimized
 from trainloop.train_loop.trial import copies, first_batch, require_training_parts
 from trainloop.transfer import pack
 
@@ -43,6 +46,7 @@ __all__ = ["Finding", "PreflightReport", "preflight", "preflight_shards"]
 TOLERANCE = 1e-4
 CPU = torch.device("cpu")
 _UNITS = ("shard", "reshard_after_forward")
+_BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,7 @@ def preflight(
         "one batch": lambda: _one_batch(loop),
         "gradients": lambda: _gradients(loop),
         "batches alike on all ranks": lambda: _batches(loop, steps, ranks),
+        **({"smallest batch": lambda: _smallest_batch(loop)} if _has_batchnorm(loop.model) else {}),
         f"single equals {_mode_of_ranks(loop)} on {ranks} CPU ranks": lambda: _modes_agree(
             loop, steps, ranks, sharding
         ),
@@ -174,8 +179,9 @@ def preflight_shards(loop: TrainLoop[Any], sharding: dict[str, Any]) -> str:
     gradients = sum(_bytes(p) for p in loop.model.parameters() if p.requires_grad)
     root, largest = total - sum(units.values()), max(units.values(), default=0)
     return (
-        f"units: {_some([*units, 'the root'])}. Each of {ranks} ranks holds {format_bytes(total // parts)} of "
-        f"parameters, {format_bytes(gradients // parts)} of gradients and the optimizer's state of these; whole at a "
+        f"units: {described_names([*units, 'the root'])}. Each of {ranks} ranks holds "
+        f"{format_bytes(total // parts)} of parameters, {format_bytes(gradients // parts)} of gradients and the "
+        f"optimizer's state of these; whole at a "
         f"time: the root, {format_bytes(root)}, and one or two units, {format_bytes(largest)} each"
     )
 
@@ -242,21 +248,24 @@ def _number(loss: Any) -> float:
 
 def _gradients(loop: TrainLoop[Any]) -> str:
     model, optimizer = _after_backward(loop)
-    stepped = {id(p) for single in optimizers_of(optimizer) for p in parameters_of(single)}
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     without = [name for name, p in trainable.items() if p.grad is None]
     not_finite = [n for n, p in trainable.items() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
-    unstepped = [name for name, p in trainable.items() if id(p) not in stepped]
+    unstepped = not_optimized(model, optimizers_of(optimizer))
     lines = []
     if without:
         lines.append(
-            f"no gradient: {_some(without)}. Use them in get_loss, freeze them by requires_grad_(False), or pass "
-            "ddp_model_args={'find_unused_parameters': True} to fit."
+            f"no gradient: {described_names(without)}. Use them in get_loss, freeze them by requires_grad_(False), or "
+            "pass ddp_model_args={'find_unused_parameters': True} to fit."
         )
     if not_finite:
-        lines.append(f"gradient not finite: {_some(not_finite)}. Look for divisions, logarithms and roots of zero.")
+        lines.append(
+            f"gradient not finite: {described_names(not_finite)}. Look for divisions, logarithms and roots of zero."
+        )
     if unstepped:
-        lines.append(f"in no optimizer: {_some(unstepped)}. Add them, or freeze them by requires_grad_(False).")
+        lines.append(
+            f"in no optimizer: {described_names(unstepped)}. Add them, or freeze them by requires_grad_(False)."
+        )
     if lines:
         raise _Found("\n".join(lines))
     return f"all {len(trainable)} trainable parameters get one"
@@ -299,13 +308,56 @@ def _batches(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
     return f"same shapes and dtypes in {seen} steps" if seen else "fewer samples than ranks: nothing to compare"
 
 
+def _has_batchnorm(model: nn.Module) -> bool:
+    return any(isinstance(part, _BATCHNORMS) and part.training for part in model.modules())
+
+
+def _smallest_batch(loop: TrainLoop[Any]) -> str:
+    """Try the model with one sample, if an epoch's last batch leaves a rank or a replica with one."""
+    loader = loop.train_loader
+    samples, size = length_of(getattr(loader, "dataset", None)), getattr(loader, "batch_size", None)
+    if samples is None or size is None or loader.drop_last or loop.sync_batchnorm:
+        return "no batch of a single sample is known of"
+    if loop.gpu_mode == "dp":
+        shares = chunk_sizes(samples % size, len(loop.site.devices))
+    else:
+        ranks = len(loop.site.devices) * loop.site.num_nodes if has_ranks(loop.gpu_mode) else 1
+        shares = [shard_size(samples % (size * ranks), rank, ranks) for rank in range(ranks)]
+    if 1 not in shares:
+        return "no batch of a single sample"
+    model, _, criterion = copies(loop, CPU)
+    batch = first_batch(loader)
+    try:
+        _loss_of(model.train(), scatter(batch, batch_length(batch) or 1)[0], criterion)
+    except ValueError as error:
+        raise _Found(f"{samples} samples leave a last batch of one. {ONE_SAMPLE}") from error
+    return "the last batch has a single sample, which the model takes"
+
+
+def _comparable_lengths(loop: TrainLoop[Any], steps: int, ranks: int, per_step: int) -> tuple[int, int]:
+    """Batches of one process, and of ``ranks``, that make the same optimizer steps; 0 if epochs differ in samples."""
+    single, many = (
+        train_feed(loop.train_loader, world_size=size, seed=0, exchange_ints=lambda values: [values]).num_batches
+        for size in (1, ranks)
+    )
+    if single is None or many is None:
+        return steps * per_step, steps
+    if -(-single // per_step) != many:
+        return 0, 0
+    epochs, rest = divmod(steps, many)
+    return epochs * single + min(rest * per_step, single), steps
+
+
 def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int, sharding: dict[str, Any]) -> str:
     # One process that accumulates over `ranks` batches sees the samples that so many ranks see in one step.
     # But if ranks share each batch, a step has a single one.
     per_step = 1 if isinstance(loop.train_loader, SplitBatches) else ranks
     # A finding of its own says which parameters get no gradient; it is no reason not to compare the others.
     unused = any(p.grad is None for p in _after_backward(loop)[0].parameters() if p.requires_grad)
-    single = _trained(loop, "single", 1, steps * per_step, per_step)
+    iterations, steps = _comparable_lengths(loop, steps, ranks, per_step)
+    if not steps:
+        return f"not compared: drop_last leaves out other samples with {ranks} ranks than in one process"
+    single = _trained(loop, "single", 1, iterations, per_step)
     mode = _mode_of_ranks(loop)
     arguments: dict[str, Any] = {}
     if mode == "fsdp":  # lower precision would differ, and so few ranks need not make so many replicas
@@ -383,7 +435,3 @@ def _form(batch: Any) -> str:
                     yield from leaves(part)
 
     return ", ".join(leaves(batch))
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

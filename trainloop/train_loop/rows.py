@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import tempfile
 from collections import OrderedDict
@@ -15,12 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trainloop.distributed.encoding import NotPlain, decode, encode
+from trainloop.distributed.encoding import dumps, loads
 from trainloop.train_loop.evaluating import Predictions, join_rows, on_cpu, rows_at
 
 __all__ = ["PredictionStream", "RowFiles", "rows_folder", "write_rows"]
 
-_PLAIN, _PICKLE = b"\0", b"\1"
 _BATCHES_KEPT = 64
 """Batches that are held in memory where rows come in another order than batches."""
 
@@ -55,10 +53,7 @@ def write_rows(
     with open(folder / f"{rank}.rows", "xb") as file:
         for index, batch, size in batches:
             rows = on_cpu(get_predictions(batch, size))
-            try:
-                data = _PLAIN + encode(rows)
-            except NotPlain:
-                data = _PICKLE + pickle.dumps(rows, protocol=pickle.HIGHEST_PROTOCOL)
+            data = dumps(rows)
             places.append((index, size, file.tell(), len(data)))
             file.write(data)
     # After the rows: RowFiles looks for tables, and so finds whole files only.
@@ -105,9 +100,8 @@ class RowFiles:
         while done < place.length:
             # One call reads 2 GiB at most.
             done += os.preadv(self._files[place.file], [memoryview(data)[done:]], place.offset + done)
-        body = memoryview(data)[1:]
         # A pickle of this run's own, in a folder that only this user may write to.
-        rows: Predictions = pickle.loads(body) if data[:1] == _PICKLE else decode(body, trusted=True)
+        rows: Predictions = loads(memoryview(data))
         return rows
 
     def close(self) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +22,12 @@ from torch import nn
 from trainloop import distributed, rng
 from trainloop.callbacks.base import HookTable, overrides
 from trainloop.data import eval_feed
-from trainloop.data.kept_workers import kept_workers
 from trainloop.data.loaders import Shared, check_shared, workers_outlive_signals
 from trainloop.data.twins import with_workers
 from trainloop.devices import has_ranks
 from trainloop.metrics import Recorder, StepValues, exchange_of, named_losses, rows_of
 from trainloop.model import TTModel
-from trainloop.reduction import sum_rule
+from trainloop.reduction import ClassLosses, sum_rule
 from trainloop.resources.enforce import cap_workers
 from trainloop.stopping import StopAgreement
 from trainloop.train_loop.display import Progress
@@ -93,9 +91,10 @@ class Run:
         """Steps since the epoch began."""
         self.undo = ExitStack()
         """Closed when the run ends."""
+        self.class_losses = ClassLosses(loop.model, loop.criterion)
+        self.undo.enter_context(self.class_losses.watched(with_graphs=True))
         self.idle = Idle(self)
         self._eval_feeds: dict[int, Any] = {}
-        self._worker_states: dict[int, Any] = {}
         self._compared: dict[int, Any] = {}
         """Loaders of evaluations that ranks have compared, by their id."""
         self._same_callbacks = True
@@ -111,7 +110,6 @@ class Run:
         if most != workers:
             loader = with_workers(loader, most)
         self.undo.enter_context(workers_outlive_signals(loader))
-        kept = kept_workers()
         return make(
             loader,
             rank=loop.rank,
@@ -120,14 +118,12 @@ class Run:
             name=name,
             exchange_ints=None if self.gather is None else distributed.exchange_ints,
             device=self.place.device,
-            reader_of=None if kept is None else partial(kept.reader_of, f"{make.__name__} of {name}"),
         )
 
     def _eval_feed(self, loader: Any, name: str) -> Any:
         if id(loader) not in self._eval_feeds:  # kept for the run, with the workers of loaders that keep theirs
             self._eval_feeds[id(loader)] = feed = self.feed_of(eval_feed, loader, name)
             self.undo.callback(feed.close)
-            feed.worker_states = self._worker_states.pop(id(loader), None)
             if self.gather is not None and id(loader) not in self._compared:
                 check_shared([Shared(*theirs) for theirs in distributed.exchange_ints(feed.shared)], name)
         return self._eval_feeds[id(loader)]
@@ -137,25 +133,6 @@ class Run:
         self._compared[id(loader)] = loader
         loop = self.loop
         return eval_feed(loader, rank=loop.rank, world_size=loop.world_size, seed=self.seed, name=name).shared
-
-    @property
-    def worker_states(self) -> dict[int, Any]:
-        """What evaluations' persistent workers would draw next, by the place of their loader among the loop's."""
-        states = {}
-        for i, loader in enumerate(self._loaders):
-            feed = self._eval_feeds.get(id(loader))
-            own = self._worker_states.get(id(loader)) if feed is None else feed.worker_states
-            if own is not None:
-                states[i] = own
-        return states
-
-    @worker_states.setter
-    def worker_states(self, states: dict[int, Any]) -> None:
-        self._worker_states = {id(loader): states[i] for i, loader in enumerate(self._loaders) if i in states}
-
-    @property
-    def _loaders(self) -> tuple[Any, ...]:
-        return self.loop.train_loader, self.loop.validation_loader, self.loop.test_loader
 
     # -- evaluation and predictions ----------------------------------------------------------------------------------
 
@@ -299,7 +276,8 @@ class Run:
         # A recorder of its own: the training's may be in the midst of an epoch.
         recorder = Recorder(rank=self.loop.rank, exchange=self.exchange, on_step=False, prefix=prefix)
         buffers = nullcontext() if self.gather is None else _buffers_of_rank_0(model)
-        with buffers, self.listening(recorder), evaluating(model), rng.isolated():
+        watched = self.class_losses.watched(with_graphs=False)
+        with buffers, self.listening(recorder), evaluating(model), rng.isolated(), watched:
             yield recorder
 
     def _into_history(self, prefix: str, values: dict[str, float]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from trainloop.errors import ConfigurationError, DeviceError
 from trainloop.resources.enforce import devices_under
 from trainloop.train_loop.arguments import check_bool, check_count, short
 from trainloop.train_loop.options import Options
+from trainloop.user_line import warn
 
 __all__ = ["Site", "about_one_rank", "as_launched", "check_backend", "check_rendezvous_point", "settled"]
 
@@ -80,11 +80,10 @@ def as_launched(site: Site, asked: Any, here: Rank) -> Site:
     """
     number = len(site.devices)
     if number != here.local_world_size and not _are_all(asked) and here.local_rank == 0:
-        warnings.warn(
+        warn(
             f"devices={asked!r} asks for {number} process{'es' * (number > 1)} a host, but the launcher (torchrun or "
             f"Slurm) has started {here.local_world_size} on this one, and so many train. Leave devices out, or start "
-            f"{number} (torchrun --nproc-per-node {number}).",
-            stacklevel=2,
+            f"{number} (torchrun --nproc-per-node {number})."
         )
     if site.devices[0].type == "cpu":
         return replace(site, devices=[torch.device("cpu")] * here.local_world_size)
@@ -134,10 +133,9 @@ def devices_for(
     if on_gpu is False:
         accelerator, on_cpu = "cpu", True
     elif num_gpus == 0 and not on_cpu:
-        warnings.warn(
+        warn(
             "num_gpus=0: training on the CPU. Use accelerator='cpu' to say so and silence this, "
-            "and devices=k for k processes.",
-            stacklevel=4,
+            "and devices=k for k processes."
         )
         accelerator = "cpu"
     # The loop's own devices, where they were given, count more.

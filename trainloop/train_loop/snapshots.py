@@ -11,7 +11,6 @@ import copy
 import math
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -39,6 +38,7 @@ from trainloop.train_loop.snapshot_parts import (
 )
 from trainloop.transfer.device_copies import DeviceCopies
 from trainloop.transfer.slots import Packed, SnapshotMemory, Snapshotter, arrived_classes
+from trainloop.user_line import warn
 
 if TYPE_CHECKING:
     from trainloop.train_loop.handover import Arrival
@@ -232,11 +232,10 @@ class StopWithSnapshots:
         if any(errors):
             if problem and not self._failed:
                 self._failed = True
-                warnings.warn(
+                warn(
                     f"no snapshot could be made after step {step} ({problem}): a failure before the next one "
                     "costs more steps.",
                     RuntimeWarning,
-                    stacklevel=2,
                 )
         else:
             self._number += 1
@@ -254,12 +253,11 @@ class StopWithSnapshots:
         """Once, what can't be pickled: after a restart it is not what it was."""
         if self._omitted and not self._told_omitted and self._run.loop.is_global_zero:
             self._told_omitted = True
-            warnings.warn(
+            warn(
                 f"max_restarts: snapshots leave out what can't be pickled: {', '.join(sorted(self._omitted))}. After a "
                 "restart these are as on_train_begin leaves them. Restore them in on_restart, or leave them out of "
                 "__getstate__.",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
     # -- what it holds -----------------------------------------------------------------------------------------------

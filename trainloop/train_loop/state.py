@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
 import platform
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from trainloop import distributed, rng
 from trainloop.carried import carried_state_of, load_carried_state
+from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import optimizers_of
 from trainloop.parallel.shards import gathered, map_tensors
@@ -20,6 +21,7 @@ from trainloop.scratch import remove_dead
 from trainloop.train_loop.arguments import short
 from trainloop.train_loop.ending import end_that_holds, nothing_left
 from trainloop.train_loop.trained import add_missing_groups, changed_flags, group_names, set_flags
+from trainloop.user_line import warn
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
@@ -33,7 +35,8 @@ __all__ = [
     "common_state",
     "load_checkpoint_state",
     "rank_state",
-    "took_up_finished",
+    "resume_point",
+    "take_up_finished",
 ]
 
 
@@ -53,7 +56,7 @@ def checkpoint_state(run: Training, *, keep_shards: bool = False) -> dict[str, A
         **rank_state(run, plain),
         # There may be thousands of ranks: each one's part is small, and what all have in common is there once.
         "rng": rng.packed(),
-        "metrics": run.recorder.state_dict(once=True),
+        "metrics": run.recorder.state_dict(),
         "ends": [tuple(end) for end in loop.ends],
     }
     loop.history.put_agreed(run.exchange({}, attachment=loop.history.take_own()).attachments)
@@ -118,7 +121,6 @@ def rank_state(run: Training, kept: Callable[[Any, str], Any]) -> dict[str, Any]
     return {
         "rng": rng.capture(),
         "feed": run.feed.state_dict(kept),
-        "workers of evaluations": run.worker_states,
         "metrics": run.recorder.state_dict(),
         "carried": carried_state_of(run.loop.model),
     }
@@ -130,6 +132,66 @@ def callback_states(loop: TrainLoop[Any]) -> list[dict[str, Any]]:
         {"name": callback.callback_name, "type": type(callback).__name__, "state": callback.state_dict()}
         for callback in loop.callbacks
     ]
+
+
+def resume_point(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str, Any] | None, str]:
+    """The state that ``fit(resume_from=...)`` names, and the reason why nothing is left to do after it, if so.
+
+    ``None`` for a fresh start. Under a launcher rank 0 reads and decides, and sends both to the others: a rank that
+    looked for itself might look before rank 0 has written, or at a folder that only rank 0's host has.
+    """
+    if resume_from is None:
+        return None, ""
+    from trainloop.launch import joined
+
+    here = joined() if has_ranks(loop.gpu_mode) else None
+    if here is None or here.world_size == 1:
+        return _read_point(loop, resume_from)
+    return _among_ranks(loop, lambda stop: _point_of_rank_zero(loop, resume_from))
+
+
+def _among_ranks(loop: TrainLoop[Any], function: Callable[[Any], Any]) -> Any:
+    """Call a function in the process group of a launcher's ranks."""
+    from trainloop.launch import join
+
+    return join(function, init_method=loop.site.init_method, timeout_s=loop.timeout)
+
+
+def _read_point(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str, Any] | None, str]:
+    state = checkpoint_to_resume(loop, resume_from)
+    return state, "" if state is None else nothing_left(loop, state)
+
+
+def _point_of_rank_zero(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str, Any] | None, str]:
+    """:func:`_read_point` of rank 0, on all ranks. Collective."""
+    state: dict[str, Any] | None = None
+    # In fsdp the state refers to files, of which each rank reads its part.
+    in_files = loop.gpu_mode == "fsdp"
+    keepers: list[Any] = [callback for callback in loop.callbacks if hasattr(callback, "last_state")]
+    answer: dict[str, Any] = {}
+    if distributed.is_global_zero():
+        try:
+            state, why = _read_point(loop, resume_from)
+        except Exception as error:
+            distributed.broadcast_object({"error": f"{type(error).__name__}: {error}"})
+            raise
+        data = io.BytesIO()
+        if state is not None and not in_files:
+            torch.save(state, data)
+        answer = {"why": why, "state": data.getvalue(), "places": [getattr(one, "place", "") for one in keepers]}
+    answer = distributed.broadcast_object(answer)
+    if distributed.is_global_zero():
+        return state, answer["why"]
+    if "error" in answer:
+        raise CheckpointError(f"rank 0 could not resume from resume_from={resume_from!r}: {answer['error']}")
+    for keeper, place in zip(keepers, answer["places"], strict=True):
+        if place:
+            keeper.place = place
+    if in_files:
+        return checkpoint_to_resume(loop, resume_from), answer["why"]
+    if answer["state"]:
+        state = torch.load(io.BytesIO(answer["state"]), map_location="cpu", weights_only=True)
+    return state, answer["why"]
 
 
 def checkpoint_to_resume(loop: TrainLoop[Any], resume_from: Any) -> dict[str, Any] | None:
@@ -176,7 +238,8 @@ def check_checkpoint(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
         raise CheckpointError(f"this is no trainloop checkpoint: it has no {', '.join(missing)}. Pass one of fit's.")
     own = loop.model.state_dict()
     saved = state["model"]
-    wrong = [f"{key} is missing in the checkpoint" for key in own if key not in saved]
+    left_out = state.get("left_out", {})
+    wrong = [f"{key} is missing in the checkpoint" for key in own if key not in saved and key not in left_out]
     wrong += [f"{key} is not in the model" for key in saved if key not in own]
     for key, value in own.items():
         if key in saved and isinstance(value, torch.Tensor) and not _is_lazy(value) and value.shape != saved[key].shape:
@@ -187,6 +250,7 @@ def check_checkpoint(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
             f"the checkpoint is of another model: {'; '.join(wrong[:5])}{more}. "
             "Pass the model it was made with, or start without resume_from."
         )
+    _check_left_out(own, left_out)
     optimizers = optimizers_of(loop.optimizer)
     kinds = [type(optimizer).__name__ for optimizer in optimizers]
     saved_kinds = [saved["type"] for saved in state["optimizers"]]
@@ -207,6 +271,22 @@ def check_checkpoint(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
             )
 
 
+def _check_left_out(own: dict[str, Any], left_out: dict[str, Any]) -> None:
+    """Refuse a model whose parts that the checkpoint leaves out are not those of the run that wrote it."""
+    if not left_out:
+        return
+    from trainloop.checkpoint.left_out import bits_of, changed  # imported here to keep `import trainloop` fast
+
+    now = bits_of(own, [name for name in left_out if name in own])
+    wrong = [name for name, (shape, _) in left_out.items() if name not in now or now[name][0] != shape]
+    wrong += changed(left_out, now)
+    if wrong:
+        raise CheckpointError(
+            f"{wrong[0]} (one of {len(wrong)}) is left out of the checkpoint, and in this model it is not what it was "
+            "in that run. Load it from the same file as in that run, before fit."
+        )
+
+
 def load_checkpoint_state(run: Training, state: dict[str, Any]) -> None:
     """Go on where :func:`checkpoint_state` was, with any number of ranks. All ranks call it, with the same state."""
     loop = run.loop
@@ -215,6 +295,8 @@ def load_checkpoint_state(run: Training, state: dict[str, Any]) -> None:
     _check_data(run.feed, place)
     skip_steps = _steps_here(place, run.feed.global_batch_size, loop.grad_accumulation)
     # All that can be refused has been: from here on the loop changes.
+    if loop.is_global_zero and (text := _about_other_values(run, state)):
+        print(text, flush=True)
     _load_parts(loop, state)
     if run.place.scaler.is_enabled() and state["scaler"]:
         run.place.scaler.load_state_dict(state["scaler"])
@@ -230,7 +312,6 @@ def load_checkpoint_state(run: Training, state: dict[str, Any]) -> None:
         mine = ranks[loop.rank]
         run.recorder.load_state_dict(mine["metrics"])
         rng.restore(mine["rng"])
-        run.worker_states = mine.get("workers of evaluations", {})
     else:
         # Sums over ranks don't depend on which rank has which part; each new rank gets random numbers of its own.
         if loop.rank == 0:
@@ -240,33 +321,34 @@ def load_checkpoint_state(run: Training, state: dict[str, Any]) -> None:
     run.feed.load_state_dict(ranks[loop.rank if len(ranks) == loop.world_size else 0]["feed"])
 
 
-def took_up_finished(loop: TrainLoop[Any], state: dict[str, Any]) -> bool:
-    """Load a training that has ended, in the calling process, without running; False for any other checkpoint."""
+def take_up_finished(loop: TrainLoop[Any], state: dict[str, Any], why: str) -> None:
+    """Load a training that has ended, in the calling process, without running. ``why``: by :func:`resume_point`."""
     from trainloop.launch import joined
 
-    why = nothing_left(loop, state)
-    if why:
-        _load_parts(loop, state)
-        from trainloop.checkpoint.sharded import load_model
+    _load_parts(loop, state)
+    from trainloop.checkpoint.sharded import load_model
 
-        # A callback may have replaced the weights by those from which training would go on.
-        load_model(loop.model, state["model"])
-        load_carried_state(loop.model, [saved.get("carried", {}) for saved in state["ranks"]], 0, len(state["ranks"]))
-        loop.scaler_state = state["scaler"]
-        loop.ends = end_that_holds(loop, state)
-        loop.asked_to_end = bool(loop.ends)
-        here = joined()
-        if here is None or here.rank == 0:
-            print(f"Nothing left to do: {why}", flush=True)
-        remove_dead()  # a training that was killed at its very end: no rank is started now to do it
-    return bool(why)
+    # A callback may have replaced the weights by those from which training would continue.
+    load_model(loop.model, state)
+    load_carried_state(loop.model, [saved.get("carried", {}) for saved in state["ranks"]], 0, len(state["ranks"]))
+    loop.scaler_state = state["scaler"]
+    loop.ends = end_that_holds(loop, state)
+    loop.asked_to_end = bool(loop.ends)
+    here = joined()
+    if here is not None and has_ranks(loop.gpu_mode):
+        loop.process = here
+        keepers: list[Any] = [callback for callback in loop.callbacks if hasattr(callback, "share_paths")]
+        _among_ranks(loop, lambda stop: [keeper.share_paths() for keeper in keepers])
+    if here is None or here.rank == 0:
+        print(f"Nothing left to do: {why}", flush=True)
+    remove_dead()  # a training that was killed at its very end: no rank is started now to do it
 
 
 def _load_parts(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
     """Load the parts of the loop itself, running or not."""
     from trainloop.checkpoint.sharded import load_model, whole_of  # when first used: `import trainloop` is to be cheap
 
-    load_model(loop.model, state["model"])
+    load_model(loop.model, state)
     if isinstance(loop.criterion, nn.Module) and state["criterion"]:
         loop.criterion.load_state_dict(state["criterion"])
     set_flags(loop.model, state.get("flags", {}))
@@ -300,6 +382,27 @@ def _check_data(feed: Any, place: dict[str, Any]) -> None:
         )
 
 
+def _about_other_values(run: Training, state: dict[str, Any]) -> str:
+    """One line that names the values that differ between the script and a checkpoint; empty if there are none."""
+    loop, place, found = run.loop, state["place"], []
+
+    def note(what: str, used: Any, other: Any, *, of_script: bool) -> None:
+        if None not in (used, other) and used != other:
+            used_of, other_of = ("script", "checkpoint") if of_script else ("checkpoint", "script")
+            found.append(f"{what}={used} from the {used_of} (the {other_of} has {other})")
+
+    for optimizer, saved in zip(optimizers_of(loop.optimizer), state["optimizers"], strict=True):
+        for own, theirs in zip(optimizer.param_groups, saved["state"]["param_groups"], strict=False):
+            for name in ("lr", "weight_decay"):
+                # A scheduler changes the rate itself, and notes the one it began with.
+                now, before = (group.get(f"initial_{name}", group.get(name, 0.0)) for group in (own, theirs))
+                note(f"{type(optimizer).__name__}'s {name}", f"{float(before):g}", f"{float(now):g}", of_script=False)
+    note("seed", place["seed"], loop.seed, of_script=False)
+    note("grad_accumulation", loop.grad_accumulation, place["grad_accumulation"], of_script=True)
+    note("global batch size", run.feed.global_batch_size, place["global_batch_size"], of_script=True)
+    return f"Resumed with {', '.join(dict.fromkeys(found))}." if found else ""
+
+
 def _steps_here(place: dict[str, Any], global_batch_size: int | None, grad_accumulation: int) -> int:
     """Steps of this run that hold the samples the checkpoint's steps held in the epoch it was made in."""
     steps = place["epoch_steps"]
@@ -328,9 +431,7 @@ def _load_callbacks(callbacks: list[Any], saved: list[dict[str, Any]]) -> None:
             callback.load_state_dict(found["state"])
     lost = [entry["name"] for entry in left if entry["state"]]
     if lost:
-        warnings.warn(
-            f"the checkpoint holds state of callbacks that this fit does not have: {', '.join(lost)}.", stacklevel=2
-        )
+        warn(f"the checkpoint holds state of callbacks that this fit does not have: {', '.join(lost)}.")
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 
 from trainloop import distributed
 from trainloop.errors import ConfigurationError
-from trainloop.optim import optimizers_of
+from trainloop.optim import optimizers_of, parameters_of
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 from trainloop.parallel.ddp import comm_hooks_of
 from trainloop.parallel.shards import bit_sums
@@ -24,7 +24,9 @@ __all__ = [
     "add_missing_groups",
     "begin_training",
     "changed_flags",
+    "described_names",
     "group_names",
+    "not_optimized",
     "set_flags",
     "training_flags",
 ]
@@ -183,6 +185,17 @@ def _raise_unequal(everyone: list[list[str]]) -> None:
             )
 
 
+def not_optimized(model: nn.Module, optimizers: Sequence[Any]) -> list[str]:
+    """Return the names of the parameters that require gradients and that no optimizer steps."""
+    stepped = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
+    return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
+
+
+def described_names(names: Sequence[str]) -> str:
+    """Return the first five names, and the number of the others."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
 # -- modules that the user keeps in evaluation mode --------------------------------------------------------------------
 
 
@@ -223,7 +236,7 @@ def about_eval_mode(model: nn.Module, kept: Sequence[nn.Module]) -> str:
     found = {id(module) for module in kept}
     names = [name for name, module in model.named_modules() if id(module) in found]
     whole = [name for name in names if name.rpartition(".")[0] not in names]
-    shown = ", ".join(whole[:5]) + (f" and {len(whole) - 5} more" if len(whole) > 5 else "")
+    shown = described_names(whole)
     return f"in eval() and kept so while training: {shown} (call .train() on them before fit where that isn't meant)"
 
 

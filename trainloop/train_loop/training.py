@@ -14,12 +14,12 @@ often as it likes, :mod:`~trainloop.train_loop.alternating` for a ``get_loss`` t
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from time import perf_counter, perf_counter_ns
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor
 from trainloop import distributed
 from trainloop.data import StepBatches, train_feed
 from trainloop.metrics import Recorder
-from trainloop.optim import drop_gradients
+from trainloop.reduction import divisor_of
 from trainloop.signals import status_of
 from trainloop.stopping import CHECKPOINT, EARLY_STOP, INTERRUPT, TERMINATE, StopAgreement
 from trainloop.train_loop import state as run_state
@@ -36,19 +36,28 @@ from trainloop.train_loop.alike import asked_of, compare_ranks, refusals_told
 from trainloop.train_loop.arguments import check_loader
 from trainloop.train_loop.ending import End, described, has_work_at_end
 from trainloop.train_loop.gradients import Gradients
-from trainloop.train_loop.losses import explain_backward, per_sample, split_loss
+from trainloop.train_loop.losses import explain_backward, per_sample, split_loss, weights_of_parts
 from trainloop.train_loop.options import FitJob
 from trainloop.train_loop.placement import Placement
 from trainloop.train_loop.run import STEPS_BETWEEN_FLUSHES, Run
 from trainloop.train_loop.site import about_one_rank
 from trainloop.train_loop.timings import StepClock, Timings
-from trainloop.train_loop.trained import about_eval_mode, begin_training, training_flags
+from trainloop.train_loop.trained import (
+    about_eval_mode,
+    begin_training,
+    described_names,
+    not_optimized,
+    training_flags,
+)
+from trainloop.user_line import warn
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
     from trainloop.train_loop.snapshots import StopWithSnapshots
 
 __all__ = ["Training"]
+
+logger = logging.getLogger("trainloop")
 
 
 class Training(Run):
@@ -87,9 +96,10 @@ class Training(Run):
         """Set for a run that survives failures."""
         self.savers: tuple[Callable[[], None], ...] = ()
         """Callbacks' ``save_due``, which write checkpoints of steps; called when the last hook of a step has run."""
-        self.clock = StepClock(place.device)
+        self.clock = StepClock()
         self._job = job
         self._nan_told = False
+        self._warned_of_averages = False
         self._kept_in_eval: list[torch.nn.Module] | None = None
 
     def train(self) -> int:
@@ -103,10 +113,10 @@ class Training(Run):
                 while not (ended_by or self.ended or self.is_done()):
                     last_iteration = self._last_iteration
                     steps = self._begin_epoch()
-                    clock.whole -= perf_counter_ns()
-                    clock.data -= perf_counter_ns()
+                    clock.begin_epoch()
+                    asked = perf_counter()
                     for batches in steps:
-                        clock.data += perf_counter_ns()
+                        clock.data += perf_counter() - asked
                         self.forward_backward(batches)
                         self.step()
                         for save in self.savers:
@@ -122,11 +132,9 @@ class Training(Run):
                         ended_by = stop.reached()
                         if ended_by or loop.total_iteration_idx >= last_iteration:
                             break
-                        if clock.on_device:
-                            clock.between_steps()
-                        clock.data -= perf_counter_ns()
+                        asked = perf_counter()
                     else:
-                        clock.data += perf_counter_ns()
+                        clock.data += perf_counter() - asked
                     if not ended_by & ~EARLY_STOP:
                         self._finish_epoch()
                         ended_by |= self._agree_at_epoch_end()
@@ -181,7 +189,10 @@ class Training(Run):
         elif resume is not None:
             run_state.load_checkpoint_state(self, resume)
         if resume is not None and restart is None:
-            self.progress.say(f"resumed at epoch {loop.epoch + 1}, step {loop.global_step}")
+            line = f"resumed at epoch {loop.epoch + 1}, step {loop.global_step}"
+            self.progress.say(line)
+            if loop.is_global_zero:
+                logger.info(line)  # progress_bar=False hides the other
 
     @property
     def _last_iteration(self) -> float:
@@ -210,6 +221,7 @@ class Training(Run):
                 save = getattr(callback, "save_finished", None)
                 if save is not None:
                     save()
+            self._share_attributes()
             return
         if self.clock.steps:  # in the midst of an epoch
             self._end_timing()
@@ -224,9 +236,19 @@ class Training(Run):
         """Print who ended training; a reason may be known to one rank only, as a time limit is."""
         loop = self.loop
         everyone = [loop.ends] if self.gather is None else self.gather(loop.ends)
-        ends = list(dict.fromkeys(End(*end) for theirs in everyone for end in theirs))
-        if loop.is_global_zero and (self.progress.enabled or any(end.reason for end in ends)):
-            print(described(ends, loop.epoch), flush=True)
+        loop.ends = list(dict.fromkeys(End(*end) for theirs in everyone for end in theirs))
+        if loop.is_global_zero and (self.progress.enabled or any(end.reason for end in loop.ends)):
+            print(described(loop.ends, loop.epoch), flush=True)
+
+    def _share_attributes(self) -> None:
+        """Give all ranks what callbacks of rank 0 alone know after training: a folder, the name of a run."""
+        mine = [callback for callback in self.loop.callbacks if callback.device_idx_execution == 0]
+        if self.gather is None or not mine:
+            return
+        plain = (str, int, float, type(None))
+        values = [{k: v for k, v in vars(one).items() if k[0] != "_" and type(v) in plain} for one in mine]
+        for callback, theirs in zip(mine, distributed.broadcast_object(values), strict=False):
+            vars(callback).update(theirs)
 
     def _tell_exception(self, exception: BaseException) -> None:
         if self.gather is None:  # the other ranks' values are out of reach
@@ -262,6 +284,8 @@ class Training(Run):
                 hook()
         # After the hook, in which callbacks freeze and unfreeze, and before the first forward.
         self.gradients.follow_at_epoch_begin()
+        if self._kept_in_eval is None and loop.is_global_zero:
+            self._check_optimized()
         # A resumed epoch counts on from the steps that it skips.
         skip, self.skip_steps, self.epoch_steps = self.skip_steps, 0, self.skip_steps
         first = self._kept_in_eval is None
@@ -273,6 +297,16 @@ class Training(Run):
         self.progress.begin_epoch(loop.epoch, total_epochs, self.feed.num_batches, self.epoch_batches)
         steps: Iterator[StepBatches] = self.feed.steps(loop.grad_accumulation, skip)
         return self._at_most_to_the_last(steps) if loop.num_iterations else steps
+
+    def _check_optimized(self) -> None:
+        """Warn of parameters that require gradients and are in no optimizer, once hooks have frozen what they will."""
+        names = not_optimized(self.loop.model, self.gradients.optimizers)
+        if names:
+            _warn(
+                f"{described_names(names)} {'require' if len(names) > 1 else 'requires'} gradients and "
+                f"{'are' if len(names) > 1 else 'is'} in no optimizer, so that training changes nothing there. Make "
+                "the optimizer after the last change of the model, or freeze by requires_grad_(False)."
+            )
 
     def _at_most_to_the_last(self, steps: Iterator[StepBatches]) -> Iterator[StepBatches]:
         """The steps, with the last one cut to the batches that are left; one of uneven batches is not cut."""
@@ -319,7 +353,6 @@ class Training(Run):
 
     def _end_timing(self) -> None:
         """End the timing of an epoch's steps, once its logs are read: by then the device has done the steps."""
-        self.clock.whole += perf_counter_ns()
         self.clock.end_epoch()
 
     def _agree_at_epoch_end(self) -> int:
@@ -345,7 +378,7 @@ class Training(Run):
         wants_loss : bool
             Return the step's loss over all micro-batches and ranks, the same on every rank.
         """
-        loop, place, recorder, gradients, clock = self.loop, self.place, self.recorder, self.gradients, self.clock
+        loop, place, recorder, gradients = self.loop, self.place, self.recorder, self.gradients
         batches, sizes, scales, _, ragged = step
         # Reduced after backward where DDP's reducer can't: it expects one backward a forward.
         by_hand = (ragged or gradients.several) and not place.collective
@@ -354,7 +387,7 @@ class Training(Run):
         # A rank with fewer micro-batches still goes through every hook, as callbacks may exchange values in them.
         counts = self.micro_batches_of_ranks(step) if ragged else None
         count = max(counts) if counts else len(batches)
-        weights: list[Any] = []
+        gradients.apart, gradients.ragged = by_hand, ragged
         scaled_losses: list[Any] = []
         recorder.step = loop.global_step + 1
         for i in range(count):
@@ -368,33 +401,45 @@ class Training(Run):
                     with self.idle.nothing_shows():
                         gradients.backward_of_nothing(given)
                 elif i < len(batches):
-                    clock.forward -= perf_counter_ns()
                     with place.autocast:
                         output = model.get_loss(batches[i], loop.criterion, place.device)
-                    now = perf_counter_ns()
-                    clock.forward += now
-                    clock.backward -= now
                     loss, weight = (output, None) if isinstance(output, Tensor) else split_loss(output)
                     is_sum = gradients.sums is not None and weight is None and gradients.sums(loss)
-                    scaled = gradients.scaled(loss, weight, None if scales is None else scales[i], count, is_sum=is_sum)
+                    gradients.given.append(weight is not None)
+                    if weight is None:
+                        weight = divisor_of(loss) if isinstance(loss, Tensor) else weights_of_parts(loss, sizes[i])
+                    if self.class_losses.uneven:
+                        self._check_averages(weight, count)
+                    scale = None if scales is None else scales[i]
+                    scaled = gradients.scaled(loss, weight, scale, count, sizes[i], is_sum=is_sum)
+                    by_hand = by_hand or (gradients.several and not place.collective)
                     try:
                         gradients.backward(scaled)
                     except RuntimeError as error:
                         explain_backward(loss, error)
                         raise
-                    clock.backward += perf_counter_ns()
                     if first:
                         shown = per_sample(loss, sizes[i]) if is_sum else loss
                         loop.last_loss = recorder.add_loss(shown, sizes[i] if weight is None else weight)
-                    weights.append(weight)
                     if wants_loss:
                         scaled_losses.append(scaled.detach())
-        if self.gather is not None:  # else nothing is exchanged here
-            clock.backward -= perf_counter_ns()
-        factor = gradients.complete(gradients.learned, weights, by_hand=by_hand, ragged=ragged)
-        if self.gather is not None:
-            clock.backward += perf_counter_ns()
+        factor = gradients.complete(gradients.learned)
         return gradients.loss_over_ranks(scaled_losses, factor) if wants_loss else None
+
+    def _check_averages(self, weight: Any, count: int) -> None:
+        """Warn, once a fit, of a criterion with class weights or ignored targets whose result is combined with more."""
+        loop, self.class_losses.uneven = self.loop, False
+        averaged = count > 1 or self.gather is not None or (loop.end_auto_eval and loop.validation_loader is not None)
+        if weight is not None or not averaged or self._warned_of_averages or not loop.is_global_zero:
+            return
+        self._warned_of_averages = True
+        _warn(
+            "get_loss calls a criterion with class weights or ignored targets, which is a mean over the weights of the "
+            "targets, and get_loss returns something else than its result. It is averaged over samples, so that the "
+            "numbers depend on batch size, grad_accumulation and ranks. Return (loss, weight), with the sum of the "
+            "weights of the batch's targets (or the number of those not ignored), or a MultiLoss with each loss by its "
+            "own name."
+        )
 
     @staticmethod
     def micro_batches_of_ranks(step: StepBatches) -> list[int]:
@@ -417,13 +462,11 @@ class Training(Run):
 
     def step(self) -> None:
         """Step the optimizers and drop gradients; then the hooks of a step's end."""
-        gradients, clock = self.gradients, self.clock
-        clock.optimizer -= perf_counter_ns()
+        gradients = self.gradients
         gradients.show_and_clip(enumerate(gradients.optimizers), gradients.parameters)
         gradients.take_steps(gradients.optimizers)
         for optimizer in gradients.optimizers:
-            drop_gradients(optimizer)
-        clock.optimizer += perf_counter_ns()
+            optimizer.zero_grad(set_to_none=True)
         self.count_step()
         for hook in self.hooks.on_batch_end:
             hook()
@@ -446,6 +489,6 @@ class Training(Run):
 def _warn(text: str) -> None:
     """Warn, and where warnings are errors print: it isn't to cost the training."""
     try:
-        warnings.warn(text, stacklevel=3)
+        warn(text)
     except Warning:
         print(text, file=sys.stderr, flush=True)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.callbacks.messages import MessageService
-from trainloop.devices import effective_batch_size
+from trainloop.data import train_feed
+from trainloop.devices import effective_batch_size, has_ranks
 from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError
 from trainloop.history import History
@@ -159,6 +160,55 @@ class LoopView:
         if size is None:
             return None
         return effective_batch_size(self.gpu_mode, size, len(self.site.devices), self.num_nodes)
+
+    def num_optimizer_steps(
+        self, num_epochs: int | None = None, num_iterations: int | None = None, grad_accumulation: int | None = None
+    ) -> int | None:
+        """Return the number of optimizer steps of a training, for schedules; call it before, in or after ``fit``.
+
+        It is the same on all ranks: ``len(train_loader) * num_epochs`` in one process, less with several ranks, as each
+        step then takes a batch of each.
+
+        Parameters
+        ----------
+        num_epochs, num_iterations, grad_accumulation : int, optional
+            As for ``fit``. Default: those of the running or last ``fit``.
+
+        Returns
+        -------
+        int or None
+            ``None`` if the loader has no length, as a stream.
+
+        Raises
+        ------
+        ConfigurationError
+            If there is no ``train_loader``, or nothing says how long the training is.
+
+        Examples
+        --------
+        >>> tl.num_optimizer_steps(num_epochs=10, grad_accumulation=4)                        # doctest: +SKIP
+        390
+        """
+        epochs, iterations = num_epochs or 0, num_iterations or 0
+        if not epochs and not iterations:
+            epochs, iterations = self.num_epochs, self.num_iterations
+        if self.train_loader is None or not (epochs or iterations):
+            missing = "train_loader is None" if self.train_loader is None else "there was no fit yet"
+            raise ConfigurationError(
+                f"num_optimizer_steps: {missing}. Give the loop a train_loader, and say num_epochs or num_iterations."
+            )
+        accumulation = grad_accumulation or self.grad_accumulation
+        ranks = len(self.site.devices) * self.site.num_nodes if has_ranks(self.gpu_mode) else 1
+        if self.running is not None:
+            ranks = self.world_size
+        # Of a feed that is never read.
+        feed = train_feed(self.train_loader, world_size=ranks, seed=0, exchange_ints=lambda values: [values] * ranks)
+        if feed.num_batches is None:
+            return -(-iterations // accumulation) if iterations else None
+        rest = 0
+        if iterations:
+            epochs, rest = divmod(iterations, feed.num_batches)
+        return epochs * -(-feed.num_batches // accumulation) + -(-rest // accumulation)
 
     @property
     def rank_zero_only_metrics(self) -> set[str]:

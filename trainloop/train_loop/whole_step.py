@@ -12,7 +12,6 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -22,9 +21,10 @@ from trainloop.callbacks.base import overrides
 from trainloop.data import StepBatches
 from trainloop.errors import ConfigurationError
 from trainloop.metrics import Recorder
-from trainloop.optim import MultiOptimizer, drop_gradients, is_scheduled, is_watched
+from trainloop.optim import MultiOptimizer, is_scheduled, is_watched
 from trainloop.train_loop.losses import split_loss
 from trainloop.train_loop.training import Training
+from trainloop.user_line import warn
 
 __all__ = ["WholeStepTraining"]
 
@@ -76,12 +76,8 @@ class WholeStepTraining(Training):
                 parameter.grad = gradient
         assert self._whole is not None
         try:
-            self.clock.graph -= perf_counter_ns()
-            try:
-                with nullcontext() if self._settings else _without_torchs_warnings():
-                    loss, weight = self._whole(step.batches[0]) if self._rates is None else self._with_rates(step)
-            finally:
-                self.clock.graph += perf_counter_ns()
+            with nullcontext() if self._settings else _without_torchs_warnings():
+                loss, weight = self._whole(step.batches[0]) if self._rates is None else self._with_rates(step)
         except Exception as error:
             if not self._may_go_on(error):
                 raise
@@ -167,11 +163,11 @@ class WholeStepTraining(Training):
     def _refuse(self, reason: str) -> None:
         self._refused, self._whole = True, None
         self._detach()
-        warnings.warn(f"compile='step': steps are not compiled from here on: {reason}.", stacklevel=2)
+        warn(f"compile='step': steps are not compiled from here on: {reason}.")
 
     def _detach(self) -> None:
         self._attached = False
-        drop_gradients(self.gradients.optimizers[0])
+        self.gradients.optimizers[0].zero_grad(set_to_none=True)
 
     def _settings_now(self) -> list[dict[str, Any]]:
         """Of each group, with what is trained in place of ``params``."""
@@ -267,6 +263,8 @@ class WholeStepTraining(Training):
                 loss, weight = split_loss(model.get_loss(batch, criterion, device))
             if not isinstance(loss, Tensor):
                 raise ConfigurationError("get_loss returned several losses")
+            if weight is None:
+                weight = getattr(loss, "trainloop_divisor", None)
             found = torch.autograd.grad(loss, parameters)
             with torch.no_grad():
                 torch._foreach_copy_(gradients, list(found))

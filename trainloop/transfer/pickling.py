@@ -12,6 +12,7 @@ import hashlib
 import importlib.machinery
 import io
 import mmap
+import os
 import pickle
 import sys
 import threading
@@ -23,9 +24,10 @@ from typing import Any, NamedTuple
 import cloudpickle
 import numpy as np
 import torch
-from torch.multiprocessing.reductions import reduce_storage
+from torch.multiprocessing.reductions import rebuild_storage_fd, reduce_storage
 from torch.utils.data import DataLoader
 
+from trainloop.transfer.pages import anonymous_file, write_all
 from trainloop.transfer.torch_objects import compile_context_of, reduce_compiled_function, reducer_for
 
 __all__ = [
@@ -46,6 +48,8 @@ __all__ = [
 IN_STREAM = 256
 """Bytes; below, a buffer's own bookkeeping costs more than copying it."""
 
+_BLOCK = 64 << 10
+_MOST_OWN = 16 << 20  # bytes of the user's shared memory of which a rank gets a copy; more is held once
 _VIEWED = 4096  # bytes; smaller arrays are pickled as numpy does
 _STANDARD_STREAMS = ("stdin", "stdout", "stderr", "__stdin__", "__stdout__", "__stderr__")
 
@@ -79,7 +83,7 @@ class Pickler(cloudpickle.Pickler):
     """
 
     keeps_shared = True
-    """Whether memory that the user shares between processes stays shared, and is not copied."""
+    """Whether the reader shares memory that the user shares between processes, with its own children."""
 
     def __init__(self, file: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
@@ -160,8 +164,8 @@ class Pickler(cloudpickle.Pickler):
             return _meta_storage, (storage.nbytes(),)
         on_cpu = storage.device.type == "cpu"
         if self.keeps_shared and on_cpu and storage.is_shared() and getattr(storage, "filename", None) is None:
-            # The user shares it between processes (an epoch counter for workers, say), so it stays shared.
-            return reduce_storage(storage)
+            # The user shares it between processes (an epoch counter for workers, say).
+            return _own_shared_storage, reduce_storage(storage)
         data = self._on_host(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)).numpy()
         if not on_cpu:
             self.copies.append(data)
@@ -306,6 +310,38 @@ def _storage_from_buffer(buffer: Any, on_accelerator: bool) -> torch.UntypedStor
     return storage
 
 
+def _own_shared_storage(rebuild: Callable[..., Any], args: tuple[Any, ...]) -> torch.UntypedStorage:
+    """A storage with the contents of the sender's, in memory that this process shares with its own children only.
+
+    Ranks that shared the sender's would race: each would add to one counter, and see the sum of all. Data that is large
+    is mapped from the sender's memory: held once, and this process's own where it writes.
+    """
+    by_descriptor = rebuild is rebuild_storage_fd
+    if by_descriptor:
+        _, descriptor, nbytes = args
+        fd = descriptor.detach()
+        source = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        os.close(fd)
+        data = np.frombuffer(source, np.uint8)
+    else:
+        data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(rebuild(*args)).numpy()
+    if not data.nbytes:
+        return torch.UntypedStorage(0)
+    own, copied = anonymous_file("shared"), 0
+    os.ftruncate(own, data.nbytes)
+    for begin in range(0, data.nbytes, _BLOCK):
+        block = data[begin : begin + _BLOCK]
+        if block.any():  # zeros take no memory: a cache that the loader's workers will fill
+            copied += block.nbytes
+            if by_descriptor and copied > _MOST_OWN:
+                os.close(own)
+                return _storage_from_buffer(memoryview(source), False)
+            write_all(own, memoryview(block), begin)  # type: ignore[arg-type]  # an array has a buffer
+    descriptor = types.SimpleNamespace(detach=lambda: own)
+    storage: torch.UntypedStorage = rebuild_storage_fd(torch.UntypedStorage, descriptor, data.nbytes)
+    return storage
+
+
 def _meta_storage(nbytes: int) -> torch.UntypedStorage:
     return torch.UntypedStorage(nbytes, device="meta")
 
@@ -367,6 +403,7 @@ class StatePickler(Pickler):
         Compared by identity.
     """
 
+    keeps_shared = False
     other_side_has_classes = True
     """Whether those that once came here by value are known there, by the name that cloudpickle gave them."""
 

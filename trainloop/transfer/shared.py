@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -23,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from trainloop.transfer.kept import kept_attributes
 from trainloop.transfer.pickling import Fingerprint
 from trainloop.transfer.torch_objects import optimizer_state
+from trainloop.user_line import warn
 
 __all__ = ["changed_parts", "fingerprint", "fingerprints", "parts_now", "put_into", "shared_parts"]
 
@@ -147,7 +147,7 @@ def changed_parts(
             can = {key: value for key, value in now.items() if fingerprint((key, value), known) is not None}
             if before.get(path) is not None:
                 lost = ", ".join(str(key) for key in now if key not in can)
-                warnings.warn(f"{path}: {lost} can't be pickled any more: the caller's stays as it was.", stacklevel=2)
+                warn(f"{path}: {lost} can't be pickled any more: the caller's stays as it was.")
                 changed[path] = can
     return changed
 

@@ -277,7 +277,7 @@ def arrived_classes() -> dict[str, type]:
 
 
 class _SnapshotPickler(StatePickler):
-    """Copies shared memory too, as the snapshot must not change."""
+    """Pickles state for a reader that may be another process than the one it came from."""
 
     def __init__(
         self,
@@ -302,7 +302,6 @@ class _SnapshotPickler(StatePickler):
     def _on_host(self, memory: torch.Tensor) -> torch.Tensor:
         return super()._on_host(memory) if self._device_copies is None else self._device_copies.copy(memory)
 
-    keeps_shared = False
     other_side_has_classes = False  # but for those in the index
 
 

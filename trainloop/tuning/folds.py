@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from trainloop.errors import ConfigurationError
 
-__all__ = ["Fold", "class_targets", "make_folds"]
+__all__ = ["Fold", "class_targets", "digest", "make_folds", "own_folds"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +25,7 @@ class Fold:
     train: np.ndarray[Any, Any]
     """Rows to train on, ascending; int64."""
     validation: np.ndarray[Any, Any]
-    """Rows held out, ascending; each row of the data is held out by one fold."""
+    """Rows held out, ascending; each row of the data is held out by one fold, except with folds of your own."""
 
     def __repr__(self) -> str:
         return f"Fold({self.index} of {self.num_folds}, train={len(self.train)}, validation={len(self.validation)})"
@@ -81,3 +82,63 @@ def make_folds(
     held_by[order] = np.arange(num_samples) % num_folds
     rows = np.arange(num_samples)
     return [Fold(k, num_folds, rows[held_by != k], rows[held_by == k]) for k in range(num_folds)]
+
+
+def digest(folds: Sequence[Fold]) -> str:
+    """Return a text by which a search on disk recognises its folds."""
+    rows = [repr(part.tolist()).encode() for fold in folds for part in (fold.train, fold.validation)]
+    return hashlib.sha256(b"|".join(rows)).hexdigest()
+
+
+def own_folds(given: Any, x: Any, y: Any) -> list[Fold]:
+    """Folds of the user's: those of a splitter, or pairs of row numbers.
+
+    Parameters
+    ----------
+    given : object
+        With ``split(x, y)``, as scikit-learn's splitters; or a sequence of ``(train rows, validation rows)``.
+    x, y : array_like or None
+        The data and its targets, which a splitter needs.
+
+    Raises
+    ------
+    ConfigurationError
+        If they are no folds of these data.
+    """
+    if callable(getattr(given, "split", None)):
+        known = y if x is None else x
+        if known is None:
+            raise ConfigurationError(
+                f"folds={given!r} needs the data to split. Give tune data=(x, y) or targets=(one for each row), or "
+                "folds=list(splitter.split(x, y, groups))."
+            )
+        given = given.split(np.zeros(len(known)) if x is None else x, y)
+    if isinstance(given, Iterator):  # what a splitter's split returns
+        given = list(given)
+    if not isinstance(given, (list, tuple)) or len(given) < 2:
+        raise ConfigurationError(
+            f"folds={given!r:.80}: must be an object with split(x, y), or a list of at least two pairs (rows to train "
+            "on, rows to hold out)."
+        )
+    folds = []
+    for index, pair in enumerate(given):
+        rows = [np.asarray(part) for part in pair] if isinstance(pair, (list, tuple)) else []
+        if len(rows) != 2 or any(part.ndim != 1 or part.dtype.kind not in "iu" or not len(part) for part in rows):
+            raise ConfigurationError(
+                f"folds[{index}]={pair!r:.80}: must be a pair of arrays of row numbers, (train, validation)."
+            )
+        train, validation = (np.sort(part.astype(np.int64)) for part in rows)
+        length = next((len(each) for each in (x, y) if each is not None), None)
+        first, last = min(train[0], validation[0]), max(train[-1], validation[-1])
+        if first < 0 or (length is not None and last >= length):
+            raise ConfigurationError(
+                f"folds[{index}] has row {first if first < 0 else last}: rows are numbered from 0"
+                + (f" to {length - 1}, as the data has {length}." if length else ".")
+            )
+        both = np.intersect1d(train, validation)
+        if len(both):
+            raise ConfigurationError(
+                f"folds[{index}] trains on row {both[0]} and holds it out. Leave such rows out of one of the two."
+            )
+        folds.append(Fold(index, len(given), train, validation))
+    return folds

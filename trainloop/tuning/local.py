@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from trainloop.tuning.template import Template
 from trainloop.tuning.worker import Job, command
+from trainloop.user_line import warn
 
 __all__ = ["Child", "FoldExit", "ForkingBackend", "LocalBackend", "read_end"]
 
@@ -170,7 +170,7 @@ class ForkingBackend:
         then = (
             "another one takes its place" if self._templates_left else "folds start as fresh interpreters from now on"
         )
-        warnings.warn(f"tune: {then}: {what}{output}", stacklevel=2)
+        warn(f"tune: {then}: {what}{output}")
         for fork in forks:
             if fork.pid is None:
                 self.start(fork.job)

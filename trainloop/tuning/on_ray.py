@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from trainloop.distribution import pip_install
 from trainloop.errors import ConfigurationError, ResourceError
 from trainloop.resources import Plan, ResourceQuota, available
 from trainloop.resources.enforce import free_cpus
@@ -58,7 +59,7 @@ class RayBackend:
         try:
             import ray
         except ImportError as error:
-            raise ConfigurationError("backend='ray' needs Ray: pip install trainloop[ray].") from error
+            raise ConfigurationError(f"backend='ray' needs Ray: {pip_install('ray')}.") from error
         own = not ray.is_initialized()
         if own:
             _connect(ray, total)

@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from trainloop.distribution import pip_install
 from trainloop.errors import ConfigurationError
+from trainloop.history import html_table
 from trainloop.resources import Plan
 from trainloop.tuning.fitting import align, is_number
 from trainloop.tuning.folds import Fold
@@ -164,8 +166,9 @@ class TuneResult:
         classes = [self._read(folder / "result.pkl").get("classes") for _, folder in finished]
         parts = dict(zip([fold for fold, _ in finished], align(predictions, classes)))
         first = next(iter(parts.values()))
-        rows = sum(len(fold.validation) for fold in self.folds)
-        lost = len(parts) < len(self.folds)
+        rows = 1 + max(int(part[-1]) for fold in self.folds for part in (fold.train, fold.validation))
+        held_out = {row for fold in parts for row in self.folds[fold].validation.tolist()}
+        lost = len(held_out) < rows
         dtype = np.result_type(*parts.values()) if first.dtype.kind in "biufc" else first.dtype
         if lost and dtype.kind not in "fc":
             dtype = np.dtype(object)
@@ -182,7 +185,8 @@ class TuneResult:
     def out_of_fold_predictions(self) -> Any:
         """The best trial's prediction for each row of the data, by the model that did not train on it.
 
-        Rows of a fold that failed are NaN, or None where predictions are no floats.
+        Rows of a fold that failed are NaN, or None where predictions are no floats, and so are rows that no fold of
+        your own holds out. Of a row that several hold out it is the last one's.
 
         Raises
         ------
@@ -225,12 +229,20 @@ class TuneResult:
             for trial in best_first
         ]
 
-    def table(self) -> str:
-        """Trials as text, the best first."""
+    def _cells(self) -> list[list[str]]:
+        """The table's lines, its head first."""
         names = ["trial", *dict.fromkeys(n for trial in self.trials for n in trial.params)]
         names += [self.metric, "folds", "seconds", "state"]
-        cells = [names] + [[_cell(row.get(name, "")) for name in names] for row in self.rows()]
-        widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
+        return [names] + [[_cell(row.get(name, "")) for name in names] for row in self.rows()]
+
+    def _repr_html_(self) -> str:
+        names, *rows = self._cells()
+        return html_table(names, rows)
+
+    def table(self) -> str:
+        """Trials as text, the best first."""
+        cells = self._cells()
+        widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
         return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)).rstrip() for line in cells)
 
     def __str__(self) -> str:
@@ -258,12 +270,12 @@ class TuneResult:
         Raises
         ------
         ConfigurationError
-            If matplotlib is not installed (``pip install trainloop[plot]``).
+            If matplotlib is not installed (``pip install 'tt-trainloop[plot]'``).
         """
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise ConfigurationError("TuneResult.plot needs matplotlib: pip install trainloop[plot].") from error
+            raise ConfigurationError(f"TuneResult.plot needs matplotlib: {pip_install('plot')}.") from error
         scored = [trial for trial in self.trials if is_number(trial.score)]
         numeric = [
             name

@@ -11,15 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from trainloop.distribution import pip_install
 from trainloop.errors import ConfigurationError
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
     from sklearn.metrics import get_scorer, make_scorer
 except ImportError as error:
-    raise ConfigurationError(
-        "trainloop.tuning.scoring needs scikit-learn: pip install 'trainloop[metrics]'."
-    ) from error
+    raise ConfigurationError(f"trainloop.tuning.scoring needs scikit-learn: {pip_install('metrics')}.") from error
 
 __all__ = ["Scorer", "ensemble_weights", "scorer"]
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
-import shutil
-import tempfile
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,7 +17,8 @@ import numpy as np
 from trainloop.errors import ConfigurationError
 from trainloop.keywords import knows_foreign_names
 from trainloop.resources import Plan, ResourceQuota, plan
-from trainloop.tuning.folds import Fold, class_targets, make_folds
+from trainloop.scratch import remove, temporary_folder
+from trainloop.tuning.folds import Fold, class_targets, digest, make_folds, own_folds
 from trainloop.tuning.local import FoldExit, ForkingBackend, LocalBackend
 from trainloop.tuning.progress import Running, View
 from trainloop.tuning.result import TuneResult, best_of
@@ -28,6 +26,7 @@ from trainloop.tuning.slots import Slots, lease_total, machine_total
 from trainloop.tuning.space import Searcher, make_searcher
 from trainloop.tuning.storage import Storage, make_folder, read, write
 from trainloop.tuning.worker import Job
+from trainloop.user_line import warn
 
 __all__ = ["tune"]
 
@@ -52,7 +51,8 @@ class Backend(Protocol):
         "search_space param_space param_grid param_distributions params parameters grid": "space=",
         "num_samples n_trials trials n_iter max_trials": "num_trials=",
         "sampler search_alg algo strategy": "searcher=",
-        "num_folds n_folds folds cv n_splits k_folds": "num_bag_folds=",
+        "num_folds n_folds n_splits k_folds": "num_bag_folds=",
+        "cv splitter splits": "folds=, or num_bag_folds=5",
         "num_rows n_rows rows labels y stratify": "targets=, a target for each row",
         "x X dataset": "data=(x, y)",
         "resources quota": "total=",
@@ -94,6 +94,7 @@ def tune(
     keep: Literal["best", "all"] = "best",
     preload: Sequence[str] = ("torch", "trainloop"),
     trusted: bool = False,
+    folds: Any = None,
 ) -> TuneResult:
     """Search for the best parameters, each trial one model or a bag of them, under quotas that are enforced.
 
@@ -108,7 +109,8 @@ def tune(
         ``fit`` and ``predict``; or an :class:`EstimatorLoop`. It runs in the model's process, and may be defined
         anywhere. ``fold.train`` and ``fold.validation`` are row numbers; ``fold`` is None without bagging.
     space : mapping of str to list, range or distribution
-        See ``trainloop.tuning.space.parse_space``. An empty one trains one model, with a warning.
+        See ``trainloop.tuning.space.parse_space``. With an empty one and folds, the models are cross-validated; with an
+        empty one and no folds, one model is trained, with a warning.
     num_trials : int
         Settings to try; a smaller space ends sooner.
     searcher : {'random', 'grid', 'optuna'} or an Optuna sampler
@@ -127,7 +129,7 @@ def tune(
     mode : {'min', 'max'}
         Which scores are better.
     backend : {'local', 'ray'}
-        This machine, or a Ray cluster (``pip install trainloop[ray]``).
+        This machine, or a Ray cluster (``pip install 'tt-trainloop[ray]'``).
     seed : int, optional
         Seed of parameters, folds and models.
     storage : path, optional
@@ -159,6 +161,10 @@ def tune(
         fresh interpreter. Not with Ray.
     trusted : bool
         Skip the check of owners and modes of ``storage``, for a folder that you trust.
+    folds : splitter, or list of (train, validation), optional
+        Folds of your own in place of ``num_bag_folds``: an object with ``split(x, y)``, such as scikit-learn's
+        ``TimeSeriesSplit``, for the rows of ``data`` or ``targets``; or pairs of arrays of row numbers, such as
+        ``list(GroupKFold(5).split(x, y, groups))``.
 
     Returns
     -------
@@ -184,12 +190,21 @@ def tune(
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
     if data is not None and (not isinstance(data, (tuple, list)) or len(data) != 2 or len(data[0]) != len(data[1])):
         raise ConfigurationError("data must be (x, y), with as many rows in x as in y.")
+    own: list[Fold] | None = None
+    if folds is not None:
+        if num_bag_folds != 1:
+            raise ConfigurationError(
+                f"num_bag_folds={num_bag_folds} with folds: the number of folds is theirs. Leave num_bag_folds out."
+            )
+        x, y = (None, targets) if data is None else (data[0], data[1] if targets is None else targets)
+        own = own_folds(folds, x, y)
+        num_bag_folds = len(own)
     if isinstance(space, Mapping) and not space:
-        warnings.warn(
-            "space is empty: one model is trained, and nothing searched. Name parameters, e.g. "
-            "space={'lr': [0.1, 0.01]}.",
-            stacklevel=2,
-        )
+        if num_bag_folds == 1:
+            warn(
+                "space is empty: one model is trained, and nothing searched. Name parameters, e.g. "
+                "space={'lr': [0.1, 0.01]}, or cross-validate the one setting with num_bag_folds=5."
+            )
         num_trials = min(num_trials, 1)
     proposals = make_searcher(searcher, space, seed=0 if seed is None else seed, mode=mode)  # to find errors early
     with ExitStack() as undo:
@@ -209,17 +224,19 @@ def tune(
             per_model=per_model,
             parallel_folds=parallel_folds,
         )
-        temporary = storage is None
-        folder = tempfile.mkdtemp(prefix="trainloop-tune-") if storage is None else os.fspath(storage)
         unless_returned = undo.enter_context(ExitStack())
-        if temporary:
-            unless_returned.callback(shutil.rmtree, folder, ignore_errors=True)
+        scratch, folder = None, storage
+        if folder is None:
+            scratch = temporary_folder()
+            folder = scratch.path
+            unless_returned.callback(remove, scratch)
         store = Storage(
             Path(folder),
             {
                 "version": 1,
                 "space": {name: repr(values) for name, values in space.items()},
                 "num_bag_folds": division.num_folds,
+                "folds": None if own is None else digest(own),
                 "metric": _name_of(metric),
                 "mode": mode,
                 "seed": seed,
@@ -245,7 +262,7 @@ def tune(
             deadline=deadline,
             keep_all=keep == "all",
         )
-        search.settle_folds(num_bag_folds, targets)
+        search.settle_folds(num_bag_folds, targets, own)
         search.run()
         result = TuneResult(
             [running.trial() for running in search.begun],
@@ -257,9 +274,9 @@ def tune(
             interrupted=search.interrupted,
             trusted=trusted,
         )
-        if temporary:
+        if scratch is not None:
             unless_returned.pop_all()
-            weakref.finalize(result, shutil.rmtree, folder, ignore_errors=True)  # its models are there
+            weakref.finalize(result, remove, scratch)  # its models are there
         return result
 
 
@@ -309,9 +326,10 @@ class _Search:
 
     # -- folds -------------------------------------------------------------------------------------------------------
 
-    def settle_folds(self, num_bag_folds: int, targets: Any) -> None:
-        """The bag's folds, from the targets or the data, and the file that all children read."""
-        if num_bag_folds > 1:
+    def settle_folds(self, num_bag_folds: int, targets: Any, own: list[Fold] | None) -> None:
+        """The bag's folds, the user's or from the targets or the data, and the file that all children read."""
+        self.folds = own
+        if num_bag_folds > 1 and own is None:
             path = self._store.folder / "folds.pkl"
             if path.exists():
                 self.folds = read(path, trusted=self._store.trusted)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from trainloop.distribution import pip_install
 from trainloop.errors import ConfigurationError
 
 __all__ = ["Choice", "Integers", "Searcher", "Uniform", "make_searcher", "parse_space"]
@@ -239,7 +240,7 @@ class _Optuna:
         try:
             import optuna
         except ImportError as error:
-            raise ConfigurationError("searcher='optuna' needs Optuna: pip install trainloop[optuna].") from error
+            raise ConfigurationError(f"searcher='optuna' needs Optuna: {pip_install('optuna')}.") from error
         self._optuna = optuna
         self._dimensions = dimensions
         self._distributions: dict[str, Any] = {}

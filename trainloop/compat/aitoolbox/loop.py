@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +23,7 @@ from trainloop.compat.aitoolbox.store import ModelPredictionStore, append_predic
 from trainloop.errors import ConfigurationError
 from trainloop.model import ModelWrap
 from trainloop.train_loop.kinds import Amp, GpuMode
+from trainloop.user_line import warn
 
 __all__ = ["TrainLoop"]
 
@@ -350,10 +350,9 @@ class _Bookkeeping(AbstractCallback):
             # AIToolbox counts from the start of the first fit, or from the epoch that a callback has loaded.
             loop.num_epochs = self.num_epochs - loop.epoch
             if loop.num_epochs <= 0:
-                warnings.warn(
+                warn(
                     f"fit(num_epochs={self.num_epochs}) trains up to this epoch, and {loop.epoch} are behind it: "
-                    "nothing is trained.",
-                    stacklevel=2,
+                    "nothing is trained."
                 )
         self.epochs_run, self.wants_stop = 0, False
         loop.place_criterion()

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -140,6 +139,7 @@ class MultiTraining(Training):
         counts = self.micro_batches_of_ranks(step) if step.ragged else None
         count = max(counts) if counts else len(step.batches)
         recorder.step = loop.global_step + 1
+        self.gradients.apart, self.gradients.ragged = True, step.ragged
         if self.gather is not None:  # the model itself: DDP's reducer expects one backward a forward
             place.share_buffers()
         for i in range(count):
@@ -150,9 +150,7 @@ class MultiTraining(Training):
                     loss = self._loss(step, i, count)
             for index in range(len(optimizer)):
                 if loss is not None:
-                    self.clock.backward -= perf_counter_ns()
                     loss.backward(index, _iteration(loop), place.scaler)
-                    self.clock.backward += perf_counter_ns()
                 if i == count - 1:
                     self._take_step(optimizer, index)
         place.scaler.update()
@@ -166,10 +164,8 @@ class MultiTraining(Training):
 
     def _loss(self, step: StepBatches, i: int, count: int) -> MultiLoss:
         loop, place = self.loop, self.place
-        self.clock.forward -= perf_counter_ns()
         with place.autocast:
             output = place.evaluated.get_loss(step.batches[i], loop.criterion, place.device)
-        self.clock.forward += perf_counter_ns()
         if not isinstance(output, MultiLoss):
             raise ConfigurationError(
                 f"get_loss returned a {type(output).__name__}: with a MultiOptimizer of aitoolbox it must return a "
@@ -178,7 +174,7 @@ class MultiTraining(Training):
         loop.last_loss = self.recorder.add_loss(output, step.sizes[i])
         loop.__dict__["last_losses"] = output.detach()
         scale = None if step.scales is None else step.scales[i]
-        scaled = self.gradients.scaled(output, None, scale, count, is_sum=False)
+        scaled = self.gradients.scaled(output, None, scale, count, step.sizes[i])
         assert isinstance(scaled, MultiLoss)  # as it is divided and multiplied by map()
         return scaled
 
@@ -189,10 +185,8 @@ class MultiTraining(Training):
             # With the gradients that other optimizers' losses left here: each parameter is averaged once between two
             # steps.
             reduce_gradients(parameters)
-        self.clock.optimizer -= perf_counter_ns()
         self.gradients.show_and_clip([(index, optimizer)], parameters)
         optimizers.step(index, _iteration(loop), scaler)
-        self.clock.optimizer += perf_counter_ns()
         last = index == len(optimizers) - 1
         for hook in self.hooks.on_after_optimizer_step:
             if last or not isinstance(getattr(hook, "__self__", None), AbstractScheduler):  # these count steps

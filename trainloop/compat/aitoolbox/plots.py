@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from trainloop.distribution import pip_install
 from trainloop.errors import ConfigurationError
 
 __all__ = ["GradientPlotter", "TrainingHistoryPlotter", "TrainingHistoryWriter"]
@@ -37,7 +38,7 @@ def _figure() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigurationError("plots need matplotlib: pip install 'trainloop[plot]'.") from error
+        raise ConfigurationError(f"plots need matplotlib: {pip_install('plot')}.") from error
     return Figure(figsize=(10, 8))
 
 

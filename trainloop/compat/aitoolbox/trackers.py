@@ -10,6 +10,7 @@ from typing import Any
 from trainloop.compat.aitoolbox.callbacks import AbstractExperimentCallback, experiment_in
 from trainloop.compat.aitoolbox.cloud import bucket_of
 from trainloop.compat.aitoolbox.saving import ExperimentFolder
+from trainloop.distribution import pip_install
 from trainloop.errors import ConfigurationError
 
 __all__ = [
@@ -313,5 +314,5 @@ def _wandb() -> Any:
     try:
         import wandb
     except ImportError as error:
-        raise ConfigurationError("WandBTracking needs wandb: pip install 'trainloop[wandb]'.") from error
+        raise ConfigurationError(f"WandBTracking needs wandb: {pip_install('wandb')}.") from error
     return wandb

@@ -1,0 +1,100 @@
+"""Losses of class indices, whose means are over the weights of their targets: the same numbers in every mode."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainloop import MultiLoss, MultiOptimizer, TrainLoop, TTModel
+
+CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 5.0, 0.7], dtype=torch.float64)
+
+
+class Classifier(TTModel):
+    """Draws no random numbers, so that it is the same in all modes."""
+
+    def __init__(self, kind: str = "plain") -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.kind = kind
+        self.inner = nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)  # a model may have a criterion of its own
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(torch.tanh(self.body(x)))
+        return scores
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        x, y = (part.to(device) for part in batch_data)
+        scores = self(x)
+        if scores.ndim == 3:  # tokens: torch wants the classes second
+            scores = scores.transpose(1, 2)
+        if self.kind == "functional":
+            return functional.cross_entropy(scores, y, weight=CLASS_WEIGHTS, ignore_index=1)
+        if self.kind == "own criterion":
+            return self.inner(scores, y)
+        if self.kind == "log":
+            return criterion(functional.log_softmax(scores, 1), y)
+        if self.kind == "several":
+            return MultiLoss({"classes": criterion(scores, y), "size": (scores**2).mean()})
+        if self.kind == "several optimizers":
+            parts = {"body": criterion(scores, y), "head": self.inner(scores, y.clamp(min=0))}
+            return MultiLoss(parts)
+        return criterion(scores, y)
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        x, y = batch_data
+        return self(x.to(device)), y, {}
+
+
+def samples(n: int, *, ignored: int = -100, tokens: int = 0, first: int = 0) -> TensorDataset:
+    """``n`` samples; from the ``first`` on every third has no label, and five in a row have none."""
+    generator = torch.Generator().manual_seed(3)
+    shape = (n, tokens) if tokens else (n,)
+    x = torch.randn(*shape, 6, generator=generator, dtype=torch.float64)
+    y = (x @ torch.randn(6, 4, generator=generator, dtype=torch.float64)).argmax(-1)
+    y[first::3] = ignored
+    y[first : first + 5] = ignored
+    return TensorDataset(x, y)
+
+
+CASES: dict[str, tuple[str, Any, TensorDataset]] = {
+    "weights": ("plain", nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), samples(37, ignored=0)),
+    "ignored": ("plain", nn.CrossEntropyLoss(), samples(37)),
+    "ignored class": ("plain", nn.CrossEntropyLoss(ignore_index=2), samples(37, ignored=2)),
+    "weights, ignored": ("plain", nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), samples(37)),
+    "tokens": ("plain", nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), samples(29, tokens=5)),
+    "smoothed": ("plain", nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, label_smoothing=0.1), samples(37)),
+    "smoothed, ignored": ("plain", nn.CrossEntropyLoss(label_smoothing=0.2), samples(37)),
+    "log-probabilities": ("log", nn.NLLLoss(weight=CLASS_WEIGHTS), samples(37)),
+    "function": ("plain", partial(functional.cross_entropy, weight=CLASS_WEIGHTS), samples(37)),
+    "function in get_loss": ("functional", None, samples(37, ignored=1)),
+    "the model's own criterion": ("own criterion", None, samples(37)),
+    "MultiLoss": ("several", nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), samples(37)),
+    "MultiLoss, later ignored": ("several", nn.CrossEntropyLoss(), samples(37, first=4)),
+    "MultiLoss, optimizers": ("several optimizers", nn.CrossEntropyLoss(), samples(37)),
+}
+
+
+def trained(case: str, mode: str, *, batch_size: int, accumulation: int = 1, **arguments: Any) -> dict[str, Any]:
+    """Weights, history and evaluation of two epochs, in float64."""
+    kind, criterion, data = CASES[case]
+    torch.manual_seed(0)
+    model = Classifier(kind).double()
+    if kind == "several optimizers":
+        parts = {"body": model.body, "head": model.head}
+        optimizer: Any = MultiOptimizer({name: optim.SGD(part.parameters(), lr=0.2) for name, part in parts.items()})
+    else:
+        optimizer = optim.SGD(model.parameters(), lr=0.2)
+    loaders = [DataLoader(data, batch_size) for _ in range(2)]
+    loop: TrainLoop[Any] = TrainLoop(
+        model, *loaders, None, optimizer, criterion, gpu_mode=mode, accelerator="cpu", progress_bar=False, **arguments
+    )
+    loop.fit(num_epochs=2, grad_accumulation=accumulation)
+    history = {name: values for name, values in loop.history.items() if "loss" in name}
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return {**history, **{name: value for name, value in model.state_dict().items() if "inner" not in name}}

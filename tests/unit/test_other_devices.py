@@ -1,0 +1,105 @@
+"""Tensors that are not where the run is, and a full ``/dev/shm``: the error names them and the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from conftest import make_data
+from trainloop import TrainLoop, TTBasicModel
+from trainloop.errors import ConfigurationError
+from trainloop.launch.failures import Failure, hint
+
+
+class Net(TTBasicModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 3))
+        self.scale: Any = torch.ones(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x * (self.scale["x"] if isinstance(self.scale, dict) else self.scale))
+
+
+def fit(model: Any, criterion: Any = None, data: Any = None, **arguments: Any) -> None:
+    loader = DataLoader(make_data() if data is None else data, batch_size=16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"accelerator": "cpu", "progress_bar": False, **arguments}
+    TrainLoop(model, loader, None, None, optimizer, criterion or nn.CrossEntropyLoss(), **options).fit(num_epochs=1)
+
+
+@pytest.mark.parametrize("mode", ["single", "dp", "ddp"])
+def test_a_parameter_or_buffer_without_values_is_refused_before_a_start(mode: str) -> None:
+    model = Net()
+    model.inner[0] = nn.Linear(8, 3, device="meta")
+    with pytest.raises(ConfigurationError, match=r"^model\.inner\.0\.weight is on the meta device and has no values\."):
+        fit(model, gpu_mode=mode)
+    model = Net()
+    del model.scale
+    model.register_buffer("scale", torch.ones(8, device="meta"))
+    with pytest.raises(ConfigurationError, match=r"^model\.scale is on the meta device .*to_empty\(device='cpu'\)"):
+        fit(model, gpu_mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["single", "dp"])
+def test_an_attribute_on_another_device_is_named(mode: str) -> None:
+    model = Net()
+    model.scale = torch.ones(8, device="meta")
+    text = r"The run is on cpu, but model\.scale is on meta\. .*register_buffer"
+    with pytest.raises(RuntimeError, match=text):
+        fit(model, gpu_mode=mode)
+    model.scale = {"x": torch.ones(8, device="meta")}
+    with pytest.raises(RuntimeError, match=r"but model\.scale\['x'\] is on meta\."):
+        fit(model, gpu_mode=mode)
+
+
+def test_a_tensor_of_the_criterion_is_named() -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.ones(3, device="meta")
+
+        def forward(self, y: Tensor, target: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(y * self.weight, target)
+
+    with pytest.raises(RuntimeError, match=r"but criterion\.weight is on meta\."):
+        fit(Net(), Weighted())
+
+
+# What torch says of it, in the loop's process and in a worker.
+FULL = [
+    "unable to allocate shared memory(shm) for file </torch_12_3>: No space left on device (28)",
+    "unable to write to file </torch_12_3>: No space left on device (28)",
+    "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers are out of "
+    "shared memory. Please try to raise your shared memory limit.",
+]
+
+
+class Full(Dataset[Any]):
+    def __init__(self, text: str, *, as_cause: bool) -> None:
+        self.text, self.as_cause = text, as_cause
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        error = RuntimeError(self.text)
+        if self.as_cause:
+            raise RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly") from error
+        raise error
+
+
+@pytest.mark.parametrize("as_cause", [False, True])
+@pytest.mark.parametrize("text", FULL)
+def test_a_full_dev_shm_names_the_remedies(text: str, as_cause: bool) -> None:
+    with pytest.raises(RuntimeError, match=r"\nHint: shared memory ran out: .* --shm-size=8g.*num_workers=0") as error:
+        fit(Net(), data=Full(text, as_cause=as_cause))
+    assert str(error.value).count("shm-size") == 1
+    # A rank's error has it already.
+    failure = Failure(0, 0, "RuntimeError", str(error.value))
+    assert hint(failure) == ""
+    assert "num_workers=0" in hint(Failure(0, 0, "RuntimeError", text))

@@ -1,0 +1,124 @@
+"""Loaders' persistent workers end with the call that started them, also inside ``with tl.ranks():``."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from trainloop import AbstractCallback, TrainLoop, TTModel
+
+
+class Rows(Dataset[Any]):
+    """Rows with the number of the process that loads them."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.as_tensor(self.rows[index]) + 0.01 * torch.rand(8), os.getpid()
+
+
+class Net(TTModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 1)
+        self.workers: set[int] = set()
+        self.sum = 0.0
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        x, pids = batch_data[0].float(), batch_data[1]
+        self.workers.update(pids.tolist())
+        self.sum += float(x.sum())
+        return self.fc(x).pow(2).mean()
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        return batch_data[0], batch_data[1], {}
+
+
+def loop_of(data: Any, mode: str = "single", **options: Any) -> TrainLoop[Net]:
+    torch.manual_seed(0)
+    model = Net()
+    loader = DataLoader(
+        data, 4, num_workers=2, persistent_workers=True, **({"shuffle": True, "prefetch_factor": 3} | options)
+    )
+    return TrainLoop(
+        model,
+        loader,
+        optimizer=torch.optim.SGD(model.parameters(), 0.01),
+        gpu_mode=mode,
+        devices=2 if mode == "dp" else "auto",
+        accelerator="cpu",
+        seed=3,
+        progress_bar=False,
+    )
+
+
+def rows() -> Tensor:
+    return torch.arange(8.0 * 21).reshape(21, 8) / 100
+
+
+def workers_of(tl: TrainLoop[Net], **arguments: Any) -> set[int]:
+    tl.model.workers.clear()
+    tl.model.sum = 0.0
+    tl.fit(num_epochs=1, **arguments)
+    found = set(tl.model.workers)
+    assert os.getpid() not in found
+    return found
+
+
+def alive(pids: set[int]) -> bool:
+    return any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["single", "dp"])
+def test_calls_in_a_block_load_what_they_load_outside(mode: str) -> None:
+    def calls(inside: bool) -> list[Any]:
+        tl = loop_of(Rows(rows()), mode, generator=torch.Generator().manual_seed(7))
+        found: list[Any] = []
+        workers: list[set[int]] = []
+        with tl.ranks() if inside else contextlib.nullcontext():
+            for change in (1, -1, -1):
+                tl.train_loader.dataset.rows.mul_(change)
+                workers.append(workers_of(tl))
+                assert not alive(workers[-1])
+                found += [tl.model.sum, tl.predict_on_train_set()[0].tolist(), tl.model.fc.weight.tolist()]
+        assert not set.intersection(*workers)
+        return found
+
+    assert calls(False) == calls(True)
+
+
+class Raises(AbstractCallback):
+    def __init__(self) -> None:
+        super().__init__("raises")
+
+    def on_batch_end(self) -> None:
+        raise ZeroDivisionError
+
+
+def test_workers_end_with_their_call_without_the_garbage_collector() -> None:
+    tl = loop_of(Rows(rows()))
+    gc.disable()
+    try:
+        loaded = set(tl.predict_on_train_set()[1].tolist())
+        loaded |= workers_of(tl)
+        with pytest.raises(ZeroDivisionError) as failure:  # whose traceback holds what the failed run held
+            tl.fit(num_epochs=1, callbacks=[Raises()])
+        loaded |= tl.model.workers
+        assert len(loaded) == 5  # one has loaded the only batch of the third call
+        assert not alive(loaded)
+        assert failure.tb is not None
+    finally:
+        gc.enable()
