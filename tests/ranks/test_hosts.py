@@ -71,7 +71,6 @@ def meet(
     ranks: int = 2,
     wait_s: float = 20.0,
     key: bytes | None = None,
-    says: dict[str, Any] | None = None,
 ) -> Rendezvous:
     return Rendezvous(
         ("127.0.0.1", port),
@@ -80,7 +79,6 @@ def meet(
         ranks_per_node=ranks,
         wait_s=wait_s,
         key=key,
-        says=says,
     )
 
 

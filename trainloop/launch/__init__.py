@@ -23,6 +23,7 @@ import torch
 from trainloop.devices import usable_cores
 from trainloop.distributed.key import key_from_environment, new_key
 from trainloop.errors import ConfigurationError, WorkerFailedError
+from trainloop.launch.failures import RestartPolicy
 from trainloop.launch.fork_server import (
     ForkServerError,
     ServerGoneError,
@@ -36,7 +37,7 @@ from trainloop.launch.inherited import circumstances, taken_at_start
 from trainloop.launch.joining import join, joined, place_here
 from trainloop.launch.kept import keeping, kept_here
 from trainloop.launch.main_guard import check_main_guard, main_place
-from trainloop.launch.meetings import Meetings, Survival
+from trainloop.launch.meetings import Meetings
 from trainloop.launch.messages import connection_pair
 from trainloop.launch.rank_process import RankSpec, started_by_launch
 from trainloop.launch.rendezvous import Rendezvous
@@ -49,7 +50,7 @@ from trainloop.stopping import SharedStop, StopAgreement
 from trainloop.transfer import pack
 from trainloop.transfer.pages import anonymous_file
 
-__all__ = ["Survival", "join", "joined", "keeping", "launch", "load_first", "place_here"]
+__all__ = ["RestartPolicy", "join", "joined", "keeping", "launch", "load_first", "place_here"]
 
 logger = logging.getLogger("trainloop")
 
@@ -69,7 +70,7 @@ def launch(
     child_env: dict[str, str] | None = None,
     start_method: str = "auto",
     roots: dict[str, object] | None = None,
-    survival: Survival | None = None,
+    restart_policy: RestartPolicy | None = None,
 ) -> T:
     """Run ``function`` in ``ranks_per_node`` new processes of this node, joined in a process group.
 
@@ -99,8 +100,9 @@ def launch(
         interpreter. ``'auto'``: by ``TRAINLOOP_START_METHOD``, else a fork server if possible.
     roots : dict of str to object, optional
         Names that paths in an ``UnpicklableError`` start with.
-    survival : Survival, optional
-        Whether ranks that have failed start again, with the same payload; by default the first failure ends the run.
+    restart_policy : RestartPolicy, optional
+        Decides whether ranks that have failed start again, with the same payload; by default the first failure ends the
+        run. For one node.
 
     Returns
     -------
@@ -138,9 +140,8 @@ def launch(
         num_nodes=num_nodes,
         ranks_per_node=ranks_per_node,
         timeout_s=timeout_s,
-        survival=survival,
     )
-    kept = kept_here() if num_nodes == 1 and survival is None else None
+    kept = kept_here() if num_nodes == 1 and restart_policy is None else None
     terms = None
     if kept is not None:
         terms = [chosen, backend, timeout_s, environment, num_threads, start_method, now, taken_at_start()]
@@ -159,7 +160,7 @@ def launch(
             num_threads=num_threads,
             parcel=payload.parcel,
             inherited=tuple(payload.inherited),
-            shows_pulse=survival is not None and ranks_per_node * num_nodes == 1,
+            shows_pulse=restart_policy is not None and ranks_per_node * num_nodes == 1,
             interface="lo" if num_nodes == 1 else None,
             init_method=init_method if num_nodes > 1 and not meetings.are_held else None,
             key=new_key() if num_nodes == 1 else key_from_environment(),
@@ -169,6 +170,8 @@ def launch(
         first, disturbed = True, False
         while True:
             with contextlib.ExitStack() as undo:
+                if restart_policy is not None:
+                    restart_policy.before_start()
                 up = kept.take_up(terms, undo) if kept is not None else None
                 ranks = up or _new_ranks(spec_with, ranks_per_node, meetings.before_start(undo), undo, kept is not None)
                 with signals(ranks.stop) as heard:
@@ -186,26 +189,23 @@ def launch(
                             else:
                                 ranks.give(payload.parcel, payload.inherited, settings, environment)
                             ranks.watch(at_once=heard.at_once)
-                            ranks.part()
                     except WorkerFailedError as error:
                         # Of several hosts each would have to start again.
                         if ranks.disturbance and not disturbed and num_nodes == 1:
                             disturbed = True
                             print(f"The ranks start again, once: {ranks.disturbance}", file=sys.stderr, flush=True)
                             continue
-                        if survival is None or ranks.cause is None:
+                        if restart_policy is None or ranks.cause is None:
                             raise
-                        final = survival.failed(ranks.cause, error)
+                        final = restart_policy.failed(ranks.cause, error)
                         if final is None:
                             continue
-                        break
+                        raise final from None
                     heard.note(ranks.stop.requested)  # a signal to a rank after its last step
                 result: T = ranks.result()
                 if kept is not None:
                     kept.keep(ranks, terms, undo)
                 return result
-    meetings.farewell(final)
-    raise final
 
 
 def _check_caller() -> None:

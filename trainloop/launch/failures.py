@@ -11,6 +11,7 @@ import time
 import traceback as traceback_module
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
 import torch
 
@@ -20,6 +21,7 @@ from trainloop.resources.machine import MORE_SHARED_MEMORY, OUT_OF_SHARED_MEMORY
 __all__ = [
     "LOST_HOST",
     "Failure",
+    "RestartPolicy",
     "deed_of",
     "described",
     "exit_text",
@@ -75,6 +77,16 @@ class Failure:
     def from_json(cls, data: bytes) -> Failure:
         """Inverse of :meth:`to_json`."""
         return cls(**json.loads(data))
+
+
+class RestartPolicy(Protocol):
+    """Decides whether ranks that have failed are started again."""
+
+    def before_start(self) -> None:
+        """Called before each start of the ranks."""
+
+    def failed(self, failure: Failure, error: WorkerFailedError) -> WorkerFailedError | None:
+        """Return the error that ends the run, or ``None`` to start the ranks again. All ranks have ended by then."""
 
 
 def _chain(error: BaseException) -> list[BaseException]:

@@ -66,10 +66,9 @@ class Line:
         hello: dict[str, Any],
         key: bytes | None,
         timeout_s: float,
-        more: dict[str, Any] | None = None,
         look: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
-        """Say who this host is, and ``more`` once the other has proved itself; what the other says to it.
+        """Say who this host is; returns the other's answer once it has proved itself.
 
         ``look`` is called now and then in the meantime, and may raise.
 
@@ -83,8 +82,6 @@ class Line:
         if key is None:
             self.send(hello)
             self._longest = _LONGEST
-            if more is not None:
-                self.send(more)
             return self.receive(timeout_s, look)
         hello = {**hello, "nonce": secrets.token_hex(32)}
         self.send(hello)
@@ -96,8 +93,6 @@ class Line:
             raise NoProof
         self.send({"proof": _mac(own, _CAME)})
         self._secure(own, sends=_CAME, reads=_WAS_THERE)
-        if more is not None:
-            self.send(more)
         return self.receive(timeout_s, look)
 
     def challenge(self, hello: dict[str, Any], key: bytes | None, timeout_s: float) -> None:

@@ -31,13 +31,6 @@ RENDEZVOUS_WAIT_S = 600.0
 """The longest time that hosts wait for each other at the start; a shorter time-out of the run counts."""
 
 _BEAT_S = 1.0
-FAREWELL_S = 30.0
-"""How long a host that does not go on waits for others, to tell them.
-
-They come once their own ranks have ended: after up to 8 s (``spawning``'s time-outs), and a few more to start again.
-One that misses it waits for this host as long as for any (:data:`RENDEZVOUS_WAIT_S`).
-"""
-
 _ANSWER_S = 5.0  # for a new connection's first message
 _MOST_STRANGERS = 64  # at a time
 _MOST_TOLD = 20
@@ -58,16 +51,13 @@ class Rendezvous:
         How long to wait for all to come.
     key : bytes, optional
         A secret that all hosts share, and prove to have. Without one, whoever claims to be a node is believed.
-    says : dict, optional
-        In a run that survives failures, on all hosts: what this one has to say to all others. ``{"ends": why}``: that
-        it does not go on. Such hosts part together, by :meth:`part`.
     look : callable, optional
         Called now and then while this host waits; may raise.
 
     Raises
     ------
     ConfigurationError
-        If they don't all come in time, or contradict each other, or one does not go on.
+        If they don't all come in time, or contradict each other.
     """
 
     def __init__(
@@ -79,15 +69,9 @@ class Rendezvous:
         ranks_per_node: int,
         wait_s: float,
         key: bytes | None = None,
-        says: dict[str, Any] | None = None,
         look: Callable[[], None] = lambda: None,
     ) -> None:
-        self._key, self._says, self._look = key, says, look
-        self.said: list[dict[str, Any]] = []
-        """What each host has said, by its rank among them."""
-        self._words: dict[int, dict[str, Any]] = {} if says is None else {node_rank: says}
-        self._done: set[int] = set()
-        self._all_done, self._parted = threading.Event(), threading.Event()
+        self._key, self._look = key, look
         self._me, self._num_nodes, self._ranks_per_node = node_rank, num_nodes, ranks_per_node
         self._point, self._wait_s = f"{point[0]}:{point[1]}", wait_s
         self._peers: dict[int, Line] = {}
@@ -119,10 +103,7 @@ class Rendezvous:
             listener.settimeout(0.1)
             while missing := sorted(set(range(1, self._num_nodes)) - set(self._peers)):
                 self._look()
-                if self._who_ends():
-                    deadline = min(deadline, time.monotonic() + FAREWELL_S)
                 if time.monotonic() > deadline:
-                    self._end_where_one_ends()
                     came = f", came: {', '.join(map(str, sorted(self._peers)))}" if self._peers else ""
                     raise ConfigurationError(
                         f"node 0 of {self._num_nodes} waited {self._wait_s:g} s at {self._point}; missing: node_rank "
@@ -131,26 +112,12 @@ class Rendezvous:
                     )
                 with contextlib.suppress(TimeoutError, ConnectionAbortedError):
                     receive(listener.accept()[0])
-        self._end_where_one_ends()
         # On the interface by which the others came, and there only.
         here = next(iter(self._peers.values())).here
         self.store_listener = listener_at(here, 0)
         address: tuple[str, int] = self.store_listener.getsockname()[:2]
-        if self._says is not None:
-            self.said = [self._words[node] for node in range(self._num_nodes)]
-        self._send_all({"store": address, "said": self.said})  # one that has gone is lost, as in the run
+        self._send_all({"store": address})  # one that has gone is lost, as in the run
         return address
-
-    def _who_ends(self) -> int | None:
-        with self._lock:
-            return next((node for node, word in sorted(self._words.items()) if "ends" in word), None)
-
-    def _end_where_one_ends(self) -> None:
-        node = self._who_ends()
-        if node is not None:
-            text = f"node {node} of {self._num_nodes} does not go on: {self._words[node]['ends']}"
-            self._send_all({"refused": text})
-            raise ConfigurationError(text)
 
     @contextlib.contextmanager
     def _reception(self) -> Iterator[Callable[[socket.socket], None]]:
@@ -192,7 +159,6 @@ class Rendezvous:
                 raise NoProof("it has no key")
             line.challenge(hello, self._key, _ANSWER_S)
             proved = True
-            word = line.receive(_ANSWER_S) if hello.get("speaks") else None
             with self._lock:
                 refusal = self._refusal(hello)
                 if not refusal and not self._all_came:
@@ -200,8 +166,6 @@ class Rendezvous:
                     if node in self._peers:
                         self._peers[node].close()
                     self._peers[node] = line
-                    if word is not None:
-                        self._words[node] = word
                     return
             line.send({"refused": refusal})
         # It may be anybody, and may send anything.
@@ -231,8 +195,6 @@ class Rendezvous:
                 f"node {node} has num_nodes={hello.get('num_nodes')} and {hello.get('ranks')} ranks, node 0 has "
                 f"num_nodes={self._num_nodes} and {self._ranks_per_node} ranks: they must be the same on all nodes."
             )
-        if bool(hello.get("speaks")) != (self._says is not None):
-            return "fit(max_restarts=...) was given on some hosts only: give it on all of them, or on none."
         # One that was ended while others had not come yet may come again.
         taken = node in self._peers and not self._peers[node].is_over()
         if taken or node not in range(1, self._num_nodes):
@@ -255,11 +217,9 @@ class Rendezvous:
             self._peers[0] = line
             answer: dict[str, Any] = {}
             hello = {"node_rank": self._me, "num_nodes": self._num_nodes, "ranks": self._ranks_per_node}
-            if self._says is not None:
-                hello["speaks"] = 1
             try:
                 wait_s = max(deadline - time.monotonic(), 0.1)
-                answer = line.introduce(hello, self._key, wait_s, self._says, self._look)
+                answer = line.introduce(hello, self._key, wait_s, self._look)
             except NoProof:
                 raise ConfigurationError(
                     f"{who}: what answers at {self._point} did not prove that it has this run's key. Set "
@@ -272,12 +232,7 @@ class Rendezvous:
                 raise ConfigurationError(str(answer["refused"])[:1000])
             with contextlib.suppress(KeyError, TypeError, ValueError):
                 host, port = answer["store"]
-                self.said = list(answer.get("said", []))
                 return str(host), int(port)
-            if self._says is not None:  # it may come again, too
-                line.close()
-                time.sleep(0.2)
-                continue
             raise ConfigurationError(
                 f"{who} reached node 0 at {self._point}, which then went away or waited in vain for the other nodes "
                 f"({self._wait_s:g} s): see the error of node 0."
@@ -329,7 +284,6 @@ class Rendezvous:
             for node in [n for n in open_lines if time.monotonic() - heard[n] > SILENCE_S]:
                 self._lost(node, f"nothing was heard of it for {SILENCE_S:g} s: the link was cut, or the host is down")
                 del open_lines[node]
-        self._parted.set()
 
     def _hear(self, node: int, line: Line) -> bool:
         """Process the messages that came; returns whether more may come."""
@@ -350,25 +304,10 @@ class Rendezvous:
                 return False
             if "done" in message:
                 self.done_since = self.done_since or time.monotonic()
-                if self._says is None:
-                    return False
-                self._note_done(node)
-            if "all done" in message:
-                self._all_done.set()
-                return False
-            if "left" in message:
                 return False
         return True
 
-    def _note_done(self, node: int) -> None:
-        self._done.add(node)
-        if self._me == 0 and len(self._done) == self._num_nodes:
-            self._send_all({"all done": True})
-            self._all_done.set()
-
     def _lost(self, node: int, why: str) -> None:
-        if self._all_done.is_set():  # it has left, and its last words with it
-            return
         failure = Failure(
             rank=node * self._ranks_per_node,
             time_ns=time.monotonic_ns(),
@@ -381,25 +320,11 @@ class Rendezvous:
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def part(self, seconds: float) -> bool:
-        """Of a run that survives failures, when this host's ranks are done: whether all hosts' are, within ``seconds``.
-
-        Until then a host may still fail, and all have to be there to start again.
-        """
-        if self._says is None or self._all_done.is_set():
-            return True
-        if self._me not in self._done:
-            self._send_all({"done": self._me})
-            self._note_done(self._me)
-        return self._all_done.wait(seconds)
-
     def __enter__(self) -> Rendezvous:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._send_all({"done" if self._says is None else "left": self._me})
-        if self._me == 0 and self._all_done.is_set():
-            self._parted.wait(_ANSWER_S)  # a connection that is closed may take the last words on it along
+        self._send_all({"done": self._me})
         self._over.set()
         self._thread.join()
         self._close()

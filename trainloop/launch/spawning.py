@@ -168,18 +168,6 @@ class Ranks:
             if overdue:
                 self.fail(overdue)
 
-    def part(self) -> None:
-        """Where hosts part together, wait until the ranks of all of them are done, as those of this one are.
-
-        Raises
-        ------
-        WorkerFailedError
-            Where another host fails, so that all have to start again.
-        """
-        while self._hosts is not None and not self._hosts.part(_POLL_S):
-            if self._hosts.failure() is not None:
-                self.fail()
-
     def are_up(self) -> bool:
         """Whether all ranks wait for more work."""
         return bool(self._lines) and len(self._alive()) == self._spec.local_world_size

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.data.libraries import loads
 from trainloop.devices import whole_number
-from trainloop.distributed.key import KEY_VARIABLE, key_from_environment
 from trainloop.errors import ConfigurationError
 from trainloop.keywords import WRAPPERS, keywords_of, meant
 from trainloop.model import TTModel, check_signatures, yields_losses
@@ -310,10 +309,8 @@ def check_count(value: Any, name: str, least: int) -> int:
     return number
 
 
-def check_restarts(
-    max_restarts: Any, restart_every_steps: Any, num_nodes: int, init_method: str | None = None
-) -> RestartOptions | None:
-    """How often ranks may restart, and when to make snapshots; ``None`` if the first failure ends the run."""
+def check_restarts(max_restarts: Any, restart_every_steps: Any, num_nodes: int) -> RestartOptions | None:
+    """Return the checked options of restarts; ``None`` if the first failure ends the run."""
     most = whole_number(max_restarts)
     if most is None or most < -1:
         raise ConfigurationError(
@@ -323,15 +320,11 @@ def check_restarts(
         restart_every_steps = check_count(restart_every_steps, "restart_every_steps", 1)
     if not most:
         return None
-    if num_nodes > 1 and key_from_environment() is None:
+    if num_nodes > 1:
         raise ConfigurationError(
-            f"max_restarts={max_restarts} with num_nodes={num_nodes}: hosts keep snapshots for each other, which hold "
-            f"pickles, so each must be able to tell whose they are. Set {KEY_VARIABLE} to the same secret on all hosts."
-        )
-    if num_nodes > 1 and (init_method or "").startswith("file:"):
-        raise ConfigurationError(
-            f"max_restarts={max_restarts} with init_method={init_method!r}: a host that comes again finds the others "
-            "at an address. Give init_method='tcp://ADDRESS:PORT' of node 0, or MASTER_ADDR and MASTER_PORT."
+            f"max_restarts={max_restarts} with num_nodes={num_nodes}: ranks of several hosts are restarted by a "
+            "launcher. Use torchrun --max-restarts, Slurm or Kubernetes, with a ModelCheckpoint in callbacks on "
+            "storage that all hosts share, and fit(resume_from='last')."
         )
     return RestartOptions(most, restart_every_steps)
 

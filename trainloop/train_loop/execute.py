@@ -121,7 +121,7 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
             child_env=child_environment(quota, ranks),
             start_method=loop.options.start_method,
             roots=sent_parts(loop),
-            survival=supervisor,
+            restart_policy=supervisor,
             **options,
         )
     with uninterrupted():  # a mixture of new and old state would be useless

@@ -276,8 +276,8 @@ class TrainLoop(LoopView, Generic[ModelT]):
         max_restarts : int
             Failures that the run survives: ranks that are killed, crash, exit, raise, hang or lose a loader's worker
             are started again from a snapshot in memory, and the run ends with the very numbers of an undisturbed one.
-            -1 for any number. In ``single`` and ``dp`` the loop runs in a process of its own then. Over several hosts,
-            one that is lost and started again with the same command gets its snapshot from another.
+            -1 for any number. In ``single`` and ``dp`` the loop runs in a process of its own then. For one host; those
+            of several are restarted by their launcher.
         restart_every_steps : int, optional
             Steps between two snapshots. Default: as often as costs at most 1 % of the time.
 
@@ -325,7 +325,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
             node_rank = check_rendezvous_point(num_nodes, node_rank, init_method)
             backend = check_backend(backend, self.site)
             self.site = replace(self.site, node_rank=node_rank, backend=backend, init_method=init_method)
-            restarts = check.check_restarts(max_restarts, restart_every_steps, num_nodes, init_method)
+            restarts = check.check_restarts(max_restarts, restart_every_steps, num_nodes)
             check_carried(self.model, self.gpu_mode)
             check.check_step(self.model, self.optimizer, self.options.amp, self.site.devices[0])
             check.check_bool(gather, "gather")

@@ -136,6 +136,10 @@ class Supervisor:
         self._last, self._struck = struck, (failure, error)
         return None
 
+    def before_start(self) -> None:
+        """See to it that ranks, which are about to start, resume from the right place."""
+        self.agreed([self.says()])
+
     def says(self) -> dict[str, Any]:
         """What the other hosts have to know of this one before ranks start; plain types."""
         word = Word(self._fit, self._begins_at, [list(restart) for restart in self._loop.restarts])
