@@ -255,7 +255,7 @@ class Hosts:
 
         def connect() -> None:
             with contextlib.suppress(RuntimeError):
-                timeout = timedelta(seconds=SILENCE_S)
+                timeout = timedelta(seconds=_CONNECT_S)
                 stores.append(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
 
         thread = threading.Thread(target=connect, name="trainloop-connect", daemon=True)
@@ -346,27 +346,39 @@ class Hosts:
         silence_s : float, optional
             Seconds after which a silent host is lost; :data:`SILENCE_S` by default.
         """
-        for entry in self._others.values():
-            if entry["failed"] and entry["failed"][0] == self._own["start"] and entry["failed"][1] != self._me:
-                with contextlib.suppress(TypeError):
-                    return Failure(**entry["failed"][2])
-        limit, now = SILENCE_S if silence_s is None else silence_s, time.monotonic()
-        for node, heard in self._heard.items():
-            if not self._others[node]["left"]:
-                if node in self._losses:
-                    return self._loss(node, self._losses[node])
-                if now - heard > limit:
-                    silent = f"nothing was heard of it for {now - heard:.0f} s: the link was cut, or the host is down"
-                    return self._loss(node, silent)
-        return None
-
-    def _loss(self, node: int, why: str) -> Failure:
+        told = self._told()
+        if told:
+            with contextlib.suppress(TypeError):
+                return Failure(**told[2])
+        lost = self._lost(SILENCE_S if silence_s is None else silence_s)
+        if lost is None:
+            return None
         return Failure(
-            rank=node * self._ranks_per_node,
+            rank=lost[0] * self._ranks_per_node,
             time_ns=time.monotonic_ns(),
             type=LOST_HOST,
-            message=f"node {node} of {self._num_nodes} was lost: {why}",
+            message=f"node {lost[0]} of {self._num_nodes} was lost: {lost[1]}",
         )
+
+    def _told(self) -> list[Any]:
+        """Start, node and fields of the failure that another host has reported; empty if there is none."""
+        reports = (entry["failed"] for entry in self._others.values())
+        start = self._own["start"]
+        return next((report for report in reports if report and report[0] == start and report[1] != self._me), [])
+
+    def _lost(self, silence_s: float) -> tuple[int, str] | None:
+        """Return a host that was lost, and how; ``None`` if all live."""
+        now = time.monotonic()
+        for node, entry in self._others.items():
+            silent_s = now - self._heard[node]
+            if entry["left"]:
+                continue
+            if node in self._losses:
+                return node, self._losses[node]
+            if silent_s > silence_s:
+                return node, f"nothing was heard of it for {silent_s:.0f} s: the link was cut, or the host is down"
+        node, why = self._others.get(0, {}).get("lost") or (self._me, "")
+        return None if node == self._me else (int(node), str(why))
 
     def wait_for_failure(self, seconds: float) -> Failure | None:
         """Wait for the failure of another host, which has cost a rank of this one its connection."""
@@ -448,22 +460,18 @@ class Hosts:
                 self._losses[0] = f"the connection to it broke ({str(error).splitlines()[0]})"
                 return
             # Node 0 keeps the store for those that have not left yet.
-            stays = self._me == 0 and not all(e["left"] or self._is_lost(n) for n, e in self._others.items())
+            stays = self._me == 0 and not all(e["left"] or n in self._losses for n, e in self._others.items())
             if leaving and (not stays or time.monotonic() > leave_at):
                 return
             self._wake.wait(_POLL_S)
-
-    def _is_lost(self, node: int) -> bool:
-        return node in self._losses or time.monotonic() - self._heard[node] > SILENCE_S
 
     def _exchange(self) -> None:
         """Write this host's entry and read the others'."""
         own = dict(self._own)
         self._own["count"] = own["count"] = own["count"] + 1
         if self._me == 0:
-            failure = self.failure() if not own["failed"] else None
-            if failure is not None:
-                own["failed"] = [own["start"], failure.rank // self._ranks_per_node, asdict(failure)]
+            own["failed"] = own["failed"] or self._told()
+            own["lost"] = self._lost(SILENCE_S)
             own["all start"] = min(e["start"] for e in (own, *self._others.values()))
             own["all done"] = min(e["done"] for e in (own, *self._others.values()))
             own["some done"] = max(e["done"] for e in (own, *self._others.values()))
