@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from trainloop import checkpoint, scratch
 from trainloop.errors import WorkerFailedError
-from trainloop.launch.failures import Failure, deed_of
+from trainloop.launch.failures import Failure, describe_failure
 from trainloop.optim import optimizers_of
 from trainloop.resources.machine import available
 from trainloop.train_loop.options import RestartOptions
@@ -182,7 +182,7 @@ class Supervisor:
         reached = int(self.folder.progress()[1:, 0].max())
         # Of two of the same step the later one counts: it may be from after the epoch's end.
         step, _, path = max(self._checkpoints(), default=(self._begins_at, 0, ""))
-        cause = "hangs" if failure.timeout and error.rank != failure.rank else deed_of(failure)
+        cause = "hangs" if failure.timeout and error.rank != failure.rank else describe_failure(failure)
         restart = Restart(error.rank, cause, step, max(reached - step, 0), 0.0)
         self._pending = restart, failure.time_ns
         limit = f"{self._nth(len(self._loop.restarts) + 1)}."
