@@ -2,7 +2,7 @@
 
 Two ranks train 100 steps; rank 1 is killed by SIGKILL after steps 33 and 71. Told is, of each kill, how many steps are
 done again, and the seconds from it to the first step after it. ``torchrun`` starts ranks again and knows nothing of
-training: there the script goes on from a checkpoint on disk. Checkpoints and snapshots are made after every 20th step.
+training: there the script goes on from a checkpoint on disk. Checkpoints are written after every 20th step.
 Under torchft each rank is a replica under a torchrun of its own; the one that is left waits for the other, and gives it
 its weights.
 """

@@ -19,16 +19,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
-from event_files import event_files
+from event_files import read
 from trainloop import AbstractCallback, TrainLoop, TTModel
 from trainloop.callbacks import EarlyStopping, ExponentialMovingAverage, LRScheduler, ModelCheckpoint, TensorBoard
 from trainloop.checkpoint import file
-from trainloop.transfer import slots
 
 ROWS, BATCH, EPOCHS = 92, 12, 2
 PATIENCE_S, TIMEOUT_S = 60.0, 8.0  # for a rank; where one hangs
@@ -72,7 +70,7 @@ def strike(what: str) -> None:
 
 
 class Strikes(AbstractCallback):
-    """Carries out a plan, and remembers what it saw, in attributes that no ``state_dict`` tells of."""
+    """Carries out a plan, and remembers what it saw."""
 
     PLACES = (
         "on_train_begin on_epoch_begin on_batch_begin on_after_gradient_update on_after_optimizer_step on_batch_end "
@@ -84,8 +82,8 @@ class Strikes(AbstractCallback):
         self.folder, self.plan = folder, plan
         Path(folder, "pid-of-caller").write_text(str(os.getpid()))
         self.losses: list[tuple[int, float]] = []
-        self.no_memory = any(what == "no memory for snapshots" for *_, what in plan)
-        self.lock: Any = None  # of this process: it can't be in a snapshot
+        self.no_room = any(what == "no room for restarts" for *_, what in plan)
+        self.lock: Any = None  # of this process
 
     def at(self, place: str) -> None:
         loop = self.train_loop_obj
@@ -102,14 +100,12 @@ class Strikes(AbstractCallback):
                 else:
                     strike(what)
 
-    def __getstate__(self) -> dict[str, Any]:
-        if self.train_loop_obj is not None and self.train_loop_obj.running is not None:
-            self.at("snapshot")
-        return dict(self.__dict__)
-
     def state_dict(self) -> dict[str, Any]:
         self.at("state_dict")
-        return {}
+        return {"losses": list(self.losses)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses = list(state["losses"])
 
     def on_multiprocess_start(self) -> None:
         self.lock = threading.Lock()
@@ -118,32 +114,20 @@ class Strikes(AbstractCallback):
         places = {place for _, place, _, _ in self.plan}
         if "at exit" in places:
             atexit.register(self.at, "at exit")
-        if "checkpoint is half written" in places:
+        if self.no_room or places & {"checkpoint is half written", "restart checkpoint is half written"}:
             write = file._write
 
-            def half(target: Any, *args: Any) -> None:
+            def half(target: Any, body: Any, info: Any) -> None:
+                for_restarts = info.reason == "restart"
+                if for_restarts and self.no_room:
+                    raise OSError("no room by plan")
                 target.write(b"half")
                 target.flush()
-                self.at("checkpoint is half written")
+                self.at("restart checkpoint is half written" if for_restarts else "checkpoint is half written")
                 target.seek(0)
-                write(target, *args)
+                write(target, body, info)
 
             file._write = half
-        if self.no_memory:
-
-            def refuses(fd: int, data: memoryview, place: int) -> None:
-                raise OSError("no room by plan")
-
-            slots.write_all = refuses
-        if "snapshot is half written" in places:
-            write_all = slots.write_all
-
-            def writes(fd: int, data: memoryview, place: int) -> None:
-                write_all(fd, data, place)
-                if place:
-                    self.at("snapshot is half written")
-
-            slots.write_all = writes
 
     def on_batch_end(self) -> None:
         loop = self.train_loop_obj
@@ -193,17 +177,6 @@ class Rows(Dataset[Any]):
         return self.x[i] + 0.1 * torch.randn(6) + 0.01 * random.random() + 0.01 * float(np.random.rand()), self.y[i]
 
 
-class OwnGenerator(Rows):
-    """Draws from a generator of its own, in the process that trains."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = np.random.default_rng(7)
-
-    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        return self.x[i] + 0.1 * float(self.generator.random()), self.y[i]
-
-
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         inner = Rows()
@@ -229,7 +202,6 @@ class PairedLengths(BatchSampler):
 LOADERS: dict[str, Callable[[int], Any]] = {
     "rows": lambda batch: DataLoader(Rows(), batch, shuffle=True),
     "workers": lambda batch: DataLoader(Rows(), batch, shuffle=True, num_workers=1, persistent_workers=True),
-    "own generator": lambda batch: DataLoader(OwnGenerator(), batch, shuffle=True),
     "in memory": lambda batch: DataLoader(TensorDataset(*rows()), batch, shuffle=True),
     "batch sampler": lambda batch: DataLoader(Rows(), batch_sampler=PairedLengths()),
     "wrapped sampler": lambda batch: DataLoader(
@@ -241,13 +213,13 @@ LOADERS: dict[str, Callable[[int], Any]] = {
 
 
 class Net(TTModel):
-    """Draws in the loss, counts in a plain attribute, has buffers, and one that no state dict has."""
+    """Draws in the loss, and counts in buffers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
-        self.register_buffer("seen", torch.zeros(()), persistent=False)
-        self.calls = 0
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
@@ -257,7 +229,7 @@ class Net(TTModel):
         if self.training:
             self.calls += 1
             self.seen += len(x)
-            x = x * (1 + 0.01 * random.random() + 0.001 * math.sin(self.calls) + 1e-5 * self.seen)
+            x = x * (1 + 0.01 * random.random() + 0.001 * math.sin(int(self.calls)) + 1e-5 * self.seen)
         loss = criterion(self(x), y)
         if self.training:
             self.log("loss_twice", 2 * loss.detach(), on_step=True, on_epoch=True)
@@ -306,7 +278,6 @@ def train(folder: Path, mode: str, ranks: int, kind: str, plan: list[Plan], seed
         "early stopping": stopping.state_dict(),
         "average": average.average,
         "schedule": scheduler.state_dict(),
-        "calls": model.calls,
         "counters": [tl.epoch, tl.global_step, tl.total_iteration_idx],
         "events": events(folder / "events"),
         "checkpoints": sorted(path.name for path in (folder / "checkpoints").glob("*")),
@@ -315,12 +286,6 @@ def train(folder: Path, mode: str, ranks: int, kind: str, plan: list[Plan], seed
     return tl, facts
 
 
-def events(folder: Path) -> list[tuple[int, str, float]]:
-    """All scalars that lie in the files, superseded or not."""
-    found = []
-    for path in event_files(folder):
-        for event in EventFileLoader(str(path)).Load():
-            for value in event.summary.value:
-                if value.tensor.float_val:  # not the run's text, nor its settings
-                    found.append((event.step, value.tag, float(value.tensor.float_val[0])))
-    return sorted(found)
+def events(folder: Path) -> list[tuple[str, int, float]]:
+    """All scalars that TensorBoard shows."""
+    return [(tag, step, value) for tag, shown in sorted(read(folder).items()) for step, value in shown]

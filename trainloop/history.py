@@ -36,7 +36,7 @@ class History(Mapping[str, list[float]]):
         # Steps are kept as machine numbers: 16 bytes each, and no objects for the garbage collector to walk.
         self._step_indices: dict[str, array[int]] = {}
         self._step_values: dict[str, array[float]] = {}
-        self.unagreed: dict[str, list[int]] = {}
+        self._unagreed: dict[str, list[int]] = {}
         """Positions of values that the other ranks don't know yet; only the loop writes here."""
 
     def __getitem__(self, name: str) -> list[float]:
@@ -164,23 +164,23 @@ class History(Mapping[str, list[float]]):
 
     def record_own(self, name: str, value: float, epoch: int) -> None:
         """Add this rank's own value of an epoch, until ranks agree on one."""
-        self.unagreed.setdefault(name, []).append(len(self._values.get(name, ())))
+        self._unagreed.setdefault(name, []).append(len(self._values.get(name, ())))
         self.record(name, value, epoch)
 
     @property
     def has_own(self) -> bool:
         """Whether there are values that ranks have to agree on."""
-        return bool(self.unagreed)
+        return bool(self._unagreed)
 
     def take_own(self) -> dict[str, list[tuple[int, float]]]:
         """Take out the values, with their epochs, that ranks have to agree on."""
         taken = {}
-        for name, places in self.unagreed.items():
+        for name, places in self._unagreed.items():
             values, epochs = self._values[name], self._epochs[name]
             taken[name] = [(epochs[i], values[i]) for i in places]
             for i in reversed(places):
                 del values[i], epochs[i]
-        self.unagreed = {}
+        self._unagreed = {}
         return taken
 
     def put_agreed(self, everyone: Sequence[Mapping[str, Sequence[tuple[int, float]]]]) -> None:
@@ -209,7 +209,7 @@ class History(Mapping[str, list[float]]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the content by that of :meth:`state_dict`."""
-        self.unagreed = {}
+        self._unagreed = {}
         self._values = {name: list(values) for name, values in state["values"].items()}
         self._epochs = {name: list(epochs) for name, epochs in state["epochs"].items()}
         self._step_indices = {name: array("q", t.tolist()) for name, t in state["step_indices"].items()}

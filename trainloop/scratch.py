@@ -1,4 +1,6 @@
-"""A folder for the sockets and files that ranks and their loaders' workers make by multiprocessing's own means.
+"""Temporary folders that are removed even if all processes that use them were killed.
+
+The first kind is for the sockets and files that ranks and their loaders' workers make by multiprocessing's own means.
 
 Python makes such a folder, ``pymp-*``, for each process, and a killed process can't remove its own. So a launch makes
 one for all of its processes, and removes it when they have ended. It is locked for as long as any of them lives; where
@@ -25,8 +27,10 @@ __all__ = ["Scratch", "name_semaphores", "remove", "remove_dead", "scratch_folde
 
 # Short: the path of a socket in it has 107 characters at most.
 _PREFIX = "trainloop-mp-"
-_SEARCH = "trainloop-search-"  # of a search without a storage
+_TEMPORARY = "trainloop-tmp-"
 _TOKEN = "launch-"
+SHARED_MEMORY = "/dev/shm"
+"""Folder in memory where Linux keeps semaphores, too."""
 _SEMAPHORES = "mp-"
 
 
@@ -56,10 +60,16 @@ def scratch_folder(token: str) -> Iterator[Scratch]:
         _remove(scratch, own=True)
 
 
-def temporary_folder() -> Scratch:
-    """Make a folder that later calls remove if this process, with all its forks, ends without :func:`remove`."""
+def temporary_folder(*, memory_bytes: int = 0) -> Scratch:
+    """Make a folder that later calls remove if this process, with all its forks, ends without :func:`remove`.
+
+    Only this user can read it. With ``memory_bytes`` it is in shared memory if that has so much room.
+    """
     remove_dead()
-    return _make(_SEARCH)
+    has_room = (
+        memory_bytes > 0 and os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free >= memory_bytes
+    )
+    return _make(_TEMPORARY, SHARED_MEMORY if has_room else None)
 
 
 def remove(scratch: Scratch) -> None:
@@ -67,9 +77,9 @@ def remove(scratch: Scratch) -> None:
     _remove(scratch, own=False)
 
 
-def _make(prefix: str = _PREFIX) -> Scratch:
+def _make(prefix: str = _PREFIX, parent: str | None = None) -> Scratch:
     while True:
-        path = tempfile.mkdtemp(prefix=prefix)
+        path = tempfile.mkdtemp(prefix=prefix, dir=parent)
         lock_fd = _locked(path)
         if lock_fd is not None:
             return Scratch(path, lock_fd)
@@ -110,7 +120,7 @@ def name_semaphores(token: str) -> None:
 
 def _remove_semaphores(token: str, *, tracked: bool) -> None:
     """Remove what killed ranks and workers left; the tracker that they shared would do it when this process ends."""
-    for path in Path("/dev/shm").glob(f"sem.{glob.escape(_SEMAPHORES + token)}-*"):  # where Linux keeps them
+    for path in Path(SHARED_MEMORY).glob(f"sem.{glob.escape(_SEMAPHORES + token)}-*"):
         with contextlib.suppress(OSError):
             path.unlink()
             if tracked:  # registered by this process's tracker, which warns about unknown names
@@ -135,12 +145,13 @@ def _locked(path: str) -> int | None:
 
 def remove_dead() -> None:
     """Remove what is left of this user's launches that have no living process."""
-    with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
-        for entry in entries:
-            if entry.name.startswith((_PREFIX, _SEARCH)) and _is_own_folder(entry):
-                lock_fd = _locked(entry.path)
-                if lock_fd is not None:
-                    _remove(Scratch(entry.path, lock_fd), own=False)
+    for parent in {tempfile.gettempdir(), SHARED_MEMORY}:
+        with contextlib.suppress(OSError), os.scandir(parent) as entries:
+            for entry in entries:
+                if entry.name.startswith((_PREFIX, _TEMPORARY)) and _is_own_folder(entry):
+                    lock_fd = _locked(entry.path)
+                    if lock_fd is not None:
+                        _remove(Scratch(entry.path, lock_fd), own=False)
 
 
 def _is_own_folder(entry: os.DirEntry[str]) -> bool:

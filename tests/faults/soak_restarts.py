@@ -40,13 +40,13 @@ import torch
 
 from checkpoints import same
 from trainloop.launch.fork_server import end_server
-from trainloop.train_loop.snapshots import Restart
+from trainloop.train_loop.restarts import Restart
 
-PLACES = [*survival.Strikes.PLACES, "on_multiprocess_start", "snapshot", "snapshot is half written", "state_dict",
+PLACES = [*survival.Strikes.PLACES, "on_multiprocess_start", "restart checkpoint is half written", "state_dict",
           "checkpoint is half written", "at exit"]  # fmt: skip
 ACTS = ["SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "exits", "sys.exit", "raises", "out of memory",
         "loses its connections"]  # fmt: skip
-RARE = ["hangs", "hangs in native code"]  # each takes a time-out
+RARE = ["hangs", "hangs in native code"]  # each takes a time-out; nobody waits for a process that trains alone
 KILLS = [signal.SIGILL, signal.SIGFPE]
 GRACE_S = 10.0
 
@@ -126,7 +126,7 @@ class Soak:
         acts = [*ACTS, "a worker dies"] if "worker" in kind else ACTS
         chosen = [
             *rng.sample(acts, rng.randint(2, 6)),
-            *([rng.choice(RARE)] if rng.random() < 0.2 else ()),
+            *([rng.choice(RARE)] if rng.random() < 0.2 and ranks > 1 else ()),
         ]
         plan = [(rng.randrange(ranks), rng.choice(PLACES), rng.randrange(17), act) for act in chosen]
         if any(act == "loses its connections" for *_, act in plan):
@@ -191,8 +191,9 @@ def others(lasting: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def count() -> tuple[int, int]:
-    """Descriptors of this process, and files in shared memory that look like its own."""
-    shared = [name for name in os.listdir("/dev/shm") if f"-{os.getpid()}-" in name or f"_{os.getpid()}_" in name]
+    """Descriptors of this process, and files in shared memory that look like its own, or of runs that restart."""
+    marks = (f"-{os.getpid()}-", f"_{os.getpid()}_", "trainloop-tmp-")
+    shared = [name for name in os.listdir("/dev/shm") if any(mark in name for mark in marks)]
     return psutil.Process().num_fds(), len(shared)
 
 

@@ -83,7 +83,7 @@ class Logs(TTBasicModel):
 
 @pytest.mark.long
 def test_trackers_of_a_run_that_was_struck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a snapshot nothing had been sent; after an epoch's end its values and last steps had, and go again."""
+    """Before a checkpoint nothing had been sent; after an epoch's end its values and last steps had, and go again."""
     libraries, said = tmp_path / "libraries", tmp_path / "said"
     (libraries / "mlflow").mkdir(parents=True)
     for name, text in [("wandb.py", WANDB), ("mlflow/__init__.py", MLFLOW), ("mlflow/entities.py", ENTITIES)]:

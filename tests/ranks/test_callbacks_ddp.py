@@ -124,6 +124,12 @@ class Leaves(AbstractCallback):
     def on_train_end(self) -> None:
         self.train_loop_obj.callbacks.remove(self)
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epochs = state["epochs"]
+
 
 class Brings(AbstractCallback):
     """Brings others along: one before itself, one of a class that only the rank knows, one that knows this one."""

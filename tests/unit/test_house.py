@@ -200,7 +200,7 @@ LATE = {
     "trainloop.transfer.unpicklable trainloop.transfer.payload": UP,
     "trainloop.train_loop.training trainloop.launch.failures": CHEAP,
     "trainloop.train_loop.execute trainloop.train_loop.restarts": CHEAP,
-    "trainloop.train_loop.execute trainloop.train_loop.snapshots": CHEAP,
+    "trainloop.train_loop.execute trainloop.train_loop.restart_checkpoints": CHEAP,
     "trainloop.tuning.fitting trainloop.train_loop.loop": IN_TRIAL,
     "trainloop.tuning.slots trainloop.devices": CHEAP,
     "trainloop.tuning.search trainloop.tuning.on_ray": CHEAP,
@@ -281,7 +281,6 @@ FOREIGN: dict[str, str] = {
         "_utils _validate_loaded_sparse_tensors"
     ),
     "transfer/shared.py": "_orig_mod",
-    "transfer/slots.py": "_DYNAMIC_CLASS_TRACKER_BY_ID",
     "transfer/torch_objects.py": (
         "_TorchCompileWrapper _dynamo _inject_new_class _inject_property _ops _orig_mod _overloadname "
         "_rebuild_tensor_v3 _utils _qualified_op_name _slotnames _torchdynamo_orig_callable"

@@ -58,7 +58,7 @@ rows_of_scalars = st.lists(st.tuples(step_numbers, st.dictionaries(names, finite
 @given(rows=rows_of_scalars)
 def test_same_bytes_as_tensorboard_s_records(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
     folder = tmp_path_factory.mktemp("events")
-    file = EventFile(str(folder), "1.0")
+    file = EventFile(str(folder))
     file.write_scalars(rows)
     file.close()
     written = Path(file.path).read_bytes()
@@ -76,14 +76,14 @@ def test_same_bytes_as_tensorboard_s_records(tmp_path_factory: pytest.TempPathFa
 
 
 def test_values_past_float32_become_infinite(tmp_path: Path) -> None:
-    file = EventFile(str(tmp_path), "1.0")
+    file = EventFile(str(tmp_path))
     file.write_scalars([(1, {"x": 1e300, "y": 1e-300})])
     file.close()
     assert read(tmp_path) == {"x": [(1, math.inf)], "y": [(1, 0.0)]}
 
 
 def test_wall_times_are_spread_over_a_block(tmp_path: Path) -> None:
-    file = EventFile(str(tmp_path), "1.0")
+    file = EventFile(str(tmp_path))
     begun = file._last_wall_time
     file.write_scalars([(step, {"x": 0.0}) for step in range(1, 5)])
     file.close()
@@ -94,7 +94,7 @@ def test_wall_times_are_spread_over_a_block(tmp_path: Path) -> None:
 
 def test_what_is_written_is_on_the_disk(tmp_path: Path) -> None:
     """A killed run loses nothing that was handed over."""
-    file = EventFile(str(tmp_path), "1.0")
+    file = EventFile(str(tmp_path))
     file.write_scalars([(1, {"x": 2.0})])
     assert read(tmp_path) == {"x": [(1, 2.0)]}
     file.close()
@@ -104,7 +104,8 @@ def test_names_sort_in_the_order_in_which_files_were_begun(tmp_path: Path, monke
     monkeypatch.setattr(tensorboard.time, "time", lambda: 1_000_000_000.0)  # all in one second
     paths = []
     for pid in (30, 4, 200):
-        file = EventFile(str(tmp_path), f"{pid}.0")
+        monkeypatch.setattr(tensorboard.os, "getpid", lambda pid=pid: pid)
+        file = EventFile(str(tmp_path))
         file.close()
         paths.append(file.path)
         assert file.continues == (len(paths) > 1)
@@ -113,12 +114,12 @@ def test_names_sort_in_the_order_in_which_files_were_begun(tmp_path: Path, monke
 
 def test_a_torn_file_does_not_hide_the_next_one(tmp_path: Path) -> None:
     """A kill in the middle of a write leaves half a record."""
-    first = EventFile(str(tmp_path), "1.0")
+    first = EventFile(str(tmp_path))
     first.write_scalars([(step, {"x": 1.0}) for step in (1, 2, 3)])
     first.close()
     size = os.path.getsize(first.path)
     os.truncate(first.path, size - 7)
-    second = EventFile(str(tmp_path), "2.0")
+    second = EventFile(str(tmp_path))
     second.write(step=3, session_log=SessionLog(status=SessionLog.START))
     second.write_scalars([(step, {"x": 2.0}) for step in (3, 4)])
     second.close()
@@ -127,7 +128,7 @@ def test_a_torn_file_does_not_hide_the_next_one(tmp_path: Path) -> None:
 
 def test_other_file_systems_by_tensorboard_s_own_layer() -> None:
     fsspec = pytest.importorskip("fsspec")
-    file = EventFile("memory://run", "1.0")
+    file = EventFile("memory://run")
     file.write_scalars([(1, {"x": 2.0})])
     file.write_scalars([(2, {"x": 3.0})])
     file.close()
@@ -302,6 +303,37 @@ def test_resumed_at_an_epoch_s_end(tmp_path: Path) -> None:
     assert values_of(found["epoch/loss"]) == pytest.approx(loop.history["loss"], rel=1e-6)
 
 
+class FailsOnce(AbstractCallback):
+    """While an epoch's end is evaluated, or after its values were written."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__("FailsOnce", execution_order=998)
+        self.hook = hook
+
+    def on_evaluation_begin(self, *_: Any) -> None:
+        if self.hook == "on_evaluation_begin":
+            raise OSError("once")
+
+    def on_epoch_end(self) -> None:
+        raise OSError("once")
+
+
+@pytest.mark.parametrize("hook", ["on_evaluation_begin", "on_epoch_end"])
+def test_resumed_from_the_last_step_of_an_epoch_that_had_not_ended(tmp_path: Path, hook: str) -> None:
+    """Its step values were written before the checkpoint, its epoch values afterwards, and again."""
+
+    def fit(place: str, *callbacks: AbstractCallback) -> None:
+        keeper = ModelCheckpoint(tmp_path / place / "checkpoints", None, every_n_steps=STEPS_PER_EPOCH)
+        board = TensorBoard(tmp_path / place / "logs", 1)
+        make_loop(seed=0).fit(num_epochs=2, callbacks=[board, keeper, *callbacks], resume_from="last")
+
+    fit("whole")
+    with pytest.raises(OSError, match="once"):
+        fit("failed", FailsOnce(hook))
+    fit("failed")
+    assert read(tmp_path / "failed" / "logs") == read(tmp_path / "whole" / "logs")
+
+
 def test_default_folder(folder: Path) -> None:
     loops, boards = [make_loop(), make_loop()], [TensorBoard(), TensorBoard()]
     for loop, board in zip(loops, boards, strict=True):
@@ -347,7 +379,8 @@ def test_a_full_disk_does_not_end_the_training(tmp_path: Path) -> None:
             if self.train_loop_obj.epoch == 1:
                 assert board._file is not None
                 board._file.close()
-                board._file._begin(open("/dev/full", "wb"))  # noqa: SIM115
+                board._file._file = open("/dev/full", "wb")  # noqa: SIM115
+                board._file._records = RecordWriter(board._file._file)
 
     loop = make_loop()
     with pytest.warns(

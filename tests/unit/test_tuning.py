@@ -809,7 +809,7 @@ def test_the_next_search_removes_the_folder_of_one_that_was_killed(
     monkeypatch.setattr(tempfile, "tempdir", str(where))
 
     def there() -> set[Path]:
-        return set(where.glob("trainloop-search-*"))
+        return set(where.glob("trainloop-tmp-*"))
 
     first = pretend()
     (alive,) = there()

@@ -193,15 +193,15 @@ class AbstractCallback:
         """On each rank, with model and loaders in place."""
 
     def on_restart(self, failure: Any) -> None:
-        """On each rank of a run that restarts after a failure, once everything is restored to the snapshot.
+        """On each rank of a run that restarts after a failure, once the newest checkpoint is loaded.
 
-        Ranks are new processes: ``on_multiprocess_start`` and ``on_train_begin`` have been called before. Restore here
-        what neither attributes nor :meth:`load_state_dict` bring back.
+        Ranks are new processes: ``on_multiprocess_start`` and ``on_train_begin`` have been called before. Attributes
+        are as in the first start, unless :meth:`load_state_dict` has restored them.
 
         Parameters
         ----------
-        failure : trainloop.train_loop.snapshots.Restart
-            ``rank``, ``cause``, ``step`` that training goes on from, ``steps_repeated``.
+        failure : trainloop.train_loop.restarts.Restart
+            ``rank``, ``cause``, ``step`` from which training was resumed, ``steps_repeated``.
         """
 
     def on_epoch_begin(self) -> None:

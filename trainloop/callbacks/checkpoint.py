@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from trainloop import checkpoint, distributed
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.monitor import Mode, Monitor, check_mode
 from trainloop.callbacks.run_checkpoints import RunCheckpoints, weights_name
-from trainloop.checkpoint import CheckpointInfo
+from trainloop.checkpoint import Checkpoint, CheckpointInfo
 from trainloop.checkpoint.background import BackgroundWrite, error_of
 from trainloop.checkpoint.left_out import Bits, bits_of, changed, names_under, without
 from trainloop.checkpoint.sharded import load_model
@@ -130,7 +131,7 @@ class ModelCheckpoint(AbstractCallback):
         self._told: tuple[str | None, tuple[str | None, float | None]] | None = None
         self._own = RunCheckpoints(checkpoint.folder(dirpath), self._metric, with_weights=safetensors)
         self._saved_step: int | None = None  # None: the state has changed since the last checkpoint
-        self._held_step: tuple[int | None, ...] = ()  # the same, in a snapshot
+        self._fit = ""  # names a call of fit, in all of its starts
         self._saved_time = 0.0
         self._ask_step = 0  # the step at which rank 0's clock is next asked
         self._asked = (0.0, 0)
@@ -140,8 +141,7 @@ class ModelCheckpoint(AbstractCallback):
         self._writing: BackgroundWrite | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        held = {"_host_copy": checkpoint.HostCopy(), "_writing": None, "_held_step": (self._saved_step,)}
-        return {**self.__dict__, **held}
+        return {**self.__dict__, "_host_copy": checkpoint.HostCopy(), "_writing": None}
 
     # -- what users ask ------------------------------------------------------------------------------------------------
 
@@ -218,9 +218,9 @@ class ModelCheckpoint(AbstractCallback):
         found = checkpoint.load_newest(self._own.folder, whole=whole)
         return None if found is None else found[1]
 
-    def own_checkpoints(self) -> list[tuple[int, str]]:
-        """Steps and paths of whole checkpoints that this run wrote, in the order of writing."""
-        return self._own.on_disk()
+    def own_checkpoints(self, runs: Collection[str] = ()) -> list[Checkpoint]:
+        """Whole checkpoints that this run or one of ``runs`` wrote, in the order of writing."""
+        return self._own.on_disk(runs)
 
     def save_due(self) -> None:
         """Write a checkpoint if one is due at this step, whose last hook has run. Collective."""
@@ -265,22 +265,26 @@ class ModelCheckpoint(AbstractCallback):
     def state_dict(self) -> dict[str, Any]:
         return {
             "run": self._own.run,
+            "fit": self._fit,
             "step": self.train_loop_obj.global_step,
+            "saved_step": self._saved_step,  # another one in a checkpoint that somebody else writes
             "monitor": self.monitor,
             "metric": self._metric.state_dict() if self._metric is not None else {},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._saved_step = state["step"]
+        again = bool(self._fit) and state.get("fit") == self._fit  # a restart after a failure
+        self._saved_step = state["saved_step"] if again else state["step"]
         same_metric = state["monitor"] == self.monitor
         if self.train_loop_obj.is_global_zero:
-            self._own.take_over(state["run"], state["step"], same_metric=same_metric)
+            self._own.take_over(state["run"], None if again else state["step"], same_metric=same_metric)
         if self._metric is not None and same_metric:
             self._metric.load_state_dict(state["metric"])
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def on_train_loop_registration(self) -> None:
+        self._fit = uuid4().hex
         if self._metric is not None:
             self._metric.check(self.train_loop_obj)
         if distributed.is_global_zero() or self._is_sharded():  # who writes
@@ -290,7 +294,7 @@ class ModelCheckpoint(AbstractCallback):
         self._check_exclude()
 
     def on_train_begin(self) -> None:
-        self._saved_step, self._held_step = None, ()
+        self._saved_step = None
         self._failed, self._told = False, None
         self._prepared = not self.async_save
         self._left_out = self._now_left_out(self.train_loop_obj.model.state_dict())
@@ -299,13 +303,10 @@ class ModelCheckpoint(AbstractCallback):
         self._restart_clock()
 
     def on_restart(self, failure: Any) -> None:
-        """A snapshot is no checkpoint of its step; and a writing thread may have been killed."""
-        if not self._held_step:
-            return
-        self._saved_step = self._held_step[0]
+        """Write the checkpoint of this step again if the failure came before it was whole."""
         loop = self.train_loop_obj
         is_last = loop.is_global_zero and self._saved_step == loop.global_step
-        missing = is_last and loop.global_step not in [step for step, _ in self.own_checkpoints()]
+        missing = is_last and all(one.info and one.info.step != loop.global_step for one in self.own_checkpoints())
         if distributed.exchange_ints([int(missing)])[0][0]:
             self._save("restart")
 
@@ -352,6 +353,7 @@ class ModelCheckpoint(AbstractCallback):
         """Write a checkpoint. Collective: rank 0 writes; the others go on once it has their part of the state."""
         loop = self.train_loop_obj
         self._finish_writing()  # before the state is taken: the copy's memory is free again only then
+        self._saved_step = loop.global_step
         state = loop.checkpoint_state(keep_shards=True) if self._is_sharded() else loop.checkpoint_state()
         if state is not None and self.exclude:
             moved = changed(self._left_out, self._now_left_out(state["model"]))
@@ -361,7 +363,6 @@ class ModelCheckpoint(AbstractCallback):
                     "Freeze it before fit, by requires_grad_(False) and eval(), or do not exclude it."
                 )
             state = without(state, self._left_out)
-        self._saved_step = loop.global_step
         self._restart_clock()
         info = CheckpointInfo(loop.history_epoch, loop.global_step, self._own.run, 0, value, reason)
         if self._is_sharded():

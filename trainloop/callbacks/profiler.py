@@ -81,6 +81,7 @@ class Profiler(AbstractCallback):
         self.traces: list[str] = []
         self.table = ""
         self._steps, self._first = 0, skip
+        self._at_checkpoint: dict[str, Any] = {}
 
     def on_train_loop_registration(self) -> None:
         try:
@@ -92,8 +93,18 @@ class Profiler(AbstractCallback):
         self._steps, self._first = 0, self.skip
         self._begin_if_due()
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps, "first": self._first, "traces": list(self.traces), "table": self.table}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._at_checkpoint = state  # a resumed run is profiled from its own first step
+
     def on_restart(self, failure: Any) -> None:
         """Traced steps are lost with their process; trace as many from here."""
+        before = self._at_checkpoint
+        if before:
+            self._steps, self._first = before["steps"], before["first"]
+            self.traces, self.table = list(before["traces"]), before["table"]
         if 0 <= self._steps - self._first < self.warmup + self.active:
             self._first = self._steps
             self._begin_if_due()

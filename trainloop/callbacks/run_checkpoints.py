@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from uuid import uuid4
@@ -52,9 +52,9 @@ class RunCheckpoints:
         ranked = _best_first(self._own(), self._metric)
         return (ranked[0].path, ranked[0].info.value) if ranked and ranked[0].info else (None, None)
 
-    def on_disk(self) -> list[tuple[int, str]]:
-        """Steps and paths of whole ones, in the order of writing, looked up anew."""
-        return [(file.info.step, file.path) for file in self._found(self.run) if file.info is not None]
+    def on_disk(self, runs: Collection[str] = ()) -> list[Checkpoint]:
+        """Return the whole ones of this run and of others, in the order of writing; reads the folder again."""
+        return self._found(self.run, *runs)
 
     def remove_unfinished(self) -> None:
         """At the first checkpoint, what a kill left of this run: nothing else is being written now."""
@@ -95,13 +95,14 @@ class RunCheckpoints:
                 self._remove(file)
         self._files = kept
 
-    def take_over(self, run: str, step: int, *, same_metric: bool) -> None:
+    def take_over(self, run: str, step: int | None, *, same_metric: bool) -> None:
         """Continue as ``run`` and own its files, if resumed from its newest checkpoint here; else begin a branch.
 
+        ``step``: the step of the checkpoint; ``None`` to continue in any case.
         ``same_metric``: the values of its files are those of this metric.
         """
-        found = self._found(run)
-        if found and found[-1].info is not None and found[-1].info.step == step:
+        found = self._found(run) if step is not None else []
+        if step is None or (found and found[-1].info is not None and found[-1].info.step == step):
             self.run = run
         self._files, self._same_metric = None, same_metric
 
@@ -110,15 +111,15 @@ class RunCheckpoints:
             found = checkpoint.checkpoints(self.folder)
             # Above other runs' too: the newest of a folder is the one with the highest stamp.
             self._stamp = max([self._stamp, *(file.info.stamp for file in found if file.info is not None)])
-            self._files = _of_run(self.run, found)
+            self._files = _of_runs([self.run], found)
             if not self._same_metric:
                 self._files = [
                     replace(file, info=replace(file.info, value=None)) for file in self._files if file.info is not None
                 ]
         return self._files
 
-    def _found(self, run: str) -> list[Checkpoint]:
-        return _of_run(run, checkpoint.checkpoints(self.folder))
+    def _found(self, *runs: str) -> list[Checkpoint]:
+        return _of_runs(runs, checkpoint.checkpoints(self.folder))
 
     def _free_name(self, info: CheckpointInfo, own: Sequence[str], *, in_folder: bool) -> str:
         """A free name, or that of this run's own file of a repeated step."""
@@ -143,8 +144,8 @@ def weights_name(name: str) -> str:
     return name.removesuffix(".pt") + ".safetensors"
 
 
-def _of_run(run: str, files: Sequence[Checkpoint]) -> list[Checkpoint]:
-    return [file for file in files if file.info is not None and file.info.run == run]
+def _of_runs(runs: Collection[str], files: Sequence[Checkpoint]) -> list[Checkpoint]:
+    return [file for file in files if file.info is not None and file.info.run in runs]
 
 
 def _best_first(files: Sequence[Checkpoint], metric: Monitor | None) -> list[Checkpoint]:

@@ -126,9 +126,7 @@ class TensorBoard(AbstractCallback):
         self._once_written = False
         self._settings: dict[str, Any] = {}
         self._charted: set[str] = set()  # quantities that have a chart
-        self._owner = ""  # part of the names of this fit's files
-        self._first_of_fit = 0  # the step that this fit began after
-        self._place: tuple[str, int] | None = None  # in a snapshot: the file, and how long it was
+        self._newest: tuple[int, dict[str, float]] = (0, {})  # step and all scalars that were written there last
 
     # -- where to ----------------------------------------------------------------------------------------------------
 
@@ -139,7 +137,6 @@ class TensorBoard(AbstractCallback):
                 f"TensorBoard(histograms_every_n_epochs={self.histograms_every_n_epochs}) with gpu_mode='fsdp': "
                 "rank 0, which writes, holds a part of each parameter only. Leave it out, or use GradientStats."
             )
-        self._owner = f"{os.getpid()}.{next(_fits)}"
         if self._chosen and (self.log_dir is None or loop.global_step == 0):
             self.log_dir = _new_folder(type(loop.model).__name__)
             self._once_written = False
@@ -153,11 +150,10 @@ class TensorBoard(AbstractCallback):
     def on_train_begin(self) -> None:
         loop = self.train_loop_obj
         self._rates, self._first_step, self._failed = {}, None, False
-        self._first_of_fit, self._place = loop.global_step, None
         self._settings, self._charted = settings_of(loop), set()
         if loop.global_step == 0:
             self._epoch_values.clear()
-            self._last_step = None
+            self._last_step, self._newest = None, (0, {})
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -177,13 +173,15 @@ class TensorBoard(AbstractCallback):
         """The file, made at the first write: by then it is known what was resumed."""
         if self._file is None:
             assert self.log_dir is not None, "on_train_loop_registration comes first"
-            self._file = EventFile(self.log_dir, self._owner)
+            self._file = EventFile(self.log_dir)
             first = self.train_loop_obj.global_step if self._first_step is None else self._first_step
             if self._file.continues and (self._last_step is None or first <= self._last_step):
                 from tensorboard.compat.proto.event_pb2 import SessionLog
 
                 # As SummaryWriter(purge_step=first): readers forget what earlier files hold at this step and after it.
                 self._file.write(step=first, session_log=SessionLog(status=SessionLog.START))
+                if self._newest[0] == first:  # written before the checkpoint that was resumed
+                    self._file.write_scalars([self._newest])
         return self._file
 
     # -- what --------------------------------------------------------------------------------------------------------
@@ -219,7 +217,7 @@ class TensorBoard(AbstractCallback):
                 for step, scalars in chosen
             ]
         with self._writing():
-            self._events.write_scalars(chosen)
+            self._write_scalars(chosen)
         self._last_step = rows[-1][0]
 
     @logs_nothing
@@ -248,8 +246,15 @@ class TensorBoard(AbstractCallback):
                 if self.metric_names is None or name in self.metric_names
             }
             if scalars:
-                self._events.write_scalars([(step, scalars)])
+                self._write_scalars([(step, scalars)])
                 self._last_step = max(step, self._last_step or 0)
+
+    def _write_scalars(self, rows: list[tuple[int, dict[str, float]]]) -> None:
+        self._events.write_scalars(rows)
+        for step, scalars in rows:
+            newest, before = self._newest
+            if step >= newest:
+                self._newest = step, {**(before if step == newest else {}), **scalars}
 
     def _epoch_tag(self, name: str) -> str:
         return f"epoch/{name}" if name in self._step_names else name
@@ -382,31 +387,30 @@ class TensorBoard(AbstractCallback):
         self._rates = {}
 
     def on_restart(self, failure: Any) -> None:
-        """Cut off what the dead process wrote after the snapshot: it will be written again."""
-        assert self.log_dir is not None
-        place = self._place
-        if "://" in self.log_dir or (place is None and self.train_loop_obj.global_step != self._first_of_fit):
-            return  # what is written again supersedes it, as in a resumed run
-        with self._writing():
-            if place is not None and place[0]:
-                self._file = EventFile.reopened(*place)
-            else:
-                EventFile.remove_of(self.log_dir, self._owner)
+        """Supersede what the process that failed has written after this step, also without a checkpoint."""
+        self._last_step = None
 
     def __getstate__(self) -> dict[str, Any]:
-        size = self._file.size if self._file is not None else None
-        place = (self._file.path, size) if self._file is not None and size is not None else ("", 0)
-        return {**self.__dict__, "_file": None, "_rates": {}, "_place": place}
+        return {**self.__dict__, "_file": None, "_rates": {}}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"log_dir": self.log_dir, "lengths": self._epoch_values.state_dict(), "once_written": self._once_written}
+        return {
+            "log_dir": self.log_dir,
+            "lengths": self._epoch_values.state_dict(),
+            "once_written": self._once_written,
+            "newest": list(self._newest),
+            "step_names": sorted(self._step_names),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._chosen:
             self.log_dir = state["log_dir"]
         self._epoch_values.load_state_dict(state["lengths"])
         self._once_written = state["once_written"] and self.log_dir == state["log_dir"]
-        self._last_step = None  # the run that wrote the checkpoint may have gone on after it
+        self._last_step = None  # the run that wrote the checkpoint may have continued after it
+        self._step_names |= set(state.get("step_names", ()))
+        step, scalars = state.get("newest", (0, {}))
+        self._newest = step, dict(scalars)
         self._close()
 
 
@@ -415,7 +419,7 @@ SUFFIX = ".trainloop"
 
 
 class EventFile:
-    """One event file: tensorboard's records in a file that is named, flushed and cut here.
+    """One event file: tensorboard's records in a file that is named and flushed here.
 
     Not tensorboard's ``EventFileWriter``: that one opens the file again for each record, writes in a thread, which
     prints a traceback where a disk is full, and names files of one second in an order that need not be theirs.
@@ -425,8 +429,6 @@ class EventFile:
     log_dir : str
         Folder that TensorBoard is started with; made if it is missing. What isn't local, such as ``s3://...``, goes
         through tensorboard's own file system layer.
-    owner : str
-        Two numbers with a point between them that stand in the file's name, by which :meth:`remove_of` finds it.
 
     Attributes
     ----------
@@ -437,50 +439,28 @@ class EventFile:
         The folder held files of an earlier writer of this kind.
     """
 
-    def __init__(self, log_dir: str, owner: str) -> None:
+    def __init__(self, log_dir: str) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
         remote = "://" in log_dir
         earlier = [] if remote else sorted(Path(log_dir).glob(f"events.out.tfevents.*{SUFFIX}"))
         self.continues = bool(earlier)
         begun = int(time.time())
         if earlier:
             begun = max(begun, int(earlier[-1].name.split(".")[3]) + 1)
-        self.path = os.path.join(log_dir, f"events.out.tfevents.{begun:010d}.{socket.gethostname()}.{owner}{SUFFIX}")
+        owner = f"{socket.gethostname()}.{os.getpid()}.{next(_files)}"
+        self.path = os.path.join(log_dir, f"events.out.tfevents.{begun:010d}.{owner}{SUFFIX}")
         if remote:
             from tensorboard.compat import tf
 
             tf.io.gfile.makedirs(log_dir)
-            self._begin(tf.io.gfile.GFile(self.path, "wb"))
+            self._file: Any = tf.io.gfile.GFile(self.path, "wb")
         else:
             os.makedirs(log_dir, exist_ok=True)
-            self._begin(open(self.path, "xb"))  # noqa: SIM115  # open as long as the object
-        self.write(file_version="brain.Event:2")
-
-    def _begin(self, file: Any) -> None:
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._file, self._records = file, RecordWriter(file)
+            self._file = open(self.path, "xb")  # noqa: SIM115  # open as long as the object
+        self._records = RecordWriter(self._file)
         self._last_wall_time = time.time()
-
-    @classmethod
-    def reopened(cls, path: str, size: int) -> EventFile:
-        """Reopen the local file of a process that has died, cut to an earlier :attr:`size`."""
-        found = object.__new__(cls)
-        found.continues, found.path = False, path
-        found._begin(open(path, "r+b"))  # noqa: SIM115  # open as long as the object
-        found._file.truncate(size)
-        found._file.seek(size)
-        return found
-
-    @staticmethod
-    def remove_of(log_dir: str, owner: str) -> None:
-        """Remove the files of an owner from a local folder."""
-        for path in Path(log_dir).glob(f"events.out.tfevents.*.{socket.gethostname()}.{owner}{SUFFIX}"):
-            path.unlink()
-
-    @property
-    def size(self) -> int | None:
-        """Bytes written so far; ``None`` where the file can't be cut to them later."""
-        return None if "://" in self.path else self._file.tell()
+        self.write(file_version="brain.Event:2")
 
     def write(self, **fields: Any) -> None:
         """Write an ``Event`` with these fields: a step and a summary, say."""
@@ -510,7 +490,7 @@ class EventFile:
         self._file.close()
 
 
-_fits = itertools.count()  # of this process, so that no two have the same files
+_files = itertools.count()  # of this process, so that no two have the same name
 
 
 def _check_writable(folder: str) -> None:

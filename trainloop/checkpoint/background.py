@@ -21,11 +21,6 @@ class BackgroundWrite:
         Of the state that is written.
     give_up : callable, optional
         Lets it wait no longer for other ranks.
-    name : str
-        Of the thread.
-    abandoned : bool
-        Whether the process may end before it is done. Else the interpreter waits for it at the program's end, so that
-        a file becomes whole.
     """
 
     def __init__(
@@ -33,9 +28,6 @@ class BackgroundWrite:
         write: Callable[[], Exception | None],
         step: int,
         give_up: Callable[[], None] = lambda: None,
-        *,
-        name: str = "checkpoint",
-        abandoned: bool = False,
     ) -> None:
         self.step = step
         self.give_up = give_up
@@ -43,7 +35,7 @@ class BackgroundWrite:
         # A thread begins on GPU 0. Whatever it asks of CUDA would make a context there, in the memory of another rank.
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._thread = threading.Thread(
-            target=self._run, name=f"{name} of step {step}", daemon=abandoned, args=(write,)
+            target=self._run, name=f"checkpoint of step {step}", daemon=False, args=(write,)
         )
         self._thread.start()
 

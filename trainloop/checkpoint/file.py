@@ -100,7 +100,9 @@ def checkpoint_name(info: CheckpointInfo, version: int = 1, *, sharded: bool = F
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def save(path: str | os.PathLike[str], state: Mapping[str, Any], info: CheckpointInfo | None = None) -> None:
+def save(
+    path: str | os.PathLike[str], state: Mapping[str, Any], info: CheckpointInfo | None = None, *, durable: bool = True
+) -> None:
     """Write a checkpoint: under a temporary name, to the disk, then renamed, so that it is whole or is not there.
 
     Parameters
@@ -111,6 +113,8 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any], info: Checkpoin
         Nested containers of tensors (on any device), numbers and strings: see :func:`plain`.
     info : CheckpointInfo, optional
         Kept in the file's end.
+    durable : bool
+        Wait until the file would survive a loss of power.
 
     Raises
     ------
@@ -127,7 +131,7 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any], info: Checkpoin
     info = info or CheckpointInfo()
     body = plain(state, tensor=lambda t: t.cpu())
     where, name = split_file(path)
-    where.write(name, lambda file: _write(file, body, info), writer=info.run)
+    where.write(name, lambda file: _write(file, body, info), writer=info.run, durable=durable)
 
 
 def _write(file: BinaryIO, body: Any, info: CheckpointInfo) -> None:

@@ -124,8 +124,6 @@ class TrainFeed:
         self._position: Any = _LIVE
         self._global_rng: dict[str, Any] | None = None
         self._replaces_workers = False  # resumed: other persistent workers were up when the epoch began
-        self.after_rereading: Callable[[], None] = lambda: None
-        """Called after batches were read again only to find the place in the epoch: to undo what that has moved."""
 
     @property
     def loader(self) -> Any:
@@ -255,7 +253,6 @@ class TrainFeed:
             for _ in islice(items, first_batch):
                 pass
         self._global_rng = None
-        self.after_rereading()
         return items
 
     def _goes_on(self, resumed: dict[str, Any], *, begins: bool) -> bool:

@@ -156,7 +156,6 @@ def launch(
             num_threads=num_threads,
             parcel=payload.parcel,
             inherited=tuple(payload.inherited),
-            shows_pulse=restart_policy is not None and ranks_per_node * num_nodes == 1,
             interface="lo" if num_nodes == 1 else None,
             init_method=init_method if num_nodes > 1 and hosts is None else None,
             key=new_key() if num_nodes == 1 else key_from_environment(),
@@ -252,7 +251,7 @@ def _new_ranks(
         undo.callback(end.close)
     file = partial(_file, undo)
     spec = spec_with(
-        words_fd=file("words", 8 * (SharedStop.num_words(ranks_per_node) + 2 * ranks_per_node)),
+        words_fd=file("words", 8 * (SharedStop.num_words(ranks_per_node) + ranks_per_node)),
         store_fd=file("store"),
         result_fd=file("result"),
         record_fds=tuple(file("record") for _ in range(ranks_per_node)),

@@ -22,7 +22,7 @@ __all__ = [
     "LOST_HOST",
     "Failure",
     "RestartPolicy",
-    "deed_of",
+    "describe_failure",
     "described",
     "exit_text",
     "failure_of",
@@ -299,9 +299,9 @@ def worker_failed_error(
     elif failure.type == LOST_HOST:
         what = failure.message
     elif failure.type == "SystemExit":
-        what = f"{who} {deed_of(failure)} (SystemExit; its traceback follows)"
+        what = f"{who} {describe_failure(failure)} (SystemExit; its traceback follows)"
     else:
-        what = f"{who} {deed_of(failure)}{'' if failure.type is None else ' (its traceback follows)'}"
+        what = f"{who} {describe_failure(failure)}{'' if failure.type is None else ' (its traceback follows)'}"
     others = ""
     if ended and not failure.timeout:
         others = f"; {_names(ended)} {'was' if len(ended) == 1 else 'were'} ended because of it"
@@ -331,8 +331,8 @@ def _with_lines_of_cells(text: str) -> str:
     return _FRAME_WITHOUT_LINE.sub(with_line, text)
 
 
-def deed_of(failure: Failure) -> str:
-    """One line to follow a rank's name: what it did, or what was done to it."""
+def describe_failure(failure: Failure) -> str:
+    """Return a one-line description of a failure, to follow ``rank N``."""
     if failure.timeout:
         alive = failure.type is None and failure.exitcode is None
         return "hangs" if alive else "waited for a rank that hangs"

@@ -8,8 +8,6 @@ a change of either is a sign of life. The rule:
 * A rank that waits in a collective or at a step boundary waits ``timeout`` seconds. It notices by itself.
 * A rank that is done can't notice that it waits for others. So the launching process counts: a rank that gives
   no sign of life for ``timeout`` seconds after another is done ends the run.
-* A lone process that would be started again is waited for by nobody. It gives a sign where its main thread gets on
-  (:mod:`trainloop.launch.pulse`); without one for ``timeout`` seconds it hangs.
 * When all are done, a process that does not end within ``timeout`` seconds is killed; nothing is lost.
 """
 
@@ -28,8 +26,6 @@ class Sign(NamedTuple):
     """The step boundaries it has reached."""
     working: bool
     """Whether its work has neither succeeded nor failed yet."""
-    pulse: int = 0
-    """A count that grows while a lone process gets on; 0 where nobody counts."""
 
 
 class Liveness:
@@ -68,8 +64,7 @@ class Liveness:
             done_since.append(done_elsewhere_since)
         working = [r for r, sign in enumerate(signs) if sign.working]
         if not done_since:
-            # Nobody waits: a lone process has to show that it gets on, from where it begins to.
-            return [r for r in working if signs[r].pulse and now - self._since[r] > self._timeout_s]
+            return []
         # While somebody works, the first that is done waits; then processes have since the last one's end to close.
         waited_since = min(done_since) if working else max(done_since)
         waited_for = working or range(len(signs))

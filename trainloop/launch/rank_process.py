@@ -18,7 +18,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from multiprocessing import connection
 from multiprocessing.context import get_spawning_popen
 from typing import Any
@@ -36,7 +35,6 @@ from trainloop.launch.forked import LAUNCH_VARIABLE
 from trainloop.launch.kept import next_work
 from trainloop.launch.main_guard import take_main_place
 from trainloop.launch.output import quieten_log_streams, rank_streams
-from trainloop.launch.pulse import Pulse
 from trainloop.launch.settings import apply_settings
 from trainloop.launch.unblocking import Unblocking
 from trainloop.scratch import Scratch, name_semaphores
@@ -96,8 +94,6 @@ class RankSpec:
     """Key with which ranks sign their messages; see :mod:`trainloop.distributed.key`."""
     settings: bytes = b""
     """The caller's :func:`~trainloop.launch.settings.dumped_settings`."""
-    shows_pulse: bool = False
-    """Whether a lone rank shows that it gets on; see :mod:`trainloop.launch.pulse`."""
     line_fds: tuple[int, ...] = ()
     """For each local rank, a connection for further work; empty if it ends after the first."""
     main: tuple[str | None, str | None] = (None, None)
@@ -125,7 +121,7 @@ class RankSpec:
         )
 
     def map_words(self) -> memoryview:
-        """The words that ranks and parent share: of the stop agreement, then ranks' states, then their pulses."""
+        """The words that ranks and parent share: of the stop agreement, then ranks' states."""
         return memoryview(mmap.mmap(self.words_fd, 0)).cast("q")
 
 
@@ -212,11 +208,6 @@ def _work(spec: RankSpec, me: Rank, words: memoryview, received: Mapping[int, in
         try:
             undo.enter_context(rank_streams(me))
             words[state] = State.RUNNING
-            if spec.shows_pulse:
-                beat = partial(words.__setitem__, state + spec.local_world_size)
-                pulse = Pulse(threading.get_ident(), spec.timeout_s, beat)
-                pulse.start()
-                undo.callback(pulse.stop)
             if "nccl" in spec.backend:
                 unblocking = Unblocking(lost)
                 unblocking.start()

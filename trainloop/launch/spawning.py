@@ -221,12 +221,8 @@ class Ranks:
     def _state(self, local_rank: int) -> int:
         return self._words[SharedStop.num_words(self._spec.local_world_size) + local_rank]
 
-    def _pulse(self, local_rank: int) -> int:
-        ranks = self._spec.local_world_size
-        return self._words[SharedStop.num_words(ranks) + ranks + local_rank]
-
     def _overdue(self) -> list[int]:
-        signs = [Sign(self.stop.boundary_of(r), self._state(r) != State.DONE, self._pulse(r)) for r in self._locals()]
+        signs = [Sign(self.stop.boundary_of(r), self._state(r) != State.DONE) for r in self._locals()]
         elsewhere = self._hosts.done_since if self._hosts is not None else None
         return self._liveness.overdue(signs, time.monotonic(), done_elsewhere_since=elsewhere)
 

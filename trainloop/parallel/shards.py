@@ -71,16 +71,15 @@ def whole(tensor: Any) -> Tensor:
     return full
 
 
-def gathered(tensor: Tensor, *, keeps: bool | None = None, on_host: Callable[[Tensor], Tensor] = Tensor.cpu) -> Tensor:
-    """A sharded tensor as a whole one on the CPU of each rank that keeps it (default: rank 0). Collective.
+def gathered(tensor: Tensor) -> Tensor:
+    """Return a sharded tensor as a whole one on the CPU of rank 0. Collective.
 
-    Other ranks get an empty tensor. A plain tensor is returned as it is. ``on_host`` makes the copy on the CPU.
+    Other ranks get an empty tensor. A plain tensor is returned as it is.
     """
     if not is_sharded(tensor):
         return tensor
     full = whole(tensor)
-    keeps = torch.distributed.get_rank() == 0 if keeps is None else keeps
-    return on_host(full) if keeps else full.new_empty(0, device="cpu")
+    return full.new_empty(0, device="cpu") if torch.distributed.get_rank() else full.cpu()
 
 
 def shard_like(value: Tensor, like: Any) -> Any:

@@ -36,8 +36,7 @@ from trainloop.user_line import warn
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
-    from trainloop.train_loop.restarts import Supervisor
-    from trainloop.transfer.slots import SnapshotMemory
+    from trainloop.train_loop.restarts import RestartFolder, Supervisor
 
 __all__ = ["execute", "sent_parts"]
 
@@ -111,7 +110,7 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
                 args,
                 job,
                 departure.paths,
-                memory=None if supervisor is None else supervisor.memory,
+                folder=None if supervisor is None else supervisor.folder,
                 caller=None if has_ranks(loop.gpu_mode) else CallersRandomness.of(loop),
             ),
             ranks_per_node=ranks,
@@ -138,17 +137,7 @@ def _supervisor(loop: TrainLoop[Any], job: FitJob | None, ranks: int) -> Iterato
         return
     from trainloop.train_loop.restarts import Supervisor
 
-    site = loop.site
-    # A run that fails before its first snapshot starts again from here.
-    begins_at = loop.global_step if job.resume is None else job.resume["place"]["global_step"]
-    with Supervisor(
-        loop,
-        job.restarts,
-        ranks,
-        num_nodes=site.num_nodes,
-        node_rank=site.node_rank,
-        begins_at=begins_at,
-    ) as supervisor:
+    with Supervisor(loop, job.restarts, ranks, job.resume) as supervisor:
         yield supervisor
 
 
@@ -187,7 +176,7 @@ def _as_rank(
     stop: StopAgreement,
     *,
     joined: bool = False,
-    memory: SnapshotMemory | None = None,
+    folder: RestartFolder | None = None,
     caller: CallersRandomness | None = None,
 ) -> Any:
     """In a rank: do the work; returns the loop's state with the work's result and, in one process, random states.
@@ -201,8 +190,8 @@ def _as_rank(
     stop : StopAgreement
     joined : bool
         Whether others started the rank, so that there is no caller to send state to.
-    memory : SnapshotMemory, optional
-        For a run that survives failures.
+    folder : RestartFolder, optional
+        The private folder of a run that restarts after failures.
     caller : CallersRandomness, optional
         For the one process of ``single`` and ``dp``.
     """
@@ -224,14 +213,13 @@ def _as_rank(
     if caller is not None:
         caller.put_into(loop)
     with applied_here, running(loop, stop, job, joined=joined) as run:
-        if memory is not None:
-            from trainloop.train_loop.snapshots import StopWithSnapshots
+        if folder is not None:
+            from trainloop.train_loop.restart_checkpoints import RestartCheckpoints
 
-            assert arrival is not None, "who is started by others keeps no snapshots"
             assert isinstance(run, Training)
             assert job is not None
             assert job.restarts is not None
-            run.stop = run.snapshots = StopWithSnapshots(run, arrival, memory, job.restarts.every)
+            run.stop = run.restarts = RestartCheckpoints(run, folder, job.restarts.every)
         result = work(run, *args)
     if arrival is None:
         return result

@@ -16,7 +16,7 @@ from trainloop.parallel.shards import is_mark_of_sharding
 from trainloop.transfer import PackedState, pack_state, unpack_state
 from trainloop.transfer.kept import kept_attributes
 from trainloop.transfer.pages import trim
-from trainloop.transfer.shared import changed_parts, fingerprint, fingerprints, parts_now, put_into, shared_parts
+from trainloop.transfer.shared import changed_parts, fingerprint, fingerprints, put_into, shared_parts
 from trainloop.user_line import warn
 
 if TYPE_CHECKING:
@@ -25,13 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Arrival",
     "Departure",
-    "buffers_of",
-    "callback_state",
-    "plain_attributes",
-    "put_callback_state",
-    "put_plain_attributes",
-    "put_tensors",
-    "stateful_attributes",
 ]
 
 COUNTERS = (
@@ -74,7 +67,7 @@ def _parts(loop: TrainLoop[Any]) -> dict[str, Any]:
     for i, callback in enumerate(loop.callbacks):
         roots.update((f"callbacks.{i}.{name}", value) for name, value in kept_attributes(callback).items())
     roots.update(
-        (f"modules.{root}.{path}.{name}", value) for (root, path, name), value in plain_attributes(loop).items()
+        (f"modules.{root}.{path}.{name}", value) for (root, path, name), value in _plain_attributes(loop).items()
     )
     optimizers = [loop.optimizer, *optimizers_of(loop.optimizer)]
     own = [loop.criterion, *optimizers] if not isinstance(loop.criterion, nn.Module) else optimizers
@@ -121,19 +114,15 @@ class Arrival:
         self.known = [*known_objects(loop), *(found.get(path, object()) for path in paths)]
         """What both sides have, in the same order."""
         self._stateful = [
-            (i, name) for i, callback in enumerate(loop.callbacks) for name in stateful_attributes(callback)
+            (i, name) for i, callback in enumerate(loop.callbacks) for name in _stateful_attributes(callback)
         ]
         # A pickled optimizer loses the mark by which torch's schedulers recognise it, and they would warn about it.
         warnings.filterwarnings("ignore", message=r"Seems like `optimizer\.step\(\)` has been overridden")
         self._modules = _modules(loop)
         self._attributes = {
-            key: fingerprint(value, self.known, fixed=True) for key, value in plain_attributes(loop).items()
+            key: fingerprint(value, self.known, fixed=True) for key, value in _plain_attributes(loop).items()
         }
         self._arrived = fingerprints(self.parts, self.known)
-
-    def parts_now(self) -> dict[str, Any]:
-        """The parts' present contents, by their path."""
-        return parts_now(self.parts)
 
     def end_state(self, result: Any, *, sent: bool = True) -> PackedState | None:
         """The loop's state now, and ``result``, for :meth:`Departure.receive` on the caller's side.
@@ -142,7 +131,7 @@ class Arrival:
         their state, which may be an exchange of all ranks.
         """
         loop = self._loop
-        callbacks = [callback_state(callback) for callback in self.callbacks]
+        callbacks = [_callback_state(callback) for callback in self.callbacks]
         stateful = [getattr(self.callbacks[i], name).state_dict() for i, name in self._stateful]
         if not sent:
             return None
@@ -151,7 +140,7 @@ class Arrival:
         added = {key for key, module in modules.items() if self._modules.get(key) is not module}
         added -= {(root, path) for root, path in added if (root, path.rpartition(".")[0]) in added}
         changed: dict[Any, Any] = {}
-        for key, value in plain_attributes(loop).items():
+        for key, value in _plain_attributes(loop).items():
             if any(key[0] == root and f"{key[1]}.".startswith(f"{path}.") for root, path in added):
                 continue
             mark = fingerprint(value, self.known)
@@ -208,7 +197,7 @@ class Arrival:
         return can
 
 
-def plain_attributes(loop: TrainLoop[Any]) -> dict[tuple[int, str, str], Any]:
+def _plain_attributes(loop: TrainLoop[Any]) -> dict[tuple[int, str, str], Any]:
     """Attributes of the root modules and all in them, by root, the module's name in it, and theirs."""
     return {
         (root, path, name): value
@@ -228,8 +217,8 @@ def _address(tensor: torch.Tensor) -> int:
 
 def _receive(loop: TrainLoop[Any], state: dict[str, Any], callbacks: list[Any]) -> None:
     _put_modules(loop, state["modules"])
-    put_tensors(loop, state["tensors"])
-    put_plain_attributes(loop, state["attributes"])
+    _put_tensors(loop, state["tensors"])
+    _put_plain_attributes(loop, state["attributes"])
     loop.history.load_state_dict(state["history"])
     loop.scaler_state = state["scaler"]
     for name, value in state["counters"].items():
@@ -238,12 +227,12 @@ def _receive(loop: TrainLoop[Any], state: dict[str, Any], callbacks: list[Any]) 
     for (i, name), saved in state["stateful"].items():
         getattr(callbacks[i], name).load_state_dict(saved)
     for callback, saved in zip(callbacks, state["callbacks"], strict=True):
-        put_callback_state(callback, saved)
+        _put_callback_state(callback, saved)
     if state["list of callbacks"] is not None:
         loop.callbacks = state["list of callbacks"]
 
 
-def put_tensors(loop: TrainLoop[Any], values: Mapping[tuple[int, str], tuple[torch.Tensor, bool]]) -> None:
+def _put_tensors(loop: TrainLoop[Any], values: Mapping[tuple[int, str], tuple[torch.Tensor, bool]]) -> None:
     """Values, and whether they require a gradient, into a loop's own parameters and buffers."""
     tensors = dict(_tensors(loop))
     with torch.no_grad():
@@ -259,8 +248,8 @@ def put_tensors(loop: TrainLoop[Any], values: Mapping[tuple[int, str], tuple[tor
                 _root_modules(loop)[root].get_submodule(owner).register_buffer(name, value)
 
 
-def put_plain_attributes(loop: TrainLoop[Any], values: Mapping[tuple[int, str, str], Any]) -> None:
-    """Write the other side's :func:`plain_attributes` into this side's modules; those of modules it lacks are left."""
+def _put_plain_attributes(loop: TrainLoop[Any], values: Mapping[tuple[int, str, str], Any]) -> None:
+    """Write the other side's :func:`_plain_attributes` into this side's modules; those of modules it lacks are left."""
     modules = _modules(loop)
     for (root, path, name), value in values.items():
         if (root, path) in modules:
@@ -274,8 +263,8 @@ def _put_modules(loop: TrainLoop[Any], added: Mapping[tuple[int, str], nn.Module
         _root_modules(loop)[root].get_submodule(owner)._modules[name] = module
 
 
-def put_callback_state(callback: Any, saved: Any) -> None:
-    """Load the other side's :func:`callback_state` into a callback."""
+def _put_callback_state(callback: Any, saved: Any) -> None:
+    """Load the other side's :func:`_callback_state` into a callback."""
     if hasattr(callback, "__setstate__"):
         callback.__setstate__(saved)
     else:
@@ -299,14 +288,7 @@ def _tensors(loop: TrainLoop[Any]) -> Iterable[tuple[tuple[int, str], torch.Tens
             yield (root, name), tensor
 
 
-def buffers_of(loop: TrainLoop[Any]) -> Iterable[tuple[tuple[int, str], torch.Tensor]]:
-    """The buffers; where DDP doesn't copy rank 0's, each rank has its own."""
-    for root, module in enumerate(_root_modules(loop)):
-        for name, buffer in module.named_buffers():
-            yield (root, name), buffer
-
-
-def stateful_attributes(callback: Any) -> dict[str, Any]:
+def _stateful_attributes(callback: Any) -> dict[str, Any]:
     """A callback's schedulers, metrics and the like: they load state, and stay the caller's own objects."""
     return {
         name: value
@@ -319,7 +301,7 @@ def stateful_attributes(callback: Any) -> dict[str, Any]:
     }
 
 
-def callback_state(callback: Any) -> Any:
+def _callback_state(callback: Any) -> Any:
     """The part of a callback that its ``__getstate__`` sends to another process."""
     get_state = getattr(type(callback), "__getstate__", None)
     if get_state is not None and get_state is not getattr(object, "__getstate__", None):

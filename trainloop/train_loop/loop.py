@@ -260,7 +260,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         gather : bool
             ``False``, in ``fsdp``: what was trained stays in the checkpoints of a ``ModelCheckpoint``, for models that
             no host has room for; the model that is returned is as it was. To train on, evaluate or predict is an error
-            then, until a checkpoint is resumed from, or loaded into the model. Not with ``max_restarts``.
+            then, until a checkpoint is resumed from, or loaded into the model.
         in_process_data_load : AbstractCallback or list of them, optional
             Their ``on_multiprocess_start`` makes loaders inside each rank and puts them into the loop.
         backend : str, optional
@@ -275,11 +275,12 @@ class TrainLoop(LoopView, Generic[ModelT]):
             it again, is taken up as it was left, and nothing is done.
         max_restarts : int
             Failures that the run survives: ranks that are killed, crash, exit, raise, hang or lose a loader's worker
-            are started again from a snapshot in memory, and the run ends with the very numbers of an undisturbed one.
+            are started again from a checkpoint that the run writes for this into a private folder, and the run ends
+            with the very numbers of an undisturbed one.
             -1 for any number. In ``single`` and ``dp`` the loop runs in a process of its own then. For one host; those
             of several are restarted by their launcher.
         restart_every_steps : int, optional
-            Steps between two snapshots. Default: as often as costs at most 1 % of the time.
+            Steps between two of these checkpoints. Default: as often as costs at most 1 % of the time.
 
         Returns
         -------

@@ -66,12 +66,12 @@ class Options:
 
 @dataclass(frozen=True)
 class RestartOptions:
-    """How often ``fit`` restarts after failures, and from which snapshots."""
+    """How often ``fit`` restarts after failures, and how often it writes checkpoints for that."""
 
     most: int
     """Restarts; -1 for no limit."""
     every: int | None = None
-    """Steps between two snapshots; ``None``: chosen by the time that they take."""
+    """Steps between two checkpoints; ``None``: chosen by the time that they take."""
 
 
 @dataclass(frozen=True)
@@ -86,4 +86,4 @@ class FitJob:
     resume: dict[str, Any] | None = None
     """State of the checkpoint to go on from."""
     restarts: RestartOptions | None = None
-    """For a run that survives failures."""
+    """For a run that restarts after failures."""

@@ -1,220 +1,215 @@
-"""A run that survives failures, seen from the process that starts its ranks: whether they start again, and from where.
+"""Restarts, seen from the process that starts the ranks: whether they restart after a failure, and from where.
 
 ::
 
-    a rank fails                  launch ends the others, and asks Supervisor.failed
-      it would only come again      the error, with a word about why the run ends
-    hosts meet again              each says what it has seen and kept: Supervisor.says
-      all have spoken               a notice in memory, what failed and which snapshot to go on from: Supervisor.agreed
-    ranks start again             StopWithSnapshots reads the notice and takes up what it says
+    a rank fails          launch ends the others, and asks Supervisor.failed
+      it would recur        the error, with a note that explains why the run ends
+    ranks start again     Supervisor.before_start names the newest checkpoint in the run's private folder
+                          in each rank, RestartCheckpoints resumes from it (train_loop/restart_checkpoints.py)
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import itertools
+import json
+import os
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import nn
-from torch.optim import Optimizer
+import numpy as np
+from torch import Tensor, nn
 
-from trainloop.errors import ConfigurationError, ResourceError, WorkerFailedError
-from trainloop.launch.failures import Failure, deed_of
+from trainloop import checkpoint, scratch
+from trainloop.errors import WorkerFailedError
+from trainloop.launch.failures import Failure, describe_failure
 from trainloop.optim import optimizers_of
-from trainloop.resources.quota import format_bytes
-from trainloop.train_loop.copies import parts_of_host
-from trainloop.train_loop.going_on import Word, going_on
+from trainloop.resources.machine import available
 from trainloop.train_loop.options import RestartOptions
-from trainloop.train_loop.signs import failed_in_a_row, get_back, get_status, set_back, set_status, status_words
-from trainloop.train_loop.snapshots import Restart, restart_line
-from trainloop.transfer.slots import SnapshotMemory
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
 
-__all__ = ["Supervisor"]
+__all__ = ["Restart", "RestartFolder", "RestartOrder", "Supervisor", "restart_line"]
 
-_FAILURES_IN_A_ROW = 3  # of making a snapshot; then a checkpoint counts, which has less in it
-_fits_over_hosts = itertools.count(1)
+_ROOM = 3  # two checkpoints, and the files of the run itself
+_SHARE_OF_MEMORY = 0.5  # of what the run may use, for that room
 
 
-class _Struck(NamedTuple):
-    """A failure and when it came, to tell whether another is the same."""
+class Restart(NamedTuple):
+    """One restart of a run: what ``tl.restarts`` lists, and ``on_restart`` gets."""
 
     rank: int
-    """That is to blame: where one hangs not the rank that told of it."""
+    """Global rank that failed first."""
+    cause: str
+    """What it did, or what was done to it: ``was killed by signal SIGKILL``."""
+    step: int
+    """Optimizer step after which training was resumed."""
+    steps_repeated: int
+    """Steps after it that had been done already."""
+    seconds: float
+    """From the failure until a step more than :attr:`step` was done, or until the next failure."""
+
+
+class RestartOrder(NamedTuple):
+    """What ranks that start after a failure have to know."""
+
+    restart: Restart
+    failed_ns: int
+    """Time of the failure (monotonic clock)."""
+    limit: str
+    """Which restart it is, and of how many."""
+    checkpoint: str
+    """Path of the checkpoint to resume from; empty to begin as the first time."""
+
+
+class RestartFolder:
+    """The private folder of a run that restarts: its checkpoints, how far its ranks are, and the latest order.
+
+    Parameters
+    ----------
+    path : str
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.checkpoints = os.path.join(path, "checkpoints")
+        """The folder of the checkpoints."""
+        self._progress, self._order = os.path.join(path, "progress"), os.path.join(path, "order")
+
+    def begin(self, ranks: int, step: int, order: RestartOrder | None) -> None:
+        """Before ranks start: all of them are at this step, and do not train yet."""
+        np.array([(0, 0), *[(step, 0)] * ranks], np.int64).tofile(self._progress)
+        if order is not None:
+            with open(self._order, "w") as file:
+                json.dump(order, file)
+
+    def order(self) -> RestartOrder | None:
+        """Return the latest order; ``None`` for the first start."""
+        try:
+            with open(self._order) as file:
+                restart, *others = json.load(file)
+        except FileNotFoundError:
+            return None
+        return RestartOrder(Restart(*restart), *others)
+
+    def progress(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return shared memory of all processes of the run.
+
+        Row 0: the time (monotonic clock) at which the first step after a restart was done, or 0. Row ``1 + r``: the
+        steps that local rank ``r`` has done, and 1 once it trains.
+        """
+        return np.memmap(self._progress, np.int64, "r+").reshape(-1, 2)
+
+
+class _SeenFailure(NamedTuple):
+    """A failure and its place in the training, to compare it with the next one."""
+
+    rank: int
+    """Rank to blame: if one hangs, not the rank that reported it."""
     failure: Failure
     step: int
     trains: bool
 
-    def again(self, last: _Struck) -> bool:
-        """Whether it is the last one once more, at the same place."""
-        a, b = self.failure, last.failure
-        if (a.type, a.exitcode, a.timeout, *self[2:]) != (b.type, b.exitcode, b.timeout, *last[2:]):
+    def recurs_in(self, other: _SeenFailure) -> bool:
+        """Return True if the other is the same failure at the same place."""
+        a, b = self.failure, other.failure
+        if (a.type, a.exitcode, a.timeout, *self[2:]) != (b.type, b.exitcode, b.timeout, *other[2:]):
             return False
-        # A bug strikes all ranks, and any of them may be the first to tell; a signal or a lost connection strikes one.
+        # A bug occurs on all ranks, and any of them may be the first to report; a signal or a lost connection hits one.
         of_code = a.type is not None and not (a.timeout or a.consequence or b.consequence)
-        return self.rank == last.rank or (of_code and a.message == b.message)
+        return self.rank == other.rank or (of_code and a.message == b.message)
 
 
 class Supervisor:
-    """Decides about restarts, and keeps the memory that ranks leave their snapshots in; a context manager.
-
-    Over several hosts each has one of its own. What they decide from, they tell each other before ranks start, and
-    all come to the same from the same words.
+    """Decides about restarts, and keeps the private folder of the run; a context manager.
 
     Parameters
     ----------
     loop : TrainLoop
-        Whose ``restarts`` are written.
+        The loop whose ``restarts`` are written.
     options : RestartOptions
     ranks : int
-        Of this host.
-    num_nodes, node_rank : int
-        Hosts, and which one this is.
-    begins_at : int
-        Step that the run begins at: the caller's own, or that of the checkpoint it resumes.
+    resume : dict, optional
+        State of the checkpoint that the first start resumes.
     """
 
     def __init__(
-        self,
-        loop: TrainLoop[Any],
-        options: RestartOptions,
-        ranks: int,
-        *,
-        num_nodes: int = 1,
-        node_rank: int = 0,
-        begins_at: int | None = None,
+        self, loop: TrainLoop[Any], options: RestartOptions, ranks: int, resume: dict[str, Any] | None = None
     ) -> None:
-        check_memory(loop)
         self._loop, self._most, self._ranks = loop, options.most, ranks
-        self._num_nodes, self._node_rank = num_nodes, node_rank
-        self._begins_at = loop.global_step if begins_at is None else begins_at
-        self._fit = next(_fits_over_hosts) if num_nodes > 1 else 0
-        self.memory = SnapshotMemory(parts_of_host(ranks, num_nodes), status_words(ranks))
-        self._last: _Struck | None = None
-        self._struck: tuple[Failure, WorkerFailedError] | None = None
+        self._begins_at: int = loop.global_step if resume is None else resume["place"]["global_step"]
+        # A ModelCheckpoint that takes over the run that it resumes writes under that run's name.
+        states = [saved["state"] for saved in resume["callbacks"]] if resume is not None else []
+        self._runs = [str(state["run"]) for state in states if isinstance(state, dict) and "run" in state]
+        self._begun_ns = time.time_ns()
+        self._last_failure: _SeenFailure | None = None
+        self._current: tuple[Failure, WorkerFailedError] | None = None
         self._pending: tuple[Restart, int] | None = None
-        self._begun_ns = time.monotonic_ns()
-        for rank in range(ranks):
-            set_status(self.memory, rank, self._begins_at, trains=False)
+        self._scratch = scratch.temporary_folder(memory_bytes=_room_in_memory(loop))
+        self.folder = RestartFolder(self._scratch.path)
 
     def __enter__(self) -> Supervisor:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._note_end_of_restart(None)
-        self.memory.close()
+        self._record_restart(None)
+        scratch.remove(self._scratch)
 
     def failed(self, failure: Failure, error: WorkerFailedError) -> WorkerFailedError | None:
-        """A rank has failed, and all have ended: ``None`` where they can start again.
-
-        Returns
-        -------
-        WorkerFailedError or None
-            That ends the run, where it would only come again, or restarts are used up.
-        """
-        self._note_end_of_restart(failure.time_ns)
-        rank = error.rank
-        local = rank - self._node_rank * self._ranks
-        step, trains = get_status(self.memory, local if local in range(self._ranks) else 0)
-        struck = _Struck(rank, failure, step, trains)
+        """Return the error that ends the run; ``None`` if the ranks, which have all ended, are to start again."""
+        self._record_restart(failure.time_ns)
+        step, trains = map(int, self.folder.progress()[1 + error.rank])
+        seen = _SeenFailure(error.rank, failure, step, bool(trains))
         done = len(self._loop.restarts)
         if failure.final:
             return error
-        if self._last is not None and struck.again(self._last):
-            when = f"after step {step}" if trains else f"before the training went on after step {step}"
-            return _with_note(error, f"It came again, {when}, so that a further restart would not help.")
+        if self._last_failure is not None and self._last_failure.recurs_in(seen):
+            when = f"after step {step}" if trains else f"before training was resumed after step {step}"
+            return _with_note(error, f"The same failure occurred again {when}; another restart would not help.")
         if done == self._most:
-            return _with_note(error, f"max_restarts={self._most} {'is' if done == 1 else 'are'} used up.")
-        self._last, self._struck = struck, (failure, error)
+            return _with_note(error, f"All restarts have been used (max_restarts={self._most}).")
+        self._last_failure, self._current = seen, (failure, error)
         return None
 
     def before_start(self) -> None:
-        """See to it that ranks, which are about to start, resume from the right place."""
-        self.agreed([self.says()])
-
-    def says(self) -> dict[str, Any]:
-        """What the other hosts have to know of this one before ranks start; plain types."""
-        word = Word(self._fit, self._begins_at, [list(restart) for restart in self._loop.restarts])
-        if self._struck is None:
-            return word._asdict()
-        failure, error = self._struck
-        hangs = failure.timeout and error.rank != failure.rank
-        word = word._replace(
-            failed=[error.rank, "hangs" if hangs else deed_of(failure)],
-            reached=max(get_status(self.memory, r)[0] for r in range(self._ranks)),
-            whole=list(self.memory.whole().items()),
-            checkpoint=self._checkpoint(),
-        )
-        return word._asdict()
-
-    def agreed(self, said: Sequence[Mapping[str, Any]]) -> None:
-        """All hosts have spoken, and ranks are about to start: see to it that they go on from the right place.
-
-        Raises
-        ------
-        WorkerFailedError, ConfigurationError
-            Where there is none.
-        """
-        words = [Word(**word) for word in said]
-        goes_on = going_on(words)
-        if goes_on is None:  # all begin
+        """Tell the ranks, which are about to start, where to resume."""
+        if self._current is None:
+            self.folder.begin(self._ranks, self._begins_at, None)
             return
-        if goes_on.problem:
-            raise self.error_that_ends(goes_on.problem) or ConfigurationError(goes_on.problem)
-        self.memory.forget_all_but(goes_on.number)
-        most = max((word.restarts for word in words), key=len)
-        known = self._loop.restarts
-        known += [Restart(*restart) for restart in most[len(known) :]]  # a host that comes again has none
-        failed_ns = self._begun_ns if self._struck is None else self._struck[0].time_ns
-        restart = Restart(goes_on.rank, goes_on.cause, goes_on.step, goes_on.steps_repeated, 0.0)
-        self._pending = restart, failed_ns
-        set_back(self.memory, 0)
-        for r in range(self._ranks):
-            set_status(self.memory, r, goes_on.step, trains=False)
-        self.memory.give_notice(
-            {
-                "restart": restart._asdict(),
-                "failed_ns": failed_ns,
-                "limit": f"{self._nth(len(self._loop.restarts) + 1)}.",
-                "number": goes_on.number,
-                "checkpoint": goes_on.checkpoint,
-                "lost": goes_on.lost,
-            }
-        )
+        failure, error = self._current
+        reached = int(self.folder.progress()[1:, 0].max())
+        # Of two of the same step the later one counts: it may be from after the epoch's end.
+        step, _, path = max(self._checkpoints(), default=(self._begins_at, 0, ""))
+        cause = "hangs" if failure.timeout and error.rank != failure.rank else describe_failure(failure)
+        restart = Restart(error.rank, cause, step, max(reached - step, 0), 0.0)
+        self._pending = restart, failure.time_ns
+        limit = f"{self._nth(len(self._loop.restarts) + 1)}."
+        self.folder.begin(self._ranks, step, RestartOrder(restart, failure.time_ns, limit, path))
 
-    def error_that_ends(self, why: str) -> WorkerFailedError | None:
-        """The error of the failure that can't be survived; ``None`` where there was none here."""
-        return None if self._struck is None else _with_note(self._struck[1], why)
+    def _checkpoints(self) -> Iterator[tuple[int, int, str]]:
+        """Step, time and path of each whole checkpoint that this run has written."""
+        found = checkpoint.checkpoints(self.folder.checkpoints)
+        for callback in self._loop.callbacks:
+            own = getattr(callback, "own_checkpoints", None)
+            if own is not None:
+                with contextlib.suppress(Exception):  # a folder that does not answer: the private ones remain
+                    found += own(self._runs)
+        for one in found:
+            if one.info is not None and one.info.stamp >= self._begun_ns:
+                yield one.info.step, one.info.stamp, one.path
 
-    def _checkpoint(self) -> list[Any] | None:
-        """Step and path of the newest, if several snapshots in a row could not be made."""
-        # A snapshot follows on each checkpoint, and has more in it: attributes of modules and of callbacks without a
-        # state_dict. So the one before is better than a newer checkpoint, unless it grows old.
-        if failed_in_a_row(self.memory) < _FAILURES_IN_A_ROW:
-            return None
-        # This very run's: what is newest in some folder may be another's.
-        keepers = [callback for callback in self._loop.callbacks if hasattr(callback, "own_checkpoints")]
-        own = max((found[-1] for keeper in keepers if (found := keeper.own_checkpoints())), default=None)
-        return None if own is None else list(own)
-
-    def _note_end_of_restart(self, failed_ns: int | None) -> None:
-        """The last restart is over: training went on, or failed again before it did."""
+    def _record_restart(self, failed_ns: int | None) -> None:
+        """The last restart is over: training was resumed, or failed again before it was."""
         if self._pending is None:
             return
         (restart, begun_ns), self._pending = self._pending, None
-        back_ns = get_back(self.memory)
-        end_ns = back_ns or failed_ns or time.monotonic_ns()
+        resumed_ns = int(self.folder.progress()[0, 0])
+        end_ns = resumed_ns or failed_ns or time.monotonic_ns()
         restart = restart._replace(seconds=(end_ns - begun_ns) / 1e9)
         self._loop.restarts.append(restart)
-        if not back_ns and failed_ns and self._node_rank == 0:  # no rank came as far as to say it
+        if not resumed_ns and failed_ns:  # no rank has got as far as to print it
             limit = f"{self._nth(len(self._loop.restarts))} failed, too."
             print(restart_line(restart, limit), file=sys.stderr, flush=True)
 
@@ -222,55 +217,29 @@ class Supervisor:
         return f"Restart {number}" if self._most < 0 else f"Restart {number} of {self._most}"
 
 
-def check_memory(loop: TrainLoop[Any]) -> None:
-    """Whether the run's quota has room for two snapshots.
-
-    Raises
-    ------
-    ResourceError
-        If they alone would take all of it.
-    """
-    quota = loop.options.quota
-    if quota is None or quota.memory == "auto":
-        return
-    needed = 2 * _snapshot_bytes(loop)
-    if needed >= int(quota.memory):
-        raise ResourceError(
-            f"max_restarts keeps two snapshots in memory, {format_bytes(needed)} of weights and optimizer state, but "
-            f"the quota has memory={format_bytes(int(quota.memory))} for the whole run. Raise it, or use a "
-            "ModelCheckpoint and resume_from='last' instead of max_restarts."
-        )
+def restart_line(restart: Restart, limit: str) -> str:
+    """Return the line that is printed about a restart."""
+    steps = f"{restart.steps_repeated} step{'' if restart.steps_repeated == 1 else 's'}"
+    return (
+        f"trainloop: rank {restart.rank} {restart.cause}; training was resumed from step {restart.step} ({steps} "
+        f"repeated), {restart.seconds:.1f} s after the failure. {limit}"
+    )
 
 
-def _snapshot_bytes(loop: TrainLoop[Any]) -> int:
-    """Bytes of weights, buffers and optimizer state, as far as they can be known before the first step."""
+def _room_in_memory(loop: TrainLoop[Any]) -> int:
+    """Return the bytes of memory that the private folder needs; 0 if the run may not use as much."""
     modules = [module for module in (loop.model, loop.criterion) if isinstance(module, nn.Module)]
-    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-    return sum(tensor.nbytes for tensor in tensors) + sum(map(_state_bytes, optimizers_of(loop.optimizer)))
-
-
-def _state_bytes(optimizer: Optimizer) -> int:
-    """What an optimizer holds; before its first step, what a copy of it holds after one, of a small parameter."""
-    held = sum(t.nbytes for state in optimizer.state.values() for t in _tensors_in(state))
-    total = 0
-    for group in optimizer.param_groups if not held else ():
-        probe = nn.Parameter(torch.zeros(64))
-        probe.grad = torch.zeros(64)
-        twin = copy.copy(optimizer)
-        twin.state, twin.param_groups = defaultdict(dict), [{**group, "params": [probe]}]
-        with contextlib.suppress(Exception):  # of an optimizer that needs more than that
-            type(optimizer).step(twin)
-        own = sum(t.nbytes for t in _tensors_in(twin.state[probe]) if t.numel() == probe.numel())
-        total += own * sum(parameter.nbytes for parameter in group["params"]) // probe.nbytes
-    return held or total
-
-
-def _tensors_in(state: Any) -> list[torch.Tensor]:
-    return [value for value in state.values() if isinstance(value, torch.Tensor)] if isinstance(state, dict) else []
+    weights = sum(tensor.nbytes for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    states = [state for optimizer in optimizers_of(loop.optimizer) for state in optimizer.state.values()]
+    held = sum(t.nbytes for state in states if isinstance(state, dict) for t in state.values() if isinstance(t, Tensor))
+    needed = _ROOM * (weights + (held or 2 * weights))  # before the first step: as much as Adam's
+    quota = loop.options.quota
+    limit = available().memory if quota is None or quota.memory == "auto" else int(quota.memory)
+    return needed if needed <= _SHARE_OF_MEMORY * limit else 0
 
 
 def _with_note(error: WorkerFailedError, note: str) -> WorkerFailedError:
-    """The error with one more sentence in its first line."""
+    """Return the error with one more sentence in its first line."""
     first, newline, rest = error.message.partition("\n")
     message = f"{first} {note}{newline}{rest}"
     return WorkerFailedError(message, rank=error.rank, exitcode=error.exitcode, traceback=error.traceback)

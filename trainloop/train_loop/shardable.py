@@ -44,12 +44,6 @@ def check_shardable(
             "fit(gather=False) leaves what was trained in checkpoints, and there is no ModelCheckpoint in callbacks. "
             "Add one, or leave gather out."
         )
-    if not gather and restarts is not None:
-        raise ConfigurationError(
-            f"fit(gather=False, max_restarts={restarts.most}): restarts go on from snapshots of the whole model and "
-            "optimizer in a host's memory, which gather=False is to avoid. Leave max_restarts out, and go on after a "
-            "failure by fit(resume_from='last') with the ModelCheckpoint; or leave gather out."
-        )
     can_undo()
     meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if gather and meta is not None:

@@ -28,14 +28,13 @@ if TYPE_CHECKING:
     from trainloop.train_loop.training import Training
 
 __all__ = [
-    "callback_states",
     "check_checkpoint",
     "checkpoint_state",
     "checkpoint_to_resume",
-    "common_state",
     "load_checkpoint_state",
-    "rank_state",
     "resume_point",
+    "states_of_ranks",
+    "whole_state",
     "take_up_finished",
 ]
 
@@ -46,42 +45,55 @@ def checkpoint_state(run: Training, *, keep_shards: bool = False) -> dict[str, A
     Collective: all ranks call it, between two steps, when step logs are exchanged. Tensors are the live ones: copy what
     is to outlast the next step.
     """
-    from trainloop.checkpoint import plain  # when first used: `import trainloop` is to be cheap
+    state = whole_state(run, states_of_ranks(run))
+    if state is not None and run.place.collective and not keep_shards:
+        state = map_tensors(state, gathered)
+    return state if keep_shards or distributed.is_global_zero() else None
+
+
+def states_of_ranks(run: Training) -> list[dict[str, Any]] | None:
+    """Return what is each rank's own, for :func:`whole_state`, on rank 0; ``None`` on the other ranks. Collective."""
+    from trainloop.checkpoint import plain  # imported here to keep `import trainloop` fast
 
     loop = run.loop
     run.publish(run.recorder.exchange_steps())
     # A checkpoint is rank 0's weights: ranks that have drifted apart would not resume as they were.
     run.gradients.check_alike()
     mine = {
-        **rank_state(run, plain),
         # There may be thousands of ranks: each one's part is small, and what all have in common is there once.
         "rng": rng.packed(),
+        "feed": run.feed.state_dict(plain),
         "metrics": run.recorder.state_dict(),
+        "carried": carried_state_of(loop.model),
         "ends": [tuple(end) for end in loop.ends],
     }
     loop.history.put_agreed(run.exchange({}, attachment=loop.history.take_own()).attachments)
-    ranks = [mine] if run.gather is None else distributed.gather_to(mine)
-    run.checkpointed = True
+    return [mine] if run.gather is None else distributed.gather_to(mine)
+
+
+def whole_state(run: Training, ranks: list[dict[str, Any]] | None) -> dict[str, Any] | None:
+    """Return the state with the ranks' own parts, of tensors that may be sharded. Exchanges nothing.
+
+    ``None`` where a rank has no part in it; in ``fsdp`` each rank has its shards.
+    """
     if ranks is None and not run.place.collective:
         return None
-    state, callbacks = common_state(run), callback_states(loop)
-    if run.place.collective and not keep_shards:
-        state, callbacks = map_tensors([state, callbacks], gathered)
+    loop = run.loop
+    state = {**_common_state(run), "callbacks": _callback_states(loop)}
     if ranks is None:
-        return {**state, "callbacks": callbacks} if keep_shards else None
+        return state
     ends = list(dict.fromkeys(tuple(end) for theirs in ranks for end in theirs.pop("ends")))
     if run.epoch_finished or run.finished:
         state["place"]["ends"] = [list(end) for end in ends]
     return {
         "versions": {"trainloop": 1, "torch": str(torch.__version__), "python": platform.python_version()},
         **state,
-        "callbacks": callbacks,
         "history": loop.history.state_dict(),
         "ranks": ranks,
     }
 
 
-def common_state(run: Training) -> dict[str, Any]:
+def _common_state(run: Training) -> dict[str, Any]:
     """The part of a training's state that is the same on all ranks. Tensors are the live ones."""
     loop = run.loop
     # At the end of training the last epoch is counted already.
@@ -116,17 +128,7 @@ def common_state(run: Training) -> dict[str, Any]:
     }
 
 
-def rank_state(run: Training, kept: Callable[[Any, str], Any]) -> dict[str, Any]:
-    """The part that is each rank's own; ``kept`` is called with the user's loader's state."""
-    return {
-        "rng": rng.capture(),
-        "feed": run.feed.state_dict(kept),
-        "metrics": run.recorder.state_dict(),
-        "carried": carried_state_of(run.loop.model),
-    }
-
-
-def callback_states(loop: TrainLoop[Any]) -> list[dict[str, Any]]:
+def _callback_states(loop: TrainLoop[Any]) -> list[dict[str, Any]]:
     """Each callback's state, under the name by which another run finds it."""
     return [
         {"name": callback.callback_name, "type": type(callback).__name__, "state": callback.state_dict()}
@@ -287,15 +289,18 @@ def _check_left_out(own: dict[str, Any], left_out: dict[str, Any]) -> None:
         )
 
 
-def load_checkpoint_state(run: Training, state: dict[str, Any]) -> None:
-    """Go on where :func:`checkpoint_state` was, with any number of ranks. All ranks call it, with the same state."""
+def load_checkpoint_state(run: Training, state: dict[str, Any], *, quiet: bool = False) -> None:
+    """Resume where :func:`checkpoint_state` was, with any number of ranks. All ranks call it, with the same state.
+
+    ``quiet``: print nothing about values that differ between the script and the state.
+    """
     loop = run.loop
     check_checkpoint(loop, state)
     place, ranks = state["place"], state["ranks"]
     _check_data(run.feed, place)
     skip_steps = _steps_here(place, run.feed.global_batch_size, loop.grad_accumulation)
     # All that can be refused has been: from here on the loop changes.
-    if loop.is_global_zero and (text := _about_other_values(run, state)):
+    if loop.is_global_zero and not quiet and (text := _about_other_values(run, state)):
         print(text, flush=True)
     _load_parts(loop, state)
     if run.place.scaler.is_enabled() and state["scaler"]:

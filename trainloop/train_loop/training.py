@@ -53,7 +53,7 @@ from trainloop.user_line import warn
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
-    from trainloop.train_loop.snapshots import StopWithSnapshots
+    from trainloop.train_loop.restart_checkpoints import RestartCheckpoints
 
 __all__ = ["Training"]
 
@@ -90,10 +90,8 @@ class Training(Run):
         """Steps of the next epoch that are done already, by a loaded checkpoint."""
         self.began_with: dict[str, dict[str, bool]] = {}
         """Flags of parameters and modules when training began."""
-        self.checkpointed = False
-        """Whether a checkpoint was made since the last snapshot."""
-        self.snapshots: StopWithSnapshots | None = None
-        """Set for a run that survives failures."""
+        self.restarts: RestartCheckpoints | None = None
+        """Set for a run that restarts after failures."""
         self.savers: tuple[Callable[[], None], ...] = ()
         """Callbacks' ``save_due``, which write checkpoints of steps; called when the last hook of a step has run."""
         self.clock = StepClock()
@@ -139,8 +137,6 @@ class Training(Run):
                         self._finish_epoch()
                         ended_by |= self._agree_at_epoch_end()
                 self._finish(ended_by)
-            if self.snapshots is not None:
-                self.snapshots.close()
             self.place.make_whole(loop.callbacks)
             self.place.share_buffers()  # under torchrun each rank returns a model
         except BaseException as exception:
@@ -155,10 +151,10 @@ class Training(Run):
     # -- before and after --------------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        loop, resume, snapshots = self.loop, self._job.resume, self.snapshots
-        if snapshots is not None:
-            resume = snapshots.resumed(resume)
-        restart = None if snapshots is None else snapshots.restart
+        loop, resume, restarts = self.loop, self._job.resume, self.restarts
+        if restarts is not None:
+            resume = restarts.resume_state(resume)
+        restart = None if restarts is None else restarts.restart
         self.recorder.between_steps(loop.global_step + 1)
         for hook in self.hooks.on_multiprocess_start:
             hook()
@@ -184,10 +180,10 @@ class Training(Run):
             hook()
         savers = [getattr(callback, "save_due", None) for callback in loop.callbacks]
         self.savers = tuple(save for save in savers if callable(save))  # a user's attribute may have this name
-        if snapshots is not None:
-            snapshots.take_up(resume)
-        elif resume is not None:
-            run_state.load_checkpoint_state(self, resume)
+        if resume is not None:
+            run_state.load_checkpoint_state(self, resume, quiet=restart is not None)
+        if restarts is not None:
+            restarts.begin()
         if resume is not None and restart is None:
             line = f"resumed at epoch {loop.epoch + 1}, step {loop.global_step}"
             self.progress.say(line)

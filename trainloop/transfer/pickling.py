@@ -166,14 +166,10 @@ class Pickler(cloudpickle.Pickler):
         if self.keeps_shared and on_cpu and storage.is_shared() and getattr(storage, "filename", None) is None:
             # The user shares it between processes (an epoch counter for workers, say).
             return _own_shared_storage, reduce_storage(storage)
-        data = self._on_host(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)).numpy()
+        data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu().numpy()
         if not on_cpu:
             self.copies.append(data)
         return _storage_from_buffer, (pickle.PickleBuffer(memoryview(data)), not on_cpu)  # type: ignore[arg-type]
-
-    def _on_host(self, memory: torch.Tensor) -> torch.Tensor:
-        """A storage's bytes: those of the CPU themselves, of a device a copy."""
-        return memory.cpu()
 
     def _reduce_text_stream(self, stream: Any) -> Any:
         for name in _STANDARD_STREAMS:
@@ -404,8 +400,6 @@ class StatePickler(Pickler):
     """
 
     keeps_shared = False
-    other_side_has_classes = True
-    """Whether those that once came here by value are known there, by the name that cloudpickle gave them."""
 
     def __init__(
         self,
@@ -414,9 +408,9 @@ class StatePickler(Pickler):
         buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None,
     ) -> None:
         super().__init__(file, buffer_callback)
-        self._index: dict[int, int | str] = {id(obj): i for i, obj in enumerate(known)}
+        self._index = {id(obj): i for i, obj in enumerate(known)}
 
-    def persistent_id(self, obj: Any) -> int | str | None:
+    def persistent_id(self, obj: Any) -> int | None:
         return self._index.get(id(obj))
 
     def reducer_override(self, obj: Any) -> Any:
@@ -424,7 +418,7 @@ class StatePickler(Pickler):
             # A class that came here by value must not go back as a second class of the same name.
             # One that was made here, in a hook, say, is not known there: it goes by value.
             tracker_id = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.get(obj)
-            if tracker_id in _arrived_classes and self.other_side_has_classes:
+            if tracker_id in _arrived_classes:
                 return _tracked_class, (tracker_id,)
         return super().reducer_override(obj)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from trainloop.transfer.pickling import Fingerprint
 from trainloop.transfer.torch_objects import optimizer_state
 from trainloop.user_line import warn
 
-__all__ = ["changed_parts", "fingerprint", "fingerprints", "parts_now", "put_into", "shared_parts"]
+__all__ = ["changed_parts", "fingerprint", "fingerprints", "put_into", "shared_parts"]
 
 _MOST_PARTS = 20_000
 _LONG = 1000  # items; a longer list is treated as data, and travels whole
@@ -152,27 +152,8 @@ def changed_parts(
     return changed
 
 
-def parts_now(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Each part's present contents, for :func:`put_into`: the live objects, not copied."""
-    return {
-        path: (obj.detach(), obj.requires_grad) if isinstance(obj, torch.Tensor) else _contents(obj)
-        for path, obj in parts.items()
-    }
-
-
-def put_into(
-    parts: Mapping[str, Any], changed: Mapping[str, Any], kept: Mapping[str, Collection[Any]] | None = None
-) -> None:
-    """Write what :func:`changed_parts` or :func:`parts_now` gave into the parts of the same paths.
-
-    Parameters
-    ----------
-    parts, changed : mapping
-        By path.
-    kept : mapping from str to collection, optional
-        By path, names to keep although the new contents lack them.
-    """
-    kept = kept or {}
+def put_into(parts: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
+    """Write what :func:`changed_parts` gave into the parts of the same paths."""
     for path, contents in changed.items():
         obj = parts[path]
         if isinstance(obj, torch.Tensor):
@@ -181,14 +162,12 @@ def put_into(
             obj.clear()
             obj.extend(contents)
         elif isinstance(obj, dict):
-            for key in [key for key in obj if key not in contents and key not in kept.get(path, ())]:
+            for key in [key for key in obj if key not in contents]:
                 del obj[key]
             obj.update(contents)
         else:
-            missing = [name for name in _contents(obj) or () if name not in contents]
-            for name in missing:
-                if name not in kept.get(path, ()):
-                    vars(obj).pop(name, None)  # deleted there
+            for name in [name for name in _contents(obj) or () if name not in contents]:
+                vars(obj).pop(name, None)  # deleted there
             vars(obj).update(contents)
     for obj in parts.values():
         if isinstance(obj, Optimizer):

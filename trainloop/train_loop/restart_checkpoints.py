@@ -1,0 +1,174 @@
+"""A rank of a run that restarts: it writes checkpoints into the run's private folder, and resumes from the newest."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from trainloop import checkpoint, distributed
+from trainloop.callbacks.run_checkpoints import RunCheckpoints
+from trainloop.checkpoint import CheckpointInfo, Folder
+from trainloop.checkpoint.background import error_of
+from trainloop.checkpoint.sharded_writing import FolderWriting
+from trainloop.launch.failures import described
+from trainloop.train_loop import state as run_state
+from trainloop.train_loop.restarts import Restart, RestartFolder, restart_line
+from trainloop.user_line import warn
+
+if TYPE_CHECKING:
+    from trainloop.train_loop.training import Training
+
+__all__ = ["RestartCheckpoints", "steps_between"]
+
+SHARE_OF_TIME = 0.01
+"""The most that checkpoints for restarts may cost, unless the user says how often to write them."""
+_RUN = "restarts"  # in the names of unfinished files: each start removes those of the one before
+
+
+class RestartCheckpoints:
+    """A run's :class:`~trainloop.stopping.StopAgreement` that also writes checkpoints at step boundaries, where due.
+
+    Parameters
+    ----------
+    run : Training
+        The run whose ``stop`` it replaces.
+    folder : RestartFolder
+    every : int, optional
+        Steps between two; ``None``: as many as keep their cost to :data:`SHARE_OF_TIME`.
+    """
+
+    def __init__(self, run: Training, folder: RestartFolder, every: int | None) -> None:
+        self._run, self._stop, self._every = run, run.stop, every
+        self._sharded = run.place.collective
+        self._files = RunCheckpoints(checkpoint.folder(folder.checkpoints), None, with_weights=False)
+        self._files.run = _RUN
+        if run.loop.is_global_zero:
+            self._files.remove_unfinished()
+        self._order = folder.order()
+        self._progress = folder.progress()
+        self._row = 1 + run.loop.process.local_rank
+        self._resumes = self._order is not None  # until the first step is done
+        self._pause = every or 1
+        self._failed = 0  # checkpoints in a row that could not be written
+        self._warned = False
+        self._last_step, self._next = run.loop.global_step, run.loop.global_step + self._pause
+        self._written_at = time.perf_counter()
+
+    @property
+    def restart(self) -> Restart | None:
+        """The restart by which this process was started; ``None`` for the first start."""
+        return None if self._order is None else self._order.restart
+
+    # -- at boundaries -----------------------------------------------------------------------------------------------
+
+    def request(self, reason: int) -> None:
+        """As of the agreement itself."""
+        self._stop.request(reason)
+
+    def reached(self) -> int:
+        """As of the agreement itself; writes a checkpoint if one is due and training continues. Collective."""
+        reasons = self._stop.reached()
+        run = self._run
+        step = run.loop.global_step
+        self._progress[self._row, 0] = step
+        if self._resumes:
+            self._report()
+        # At an epoch's end ranks have agreed on whether it is the last; in its middle they have not, and continue.
+        if step >= self._next and not reasons and (run.epoch_steps or not run.loop.asked_to_end):
+            self._save(step)
+        return reasons
+
+    def _report(self) -> None:
+        """Once the first step after a restart is done: print a line, and give the launching process the time."""
+        self._resumes = False
+        assert self._order is not None
+        if self._row == 1:
+            self._progress[0, 0] = now = time.monotonic_ns()
+            restart = self._order.restart._replace(seconds=(now - self._order.failed_ns) / 1e9)
+            print(restart_line(restart, self._order.limit), file=sys.stderr)
+
+    def _save(self, step: int) -> None:
+        run = self._run
+        since = time.perf_counter() - self._written_at
+        # Ranks wait here for the last of them, as they would in the next step: that is no cost of the checkpoint.
+        run.publish(run.recorder.exchange_steps())
+        begin = time.perf_counter()
+        problem = self._write(step)
+        cost = time.perf_counter() - begin
+        # All ranks have written after this exchange, and decide by the same numbers.
+        failed, costs, pauses = zip(
+            *distributed.exchange_ints([int(problem is not None), int(1e9 * cost), int(1e9 * since)])
+        )
+        if problem and not self._warned:
+            self._warned = True
+            warn(
+                f"max_restarts: no checkpoint could be written after step {step} ({problem}). Until there is one, a "
+                "failure costs more steps.",
+                RuntimeWarning,
+            )
+        self._failed = self._failed + 1 if any(failed) else 0
+        if self._every is None:
+            self._pause = steps_between(max(costs), max(pauses) / max(step - self._last_step, 1))
+        soon = 2**self._failed - 1 if self._failed else self._pause
+        self._last_step, self._next = step, step + min(self._pause, soon)
+        self._written_at = time.perf_counter()
+
+    def _write(self, step: int) -> str | None:
+        """Write a checkpoint; returns the reason if this rank could not, empty if another one could not. Collective.
+
+        An error in a user's ``state_dict``, or for want of room, does not end the training.
+        """
+        run, loop = self._run, self._run.loop
+        state, problem = None, None
+        ranks = run_state.states_of_ranks(run)
+        try:
+            state = run_state.whole_state(run, ranks)
+        except Exception as raised:
+            problem = described(raised)
+        # Where all ranks write, the others would wait for one that can't.
+        if self._sharded and any(theirs for (theirs,) in distributed.exchange_ints([int(problem is not None)])):
+            return problem or ""
+        if state is None:
+            return problem
+        info = CheckpointInfo(loop.history_epoch, step, _RUN, reason="restart")
+        folder, write_as = self._files.folder, partial(self._files.write_as, info, keep=1, in_folder=self._sharded)
+        if self._sharded:
+            name = checkpoint.checkpoint_name(info)
+            error = FolderWriting(folder.location, name, _RUN, state, write_as, wait_s=loop.timeout).write()
+        else:
+            put = partial(_put, folder, state)
+            error = error_of(partial(write_as, put))
+        return None if error is None else described(error)
+
+    # -- resuming ----------------------------------------------------------------------------------------------------
+
+    def resume_state(self, job_resume: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return the state that this start resumes: after a failure, that of the newest checkpoint."""
+        if self._order is None or not self._order.checkpoint:
+            return job_resume
+        return run_state.checkpoint_to_resume(self._run.loop, self._order.checkpoint)
+
+    def begin(self) -> None:
+        """Training begins, from a state that has been loaded: call ``on_restart`` after a failure. Collective."""
+        run, loop = self._run, self._run.loop
+        self._last_step, self._next = loop.global_step, loop.global_step + self._pause
+        self._progress[self._row] = loop.global_step, 1
+        restart = self.restart
+        if restart is not None:
+            for hook in run.hooks.on_restart:
+                hook(restart)
+            if run.ended or run.is_done():  # no further step
+                self._report()
+        self._written_at = time.perf_counter()
+
+
+def _put(folder: Folder, state: dict[str, Any], name: str, info: CheckpointInfo) -> None:
+    checkpoint.save(folder.path(name), state, info, durable=False)
+
+
+def steps_between(cost: float, step: float) -> int:
+    """Return the steps between two checkpoints that keep their share of the time; ``cost`` and ``step`` in one unit."""
+    return max(1, math.ceil(cost / SHARE_OF_TIME / max(step, 1)))
