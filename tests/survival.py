@@ -288,4 +288,6 @@ def train(folder: Path, mode: str, ranks: int, kind: str, plan: list[Plan], seed
 
 def events(folder: Path) -> list[tuple[str, int, float]]:
     """All scalars that TensorBoard shows."""
+    if not folder.exists():  # of a host without rank 0
+        return []
     return [(tag, step, value) for tag, shown in sorted(read(folder).items()) for step, value in shown]

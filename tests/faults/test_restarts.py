@@ -350,10 +350,6 @@ def test_a_failure_that_recurs_ends_the_run() -> None:
         ({"max_restarts": True}, "max_restarts=True: must be"),
         ({"max_restarts": 1, "restart_every_steps": 0}, "restart_every_steps=0: must be an int of 1 or more"),
         ({"restart_every_steps": 2.5}, "restart_every_steps=2.5: must be an int"),
-        (
-            {"max_restarts": 1, "num_nodes": 2, "init_method": "tcp://127.0.0.1:1"},
-            "max_restarts=1 with num_nodes=2: ranks of several hosts are restarted by a launcher. Use torchrun",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused(arguments: dict[str, Any], said: str) -> None:
@@ -362,7 +358,6 @@ def test_what_cannot_be_is_refused(arguments: dict[str, Any], said: str) -> None
         model,
         DataLoader(TensorDataset(*rows()), 8),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        gpu_mode="ddp" if "num_nodes" in arguments else "single",
         accelerator="cpu",
     )
     with pytest.raises(ConfigurationError, match="^" + said.replace("(", r"\(")):

@@ -117,18 +117,21 @@ def test_hosts_meet_report_failures_and_leave(key: bytes | None) -> None:
     assert not [host.failure() for host in hosts if host.failure() is not None]
     failure = Failure(rank=2, time_ns=1, type="ValueError", message="bad")
     one.tell(failure)
+    # The failed ranks start again, once those of all hosts have ended.
+    orders: list[Any] = []
+    again = [threading.Thread(target=lambda: orders.append(one.start_again("of node 1")))]
+    again[0].start()  # at once: the others learn of the failure all the same
     assert zero.wait_for_failure(10) == failure
     assert two.wait_for_failure(10) == failure  # node 0 repeats it
     assert one.failure() is None
-    # The failed ranks start again, once those of all hosts have ended.
-    again = [threading.Thread(target=host.start_again) for host in (zero, two)]
-    for thread in again:
-        thread.start()
+    again.append(threading.Thread(target=lambda: orders.append(zero.start_again(["of node 0", 3]))))
+    again[1].start()
     time.sleep(1.0)
     assert all(thread.is_alive() for thread in again)
-    one.start_again()
+    assert two.start_again() == ["of node 0", 3]
     for thread in again:
         thread.join(10)
+    assert orders == [["of node 0", 3]] * 2
     assert [(host.start, host.failure()) for host in hosts] == [(2, None)] * 3
     assert not zero.part(0.1)
     assert not two.part(1.0)

@@ -178,6 +178,7 @@ LATE = {
     "trainloop.model trainloop.distributed": CHEAP,
     "trainloop.train_loop.alike trainloop.launch.rank_process": RANKS,
     "trainloop.train_loop.execute trainloop.launch": RANKS,
+    "trainloop.train_loop.execute trainloop.launch.failures": CHEAP,
     "trainloop.train_loop.execute trainloop.train_loop.handover": RANKS,
     "trainloop.train_loop.loop trainloop.tools": UP,
     "trainloop.train_loop.loop trainloop.launch": RANKS,

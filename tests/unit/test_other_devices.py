@@ -103,3 +103,20 @@ def test_a_full_dev_shm_names_the_remedies(text: str, as_cause: bool) -> None:
     failure = Failure(0, 0, "RuntimeError", str(error.value))
     assert hint(failure) == ""
     assert "num_workers=0" in hint(Failure(0, 0, "RuntimeError", text))
+
+
+class Cycle(Dataset[Any]):
+    """Raises an error that is a context of its own context, as one that was raised again while it was handled."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        first, second = RuntimeError("first"), RuntimeError("second")
+        first.__context__, second.__context__ = second, first
+        raise first
+
+
+def test_an_error_with_a_cycle_of_contexts_ends_a_run() -> None:
+    with pytest.raises(RuntimeError, match="first"):
+        fit(Net(), data=Cycle())

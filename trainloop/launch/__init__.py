@@ -23,7 +23,7 @@ import torch
 from trainloop.devices import usable_cores
 from trainloop.distributed.key import key_from_environment, new_key
 from trainloop.errors import ConfigurationError, WorkerFailedError
-from trainloop.launch.failures import RestartPolicy
+from trainloop.launch.failures import RestartPolicy, with_note
 from trainloop.launch.fork_server import (
     ForkServerError,
     ServerGoneError,
@@ -101,7 +101,7 @@ def launch(
         Names that paths in an ``UnpicklableError`` start with.
     restart_policy : RestartPolicy, optional
         Decides whether ranks that have failed start again, with the same payload; by default the first failure ends the
-        run. For one node.
+        run.
 
     Returns
     -------
@@ -162,14 +162,15 @@ def launch(
             settings=settings,
             main=main_place(),
         )
-        first, disturbed = True, False
+        first, disturbed, failed = True, False, None
         while True:
             with contextlib.ExitStack() as undo:
-                if restart_policy is not None:
-                    restart_policy.before_start()
-                up = kept.take_up(terms, undo) if kept is not None else None
+                order = restart_policy.next_order() if restart_policy is not None else None
                 if hosts is not None and not first:
-                    hosts.start_again()
+                    order = _start_again(hosts, order, failed)
+                if restart_policy is not None:
+                    restart_policy.before_start(order)
+                up = kept.take_up(terms, undo) if kept is not None else None
                 ranks = up or _new_ranks(spec_with, ranks_per_node, hosts, undo, kept is not None)
                 with signals(ranks.stop) as heard:
                     if first:
@@ -197,6 +198,7 @@ def launch(
                             raise
                         final = restart_policy.failed(ranks.cause, error)
                         if final is None:
+                            failed = error
                             continue
                         raise final from None
                     heard.note(ranks.stop.requested)  # a signal to a rank after its last step
@@ -204,6 +206,16 @@ def launch(
                 if kept is not None:
                     kept.keep(ranks, terms, undo)
                 return result
+
+
+def _start_again(hosts: Hosts, order: Any, failed: WorkerFailedError | None) -> Any:
+    """Wait until all hosts can start their ranks again; returns node 0's order."""
+    try:
+        return hosts.start_again(order)
+    except ConfigurationError as problem:
+        if failed is None:
+            raise
+        raise with_note(failed, f"The ranks could not start again: {problem}") from None
 
 
 def _check_caller() -> None:

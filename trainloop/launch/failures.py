@@ -11,12 +11,11 @@ import time
 import traceback as traceback_module
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from trainloop.errors import TrainLoopError, WorkerFailedError
-from trainloop.resources.machine import MORE_SHARED_MEMORY, OUT_OF_SHARED_MEMORY
 
 __all__ = [
     "LOST_HOST",
@@ -24,11 +23,13 @@ __all__ = [
     "RestartPolicy",
     "describe_failure",
     "described",
+    "explain_shared_memory",
     "exit_text",
     "failure_of",
     "first_failure",
     "hint",
     "is_timeout",
+    "with_note",
     "worker_failed_error",
 ]
 
@@ -79,11 +80,21 @@ class Failure:
         return cls(**json.loads(data))
 
 
+def with_note(error: WorkerFailedError, note: str) -> WorkerFailedError:
+    """Return the error with one more sentence in its first line."""
+    first, newline, rest = error.message.partition("\n")
+    message = f"{first} {note}{newline}{rest}"
+    return WorkerFailedError(message, rank=error.rank, exitcode=error.exitcode, traceback=error.traceback)
+
+
 class RestartPolicy(Protocol):
     """Decides whether ranks that have failed are started again."""
 
-    def before_start(self) -> None:
-        """Called before each start of the ranks."""
+    def next_order(self) -> Any:
+        """Return what ranks that are about to start need to know, of plain types; node 0 decides for all hosts."""
+
+    def before_start(self, order: Any) -> None:
+        """Called on each host before each start of the ranks, with the order of node 0."""
 
     def failed(self, failure: Failure, error: WorkerFailedError) -> WorkerFailedError | None:
         """Return the error that ends the run, or ``None`` to start the ranks again. All ranks have ended by then."""
@@ -98,6 +109,23 @@ def _chain(error: BaseException) -> list[BaseException]:
         chain.append(current)
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
     return chain
+
+
+_OUT_OF_SHARED_MEMORY = (
+    r"unable to (mmap|open|write|allocate|resize).*(shared memory|/torch_)|bus error|No space left on device.*shm|"
+    r"torch_shm_manager"
+)
+"""How errors begin, of torch and of the kernel, where ``/dev/shm`` is full."""
+_MORE_SHARED_MEMORY = (
+    "shared memory ran out: give the container more of /dev/shm (docker run --shm-size=8g), or use fewer "
+    "DataLoader workers, or num_workers=0."
+)
+
+
+def explain_shared_memory(error: RuntimeError) -> None:
+    """Add the remedy to the error of a loader whose workers found no room in ``/dev/shm``."""
+    if any(re.search(_OUT_OF_SHARED_MEMORY, str(cause), re.IGNORECASE) for cause in _chain(error)):
+        error.args = (f"{error}\nHint: {_MORE_SHARED_MEMORY}",)  # Python 3.10 has no add_note
 
 
 def is_timeout(error: BaseException) -> bool:
@@ -192,7 +220,7 @@ def exit_text(exitcode: int | None) -> str:
 
 # Cause by what the traceback or the message says; the first that fits is used.
 _HINTS = [
-    (OUT_OF_SHARED_MEMORY, MORE_SHARED_MEMORY),
+    (_OUT_OF_SHARED_MEMORY, _MORE_SHARED_MEMORY),
     (
         r"CUDA out of memory|OutOfMemoryError|CUDNN_STATUS_ALLOC_FAILED|CUBLAS_STATUS_ALLOC_FAILED",
         "the GPU's memory ran out: use a smaller batch_size with grad_accumulation, or use_amp.",
@@ -237,7 +265,7 @@ def hint(failure: Failure) -> str:
             "Every rank must make the same collective calls; a longer wait is TrainLoop(timeout=seconds)."
         )
     text = f"{failure.type}: {failure.message}\n{failure.traceback}"
-    if MORE_SHARED_MEMORY in text:
+    if _MORE_SHARED_MEMORY in text:
         return ""  # the rank has added it to its error
     for pattern, advice in _HINTS:
         if re.search(pattern, text, re.IGNORECASE):
@@ -250,7 +278,7 @@ def hint(failure: Failure) -> str:
             )
         # A page of a mapped file that could not be given: the memory file system is full.
         if failure.exitcode == -signal.SIGBUS:
-            return MORE_SHARED_MEMORY
+            return _MORE_SHARED_MEMORY
         if failure.exitcode in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGILL):
             return "native code crashed: the Python stacks at that moment are below where they could be written."
     return ""

@@ -392,16 +392,26 @@ class Hosts:
         self._own["failed"] = [self._own["start"], self._me, asdict(failure)]
         self._wake.set()
 
-    def start_again(self) -> None:
+    def start_again(self, order: Any = None) -> Any:
         """Wait until the failed ranks of all hosts have ended, so that new ones can start.
+
+        Parameters
+        ----------
+        order : object, optional
+            For node 0: what all hosts have to know, as JSON can hold it.
+
+        Returns
+        -------
+        object
+            Node 0's ``order``.
 
         Raises
         ------
         ConfigurationError
             If another host has ended its run, or was lost.
         """
-        # The start last: what the other thread sends in between belongs to the old one.
-        self._own["failed"], self.done_since = [], None
+        # The failure stays: the others may not have read it yet. The start is last, as another thread sends these.
+        self._own["order"], self.done_since = order, None
         self._own["start"] += 1
         self._wake.set()
         deadline = time.monotonic() + RENDEZVOUS_WAIT_S
@@ -414,6 +424,7 @@ class Hosts:
                 if problem:
                     raise ConfigurationError(problem)
                 time.sleep(0.05)
+        return self._others[0]["order"] if self._me else order
 
     def _end_of_another(self) -> str:
         """Return why a host will not start again; empty if none is known to."""
@@ -467,10 +478,11 @@ class Hosts:
 
     def _exchange(self) -> None:
         """Write this host's entry and read the others'."""
+        self._own["count"] += 1
+        if self._me == 0 and self._own["failed"][:1] != [self._own["start"]]:
+            self._own["failed"] = self._told() or self._own["failed"]
         own = dict(self._own)
-        self._own["count"] = own["count"] = own["count"] + 1
         if self._me == 0:
-            own["failed"] = own["failed"] or self._told()
             own["lost"] = self._lost(SILENCE_S)
             own["all start"] = min(e["start"] for e in (own, *self._others.values()))
             own["all done"] = min(e["done"] for e in (own, *self._others.values()))

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from trainloop.resources.masks import visible_devices
 from trainloop.resources.quota import Limit, Resources
 
-__all__ = ["MORE_SHARED_MEMORY", "OUT_OF_SHARED_MEMORY", "available", "explain_shared_memory"]
+__all__ = ["available"]
 
 _CPU_VARIABLES = ("SLURM_CPUS_PER_TASK", "LOKY_MAX_CPU_COUNT", "TRAINLOOP_NUM_CPUS")
 
@@ -241,24 +241,3 @@ def _bytes_of_v1(text: str) -> int | None:
     value = _positive(text)
     # Version 1 writes 'no limit' as the largest multiple of a page.
     return None if value is None or value >= 2**62 else value
-
-
-OUT_OF_SHARED_MEMORY = (
-    r"unable to (mmap|open|write|allocate|resize).*(shared memory|/torch_)|bus error|No space left on device.*shm|"
-    r"torch_shm_manager"
-)
-"""How errors begin, of torch and of the kernel, where ``/dev/shm`` is full."""
-MORE_SHARED_MEMORY = (
-    "shared memory ran out: give the container more of /dev/shm (docker run --shm-size=8g), or use fewer "
-    "DataLoader workers, or num_workers=0."
-)
-
-
-def explain_shared_memory(error: RuntimeError) -> None:
-    """Add the remedy to the error of a loader whose workers found no room in ``/dev/shm``."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if re.search(OUT_OF_SHARED_MEMORY, str(cause), re.IGNORECASE):
-            error.args = (f"{error}\nHint: {MORE_SHARED_MEMORY}",)  # Python 3.10 has no add_note
-            return
-        cause = cause.__cause__ or cause.__context__

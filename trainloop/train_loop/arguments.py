@@ -309,7 +309,9 @@ def check_count(value: Any, name: str, least: int) -> int:
     return number
 
 
-def check_restarts(max_restarts: Any, restart_every_steps: Any, num_nodes: int) -> RestartOptions | None:
+def check_restarts(
+    max_restarts: Any, restart_every_steps: Any, num_nodes: int, init_method: str | None, gpu_mode: str
+) -> RestartOptions | None:
     """Return the checked options of restarts; ``None`` if the first failure ends the run."""
     most = whole_number(max_restarts)
     if most is None or most < -1:
@@ -320,11 +322,12 @@ def check_restarts(max_restarts: Any, restart_every_steps: Any, num_nodes: int) 
         restart_every_steps = check_count(restart_every_steps, "restart_every_steps", 1)
     if not most:
         return None
-    if num_nodes > 1:
+    if num_nodes > 1 and (gpu_mode == "fsdp" or (init_method or "").startswith("file:")):
+        why = "gpu_mode='fsdp', where no host has all of the state" if gpu_mode == "fsdp" else f"{init_method=}"
         raise ConfigurationError(
-            f"max_restarts={max_restarts} with num_nodes={num_nodes}: ranks of several hosts are restarted by a "
-            "launcher. Use torchrun --max-restarts, Slurm or Kubernetes, with a ModelCheckpoint in callbacks on "
-            "storage that all hosts share, and fit(resume_from='last')."
+            f"max_restarts={max_restarts} with num_nodes={num_nodes} and {why}: the ranks can't be started again from "
+            "here. Use torchrun --max-restarts, Slurm or Kubernetes, with a ModelCheckpoint in callbacks on storage "
+            "that all hosts share, and fit(resume_from='last')."
         )
     return RestartOptions(most, restart_every_steps)
 

@@ -20,7 +20,6 @@ from trainloop.devices import has_ranks
 from trainloop.model import yields_losses
 from trainloop.optim import needs_closure, optimizers_of
 from trainloop.resources.enforce import applied, cap_workers, child_environment
-from trainloop.resources.machine import explain_shared_memory
 from trainloop.signals import signals, uninterrupted
 from trainloop.stopping import LocalStop, StopAgreement
 from trainloop.train_loop.alternating import AlternatingTraining
@@ -264,6 +263,8 @@ def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None, *, jo
             raise
         except RuntimeError as error:
             explain_device(error, loop.model, loop.criterion, devices[0])
+            from trainloop.launch.failures import explain_shared_memory  # imported here to keep `import trainloop` fast
+
             explain_shared_memory(error)
             raise
         finally:

@@ -326,7 +326,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
             node_rank = check_rendezvous_point(num_nodes, node_rank, init_method)
             backend = check_backend(backend, self.site)
             self.site = replace(self.site, node_rank=node_rank, backend=backend, init_method=init_method)
-            restarts = check.check_restarts(max_restarts, restart_every_steps, num_nodes)
+            restarts = check.check_restarts(max_restarts, restart_every_steps, num_nodes, init_method, self.gpu_mode)
             check_carried(self.model, self.gpu_mode)
             check.check_step(self.model, self.optimizer, self.options.amp, self.site.devices[0])
             check.check_bool(gather, "gather")

@@ -87,8 +87,9 @@ class RestartCheckpoints:
         assert self._order is not None
         if self._row == 1:
             self._progress[0, 0] = now = time.monotonic_ns()
-            restart = self._order.restart._replace(seconds=(now - self._order.failed_ns) / 1e9)
-            print(restart_line(restart, self._order.limit), file=sys.stderr)
+            if self._run.loop.is_global_zero:
+                restart = self._order.restart._replace(seconds=(now - self._order.failed_ns) / 1e9)
+                print(restart_line(restart, self._order.limit), file=sys.stderr)
 
     def _save(self, step: int) -> None:
         run = self._run
@@ -149,6 +150,8 @@ class RestartCheckpoints:
         """Return the state that this start resumes: after a failure, that of the newest checkpoint."""
         if self._order is None or not self._order.checkpoint:
             return job_resume
+        if self._run.loop.num_nodes > 1:  # the checkpoint is on node 0
+            return run_state.state_of_rank_zero(self._run.loop, self._order.checkpoint)[0]
         return run_state.checkpoint_to_resume(self._run.loop, self._order.checkpoint)
 
     def begin(self) -> None:

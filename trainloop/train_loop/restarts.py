@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from trainloop import checkpoint, scratch
 from trainloop.errors import WorkerFailedError
-from trainloop.launch.failures import Failure, describe_failure
+from trainloop.launch.failures import LOST_HOST, Failure, describe_failure, with_note
 from trainloop.optim import optimizers_of
 from trainloop.resources.machine import available
 from trainloop.train_loop.options import RestartOptions
@@ -131,6 +131,7 @@ class Supervisor:
         The loop whose ``restarts`` are written.
     options : RestartOptions
     ranks : int
+        Ranks of this host. Over several hosts each has a supervisor, and node 0 has the checkpoints.
     resume : dict, optional
         State of the checkpoint that the first start resumes.
     """
@@ -160,33 +161,47 @@ class Supervisor:
     def failed(self, failure: Failure, error: WorkerFailedError) -> WorkerFailedError | None:
         """Return the error that ends the run; ``None`` if the ranks, which have all ended, are to start again."""
         self._record_restart(failure.time_ns)
-        step, trains = map(int, self.folder.progress()[1 + error.rank])
+        first = self._loop.site.node_rank * self._ranks
+        here = error.rank - first if error.rank - first in range(self._ranks) else 0
+        step, trains = map(int, self.folder.progress()[1 + here])
         seen = _SeenFailure(error.rank, failure, step, bool(trains))
         done = len(self._loop.restarts)
         if failure.final:
             return error
+        if failure.type == LOST_HOST:
+            advice = "with a ModelCheckpoint on storage that all hosts share and resume_from='last'"
+            return with_note(error, f"Start all hosts again, {advice}: max_restarts starts ranks of living hosts.")
         if self._last_failure is not None and self._last_failure.recurs_in(seen):
             when = f"after step {step}" if trains else f"before training was resumed after step {step}"
-            return _with_note(error, f"The same failure occurred again {when}; another restart would not help.")
+            return with_note(error, f"The same failure occurred again {when}; another restart would not help.")
         if done == self._most:
-            return _with_note(error, f"All restarts have been used (max_restarts={self._most}).")
+            return with_note(error, f"All restarts have been used (max_restarts={self._most}).")
         self._last_failure, self._current = seen, (failure, error)
         return None
 
-    def before_start(self) -> None:
-        """Tell the ranks, which are about to start, where to resume."""
+    def next_order(self) -> list[Any] | None:
+        """Return the :class:`RestartOrder` for ranks that start after a failure, of plain types; ``None`` at first."""
         if self._current is None:
-            self.folder.begin(self._ranks, self._begins_at, None)
-            return
+            return None
         failure, error = self._current
         reached = int(self.folder.progress()[1:, 0].max())
         # Of two of the same step the later one counts: it may be from after the epoch's end.
         step, _, path = max(self._checkpoints(), default=(self._begins_at, 0, ""))
         cause = "hangs" if failure.timeout and error.rank != failure.rank else describe_failure(failure)
         restart = Restart(error.rank, cause, step, max(reached - step, 0), 0.0)
-        self._pending = restart, failure.time_ns
         limit = f"{self._nth(len(self._loop.restarts) + 1)}."
-        self.folder.begin(self._ranks, step, RestartOrder(restart, failure.time_ns, limit, path))
+        return list(RestartOrder(restart, failure.time_ns, limit, path))
+
+    def before_start(self, order: list[Any] | None) -> None:
+        """Give the ranks, which are about to start, their order."""
+        if order is None:
+            self.folder.begin(self._ranks, self._begins_at, None)
+            return
+        restart, failed_ns, *others = order
+        if self._current is not None:  # the clock of this host
+            failed_ns = self._current[0].time_ns
+        self._pending = Restart(*restart), failed_ns
+        self.folder.begin(self._ranks, self._pending[0].step, RestartOrder(*self._pending, *others))
 
     def _checkpoints(self) -> Iterator[tuple[int, int, str]]:
         """Step, time and path of each whole checkpoint that this run has written."""
@@ -209,7 +224,7 @@ class Supervisor:
         end_ns = resumed_ns or failed_ns or time.monotonic_ns()
         restart = restart._replace(seconds=(end_ns - begun_ns) / 1e9)
         self._loop.restarts.append(restart)
-        if not resumed_ns and failed_ns:  # no rank has got as far as to print it
+        if not resumed_ns and failed_ns and not self._loop.site.node_rank:  # no rank has got as far as to print it
             limit = f"{self._nth(len(self._loop.restarts))} failed, too."
             print(restart_line(restart, limit), file=sys.stderr, flush=True)
 
@@ -236,10 +251,3 @@ def _room_in_memory(loop: TrainLoop[Any]) -> int:
     quota = loop.options.quota
     limit = available().memory if quota is None or quota.memory == "auto" else int(quota.memory)
     return needed if needed <= _SHARE_OF_MEMORY * limit else 0
-
-
-def _with_note(error: WorkerFailedError, note: str) -> WorkerFailedError:
-    """Return the error with one more sentence in its first line."""
-    first, newline, rest = error.message.partition("\n")
-    message = f"{first} {note}{newline}{rest}"
-    return WorkerFailedError(message, rank=error.rank, exitcode=error.exitcode, traceback=error.traceback)

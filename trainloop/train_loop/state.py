@@ -33,6 +33,7 @@ __all__ = [
     "checkpoint_to_resume",
     "load_checkpoint_state",
     "resume_point",
+    "state_of_rank_zero",
     "states_of_ranks",
     "whole_state",
     "take_up_finished",
@@ -149,7 +150,7 @@ def resume_point(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str, Any]
     here = joined() if has_ranks(loop.gpu_mode) else None
     if here is None or here.world_size == 1:
         return _read_point(loop, resume_from)
-    return _among_ranks(loop, lambda stop: _point_of_rank_zero(loop, resume_from))
+    return _among_ranks(loop, lambda stop: state_of_rank_zero(loop, resume_from))
 
 
 def _among_ranks(loop: TrainLoop[Any], function: Callable[[Any], Any]) -> Any:
@@ -164,8 +165,8 @@ def _read_point(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str, Any] 
     return state, "" if state is None else nothing_left(loop, state)
 
 
-def _point_of_rank_zero(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str, Any] | None, str]:
-    """:func:`_read_point` of rank 0, on all ranks. Collective."""
+def state_of_rank_zero(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str, Any] | None, str]:
+    """Return, on all ranks, the state that rank 0 reads, and the reason why nothing is left to do. Collective."""
     state: dict[str, Any] | None = None
     # In fsdp the state refers to files, of which each rank reads its part.
     in_files = loop.gpu_mode == "fsdp"
