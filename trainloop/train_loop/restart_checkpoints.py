@@ -54,8 +54,8 @@ class RestartCheckpoints:
         self._pause = every or 1
         self._failed = 0  # checkpoints in a row that could not be written
         self._warned = False
-        self._last_step, self._next = run.loop.global_step, run.loop.global_step + self._pause
-        self._written_at = time.perf_counter()
+        self._last_step = self._next = 0
+        self._written_at = 0.0
 
     @property
     def restart(self) -> Restart | None:
