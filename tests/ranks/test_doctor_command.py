@@ -10,20 +10,14 @@ from pathlib import Path
 from typing import Any
 
 BROKEN = 'raise ImportError("libcudnn.so.9: cannot open shared object file: No such file or directory")'
-# As much of torch as is asked of it: two GPUs, of which the second can't be reached from the first.
+# As much of torch as is asked of it: two GPUs, and a warning of an old driver.
 PRETENDED = """
-import types
+import types, warnings
 __version__ = "2.13.0+cu128"
-version = types.SimpleNamespace(cuda="12.8", hip=None)
 get_num_threads = lambda: 1
-yes = lambda: True
-distributed = types.SimpleNamespace(is_available=yes, is_gloo_available=yes, is_nccl_available=yes)
-backends = types.SimpleNamespace(cudnn=types.SimpleNamespace(version=lambda: 91002))
+distributed = types.SimpleNamespace(is_available=lambda: True, is_gloo_available=lambda: True)
 cuda = types.SimpleNamespace(
-    is_available=lambda: True, device_count=lambda: 2, mem_get_info=lambda i: (70 << 30, 80 << 30),
-    get_device_properties=lambda i: types.SimpleNamespace(name="A100", major=8, minor=0),
-    get_arch_list=lambda: ["sm_80"], can_device_access_peer=lambda i, j: False,
-    nccl=types.SimpleNamespace(version=lambda: (2, 27, 3)),
+    device_count=lambda: 2, is_available=lambda: warnings.warn("The NVIDIA driver on your system is too old") or True
 )
 """
 
@@ -50,10 +44,10 @@ def test_the_doctor_works_where_torch_does_not(tmp_path: Path) -> None:
     assert status == 1
     assert lines(text)["import torch"]["status"] == "problem"
     assert "nvidia-cudnn" in lines(text)["import torch"]["remedy"]
-    assert "loopback" in lines(text)  # all other checks go on
+    assert "loopback" in lines(text)  # all other checks run
     status, text = doctor(tmp_path, PRETENDED, "doctor", "--json")
-    assert lines(text)["gpu 1"]["found"] == "A100, 70.0 of 80.0 GiB free, sm_80"
-    assert lines(text)["p2p"]["status"] == "attention"
+    assert lines(text)["torch"]["found"] == "2.13.0+cu128 with 2 GPUs"
+    assert lines(text)["gpus"]["found"] == "The NVIDIA driver on your system is too old"
     status, text = doctor(tmp_path, None)
     assert status == 0
     assert "python -m trainloop doctor" in text

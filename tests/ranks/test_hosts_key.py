@@ -1,110 +1,113 @@
-"""Hosts that share a key: who has none can neither take a host's place nor say anything that is believed."""
+"""Hosts that share a key: an untrusted process can neither take a host's place nor write anything that is believed."""
 
 from __future__ import annotations
 
-import hmac
 import json
 import socket
 import threading
+import time
+from dataclasses import asdict
 from typing import Any
 
 import pytest
-from test_hosts import KEY, connected_to, free_port, in_threads, meet
+import torch.distributed as dist
+from test_hosts import KEY, free_port, in_threads, leave, meet, store_at
 
 from trainloop.errors import ConfigurationError
 from trainloop.launch import launch
 from trainloop.launch.failures import Failure
 
 
-def proof(key: bytes, hello: dict[str, Any], nonce: str, text: bytes) -> str:
-    """By the protocol's description alone."""
-    said = json.dumps(["trainloop hosts 1", hello, nonce], sort_keys=True).encode()
-    return hmac.new(hmac.new(key, said, "sha256").digest(), text, "sha256").hexdigest()
+def entry_of(store: dist.Store, node: int) -> tuple[dict[str, Any], str]:
+    """Content and signature of a host's entry, once it is there."""
+    data, _, signature = store.get(f"host/{node}").decode().rpartition(" ")
+    found: dict[str, Any] = json.loads(data)
+    return found, signature
 
 
-def test_who_has_no_key_or_another_or_repeats_what_a_host_said_is_sent_away(capfd: pytest.CaptureFixture[str]) -> None:
-    port, other = free_port(), free_port()
+def test_hosts_without_the_key_are_refused_and_entries_of_others_are_not_taken_for_a_host() -> None:
+    port = free_port()
     outcomes: list[Any] = []
     waiting = threading.Thread(target=lambda: outcomes.append(meet(port, 0, key=KEY)))
     waiting.start()
-    with pytest.raises(ConfigurationError, match=r"node 0 has a key \(TRAINLOOP_KEY\), node 1 has none: set it to the"):
+    with pytest.raises(ConfigurationError, match=r"node 1 has none: set it to the same secret on all hosts"):
         meet(port, 1)
     with pytest.raises(
-        ConfigurationError, match=r"did not prove that it has this run's key. Set TRAINLOOP_KEY to the same"
+        ConfigurationError, match=r"did not prove that it has this run's key. Set TRAINLOOP_KEY to the same secret"
     ):
         meet(port, 1, key=b"another" * 5)
-
-    # What a real host says, to a node 0 that is made here: it proves nothing to another.
-    with socket.create_server(("127.0.0.1", other)) as server:
-        host: list[Any] = []
-        coming = threading.Thread(target=lambda: host.append(meet(other, 1, key=KEY)))
-        coming.start()
-        accepted = server.accept()[0]
-        line = accepted.makefile("rwb")
-        first = line.readline()
-        nonce = "ab" * 32
-        answer = {"nonce": nonce, "proof": proof(KEY, json.loads(first), nonce, b"was there 0 ")}
-        line.write(json.dumps(answer).encode() + b"\n")
-        line.flush()
-        second = line.readline()
-        assert json.loads(second) == {"proof": proof(KEY, json.loads(first), nonce, b"came 0 ")}
-        store = json.dumps({"store": ["127.0.0.1", 5]}).encode()
-        by_hand = proof(KEY, json.loads(first), nonce, b"was there 1 " + store).encode()
-        line.write(store + b" " + by_hand + b"\n")
-        line.flush()
-        coming.join(30)
-        assert host[0].store_address == ("127.0.0.1", 5)
-        host[0].__exit__()
-        line.close()
-        accepted.close()
-    repeats = connected_to(port)
-    repeats.sendall(first + second)
-    repeats.settimeout(20)
-    with repeats.makefile("rb") as answers:
-        heard = answers.read()
-    assert heard.count(b"\n") == 1  # the challenge, and no store
-    repeats.close()
-
+    untrusted = store_at(port)
+    first, _ = entry_of(untrusted, 0)
+    forged = json.dumps({**first, "id": "forged"})
+    for signature in ("", "0" * 64, entry_of(untrusted, 0)[1]):
+        untrusted.set("host/1", f"{forged} {signature}")
+        time.sleep(0.3)
+        assert waiting.is_alive()
     one = meet(port, 1, key=KEY)  # whose place nobody has taken
     waiting.join(30)
-    told = capfd.readouterr().err
-    assert told.count("without proof that it has this run's key, and was sent away") == 3, told
-    for end in (outcomes[0], one):
-        end.__exit__()
+    leave(outcomes[0], one)
 
 
-def test_a_node_0_that_is_none_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_of_an_earlier_run_is_not_believed() -> None:
+    """What a host wrote in one run, replayed in the next one with the same key."""
+    port = free_port()
+    hosts = in_threads(*({"port": port, "node_rank": node, "key": KEY} for node in (0, 1)))
+    store = store_at(port)
+    recorded = [store.get(f"host/{node}") for node in range(2)]
+    del store
+    leave(*hosts)
+
+    # To a node 0: as node 1.
+    replay = threading.Thread(target=lambda: store_at(port).set("host/1", recorded[1]))
+    replay.start()
+    with pytest.raises(ConfigurationError, match="missing: node_rank 1"):
+        meet(port, 0, key=KEY, wait_s=2)
+    replay.join()
+
+    # To a node 1: by a store that is not node 0's.
+    other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    content, _, signature = recorded[0].decode().rpartition(" ")
+    assert json.loads(content)["hosts"]
+    other.set("host/0", f"{content} {signature}")
+    with pytest.raises(ConfigurationError, match="node_rank=1 was taken by another host"):
+        meet(other.port, 1, key=KEY, wait_s=5)
+
+
+def test_a_program_that_is_not_node_0_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainloop.launch.hosts._CONNECT_S", 2.0)
     monkeypatch.setenv("TRAINLOOP_KEY", "0123456789" * 4)
-    with socket.create_server(("127.0.0.1", 0)) as server:
 
-        def pretend() -> None:
-            connection = server.accept()[0]
-            connection.recv(1 << 16)
-            connection.sendall(b'{"store": ["127.0.0.1", 5], "nonce": "00", "proof": "00"}\n' * 3)
-            connection.recv(1 << 16)
-            connection.close()
+    def join(port: int) -> None:
+        launch(
+            lambda stop: None, ranks_per_node=1, num_nodes=2, node_rank=1, timeout_s=20, start_method="spawn",
+            init_method=f"tcp://127.0.0.1:{port}",
+        )  # fmt: skip
 
-        pretending = threading.Thread(target=pretend)
-        pretending.start()
-        with pytest.raises(ConfigurationError, match=r"node 1 of 2: what answers at 127.* did not prove"):
-            launch(
-                lambda stop: None, ranks_per_node=1, num_nodes=2, node_rank=1, timeout_s=20, start_method="spawn",
-                init_method=f"tcp://127.0.0.1:{server.getsockname()[1]}",
-            )  # fmt: skip
-        pretending.join()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(
+            ConfigurationError, match=rf"node 1 of 2: the program that listens at 127.*{port} is not node 0"
+        ):
+            join(port)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("host/0", '{"id": "x", "hosts": {"1": "x"}} ' + "0" * 64)
+    with pytest.raises(ConfigurationError, match=r"node 1 of 2: node 0 at 127.* did not prove that it has this run's"):
+        join(store.port)
 
 
-def test_what_is_said_during_a_run_without_the_key_is_not_believed() -> None:
+def test_entries_without_the_key_are_not_believed_during_a_run() -> None:
     port = free_port()
     zero, one = in_threads({"port": port, "node_rank": 0, "key": KEY}, {"port": port, "node_rank": 1, "key": KEY})
-    lie = Failure(rank=3, time_ns=1, type="ValueError", message="a lie").to_json()
-    one._peers[0]._socket.sendall(b'{"failed": ' + lie + b"}\n")  # as who has taken over the connection
-    failure = zero.wait_for_failure(10)
-    assert (
-        "node 1 of 2 was lost: the connection to it broke (a line that does not bear this run's key)" in failure.message
-    )
-    for host in (zero, one):
-        host.__exit__()
+    untrusted = store_at(port)
+    entry, signature = entry_of(untrusted, 1)
+    lie = asdict(Failure(rank=3, time_ns=1, type="ValueError", message="a lie"))
+    deadline = time.monotonic() + 20
+    while (failure := zero.failure()) is None:
+        assert time.monotonic() < deadline
+        untrusted.set("host/1", f"{json.dumps({**entry, 'count': 10**6, 'failed': [1, 1, lie]})} {signature}")
+        time.sleep(0.01)
+    assert failure.message == "node 1 of 2 was lost: its entry does not carry this run's key"
+    leave(zero, one)
 
 
 def test_one_host_with_a_key_and_node_0_without() -> None:
@@ -112,6 +115,5 @@ def test_one_host_with_a_key_and_node_0_without() -> None:
     zero, keyed, right = in_threads(
         {"port": port, "node_rank": 0}, {"port": port, "node_rank": 1, "key": KEY}, {"port": port, "node_rank": 1}
     )
-    assert "node 1 has a key (TRAINLOOP_KEY), node 0 has none: set it to the same on all hosts" in str(keyed)
-    for host in (zero, right):
-        host.__exit__()
+    assert "node 1 has a key (TRAINLOOP_KEY), node 0 has none: set it to the same secret on all hosts" in str(keyed)
+    leave(zero, right)

@@ -6,14 +6,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from descriptors import all_low_numbers_taken
 
 from trainloop.launch.failures import Failure
-from trainloop.launch.lines import Line
-from trainloop.launch.rendezvous import Rendezvous
+from trainloop.launch.hosts import Hosts
 
 
 @pytest.fixture(autouse=True)
@@ -22,49 +20,35 @@ def high_numbers() -> Iterator[None]:
         yield
 
 
-def test_a_line_is_over_when_the_other_side_has_gone_and_not_before() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        line = Line(socket.create_connection(server.getsockname()))
-        other, _ = server.accept()
-    assert line.fileno() > 1023
-    assert not line.is_over()
-    other.close()
-    deadline = time.monotonic() + 10
-    while not line.is_over() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert line.is_over()
-    line.close()
-
-
 @pytest.mark.long
-def test_hosts_hear_each_other_at_once_and_say_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_hear_each_other_soon_and_write_little(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         point = free.getsockname()
-    hosts: dict[int, Rendezvous] = {}
+    hosts: dict[int, Hosts] = {}
 
     def meet(node: int) -> None:
-        hosts[node] = Rendezvous(point, node_rank=node, num_nodes=2, ranks_per_node=1, wait_s=20)
+        hosts[node] = Hosts(point, node_rank=node, num_nodes=2, ranks_per_node=1, wait_s=20)
 
     threads = [threading.Thread(target=meet, args=(node,)) for node in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    sent: list[float] = []
-    send = Line.send
+    written: list[float] = []
+    exchange = Hosts._exchange
 
-    def counted(line: Line, message: dict[str, Any]) -> None:
-        sent.append(time.monotonic())
-        send(line, message)
+    def counted(host: Hosts) -> None:
+        written.append(time.monotonic())
+        exchange(host)
 
-    monkeypatch.setattr(Line, "send", counted)
+    monkeypatch.setattr(Hosts, "_exchange", counted)
     began = time.monotonic()
     time.sleep(2.5)
-    assert 2 <= len(sent) <= 2 * (time.monotonic() - began + 2)  # a sign of life a second, and no answers to those
-    told = [Failure(rank=node, time_ns=1, type="ValueError", message=f"of node {node}") for node in range(2)]
+    assert 2 <= len(written) <= 2 * 4 * (time.monotonic() - began + 1)  # four a second and host
+    reported = [Failure(rank=node, time_ns=1, type="ValueError", message=f"of node {node}") for node in range(2)]
     for node in range(2):
-        hosts[node].tell(told[node])
-    assert [hosts[node].wait_for_failure(10) for node in range(2)] == [told[1], told[0]]
-    for node in range(2):
-        hosts[node].__exit__()
+        hosts[node].tell(reported[node])
+    assert [hosts[node].wait_for_failure(10) for node in range(2)] == [reported[1], reported[0]]
+    for node in (1, 0):
+        hosts[node].__exit__(None, None, None)

@@ -7,6 +7,7 @@ import logging
 import mmap
 import os
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import tqdm
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -320,6 +322,29 @@ def test_pages_move_only_within_one_kind_of_memory() -> None:
         assert (data == 2).all()
     finally:
         os.close(fd)
+
+
+def test_arrays_are_copied_while_another_thread_may_write_into_them() -> None:
+    """A write between the copy into the file and the mapping would be lost."""
+    data, over, written = np.zeros(64 * MIB, np.uint8), threading.Event(), threading.Event()
+
+    def write() -> None:
+        while not over.is_set():
+            data[:: mmap.PAGESIZE] += 1
+            written.set()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    written.wait(20)
+    try:
+        with pack({"data": data}) as payload:
+            assert payload.shared_in_place == 0
+    finally:
+        over.set()
+        thread.join()
+    assert (data[:: mmap.PAGESIZE] == data[0]).all()
+    with tqdm.tqdm(total=1), pack({"data": data}) as payload:  # whose monitor thread counts for nothing
+        assert payload.shared_in_place > 60 * MIB
 
 
 def test_what_was_only_read_of_a_file_leaves_this_process_and_what_was_written_stays() -> None:

@@ -3,7 +3,7 @@
 * :func:`examine`: every check, as a :class:`Report` that prints as a table, ``ok``, ``attention`` or ``problem`` a line
 * ``checks.py``: the checks, each a decision over readings
 * ``probe.py``: the readings; libraries are imported in processes of their own
-* ``shared_objects.py``: which package a library that can't be loaded comes from
+* ``cuda_libraries.py``: which package a CUDA library that can't be loaded comes from
 
 Nothing here imports torch: it must work where torch can't be imported.
 """

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
-import platform
 import re
 import shutil
 import socket
@@ -26,50 +26,15 @@ IMPORT_TIMEOUT_S = 120.0
 OF_THE_PROJECT = ("test", "test-all", "test-ecosystem", "test-ecosystem-part", "lint", "docs", "bench")
 """Extras for work on the project itself."""
 _NAME = re.compile(r"[\s;=<>!~(\[]")
-REQUIRED = ("numpy", "tqdm", "tensorboard", "cloudpickle", "psutil", "filelock", "typing_extensions")
 
 _TORCH = """
-import json, sys, warnings
+import json, warnings
 caught = []
 warnings.showwarning = lambda message, *rest: caught.append(str(message))
-warnings.simplefilter("always")
 import torch
-found = {"version": torch.__version__, "cuda": torch.version.cuda, "hip": getattr(torch.version, "hip", None)}
-found["available"] = torch.cuda.is_available()
-found["distributed"] = torch.distributed.is_available()
-found["threads"] = torch.get_num_threads()
-if found["distributed"]:
-    found["gloo"], found["nccl"] = torch.distributed.is_gloo_available(), torch.distributed.is_nccl_available()
-found["devices"], found["peers"] = [], []
-if found["available"]:
-    count = torch.cuda.device_count()
-    for i in range(count):
-        p = torch.cuda.get_device_properties(i)
-        free, total = torch.cuda.mem_get_info(i)
-        found["devices"].append({"name": p.name, "free": free, "total": total, "capability": [p.major, p.minor]})
-    found["architectures"] = torch.cuda.get_arch_list()
-    found["peers"] = [[i, j] for i in range(count) for j in range(count)
-                      if i != j and not torch.cuda.can_device_access_peer(i, j)]
-    try:
-        found["cudnn"] = torch.backends.cudnn.version()
-    except Exception as error:
-        found["cudnn_error"] = str(error)
-    try:
-        found["nccl_version"] = ".".join(map(str, torch.cuda.nccl.version()))
-    except Exception as error:
-        found["nccl_error"] = str(error)
-found["warnings"] = caught
-print("\\n" + json.dumps(found))
-"""
-
-_IMPORTS = """
-import importlib, json, sys
-found = {}
-for name in sys.argv[1:]:
-    try:
-        importlib.import_module(name)
-    except BaseException as error:
-        found[name] = f"{type(error).__name__}: {error}"
+found = {"version": torch.__version__, "threads": torch.get_num_threads(), "warnings": caught}
+found["gpus"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
+found["gloo"] = torch.distributed.is_available() and torch.distributed.is_gloo_available()
 print("\\n" + json.dumps(found))
 """
 
@@ -89,21 +54,15 @@ class Readings:
     """All input of the checks; a test gives its own."""
 
     torch: Imported
-    imports: Imported
-    """A message for each module required by the package that can't be imported."""
+    conflicts: tuple[str, ...] = ()
+    """Lines of ``pip check``; empty if it finds no conflict."""
     other_distribution: str = ""
     """Name, version and folder of another distribution that is imported as ``trainloop``."""
     extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """For each extra of this package the distributions that are missing."""
     torch_requirements: tuple[str, ...] = ()
     """Requirements of the installed torch, from its metadata."""
-    versions: Mapping[str, str] = field(default_factory=dict)
-    """Installed distributions that torch requires, by name."""
     environ: Mapping[str, str] = field(default_factory=dict)
-    python: tuple[int, int, int] = (3, 10, 0)
-    platform: str = "Linux"
-    driver: str | None = None
-    """Version of NVIDIA's driver, from the kernel; ``None`` if there is none."""
     shm: tuple[int, int] | None = None
     """Total and free bytes of ``/dev/shm``."""
     temporary: tuple[str, int] = ("/tmp", 2**40)
@@ -121,20 +80,15 @@ class Readings:
 
 def read() -> Readings:
     """Read this machine."""
-    torch_requirements = _requirements("torch")
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     folder = tempfile.gettempdir()
     return Readings(
         torch=in_process(_TORCH),
-        imports=in_process(_IMPORTS, *REQUIRED),
+        conflicts=_conflicts(),
         other_distribution=other_distribution(),
         extras=missing_of_extras(_requirements(NAME)),
-        torch_requirements=torch_requirements,
-        versions=_versions(torch_requirements),
+        torch_requirements=_requirements("torch"),
         environ=dict(os.environ),
-        python=sys.version_info[:3],
-        platform=platform.system(),
-        driver=_driver(),
         shm=None if shm is None else (shm.total, shm.free),
         temporary=(folder, shutil.disk_usage(folder).free),
         descriptors=_descriptors(),
@@ -145,14 +99,14 @@ def read() -> Readings:
     )
 
 
-def in_process(code: str, *arguments: str, timeout_s: float = IMPORT_TIMEOUT_S) -> Imported:
+def in_process(code: str) -> Imported:
     """Run ``code`` in another Python; returns the last line of its output, parsed as JSON."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return Imported(None, f"did not end within {timeout_s:.0f} seconds")
+        return Imported(None, f"did not end within {IMPORT_TIMEOUT_S:.0f} seconds")
     if done.returncode < 0:
         return Imported(None, f"killed by signal {-done.returncode}")
     try:
@@ -160,6 +114,15 @@ def in_process(code: str, *arguments: str, timeout_s: float = IMPORT_TIMEOUT_S) 
     except (IndexError, ValueError):
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         return Imported(None, lines[-1] if lines else f"ended with status {done.returncode}")
+
+
+def _conflicts() -> tuple[str, ...]:
+    """Lines of ``pip check``; empty where there is no pip."""
+    command = [sys.executable, "-m", "pip", "check", "--disable-pip-version-check"]
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
+        return tuple(done.stdout.splitlines()) if done.returncode else ()
+    return ()
 
 
 def other_distribution() -> str:
@@ -182,7 +145,7 @@ def missing_of_extras(requirements: Sequence[str]) -> dict[str, tuple[str, ...]]
             inner = re.match(rf"{NAME}\[([\w-]+)\]", requirement)
             yield from names_of(inner[1]) if inner else [_NAME.split(requirement, maxsplit=1)[0]]
 
-    return {extra: tuple(name for name in names_of(extra) if not _versions((name,))) for extra in needs}
+    return {extra: tuple(name for name in names_of(extra) if not _is_installed(name)) for extra in needs}
 
 
 def _requirements(name: str) -> tuple[str, ...]:
@@ -192,23 +155,12 @@ def _requirements(name: str) -> tuple[str, ...]:
         return ()
 
 
-def _versions(requirements: tuple[str, ...]) -> dict[str, str]:
-    wanted = {_NAME.split(requirement.strip(), maxsplit=1)[0] for requirement in requirements}
-    found = {}
-    for name in wanted:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _driver() -> str | None:
+def _is_installed(name: str) -> bool:
     try:
-        with open("/proc/driver/nvidia/version") as file:
-            return file.readline().strip()
-    except OSError:
-        return None
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _descriptors() -> tuple[int, int]:

@@ -33,14 +33,13 @@ from trainloop.launch.fork_server import (
     no_server,
     server,
 )
+from trainloop.launch.hosts import Hosts, meet_hosts
 from trainloop.launch.inherited import circumstances, taken_at_start
 from trainloop.launch.joining import join, joined, place_here
 from trainloop.launch.kept import keeping, kept_here
 from trainloop.launch.main_guard import check_main_guard, main_place
-from trainloop.launch.meetings import Meetings
 from trainloop.launch.messages import connection_pair
 from trainloop.launch.rank_process import RankSpec, started_by_launch
-from trainloop.launch.rendezvous import Rendezvous
 from trainloop.launch.settings import dumped_settings
 from trainloop.launch.spawning import Ranks
 from trainloop.resources.enforce import threads_in
@@ -134,19 +133,16 @@ def launch(
     chosen = list(devices) if devices is not None else [torch.device("cpu")] * ranks_per_node
     backend = backend or _backend_for(chosen)
     environment, num_threads = _threads_of_a_rank(ranks_per_node, child_env or {})
-    meetings = Meetings(
-        init_method,
-        node_rank=node_rank,
-        num_nodes=num_nodes,
-        ranks_per_node=ranks_per_node,
-        timeout_s=timeout_s,
-    )
     kept = kept_here() if num_nodes == 1 and restart_policy is None else None
     terms = None
     if kept is not None:
         terms = [chosen, backend, timeout_s, environment, num_threads, start_method, now, taken_at_start()]
     settings = dumped_settings()
-    with pack(function, roots=roots) as payload:
+    meet = partial(meet_hosts, init_method, node_rank=node_rank, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
+    with (
+        pack(function, roots=roots) as payload,
+        meet(timeout_s=timeout_s, restarts=restart_policy is not None) as hosts,
+    ):
         spec_with = partial(
             RankSpec,
             rank=node_rank * ranks_per_node,
@@ -161,7 +157,7 @@ def launch(
             parcel=payload.parcel,
             inherited=tuple(payload.inherited),
             interface="lo" if num_nodes == 1 else None,
-            init_method=init_method if num_nodes > 1 and not meetings.are_held else None,
+            init_method=init_method if num_nodes > 1 and hosts is None else None,
             key=new_key() if num_nodes == 1 else key_from_environment(),
             settings=settings,
             main=main_place(),
@@ -172,7 +168,9 @@ def launch(
                 if restart_policy is not None:
                     restart_policy.before_start()
                 up = kept.take_up(terms, undo) if kept is not None else None
-                ranks = up or _new_ranks(spec_with, ranks_per_node, meetings.before_start(undo), undo, kept is not None)
+                if hosts is not None and not first:
+                    hosts.start_again()
+                ranks = up or _new_ranks(spec_with, ranks_per_node, hosts, undo, kept is not None)
                 with signals(ranks.stop) as heard:
                     if first:
                         heard.end()  # nothing has begun, so there is nothing to start and stop
@@ -188,6 +186,7 @@ def launch(
                             else:
                                 ranks.give(payload.parcel, payload.inherited, settings, environment)
                             ranks.watch(at_once=heard.at_once)
+                            ranks.part()
                     except WorkerFailedError as error:
                         # Of several hosts each would have to start again.
                         if ranks.disturbance and not disturbed and num_nodes == 1:
@@ -241,7 +240,7 @@ def _threads_of_a_rank(ranks_per_node: int, child_env: dict[str, str]) -> tuple[
 def _new_ranks(
     spec_with: Callable[..., RankSpec],
     ranks_per_node: int,
-    hosts: Rendezvous | None,
+    hosts: Hosts | None,
     undo: contextlib.ExitStack,
     outlive_work: bool,
 ) -> Ranks:
@@ -263,10 +262,8 @@ def _new_ranks(
     # If this process kept a rank's end of a connection open, the rank's death would not close it.
     handed_over = [theirs for _, theirs in pairs]
     if hosts is not None:
-        spec = replace(spec, store_address=hosts.store_address, interface=hosts.interface)
-        if hosts.store_listener is not None:  # global rank 0 takes it over, port and all
-            spec = replace(spec, listen_fd=hosts.store_listener.fileno())
-            handed_over.append(hosts.store_listener)
+        store = (*hosts.store_address, f"start {hosts.start}")
+        spec = replace(spec, store=store, interface=hosts.interface)
     ranks = Ranks(spec, token, hosts, lines=[ours for ours, _ in pairs], handed_over=handed_over)
     undo.callback(ranks.close)
     return ranks

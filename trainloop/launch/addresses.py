@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from trainloop.errors import ConfigurationError
 
-__all__ = ["interface_of", "listener_at", "rendezvous_point"]
+__all__ = ["interface_of", "listener_at", "local_address", "rendezvous_point"]
 
 
 def rendezvous_point(init_method: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
@@ -78,3 +78,12 @@ def interface_of(address: str) -> str | None:
         if any(a.address.partition("%")[0] == address for a in addresses):
             return name
     return None
+
+
+def local_address(host: str, port: int) -> str:
+    """This host's address on the way to another one."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing
+        local: str = probe.getsockname()[0]
+    return local

@@ -82,10 +82,8 @@ class RankSpec:
     stack_fds: tuple[int, ...]
     scratch: Scratch
     """Where processes of this launch make sockets and temporary files of multiprocessing."""
-    store_address: tuple[str, int] | None = None
-    """Where ranks of several nodes meet; ``None`` on one node, where they meet in a file."""
-    listen_fd: int | None = None
-    """For global rank 0 of several nodes: the socket that the rendezvous place listens on."""
+    store: tuple[str, int, str] | None = None
+    """Host, port and prefix of the store for ranks of several nodes; ``None`` on one node, where they use a file."""
     interface: str | None = None
     """Network interface of Gloo."""
     init_method: str | None = None
@@ -107,7 +105,7 @@ class RankSpec:
         if popen is not None:
             own = [self.words_fd, self.store_fd, self.result_fd, *self.record_fds, *self.stack_fds, *self.inherited]
             own += [self.scratch.lock_fd, *self.line_fds]
-            for fd in {*own, *([] if self.listen_fd is None else [self.listen_fd])}:
+            for fd in set(own):
                 popen.duplicate_for_child(fd)
         return _make_spec, (self.__dict__,)
 
@@ -285,21 +283,13 @@ def _make_group(spec: RankSpec, me: Rank, device: torch.device) -> None:
             timeout=timeout,
         )
         return
-    if spec.store_address is None:
+    if spec.store is None:
         # A file needs no port, and so none that is free: nothing listens, and two runs can't meet.
         store = dist.FileStore(anonymous_path(spec.store_fd), me.world_size)
     else:
-        host, port = spec.store_address
-        listen_fd = spec.listen_fd if me.rank == 0 else None
-        store = dist.TCPStore(
-            host,
-            port,
-            me.world_size,
-            is_master=me.rank == 0,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listen_fd,
-        )
+        host, port, prefix = spec.store
+        client = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        store = dist.PrefixStore(prefix, client)
     # Without device_id: NCCL would form every smaller group by a split that all ranks take part in, and a group of some
     # ranks over Gloo, which a user may make, waits there for ever (torch 2.6 to 2.13). The current device is set.
     dist.init_process_group(spec.backend, store=store, rank=me.rank, world_size=me.world_size, timeout=timeout)

@@ -20,12 +20,12 @@ from trainloop.distributed.peers import DisturbedStartError
 from trainloop.launch.failures import Failure, exit_text, first_failure, read_record, worker_failed_error
 from trainloop.launch.fork_server import ServedProcess
 from trainloop.launch.forked import LAUNCH_VARIABLE
+from trainloop.launch.hosts import Hosts
 from trainloop.launch.inherited import own_cpus, signals_blocked, variables_set
 from trainloop.launch.kept import Work
 from trainloop.launch.liveness import Liveness, Sign, hanging_ranks
 from trainloop.launch.main_guard import main_not_imported_again, main_place
 from trainloop.launch.rank_process import STACK_SIGNAL, RankSpec, State, run_rank
-from trainloop.launch.rendezvous import Rendezvous
 from trainloop.signals import Heard
 from trainloop.stopping import SharedStop
 from trainloop.transfer import Parcel
@@ -53,7 +53,7 @@ class Ranks:
         Their arguments.
     token : str
         Marks this launch's processes, in their environment, and what they make.
-    hosts : Rendezvous, optional
+    hosts : Hosts, optional
         The other hosts of the run.
     lines : sequence of socket, optional
         A line to each rank, for further work.
@@ -65,7 +65,7 @@ class Ranks:
         self,
         spec: RankSpec,
         token: str,
-        hosts: Rendezvous | None = None,
+        hosts: Hosts | None = None,
         lines: Sequence[socket.socket] = (),
         handed_over: Sequence[socket.socket] = (),
     ) -> None:
@@ -167,6 +167,18 @@ class Ranks:
                 return
             if overdue:
                 self.fail(overdue)
+
+    def part(self) -> None:
+        """Wait until the ranks of all hosts are done, as those of this one are.
+
+        Raises
+        ------
+        WorkerFailedError
+            If another host fails.
+        """
+        while self._hosts is not None and not self._hosts.part(_POLL_S):
+            if self._hosts.failure() is not None:
+                self.fail()
 
     def are_up(self) -> bool:
         """Whether all ranks wait for more work."""

@@ -10,6 +10,7 @@ import mmap
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Iterable
 
 __all__ = [
@@ -131,8 +132,8 @@ class MovedPages:
     :meth:`restore` puts ordinary memory back.
 
     Only private anonymous memory is moved (the heap, and what ``malloc`` maps for large arrays), which nothing has
-    locked. Any other memory stays where it is and costs a second copy. A thread that writes into the array at the
-    very moment it is moved (some milliseconds) may lose that write; ``fit`` reads the data at that moment anyhow.
+    locked, and only while no other Python thread runs: a write at the moment of the move would be lost. Any other
+    memory stays where it is and costs a second copy.
 
     Parameters
     ----------
@@ -143,7 +144,8 @@ class MovedPages:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._moved: list[tuple[int, int, int]] = []  # address, bytes, place in the file
-        self._libc = _libc() if sys.platform == "linux" and not _locked_memory() else None
+        movable = sys.platform == "linux" and not _locked_memory() and not _other_threads()
+        self._libc = _libc() if movable else None
         self._starts, self._ends = _movable_memory() if self._libc is not None else ([], [])
         self._left = _free_mappings() if self._libc is not None else 0
 
@@ -263,6 +265,16 @@ def _locked_memory() -> bool:
             return any(line.startswith("VmLck:") and int(line.split()[1]) for line in file)
     except OSError:
         return True
+
+
+def _other_threads() -> bool:
+    """Return True if another Python thread runs that may write into the data of this one."""
+    others = (thread for thread in threading.enumerate() if thread is not threading.current_thread())
+    # Progress bars and TensorBoard's writers have threads that write into their own objects only.
+    return any(
+        not thread.name.startswith("trainloop-") and not type(thread).__module__.startswith(("tqdm.", "tensorboard."))
+        for thread in others
+    )
 
 
 def _free_mappings() -> int:
