@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -239,11 +240,11 @@ class Tries(AbstractCallback):
 
 
 class DiesOnce(AbstractCallback):
-    """At the sixth step, without checkpoints for restarts until then where asked."""
+    """At a step, without checkpoints for restarts until then where asked."""
 
-    def __init__(self, folder: Path, *, no_room: bool = False) -> None:
+    def __init__(self, folder: Path, step: int = 6, *, no_room: bool = False) -> None:
         super().__init__("DiesOnce")
-        self.done, self.no_room = folder / "done", no_room
+        self.done, self.step, self.no_room = folder / "done", step, no_room
 
     def on_multiprocess_start(self) -> None:
         if self.no_room:
@@ -257,7 +258,7 @@ class DiesOnce(AbstractCallback):
             file._write = refuses
 
     def on_batch_end(self) -> None:
-        if self.train_loop_obj.global_step == 6 and not self.done.exists():
+        if self.train_loop_obj.global_step == self.step and not self.done.exists():
             self.done.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -291,6 +292,35 @@ def test_the_checkpoint_that_is_taken_is_this_runs(tmp_path: Path) -> None:
     assert same(tl.model.state_dict(), whole.model.state_dict())
     assert tl.global_step == whole.global_step
     assert len(tl.history["loss"]) == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("steps", [1, 6])
+@pytest.mark.parametrize("begins_at", [8, 4])
+def test_a_resumed_run_restarts_as_the_same_run(tmp_path: Path, begins_at: int, steps: int) -> None:
+    """At its first step and later: it owns the files of the run that it continues, or begins a branch, once."""
+
+    def fit(folder: Path, *callbacks: AbstractCallback, **options: Any) -> TrainLoop:
+        tl = linear_loop(batch_size=8)  # 12 steps an epoch
+        keeper = ModelCheckpoint(folder, every_n_epochs=None, every_n_steps=4, keep=None)
+        tl.fit(callbacks=[keeper, *callbacks], **options)
+        return tl
+
+    before = tmp_path / "before"
+    fit(before, num_iterations=8)
+    found = {}
+    for name, callbacks, options in (
+        ("undisturbed", [], {}),
+        ("restarted", [DiesOnce(tmp_path, begins_at + steps)], {"max_restarts": 1, "restart_every_steps": 100}),
+    ):
+        folder = tmp_path / name
+        shutil.copytree(before, folder)
+        resume_from = folder / f"checkpoint-epoch=0001-step={begins_at:08d}.pt"
+        tl = fit(folder, *callbacks, **options, num_epochs=2, resume_from=resume_from)
+        assert len(tl.restarts) == bool(callbacks)
+        found[name] = sorted(path.name for path in folder.iterdir())
+    assert found["restarted"] == found["undisturbed"]
+    assert len(found["restarted"]) == (6 if begins_at == 8 else 8)  # with .newest
 
 
 def test_steps_that_were_to_be_profiled_are_traced_after_a_restart(tmp_path: Path) -> None:

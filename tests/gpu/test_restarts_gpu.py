@@ -48,7 +48,7 @@ class Averages(AbstractCallback):
         return {"steps": self.steps, "seen": self.seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps, self.seen = state["steps"], np.array(state["seen"])
+        self.steps, self.seen = state["steps"], state["seen"].numpy()
 
 
 class Killed(Averages):

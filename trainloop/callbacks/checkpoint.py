@@ -132,6 +132,7 @@ class ModelCheckpoint(AbstractCallback):
         self._own = RunCheckpoints(checkpoint.folder(dirpath), self._metric, with_weights=safetensors)
         self._saved_step: int | None = None  # None: the state has changed since the last checkpoint
         self._fit = ""  # names a call of fit, in all of its starts
+        self._restarted = False  # resumed from a checkpoint of this very fit, after a failure
         self._saved_time = 0.0
         self._ask_step = 0  # the step at which rank 0's clock is next asked
         self._asked = (0.0, 0)
@@ -273,11 +274,12 @@ class ModelCheckpoint(AbstractCallback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        again = bool(self._fit) and state.get("fit") == self._fit  # a restart after a failure
-        self._saved_step = state["saved_step"] if again else state["step"]
+        self._restarted = bool(self._fit) and state.get("fit") == self._fit
+        self._saved_step = state["saved_step"] if self._restarted else state["step"]
         same_metric = state["monitor"] == self.monitor
         if self.train_loop_obj.is_global_zero:
-            self._own.take_over(state["run"], None if again else state["step"], same_metric=same_metric)
+            step = None if self._restarted else state["step"]
+            self._own.take_over(state["run"], step, same_metric=same_metric)
         if self._metric is not None and same_metric:
             self._metric.load_state_dict(state["metric"])
 
@@ -294,7 +296,7 @@ class ModelCheckpoint(AbstractCallback):
         self._check_exclude()
 
     def on_train_begin(self) -> None:
-        self._saved_step = None
+        self._saved_step, self._restarted = None, False
         self._failed, self._told = False, None
         self._prepared = not self.async_save
         self._left_out = self._now_left_out(self.train_loop_obj.model.state_dict())
@@ -304,6 +306,8 @@ class ModelCheckpoint(AbstractCallback):
 
     def on_restart(self, failure: Any) -> None:
         """Write the checkpoint of this step again if the failure came before it was whole."""
+        if not self._restarted:
+            return
         loop = self.train_loop_obj
         is_last = loop.is_global_zero and self._saved_step == loop.global_step
         missing = is_last and all(one.info and one.info.step != loop.global_step for one in self.own_checkpoints())

@@ -331,9 +331,8 @@ class Gradients:
         factor: Tensor | float = 1 / (weight.clamp(min=_TINY) if isinstance(weight, Tensor) else max(weight, _TINY))
         for parameter in parameters:
             if parameter.grad is not None:
-                local_part(parameter.grad).mul_(
-                    factor.to(parameter.grad.dtype) if isinstance(factor, Tensor) else factor
-                )
+                own = local_part(parameter.grad)  # on the CPU under CPUOffloadPolicy
+                own.mul_(factor.to(own.device, own.dtype) if isinstance(factor, Tensor) else factor)
         return factor
 
     def _over_ranks(self, weight: Any, uneven: float, *, weighted: bool) -> tuple[Any, float]:

@@ -54,8 +54,8 @@ class RestartCheckpoints:
         self._pause = every or 1
         self._failed = 0  # checkpoints in a row that could not be written
         self._warned = False
-        self._last_step, self._next = run.loop.global_step, run.loop.global_step + self._pause
-        self._written_at = time.perf_counter()
+        self._last_step = self._next = 0
+        self._written_at = self._cost_s = 0.0
 
     @property
     def restart(self) -> Restart | None:
@@ -92,17 +92,11 @@ class RestartCheckpoints:
                 print(restart_line(restart, self._order.limit), file=sys.stderr)
 
     def _save(self, step: int) -> None:
-        run = self._run
-        since = time.perf_counter() - self._written_at
-        # Ranks wait here for the last of them, as they would in the next step: that is no cost of the checkpoint.
-        run.publish(run.recorder.exchange_steps())
         begin = time.perf_counter()
         problem = self._write(step)
-        cost = time.perf_counter() - begin
+        mine = [int(problem is not None), int(1e9 * self._cost_s), int(1e9 * (begin - self._written_at))]
         # All ranks have written after this exchange, and decide by the same numbers.
-        failed, costs, pauses = zip(
-            *distributed.exchange_ints([int(problem is not None), int(1e9 * cost), int(1e9 * since)])
-        )
+        failed, costs, pauses = zip(*distributed.exchange_ints(mine))
         if problem and not self._warned:
             self._warned = True
             warn(
@@ -112,10 +106,12 @@ class RestartCheckpoints:
             )
         self._failed = self._failed + 1 if any(failed) else 0
         if self._every is None:
-            self._pause = steps_between(max(costs), max(pauses) / max(step - self._last_step, 1))
+            # The rank that arrived last has waited for no other: its time is what the checkpoint before has cost all.
+            self._pause = steps_between(min(costs), max(pauses) / max(step - self._last_step, 1))
         soon = 2**self._failed - 1 if self._failed else self._pause
         self._last_step, self._next = step, step + min(self._pause, soon)
         self._written_at = time.perf_counter()
+        self._cost_s = self._written_at - begin
 
     def _write(self, step: int) -> str | None:
         """Write a checkpoint; returns the reason if this rank could not, empty if another one could not. Collective.
