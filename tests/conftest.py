@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -240,8 +240,7 @@ def _children() -> dict[int, str]:
     """Process numbers, with a line for each."""
     # multiprocessing's resource tracker and the fork servers live as long as this process, on purpose.
     keep = {getattr(resource_tracker._resource_tracker, "_pid", None)}
-    if "multiprocessing.forkserver" in sys.modules:
-        keep.add(getattr(sys.modules["multiprocessing.forkserver"]._forkserver, "_forkserver_pid", None))
+    keep.add(forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
     keep |= {server.pid for server in _servers()}
     found = {}
     for child in _descendants():
@@ -311,6 +310,7 @@ def _held_by_others(name: str) -> bool:
 
 def _descriptors() -> dict[int, str]:
     keep = {getattr(resource_tracker._resource_tracker, "_fd", None), *(server.fileno() for server in _servers())}
+    keep.add(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
