@@ -21,6 +21,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver, reduction, resource_tracker
@@ -64,8 +65,11 @@ _READ_AT_LOAD = (
 )
 _NOT_AT_LOAD = (*THREAD_VARIABLES, "TORCHINDUCTOR_CACHE_DIR", "TORCHELASTIC_", "TORCH_NCCL_")
 # Lines of /proc/self/status about inherited state that a running process cannot change, or that nothing sends.
-_INHERITED = ("Umask", "SigIgn", "Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp", "Mems_allowed_list")
+_UMASK = "Umask"  # which a forked process takes over
+_INHERITED = (_UMASK, "SigIgn", "Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp", "Mems_allowed_list")
 _NOT_OWN = "the server itself"
+# Before a process is asked of the server, and asked again where that was killed: it takes a moment to be gone.
+_PAUSES_S = (0.0, 0.05, 0.5)
 
 
 class NoServerError(Exception):
@@ -141,14 +145,15 @@ def from_server(
     Raises
     ------
     NoServerError
-        If there can be no server, if it ended twice, or if a process forked from it cannot be like the caller.
+        If there can be no server, if it ends again and again, or if a process forked from it cannot be like the caller.
     """
     problem = ""
-    for _ in range(2):  # a server that was killed is replaced once
+    for pause_s in _PAUSES_S:
+        time.sleep(pause_s)
         try:
             return _forked(calls, modules, environment or {})
         except (EOFError, OSError) as error:
-            problem = f"it ended twice while it started processes ({type(error).__name__}: {error})"
+            problem = f"it ended several times while it started processes ({type(error).__name__}: {error})"
     raise NoOwnServerError(problem)
 
 
@@ -370,7 +375,7 @@ class _Surroundings:
         if started_with is None:
             return {_NOT_OWN}
         here = fixed_state(started_with)
-        return {name for name in {*here, *self.fixed} if here.get(name) != self.fixed.get(name)}
+        return {name for name in {*here, *self.fixed} - {_UMASK} if here.get(name) != self.fixed.get(name)}
 
     def take_over(self) -> None:
         threads_differ = any(os.environ.get(name) != self.environment.get(name) for name in THREAD_VARIABLES)
@@ -388,6 +393,8 @@ class _Surroundings:
             os.sched_setaffinity(0, self.cpus)
         if threads_differ or self.cpus != affinity:
             set_threads()
+        if _UMASK in self.fixed:
+            os.umask(int(self.fixed[_UMASK], 8))
         for limit, values in self.limits.items():
             if limits()[limit] != values:
                 import resource

@@ -81,10 +81,9 @@ class SnapshotMemory:
 
     def __reduce__(self) -> tuple[Any, ...]:
         popen = get_spawning_popen()
-        if popen is not None:
-            for fd in (self._words_fd, self._notice_fd, *self._fds):
-                popen.duplicate_for_child(fd)
-        return _inherited, (self._parts, self._statuses, self._words_fd, self._notice_fd, self._fds)
+        assert popen is not None
+        fds = [popen.DupFd(popen.duplicate_for_child(fd)) for fd in (self._words_fd, self._notice_fd, *self._fds)]
+        return _inherited, (self._parts, self._statuses, fds)
 
     def close(self) -> None:
         """Release everything. No rank may be alive, or start later."""
@@ -240,10 +239,10 @@ class SnapshotMemory:
         head[_NUMBER] = number
 
 
-def _inherited(parts: int, statuses: int, words_fd: int, notice_fd: int, fds: list[int]) -> SnapshotMemory:
+def _inherited(parts: int, statuses: int, fds: list[Any]) -> SnapshotMemory:
     memory = object.__new__(SnapshotMemory)
     memory._parts, memory._statuses = parts, statuses
-    memory._words_fd, memory._notice_fd, memory._fds = words_fd, notice_fd, fds
+    memory._words_fd, memory._notice_fd, *memory._fds = (fd.detach() for fd in fds)
     memory._map()
     return memory
 
