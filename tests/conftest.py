@@ -310,6 +310,8 @@ def _held_by_others(name: str) -> bool:
 def _descriptors() -> dict[int, str]:
     keep = {getattr(resource_tracker._resource_tracker, "_fd", None)}
     keep.add(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    if processes._folder is not None:
+        keep.add(processes._folder.lock_fd)
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:

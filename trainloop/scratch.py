@@ -21,10 +21,10 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Scratch", "name_semaphores", "remove", "remove_dead", "scratch_folder", "temporary_folder"]
+__all__ = ["PREFIX", "Scratch", "name_semaphores", "remove", "remove_dead", "scratch_folder", "temporary_folder"]
 
 # Short: the path of a socket in it has 107 characters at most.
-_PREFIX = "trainloop-mp-"
+PREFIX = "trainloop-mp-"
 _SEARCH = "trainloop-search-"  # of a search without a storage
 _TOKEN = "launch-"
 _SEMAPHORES = "mp-"
@@ -56,10 +56,10 @@ def scratch_folder(token: str) -> Iterator[Scratch]:
         _remove(scratch, own=True)
 
 
-def temporary_folder() -> Scratch:
+def temporary_folder(prefix: str = _SEARCH) -> Scratch:
     """Make a folder that later calls remove if this process, with all its forks, ends without :func:`remove`."""
     remove_dead()
-    return _make(_SEARCH)
+    return _make(prefix)
 
 
 def remove(scratch: Scratch) -> None:
@@ -67,7 +67,7 @@ def remove(scratch: Scratch) -> None:
     _remove(scratch, own=False)
 
 
-def _make(prefix: str = _PREFIX) -> Scratch:
+def _make(prefix: str = PREFIX) -> Scratch:
     while True:
         path = tempfile.mkdtemp(prefix=prefix)
         lock_fd = _locked(path)
@@ -137,7 +137,7 @@ def remove_dead() -> None:
     """Remove what is left of this user's launches that have no living process."""
     with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
         for entry in entries:
-            if entry.name.startswith((_PREFIX, _SEARCH)) and _is_own_folder(entry):
+            if entry.name.startswith((PREFIX, _SEARCH)) and _is_own_folder(entry):
                 lock_fd = _locked(entry.path)
                 if lock_fd is not None:
                     _remove(Scratch(entry.path, lock_fd), own=False)

@@ -24,12 +24,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection, forkserver, reduction, resource_tracker
+from multiprocessing import connection, forkserver, reduction, resource_tracker, util
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from trainloop.errors import ConfigurationError
 from trainloop.resources.enforce import THREAD_VARIABLES, threads_in
+from trainloop.scratch import PREFIX, Scratch, remove, temporary_folder
 from trainloop.signals import REASON_OF_SIGNAL
 
 __all__ = [
@@ -127,12 +128,39 @@ def begin_server(modules: Sequence[str]) -> None:
     }
     resource_tracker.ensure_running()  # it unblocks signals when it starts
     try:
-        with _process_lock, _signals_blocked():
+        with _process_lock, _signals_blocked(), _sockets_in_own_folder():
+            if connection.arbitrary_address("AF_UNIX").startswith("\0"):  # type: ignore[attr-defined]
+                raise NoServerError(
+                    "every user of this host could reach it with this version of Python (CVE-2022-42919)"
+                )
             order["environment"] = {name: os.environ.get(name) for name in changed}
             with _variables_set({**changed, SERVER_VARIABLE: json.dumps(order)}):
                 forkserver.ensure_running()
     except OSError as error:  # ChildProcessError: this process is a fork of the one that has the server
         raise NoServerError(f"it cannot be started: {error}") from error
+
+
+_folder: Scratch | None = None  # of the server's socket
+
+
+@contextlib.contextmanager
+def _sockets_in_own_folder() -> Iterator[None]:
+    """Have ``multiprocessing`` make sockets in a folder that the next launch removes if this process is killed.
+
+    It has a short name: the path of a socket has 107 characters at most.
+    """
+    global _folder
+    if _folder is None:
+        _folder = temporary_folder(PREFIX)
+        util.Finalize(None, remove, args=(_folder,), exitpriority=0)
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    before = {name: value for name, value in config.items() if name == "tempdir"}
+    config["tempdir"] = f"/proc/self/fd/{_folder.lock_fd}"
+    try:
+        yield
+    finally:
+        del config["tempdir"]
+        config.update(before)
 
 
 def from_server(
