@@ -346,15 +346,15 @@ def fixed_state(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
     }
     if sys.platform != "linux":
         return variables
-    with open("/proc/self/status") as file:
-        status = dict(line.split(":", 1) for line in file if line.startswith(_INHERITED))
+    lines = _read("/proc/self/status").splitlines()
+    status = dict(line.split(":", 1) for line in lines if line.startswith(_INHERITED))
     return {
         **variables,
         **status,
         "session": (os.getsid(0), os.getpgrp()),
         "priority": (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
         **{name: _read(f"/proc/self/{name}") for name in ("cgroup", "oom_score_adj")},
-        **{name: os.readlink(f"/proc/self/{name}") for name in ("root", "ns/net", "ns/mnt", "ns/user")},
+        **{name: _link(f"/proc/self/{name}") for name in ("root", "ns/net", "ns/mnt", "ns/user")},
     }
 
 
@@ -373,6 +373,13 @@ def _read(path: str) -> str:
         with open(path) as file:
             return file.read()
     except OSError:  # not on this kernel
+        return ""
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
         return ""
 
 
