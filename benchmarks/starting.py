@@ -106,9 +106,9 @@ if __name__ == "__main__":
         with tl.ranks():
             tl.fit(num_epochs=1)
             timed(found, "inside tl.ranks()", lambda: tl.fit(num_epochs=1))
-            from trainloop.launch import fork_server
-            server = fork_server._current.pid if fork_server._current else 0
-            ranks = [p for p in processes() if p.pid != server and "resource_tracker" not in str(p.cmdline())]
+            served = lambda p: "multiprocessing.forkserver" in str(p.cmdline())
+            ranks = [p for p in processes() if "resource_tracker" not in str(p.cmdline())]
+            ranks = [p for p in ranks if not served(p) or served(p.parent())]  # without the server itself
             assert len(ranks) == RANKS
             memory = [p.memory_full_info() for p in ranks]
             found["MB private"] = sum(m.uss for m in memory) / 1e6

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, popen_forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop.launch import fork_server
+from trainloop import processes
 
 # A rank, a loader's worker and a test's own subprocess each take a thread a core otherwise, and two cores then
 # run a hundred threads. Set before the first test, so that children inherit it.
@@ -121,13 +121,13 @@ def end_children(why: str) -> None:
 # -- how ranks start ---------------------------------------------------------------------------------------------------
 
 # Both ways are users' own; `make test-all` runs all tests with each. Scripts that tests run have it by inheritance.
-os.environ.setdefault(fork_server.METHOD_VARIABLE, "forkserver")
+os.environ.setdefault(processes.METHOD_VARIABLE, "forkserver")
 
 
 @pytest.fixture(params=["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def each_start_method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A test that runs with ranks from a fork server, and with ranks that are fresh interpreters."""
-    monkeypatch.setenv(fork_server.METHOD_VARIABLE, request.param)
+    monkeypatch.setenv(processes.METHOD_VARIABLE, request.param)
     method: str = request.param
     return method
 
@@ -154,14 +154,14 @@ def _unit_tests_start_no_interpreter(request: pytest.FixtureRequest) -> Iterator
             pytest.fail("tests/unit starts no ranks, and this test does. Move it to tests/ranks.")
         return spawn(path, command, fds)
 
-    def served(process: Any) -> None:
+    def served(popen: Any, process: Any) -> None:
         pytest.fail("tests/unit starts no ranks, and this test does. Move it to tests/ranks.")
 
     popen, spawn = subprocess.Popen.__init__, multiprocessing.util.spawnv_passfds
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess.Popen, "__init__", opens)
         patch.setattr(multiprocessing.util, "spawnv_passfds", spawns)
-        patch.setattr(fork_server.ServedProcess, "_Popen", staticmethod(served))
+        patch.setattr(popen_forkserver.Popen, "_launch", served)
         yield
 
 
@@ -232,17 +232,11 @@ def _threads() -> set[str]:
     }
 
 
-def _servers() -> list[fork_server.ForkServer]:
-    return [] if fork_server._current is None else [fork_server._current]
-
-
 def _children() -> dict[int, str]:
     """Process numbers, with a line for each."""
     # multiprocessing's resource tracker and the fork servers live as long as this process, on purpose.
     keep = {getattr(resource_tracker._resource_tracker, "_pid", None)}
-    if "multiprocessing.forkserver" in sys.modules:
-        keep.add(getattr(sys.modules["multiprocessing.forkserver"]._forkserver, "_forkserver_pid", None))
-    keep |= {server.pid for server in _servers()}
+    keep.add(forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
     found = {}
     for child in _descendants():
         try:
@@ -255,7 +249,11 @@ def _children() -> dict[int, str]:
 
 def _descendants() -> list[psutil.Process]:
     """Of this process; through all of /proc, as psutil does it, only where it has children that have any themselves."""
-    childless = {getattr(resource_tracker._resource_tracker, "_pid", None), *(server.pid for server in _servers())}
+    childless = {getattr(resource_tracker._resource_tracker, "_pid", None)}
+    if (server := forkserver._forkserver._forkserver_pid) is not None:  # type: ignore[attr-defined]
+        with contextlib.suppress(OSError):
+            if not Path(f"/proc/{server}/task/{server}/children").read_text():
+                childless.add(server)
     try:
         lists = [Path(f"/proc/self/task/{thread}/children").read_text() for thread in os.listdir("/proc/self/task")]
         if {int(pid) for pids in lists for pid in pids.split()} <= childless:
@@ -310,7 +308,10 @@ def _held_by_others(name: str) -> bool:
 
 
 def _descriptors() -> dict[int, str]:
-    keep = {getattr(resource_tracker._resource_tracker, "_fd", None), *(server.fileno() for server in _servers())}
+    keep = {getattr(resource_tracker._resource_tracker, "_fd", None)}
+    keep.add(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    if processes._folder is not None:
+        keep.add(processes._folder.lock_fd)
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:

@@ -23,10 +23,10 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Scratch", "name_semaphores", "remove", "remove_dead", "scratch_folder", "temporary_folder"]
+__all__ = ["PREFIX", "Scratch", "name_semaphores", "remove", "remove_dead", "scratch_folder", "temporary_folder"]
 
 # Short: the path of a socket in it has 107 characters at most.
-_PREFIX = "trainloop-mp-"
+PREFIX = "trainloop-mp-"
 _TEMPORARY = "trainloop-tmp-"
 _TOKEN = "launch-"
 SHARED_MEMORY = "/dev/shm"
@@ -60,7 +60,7 @@ def scratch_folder(token: str) -> Iterator[Scratch]:
         _remove(scratch, own=True)
 
 
-def temporary_folder(*, memory_bytes: int = 0) -> Scratch:
+def temporary_folder(prefix: str = _TEMPORARY, *, memory_bytes: int = 0) -> Scratch:
     """Make a folder that later calls remove if this process, with all its forks, ends without :func:`remove`.
 
     Only this user can read it. With ``memory_bytes`` it is in shared memory if that has so much room.
@@ -69,7 +69,7 @@ def temporary_folder(*, memory_bytes: int = 0) -> Scratch:
     has_room = (
         memory_bytes > 0 and os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free >= memory_bytes
     )
-    return _make(_TEMPORARY, SHARED_MEMORY if has_room else None)
+    return _make(prefix, SHARED_MEMORY if has_room else None)
 
 
 def remove(scratch: Scratch) -> None:
@@ -77,7 +77,7 @@ def remove(scratch: Scratch) -> None:
     _remove(scratch, own=False)
 
 
-def _make(prefix: str = _PREFIX, parent: str | None = None) -> Scratch:
+def _make(prefix: str = PREFIX, parent: str | None = None) -> Scratch:
     while True:
         path = tempfile.mkdtemp(prefix=prefix, dir=parent)
         lock_fd = _locked(path)
@@ -148,7 +148,7 @@ def remove_dead() -> None:
     for parent in {tempfile.gettempdir(), SHARED_MEMORY}:
         with contextlib.suppress(OSError), os.scandir(parent) as entries:
             for entry in entries:
-                if entry.name.startswith((_PREFIX, _TEMPORARY)) and _is_own_folder(entry):
+                if entry.name.startswith((PREFIX, _TEMPORARY)) and _is_own_folder(entry):
                     lock_fd = _locked(entry.path)
                     if lock_fd is not None:
                         _remove(Scratch(entry.path, lock_fd), own=False)

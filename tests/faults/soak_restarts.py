@@ -39,7 +39,6 @@ import survival
 import torch
 
 from checkpoints import same
-from trainloop.launch.fork_server import end_server
 from trainloop.train_loop.restarts import Restart
 
 PLACES = [*survival.Strikes.PLACES, "on_multiprocess_start", "restart checkpoint is half written", "state_dict",
@@ -156,7 +155,6 @@ class Soak:
 
     def left(self, before: tuple[int, int], lasting: list[psutil.Process]) -> None:
         """What is left of all of them."""
-        end_server("the soak is over")
         deadline = time.monotonic() + GRACE_S
         while (children := others(lasting)) and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import json
 import linecache
 import os
 import re
@@ -15,6 +16,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
+from trainloop import processes
 from trainloop.errors import WorkerFailedError
 from trainloop.launch import failures, launch
 from trainloop.launch.failures import Failure, failure_of, first_failure, hint, worker_failed_error
@@ -167,9 +170,13 @@ def train_until_fault(stop: StopAgreement, *, fault: Callable[[int], None], on_r
 def started_processes(pid: int) -> set[int]:
     """Processes that belong to a launch of process ``pid``, its ranks' orphans included."""
     found = set()
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     for process in psutil.process_iter():
         try:
-            if process.environ().get("TRAINLOOP_LAUNCH", "").startswith(f"{pid}-"):
+            environment = process.environ()
+            order = json.loads(environment.get(processes.SERVER_VARIABLE, "{}"))
+            forked = order.get("caller") == pid and process.pid != server
+            if forked or environment.get("TRAINLOOP_LAUNCH", "").startswith(f"{pid}-"):
                 found.add(process.pid)
         except (psutil.Error, OSError):
             continue

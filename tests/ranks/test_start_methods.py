@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ranks import run_ranks
-from trainloop import AbstractCallback, TrainLoop, TTModel
+from trainloop import AbstractCallback, TrainLoop, TTModel, processes
 from trainloop.errors import ConfigurationError, WorkerFailedError
-from trainloop.launch import fork_server, launch
+from trainloop.launch import launch
 
 # A rank looks at all that a process inherits, under circumstances that the server did not start with.
 FACTS = """
-import json, locale, os, random, resource, signal, sys, warnings
-import numpy, torch
+import json, locale, multiprocessing, os, random, resource, signal, sys, warnings
+import numpy, torch, trainloop.errors
 from trainloop.launch import launch
 
 def facts(stop):
@@ -36,7 +37,7 @@ def facts(stop):
     status = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
     own = {int(name) for name in os.listdir("/proc/self/fd")}
     return {
-        "parent": os.getppid(), "group": os.getpgrp(), "session": os.getsid(0),
+        "caller": multiprocessing.parent_process().pid, "group": os.getpgrp(), "session": os.getsid(0),
         "folder": os.readlink("/proc/self/cwd"), "umask": status["Umask"],
         "signals": [status[name] for name in ("SigBlk", "SigIgn")],
         "handlers": {s: repr(signal.getsignal(s))[:40] for s in (signal.SIGHUP, signal.SIGUSR2, signal.SIGPIPE)},
@@ -44,7 +45,9 @@ def facts(stop):
         "limits": [resource.getrlimit(limit) for limit in (resource.RLIMIT_CORE, resource.RLIMIT_STACK)],
         "environment": {k: v for k, v in os.environ.items() if k != "TRAINLOOP_LAUNCH"},
         "path": sys.path, "argv": sys.argv, "flags": repr(sys.flags), "encoding": locale.getpreferredencoding(),
-        "main": sorted(vars(sys.modules["__main__"])), "file": sys.modules["__main__"].__file__,
+        # Without multiprocessing's.
+        "main": sorted(set(vars(sys.modules["__main__"])) - {"main", "spawn_main"}),
+        "file": sys.modules["__main__"].__file__,
         "names": [thread.name for thread in threading.enumerate()],
         "threads": [torch.get_num_threads(), torch.get_num_interop_threads()],
         "streams": [
@@ -56,7 +59,7 @@ def facts(stop):
         "descriptors": sorted(
             target.split(" ")[0].partition("loop-mp-")[0]
             for target in map(target_of, own)
-            if not target.startswith(("pipe", "socket", "anon_"))
+            if not target.startswith(("pipe", "socket", "anon_", "/dev/null"))
         ),
         "cuda": torch.cuda.is_initialized(),
         "children": multiprocessing.active_children(),
@@ -79,20 +82,28 @@ def drawn(stop):
 if __name__ == "__main__":
     launch(facts, ranks_per_node=1, start_method="forkserver")  # the server starts, before all that follows
     os.chdir(sys.argv[1])
-    os.umask(0o027)
-    os.nice(1)
     os.environ["SET_LATER"] = "\\udcff and long " + 100_000 * "x"  # longer than a socket takes at once
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGWINCH])
+    os.umask(0o027)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     warnings.simplefilter("error", FutureWarning)
     sys.path.append("/nowhere")
+    os.dup2(os.open("other-output", os.O_WRONLY | os.O_CREAT), 2)
     found = {how: launch(facts, ranks_per_node=1, start_method=how) for how in ("forkserver", "spawn")}
-    for how in found:
-        found[how]["process"] = os.getpid()
+    found["process"] = os.getpid()
     found["draws"] = launch(drawn, ranks_per_node=2, start_method="forkserver")
     found["draws"] += launch(drawn, ranks_per_node=2, start_method="forkserver")
+    # What no process can take over:
+    os.nice(1)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    os.environ["TORCH_LOGS"] = "+dynamo"
+    try:
+        launch(facts, ranks_per_node=1, start_method="forkserver")
+    except trainloop.errors.ConfigurationError as error:
+        found["refused"] = str(error)
+    found["as spawned"] = launch(facts, ranks_per_node=1)
+    found["spawned"] = launch(facts, ranks_per_node=1, start_method="spawn")
     print(json.dumps(found, default=str))
 """
 
@@ -102,49 +113,141 @@ def test_a_rank_is_what_a_spawned_one_is(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(FACTS)
     command = [sys.executable, "-X", "utf8", "-W", "ignore::ImportWarning", str(script), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    environment = {**os.environ, processes.METHOD_VARIABLE: "auto"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    served, spawned = found["forkserver"], found["spawn"]
-    assert served == spawned
-    assert served["parent"] == served["process"]
-    assert served["folder"] == str(tmp_path)
+    assert found["forkserver"] == found["spawn"]
+    assert found["spawn"]["caller"] == found["process"]
+    assert found["spawn"]["folder"] == str(tmp_path)
     assert len({number for rank in found["draws"] for number in rank}) == 12  # no two ranks draw alike
+    assert "changed since it started: SigIgn, TORCH_LOGS, priority. Use 'spawn'" in found["refused"]
+    assert found["as spawned"] == found["spawned"]
+    assert found["spawn"]["umask"].strip() == "0027"
 
 
 @pytest.mark.long
-def test_a_server_is_found_warm_and_replaced_where_it_no_longer_fits(
+def test_a_server_is_found_warm_and_replaced_where_it_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fit() -> tuple[int, dict[str, Any]]:
         facts = run_ranks(what_the_rank_sees, 2, folder=tmp_path)
-        return fork_server.server().pid, facts[1]
+        return server_pid(), facts[1]
 
-    monkeypatch.setenv(fork_server.METHOD_VARIABLE, "forkserver")
+    monkeypatch.setenv(processes.METHOD_VARIABLE, "forkserver")
     first, _ = fit()
-    monkeypatch.setenv("WANDB_RUN_ID", "new")  # read by nothing that the server has imported
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")  # read by nothing before a process uses a GPU
     second, facts = fit()
     assert second == first
-    assert facts["WANDB_RUN_ID"] == "new"
+    assert facts["CUDA_VISIBLE_DEVICES"] == "7"
     assert facts["imported"]  # before the rank was
     os.kill(first, signal.SIGKILL)
     third, _ = fit()
     assert third != first
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    fourth, facts = fit()
-    assert fourth != third
-    assert facts["CUDA_VISIBLE_DEVICES"] == "7"
-    assert not psutil.pid_exists(third)
+
+
+def server_pid() -> int:
+    pid: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return pid
 
 
 def what_the_rank_sees() -> dict[str, Any]:
-    return {**os.environ, "imported": "torch._dynamo" in sys.modules}  # which nothing here needs
+    return {**os.environ, "imported": "torch.distributed" in sys.modules and parent_is_server()}
+
+
+def parent_is_server() -> bool:
+    return "multiprocessing.forkserver" in Path(f"/proc/{os.getppid()}/cmdline").read_text()
 
 
 def killed(stop: Any) -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSEGV)
     dist.barrier()
+
+
+def kills_the_server(stop: Any) -> None:
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    if dist.get_rank() == 1:
+        Path(os.environ["NOTE"]).write_text(" ".join(map(str, pids)))
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1000)
+
+
+@pytest.mark.long
+def test_ranks_end_with_their_server_and_the_next_call_has_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(processes.METHOD_VARIABLE, "forkserver")
+    monkeypatch.setenv("NOTE", str(tmp_path / "pids"))
+    with pytest.raises(WorkerFailedError, match=r"with exit code 255(.|\n)*fork server was killed"):
+        launch(kills_the_server, ranks_per_node=2)
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    deadline = time.monotonic() + 10
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(psutil.pid_exists, pids))
+    assert launch(parent, ranks_per_node=1) == server_pid()
+
+
+SHARED = """
+import multiprocessing, os, random, signal, sys, time
+from trainloop.launch import launch
+
+def parent(stop):
+    import os
+    return os.getppid()
+
+def facts(connection):
+    import numpy, torch
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONPATH", "TRAINLOOP_FORK_SERVER")
+    connection.send((
+        os.getppid(), [os.environ.get(name) for name in names], torch.get_num_threads(),
+        [float(torch.rand(())), numpy.random.rand()],
+        [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+    ))
+    time.sleep(1000)
+
+def as_others_are(method):
+    context = multiprocessing.get_context(method)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=facts, args=(theirs,))
+    process.start()
+    found = ours.recv()
+    process.terminate()
+    process.join()
+    return (*found, process.exitcode)
+
+if __name__ == "__main__":
+    os.environ["TRAINLOOP_START_METHOD"] = "auto"
+    if sys.argv[1] == "first":
+        foreign = as_others_are("forkserver")
+        print(launch(parent, ranks_per_node=1) == os.getpid())  # spawned: the server is another's
+    else:
+        server = launch(parent, ranks_per_node=1)
+        others = [as_others_are("forkserver") for _ in range(2)]
+        fresh = as_others_are("spawn")
+        alike = [other[1:3] + other[4:] == fresh[1:3] + fresh[4:] for other in others]
+        print([other[0] == server for other in others], alike)
+        print(len({number for other in others for number in other[3]}))
+"""
+
+
+@pytest.mark.long
+def test_the_program_s_own_processes_may_come_from_the_same_server(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SHARED)
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+
+    def said(who: str) -> list[str]:
+        command = [sys.executable, str(script), who]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    assert said("first") == ["True"]
+    assert said("second") == ["[True, True] [True, True]", "4"]
 
 
 @pytest.mark.long
@@ -155,17 +258,16 @@ def test_a_rank_that_a_signal_ends_is_named(each_start_method: str) -> None:
 
 
 ORPHANS = """
-import os, sys, time
-from trainloop.launch import fork_server, launch
+import multiprocessing, os, sys, time
+from trainloop.launch import launch
 
 def work(stop):
     import os, sys, time
-    os.write(1, f"{os.getpid()}\\n".encode())
+    os.write(1, f"{os.getppid()} {os.getpid()}\\n".encode())
     time.sleep(100)
 
 if __name__ == "__main__":
-    os.write(1, f"{fork_server.server().pid}\\n".encode())
-    if os.fork() == 0:  # holds the connection, too
+    if os.fork() == 0:
         time.sleep(100)
     launch(work, ranks_per_node=2)
 """
@@ -175,16 +277,18 @@ if __name__ == "__main__":
 def test_the_server_ends_with_its_caller(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ORPHANS)
-    environment = {**os.environ, fork_server.METHOD_VARIABLE: "forkserver", "TRAINLOOP_ALL_RANKS_OUTPUT": "1"}
+    environment = {**os.environ, processes.METHOD_VARIABLE: "forkserver", "TRAINLOOP_ALL_RANKS_OUTPUT": "1"}
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment) as caller:
         assert caller.stdout is not None
-        server, *ranks = (int(caller.stdout.readline()) for _ in range(3))
-        forked = next(c for c in psutil.Process(caller.pid).children() if c.pid not in (server, *ranks))
+        lines = [[int(pid) for pid in caller.stdout.readline().split()] for _ in range(2)]
+        assert lines[0][0] == lines[1][0]
+        pids = {pid for line in lines for pid in line}
+        forked = next(c for c in psutil.Process(caller.pid).children() if "script.py" in c.cmdline()[-1])
         caller.kill()
         deadline = time.monotonic() + 20
-        while any(map(psutil.pid_exists, (server, *ranks))) and time.monotonic() < deadline:
+        while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
             time.sleep(0.05)
-        left = [pid for pid in (server, *ranks) if psutil.pid_exists(pid)]
+        left = [pid for pid in pids if psutil.pid_exists(pid)]
         forked.kill()
     assert not left
 
@@ -195,25 +299,38 @@ def parent(stop: Any) -> int:
 
 @pytest.mark.long
 def test_where_there_can_be_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server, "_objection", lambda: "its threads are many")
-    with pytest.raises(ConfigurationError, match="no fork server here: its threads are many"):
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    with pytest.raises(ConfigurationError, match="can't come from a fork server here: this program is frozen"):
         launch(killed, ranks_per_node=1, start_method="forkserver")
-    monkeypatch.setenv(fork_server.METHOD_VARIABLE, "auto")
-    assert launch(parent, ranks_per_node=1) == os.getpid()
-    monkeypatch.setenv(fork_server.METHOD_VARIABLE, "fork")
+    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(processes, "begin_server", cannot)
+        patch.setenv(processes.METHOD_VARIABLE, "auto")
+        assert launch(parent, ranks_per_node=1) == os.getpid()
+    monkeypatch.setenv(processes.METHOD_VARIABLE, "fork")
     with pytest.raises(ConfigurationError, match="TRAINLOOP_START_METHOD='fork': must be 'auto', 'forkserver' or"):
         launch(killed, ranks_per_node=1)
 
 
+def cannot(modules: Any) -> None:
+    raise processes.NoServerError("it requires Linux")
+
+
 @pytest.mark.long
-def test_a_system_whose_forks_can_have_no_other_parent_spawns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server, "_PR_SET_CHILD_SUBREAPER", 0)  # no such option: the kernel refuses
-    monkeypatch.setenv(fork_server.METHOD_VARIABLE, "auto")
-    for _ in range(2):
-        assert launch(parent, ranks_per_node=1) == os.getpid()
-    with pytest.raises(fork_server.ForkServerError, match="can't make a forked process the child of another"):
-        fork_server.server()
-    fork_server.end_server()
+def test_a_fork_of_the_program_spawns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server is another process's."""
+    monkeypatch.setenv(processes.METHOD_VARIABLE, "auto")
+    launch(parent, ranks_per_node=1)
+    ours, theirs = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            os.write(theirs, str(launch(parent, ranks_per_node=1) == os.getpid()).encode())
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    with open(ours) as file:
+        assert file.read() == "True"
+    os.waitpid(pid, 0)
 
 
 def threads_here(stop: Any) -> int:
@@ -296,7 +413,7 @@ class Breaks(AbstractCallback):
 @pytest.mark.long
 def test_fits_of_several_threads_at_once(each_start_method: str) -> None:
     alone = [trained_from(start) for start in (1.0, 2.0)]
-    fork_server.end_server()  # all of them ask for one at once
+    os.kill(server_pid(), signal.SIGKILL) if server_pid() else None  # all of them ask for one at once
     before = dict(os.environ)
     with ThreadPoolExecutor(4) as threads:
         together = [threads.submit(trained_from, start) for start in (1.0, 2.0, BROKEN, 1.0)]

@@ -247,9 +247,7 @@ FOREIGN: dict[str, str] = {
     "data/stops.py": "_IterableDatasetFetcher _MapDatasetFetcher",
     "data/streams.py": "_worker_info",
     "data/twins.py": "_iterator _shutdown_workers",
-    "launch/fork_server.py": "_name",
-    "launch/inherited.py": "_args_from_interpreter_flags",
-    "launch/rank_process.py": "_config _prctl_pr_set_pdeathsig _run_exitfuncs _shutdown",
+    "launch/rank_process.py": "_config _run_exitfuncs _shutdown",
     "launch/settings.py": ("_C _GLOBAL_DEVICE_CONTEXT _get_nnpack_enabled _validate_args"),
     "optim.py": (
         "_global_optimizer_post_hooks _global_optimizer_pre_hooks _optimizer_step_post_hooks "
@@ -267,6 +265,7 @@ FOREIGN: dict[str, str] = {
         "_module_to_pre_load_state_dict_hook_handle _module_to_pre_save_state_dict_hook_handle "
         "_post_forward_hook_handle _post_load_hook_handle _pre_forward_hook_handle"
     ),
+    "processes/__init__.py": "_config",
     "scratch.py": "_config _rand",
     "signals.py": "_config",
     "sync_batchnorm.py": "_BatchNorm _LazyNormBase",

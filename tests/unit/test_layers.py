@@ -22,6 +22,7 @@ LAYERS = [
     ["devices"],
     ["stopping"],
     ["signals", "scratch", "forks"],
+    ["processes"],
     ["distributed"],
     ["transfer", "launch"],
     ["rng", "data"],

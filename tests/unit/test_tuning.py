@@ -640,7 +640,7 @@ class Pretended:
 def pretended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pretended:
     monkeypatch.setenv("TRAINLOOP_LEASE_DIR", str(tmp_path / "leases"))
     backend = Pretended()
-    monkeypatch.setattr("trainloop.tuning.search.ForkingBackend", lambda *_: backend)
+    monkeypatch.setattr("trainloop.tuning.search.LocalBackend", lambda *_: backend)
     monkeypatch.setattr("trainloop.tuning.search.lease_total", lambda total, *_: (list(range(total.num_cpus)), []))
     monkeypatch.setattr("trainloop.tuning.search.machine_total", lambda total: total)
     return backend

@@ -131,7 +131,7 @@ def test_samples_for_weights_have_rows_of_each_class() -> None:
 
 def test_folds_get_equal_parts_of_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Noted()
-    monkeypatch.setattr("trainloop.tuning.search.ForkingBackend", lambda *_: backend)
+    monkeypatch.setattr("trainloop.tuning.search.LocalBackend", lambda *_: backend)
     monkeypatch.setattr("trainloop.tuning.search.lease_total", lambda total, *_: (list(range(total.num_cpus)), []))
     monkeypatch.setattr("trainloop.tuning.search.machine_total", lambda total: total)
     options: dict[str, Any] = {"num_trials": 2, "num_bag_folds": 3, "total": ResourceQuota(2, 0), "progress": False}

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,24 +25,14 @@ from trainloop.devices import usable_cores
 from trainloop.distributed.key import key_from_environment, new_key
 from trainloop.errors import ConfigurationError, WorkerFailedError
 from trainloop.launch.failures import RestartPolicy, with_note
-from trainloop.launch.fork_server import (
-    ForkServerError,
-    ServerGoneError,
-    chosen_method,
-    end_server,
-    load_first,
-    no_server,
-    server,
-)
 from trainloop.launch.hosts import Hosts, meet_hosts
-from trainloop.launch.inherited import circumstances, taken_at_start
 from trainloop.launch.joining import join, joined, place_here
 from trainloop.launch.kept import keeping, kept_here
 from trainloop.launch.main_guard import check_main_guard, main_place
-from trainloop.launch.messages import connection_pair
 from trainloop.launch.rank_process import RankSpec, started_by_launch
 from trainloop.launch.settings import dumped_settings
-from trainloop.launch.spawning import Ranks
+from trainloop.launch.spawning import Ranks, server_modules
+from trainloop.processes import NoServerError, begin_server, chosen_method, fixed_state, limits
 from trainloop.resources.enforce import threads_in
 from trainloop.scratch import scratch_folder
 from trainloop.signals import signals, uninterrupted
@@ -49,7 +40,7 @@ from trainloop.stopping import SharedStop, StopAgreement
 from trainloop.transfer import pack
 from trainloop.transfer.pages import anonymous_file
 
-__all__ = ["RestartPolicy", "join", "joined", "keeping", "launch", "load_first", "place_here"]
+__all__ = ["RestartPolicy", "join", "joined", "keeping", "launch", "place_here"]
 
 logger = logging.getLogger("trainloop")
 
@@ -95,8 +86,8 @@ def launch(
     child_env : dict of str to str, optional
         Environment variables of the ranks, set before their interpreters start.
     start_method : {'auto', 'forkserver', 'spawn'}
-        Fork ranks from a process that has torch loaded (:mod:`trainloop.launch.fork_server`), or start each as a fresh
-        interpreter. ``'auto'``: by ``TRAINLOOP_START_METHOD``, else a fork server if possible.
+        Fork ranks from ``multiprocessing``'s fork server, which has torch loaded, or start each as a fresh interpreter.
+        ``'auto'``: by ``TRAINLOOP_START_METHOD``, else a fork server if possible.
     roots : dict of str to object, optional
         Names that paths in an ``UnpicklableError`` start with.
     restart_policy : RestartPolicy, optional
@@ -128,15 +119,14 @@ def launch(
     _check_caller()
     check_main_guard()
     method = chosen_method(start_method)
-    now = circumstances()
-    served = _begin_server(method, now)  # it loads its modules while the payload is packed
+    served = _begin_server(method)  # it imports its modules while the payload is packed
     chosen = list(devices) if devices is not None else [torch.device("cpu")] * ranks_per_node
     backend = backend or _backend_for(chosen)
     environment, num_threads = _threads_of_a_rank(ranks_per_node, child_env or {})
     kept = kept_here() if num_nodes == 1 and restart_policy is None else None
     terms = None
     if kept is not None:
-        terms = [chosen, backend, timeout_s, environment, num_threads, start_method, now, taken_at_start()]
+        terms = [chosen, backend, timeout_s, environment, num_threads, start_method, *_taken_at_start()]
     settings = dumped_settings()
     meet = partial(meet_hosts, init_method, node_rank=node_rank, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
     with (
@@ -161,6 +151,7 @@ def launch(
             key=new_key() if num_nodes == 1 else key_from_environment(),
             settings=settings,
             main=main_place(),
+            outlives_work=kept is not None,
         )
         first, disturbed, failed = True, False, None
         while True:
@@ -171,19 +162,19 @@ def launch(
                 if restart_policy is not None:
                     restart_policy.before_start(order)
                 up = kept.take_up(terms, undo) if kept is not None else None
-                ranks = up or _new_ranks(spec_with, ranks_per_node, hosts, undo, kept is not None)
+                ranks = up or _new_ranks(spec_with, ranks_per_node, hosts, undo)
                 with signals(ranks.stop) as heard:
                     if first:
                         heard.end()  # nothing has begun, so there is nothing to start and stop
-                    if served and up is None:
-                        served = _server_is_ready(method, now if first else None)
-                        if first:
-                            heard.end()
-                    first = False  # from here on a signal makes ranks write a checkpoint before they stop
                     try:
                         with _none_left_on_error(ranks):
                             if up is None:
-                                ranks.start(environment, served=served, may_spawn=method != "forkserver")
+                                served = _start(ranks, environment, method, served)
+                                if first:
+                                    heard.end()  # the server may have imported for long
+                            first = False  # from here on a signal makes ranks write a checkpoint before they stop
+                            if up is None:
+                                ranks.give_first()
                             else:
                                 ranks.give(payload.parcel, payload.inherited, settings, environment)
                             ranks.watch(at_once=heard.at_once)
@@ -254,13 +245,9 @@ def _new_ranks(
     ranks_per_node: int,
     hosts: Hosts | None,
     undo: contextlib.ExitStack,
-    outlive_work: bool,
 ) -> Ranks:
     """Make the files and connections of one start, and ranks that are not started yet; ``undo`` takes all back."""
     token = f"{os.getpid()}-{time.monotonic_ns()}"
-    pairs = [connection_pair() for _ in range(ranks_per_node if outlive_work else 0)]
-    for end in (end for pair in pairs for end in pair):
-        undo.callback(end.close)
     file = partial(_file, undo)
     spec = spec_with(
         words_fd=file("words", 8 * (SharedStop.num_words(ranks_per_node) + ranks_per_node)),
@@ -269,14 +256,12 @@ def _new_ranks(
         record_fds=tuple(file("record") for _ in range(ranks_per_node)),
         stack_fds=tuple(file("stacks") for _ in range(ranks_per_node)),
         scratch=undo.enter_context(scratch_folder(token)),
-        line_fds=tuple(theirs.fileno() for _, theirs in pairs),
+        caller_fd=_this_process(undo),
     )
-    # If this process kept a rank's end of a connection open, the rank's death would not close it.
-    handed_over = [theirs for _, theirs in pairs]
     if hosts is not None:
         store = (*hosts.store_address, f"start {hosts.start}")
         spec = replace(spec, store=store, interface=hosts.interface)
-    ranks = Ranks(spec, token, hosts, lines=[ours for ours, _ in pairs], handed_over=handed_over)
+    ranks = Ranks(spec, token, hosts)
     undo.callback(ranks.close)
     return ranks
 
@@ -299,39 +284,49 @@ def _file(undo: contextlib.ExitStack, name: str, size: int = 0) -> int:
     return fd
 
 
-def _begin_server(method: str, now: list[Any]) -> bool:
-    """Start loading the fork server, if ranks are to come from one and this process has none yet."""
+def _this_process(undo: contextlib.ExitStack) -> int | None:
+    """A descriptor that becomes readable at the end of this process; ``None`` if the system has none."""
+    try:
+        fd = os.pidfd_open(os.getpid())
+    except (AttributeError, OSError):
+        return None
+    undo.callback(os.close, fd)
+    return fd
+
+
+def _taken_at_start() -> list[Any]:
+    """State that a process inherits when it starts and keeps: a change of it is a reason for other ranks."""
+    return [fixed_state(), limits(), list(sys.path), signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+
+
+def _begin_server(method: str) -> bool:
+    """Start the fork server, if ranks are to be forked from it; it imports its modules in the background."""
     if method == "spawn":
         return False
     try:
-        server(now)
-    except ForkServerError as error:
+        begin_server(server_modules())
+    except NoServerError as error:
         _explain(error, method)
         return False
     return True
 
 
-def _server_is_ready(method: str, now: list[Any] | None = None) -> bool:
-    """Wait for the server. Returns whether it can serve. If not, ranks are spawned (always, if it says why)."""
-    try:
-        for again in (True, False):  # a killed server is replaced once
-            loading = server(now)
-            try:
-                loading.wait()
-                return True
-            except ServerGoneError:
-                end_server(of=loading)
-                if not again:
-                    raise
-            except ForkServerError as error:
-                end_server(str(error), of=loading)
-                raise
-    except ForkServerError as error:
-        _explain(error, method)
+def _start(ranks: Ranks, environment: dict[str, str], method: str, served: bool) -> bool:
+    """Start the ranks' processes; return whether they were forked from the server. If they can't be, spawn them."""
+    if served:
+        try:
+            ranks.start(environment, served=True)
+            return True
+        except NoServerError as error:
+            _explain(error, method)
+    ranks.start(environment, served=False)
     return False
 
 
-def _explain(error: ForkServerError, method: str) -> None:
+def _explain(error: NoServerError, method: str) -> None:
     if method == "forkserver":
-        raise no_server(error) from error
-    logger.info("ranks are spawned, since there can be no fork server: %s", error)
+        raise ConfigurationError(
+            f"start_method='forkserver': ranks can't come from a fork server here: {error}. Use 'spawn', or 'auto', "
+            "which then means it."
+        ) from error
+    logger.info("ranks are spawned, since they can't come from a fork server: %s", error)

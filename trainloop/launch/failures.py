@@ -137,6 +137,8 @@ def is_timeout(error: BaseException) -> bool:
     )
 
 
+_STATUS_LOST = 255  # multiprocessing's exit code for a process whose fork server has ended
+
 _COLLECTIVES = ("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/torch/autograd/")
 
 
@@ -270,6 +272,11 @@ def hint(failure: Failure) -> str:
     for pattern, advice in _HINTS:
         if re.search(pattern, text, re.IGNORECASE):
             return advice
+    if failure.type is None and failure.exitcode == _STATUS_LOST:
+        return (
+            "that is also the exit code of ranks whose fork server was killed: a process of this program that shows as "
+            "multiprocessing.forkserver. The next call starts another one; start_method='spawn' needs none."
+        )
     if failure.type is None and failure.exitcode is not None and failure.exitcode < 0:
         if failure.exitcode == -signal.SIGKILL:
             return (

@@ -1,20 +1,18 @@
-"""The main module: check its guard before ranks start, and keep ranks from running it again."""
+"""The main module: check its guard before ranks start, and give them its place."""
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import importlib.machinery
 import linecache
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator
 from types import FrameType
 
 from trainloop.errors import ConfigurationError
 
-__all__ = ["check_main_guard", "main_not_imported_again", "main_place", "take_main_place"]
+__all__ = ["check_main_guard", "main_place", "take_main_place"]
 
 _MESSAGE = """{where} starts processes, but is not inside an `if __name__ == '__main__':` block.
 A process that Python starts may import the script, and would then start processes of its own.
@@ -120,25 +118,3 @@ def take_main_place(file: str | None, name: str | None) -> None:
         main.__file__ = file
     if name is not None:
         main.__spec__ = importlib.machinery.ModuleSpec(name, None, origin=file)
-
-
-@contextlib.contextmanager
-def main_not_imported_again() -> Iterator[None]:
-    """Keep processes started in this context from running the main module again.
-
-    ``multiprocessing`` sends them its name or path, for pickles that name its classes. What ``launch`` sends holds
-    them by value, which also works where there is no path: notebooks, standard input.
-    """
-    main = sys.modules["__main__"]
-    missing = object()
-    before = {name: main.__dict__.get(name, missing) for name in ("__file__", "__spec__")}
-    main.__dict__["__spec__"] = None
-    main.__dict__.pop("__file__", None)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is missing:
-                main.__dict__.pop(name, None)
-            else:
-                main.__dict__[name] = value

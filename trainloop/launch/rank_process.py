@@ -11,7 +11,6 @@ import mmap
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -19,7 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing import connection
-from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import torch
@@ -31,12 +29,11 @@ from trainloop.distributed.peers import DisturbedStartError, no_strangers
 from trainloop.distributed.ranks import leave_group
 from trainloop.forks import guard_forks
 from trainloop.launch.failures import failure_of, write_record
-from trainloop.launch.forked import LAUNCH_VARIABLE
-from trainloop.launch.kept import next_work
 from trainloop.launch.main_guard import take_main_place
 from trainloop.launch.output import quieten_log_streams, rank_streams
 from trainloop.launch.settings import apply_settings
 from trainloop.launch.unblocking import Unblocking
+from trainloop.launch.work import LAUNCH_VARIABLE, next_work
 from trainloop.scratch import Scratch, name_semaphores
 from trainloop.signals import rank_signals
 from trainloop.stopping import GroupStop, SharedStop
@@ -84,6 +81,8 @@ class RankSpec:
     """Where processes of this launch make sockets and temporary files of multiprocessing."""
     store: tuple[str, int, str] | None = None
     """Host, port and prefix of the store for ranks of several nodes; ``None`` on one node, where they use a file."""
+    caller_fd: int | None = None
+    """The caller's process (``pidfd_open``), where the system has such descriptors."""
     interface: str | None = None
     """Network interface of Gloo."""
     init_method: str | None = None
@@ -94,20 +93,33 @@ class RankSpec:
     """Key with which ranks sign their messages; see :mod:`trainloop.distributed.key`."""
     settings: bytes = b""
     """The caller's :func:`~trainloop.launch.settings.dumped_settings`."""
-    line_fds: tuple[int, ...] = ()
-    """For each local rank, a connection for further work; empty if it ends after the first."""
+    outlives_work: bool = False
+    """Whether a rank waits for further work after the first."""
     main: tuple[str | None, str | None] = (None, None)
     """The script that runs, see :func:`~trainloop.launch.main_guard.main_place`."""
 
-    def __reduce__(self) -> tuple[object, ...]:
-        # Pickled while the process is being started, so this is the place to name descriptors to inherit.
-        popen = get_spawning_popen()
-        if popen is not None:
-            own = [self.words_fd, self.store_fd, self.result_fd, *self.record_fds, *self.stack_fds, *self.inherited]
-            own += [self.scratch.lock_fd, *self.line_fds]
-            for fd in set(own):
-                popen.duplicate_for_child(fd)
-        return _make_spec, (self.__dict__,)
+    def descriptors(self, local_rank: int) -> list[int]:
+        """Return all descriptors that a rank needs; :meth:`numbered` takes those that it has received."""
+        own = [self.words_fd, self.store_fd, self.result_fd, self.scratch.lock_fd, *self.inherited]
+        own += [self.record_fds[local_rank], self.stack_fds[local_rank]]
+        return list(dict.fromkeys([*own, *([] if self.caller_fd is None else [self.caller_fd])]))
+
+    def numbered(self, received: Mapping[int, int]) -> RankSpec:
+        """Return the arguments with the numbers that descriptors, but for the payload's, have in a rank; else -1."""
+
+        def here(fd: int) -> int:
+            return received.get(fd, -1)
+
+        return replace(
+            self,
+            words_fd=here(self.words_fd),
+            store_fd=here(self.store_fd),
+            result_fd=here(self.result_fd),
+            record_fds=tuple(map(here, self.record_fds)),
+            stack_fds=tuple(map(here, self.stack_fds)),
+            scratch=self.scratch._replace(lock_fd=here(self.scratch.lock_fd)),
+            caller_fd=None if self.caller_fd is None else here(self.caller_fd),
+        )
 
     def rank_of(self, local_rank: int) -> Rank:
         """The place of one of this node's ranks among all."""
@@ -123,10 +135,6 @@ class RankSpec:
     def map_words(self) -> memoryview:
         """The words that ranks and parent share: of the stop agreement, then ranks' states."""
         return memoryview(mmap.mmap(self.words_fd, 0)).cast("q")
-
-
-def _make_spec(fields: dict[str, Any]) -> RankSpec:
-    return RankSpec(**fields)
 
 
 class RankTerminated(BaseException):
@@ -152,19 +160,16 @@ def result_file() -> ResultFile | None:
     return _result_file
 
 
-def run_rank(local_rank: int, spec: RankSpec) -> None:
-    """The main function of a rank's process."""
+def run_rank(local_rank: int, line: connection.Connection) -> None:
+    """Receive work over ``line`` and do it: the main function of a rank's process."""
     global _started_as
+    first = next_work(line)
+    if first is None:
+        return
+    work, received = first
+    spec = work.spec.numbered(received)
     me = _started_as = spec.rank_of(local_rank)
     stack_fd = spec.stack_fds[local_rank]
-    own = (spec.words_fd, spec.store_fd, spec.result_fd, spec.scratch.lock_fd)
-    for fd in {*own, *spec.record_fds, *spec.stack_fds, *spec.inherited, *spec.line_fds}:
-        os.set_inheritable(fd, False)  # not for programs that user code starts
-    # A rank inherits the lines of all: while it held another's, the caller would not see that one close.
-    lines = [socket.socket(fileno=fd) for fd in spec.line_fds]
-    line = lines.pop(local_rank) if lines else None
-    for other in lines:
-        other.close()
     # Named semaphores and temporary files, those of loaders' workers, tell which launch they are of: a killed rank
     # can't remove its own.
     name_semaphores(os.environ[LAUNCH_VARIABLE])
@@ -173,20 +178,19 @@ def run_rank(local_rank: int, spec: RankSpec) -> None:
     faulthandler.enable(file=stack_fd, all_threads=True)  # a crash in native code leaves its Python stack
     if STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True)
-    end_with_parent()
+    end_with_parent(spec.caller_fd)
     guard_forks()
-    received: dict[int, int] = {}
-    while (exitcode := _work(spec, me, words, received)) == 0 and line is not None:
-        os.close(received.get(spec.parcel.fd, spec.parcel.fd))
+    while (exitcode := _work(spec, me, words, received)) == 0 and spec.outlives_work:
+        os.close(received[spec.parcel.fd])
         gc.collect()  # the caller has its shared memory back
         with contextlib.suppress(OSError):  # it has gone, as the next line finds out
-            line.send(b"1")
+            line.send_bytes(b"1")
         given = next_work(line)
         if given is None:
             break
         work, received = given
         work.take_place()
-        spec = replace(spec, parcel=work.parcel, settings=work.settings, main=work.main)
+        spec = replace(spec, parcel=work.spec.parcel, settings=work.spec.settings, main=work.spec.main)
     leave_group()
     _leave(exitcode)
 
@@ -256,7 +260,7 @@ def _result_of(
         apply_settings(spec.settings)
         quieten_log_streams(me)
     function = spec.parcel.open(device, received)
-    if not spec.line_fds:
+    if not spec.outlives_work:
         undo.callback(leave_group)
     if not dist.is_initialized():
         with no_strangers(DisturbedStartError):
@@ -370,21 +374,20 @@ def parent_is_gone() -> bool:
     return bool(_parent and connection.wait(_parent, 0))
 
 
-def end_with_parent() -> None:
-    """Make this process end when its parent does, however that ends."""
-    # Not by the kernel's own signal, which torch's spawn has asked for. That comes at the end of the thread that
-    # started this process: from a parent that is killed while it has others, up to 100 ms before the parent has gone,
-    # and so looks like somebody's request to stop training, after which the end interrupts what the request began.
-    torch.multiprocessing._prctl_pr_set_pdeathsig(0)  # type: ignore[attr-defined]
+def end_with_parent(caller_fd: int | None) -> None:
+    """Make this process end when the launching process does, however that ends.
+
+    Parameters
+    ----------
+    caller_fd : int or None
+        That process (``pidfd_open``). Without it a fork of that process, which holds the other end of
+        ``multiprocessing``'s sentinel, could keep this one alive.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
     _parent.append(parent.sentinel)
-    with contextlib.suppress(AttributeError, OSError):  # a fork of the parent may hold the other end of that pipe
-        fd = os.pidfd_open(parent.pid)  # type: ignore[arg-type]
-        if os.getppid() == parent.pid:
-            _parent.append(fd)
-        else:  # it has ended, as the pipe tells: the number may be another's by now
-            os.close(fd)
+    if caller_fd is not None:
+        _parent.append(caller_fd)
     if parent_is_gone():
         os._exit(1)
     threading.Thread(target=_outlive_parent_briefly, name="trainloop-parent-watch", daemon=True).start()

@@ -7,32 +7,30 @@ import mmap
 import multiprocessing
 import os
 import signal
-import socket
-import threading
+import sys
 import time
-from collections.abc import Sequence
-from multiprocessing import connection, resource_tracker
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from multiprocessing import connection
 from typing import Any
 
-import torch
-
+from trainloop import processes
 from trainloop.distributed.peers import DisturbedStartError
 from trainloop.launch.failures import Failure, exit_text, first_failure, read_record, worker_failed_error
-from trainloop.launch.fork_server import ServedProcess
-from trainloop.launch.forked import LAUNCH_VARIABLE
 from trainloop.launch.hosts import Hosts
-from trainloop.launch.inherited import own_cpus, signals_blocked, variables_set
-from trainloop.launch.kept import Work
 from trainloop.launch.liveness import Liveness, Sign, hanging_ranks
-from trainloop.launch.main_guard import main_not_imported_again, main_place
+from trainloop.launch.main_guard import main_place
 from trainloop.launch.rank_process import STACK_SIGNAL, RankSpec, State, run_rank
+from trainloop.launch.work import LAUNCH_VARIABLE, Work
 from trainloop.signals import Heard
 from trainloop.stopping import SharedStop
 from trainloop.transfer import Parcel
 from trainloop.transfer.result import ResultFile
 from trainloop.user_line import warn
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "server_modules"]
+
+_PROC = os.path.isdir("/proc/self/fd")
 
 _POLL_S = 0.1
 _UNWIND_S = 1.0  # after a failure, until the others' own errors have arrived
@@ -41,7 +39,26 @@ _KILL_S = 2.0
 _HEAR_S = 3.0  # for another host's message about its failure
 _DUMP_S = 1.0  # for the stacks of a rank
 
-_environment_lock = threading.Lock()  # os.environ and __main__ belong to the process, and several threads may call fit
+SERVER_MODULES = (
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.optim",
+    "torch.utils.data",
+    "trainloop.callbacks",
+    "trainloop.data",
+    "trainloop.launch.rank_process",
+    "trainloop.parallel",
+    "trainloop.train_loop",
+    "trainloop.train_loop.handover",
+)
+"""Modules that a rank of a TrainLoop imports before the user's own; the first takes nearly all of the time."""
+
+
+def server_modules() -> list[str]:
+    """Return the modules that the fork server imports for ranks."""
+    # The caller's first optimizer has imported the compiler, and so would each rank's.
+    return [*SERVER_MODULES, *({"torch._dynamo"} & sys.modules.keys())]
 
 
 class Ranks:
@@ -55,10 +72,6 @@ class Ranks:
         Marks this launch's processes, in their environment, and what they make.
     hosts : Hosts, optional
         The other hosts of the run.
-    lines : sequence of socket, optional
-        A line to each rank, for further work.
-    handed_over : sequence of socket, optional
-        Sockets that the ranks inherit; closed here afterwards.
     """
 
     def __init__(
@@ -66,8 +79,6 @@ class Ranks:
         spec: RankSpec,
         token: str,
         hosts: Hosts | None = None,
-        lines: Sequence[socket.socket] = (),
-        handed_over: Sequence[socket.socket] = (),
     ) -> None:
         self._spec = spec
         self._hosts = hosts
@@ -80,48 +91,57 @@ class Ranks:
         self._token = token
         self.cause: Failure | None = None
         """The first failure, once the run has failed."""
-        self._lines = lines
-        self._handed_over = handed_over
+        self._lines: list[connection.Connection] = []
+        self._line_marks: set[str] = set()
+        self._served = self._begun = False
         self._told: dict[str, str] = {}
-        self._cpus = own_cpus()
+        self._cpus = processes.own_cpus()
 
-    def start(self, environment: dict[str, str], *, served: bool, may_spawn: bool = True) -> None:
-        """Start the processes, with ``environment`` added to this process's own.
+    def start(self, environment: dict[str, str], *, served: bool) -> None:
+        """Start the processes, with ``environment`` added to this process's own. They wait for work.
 
         Parameters
         ----------
         environment : dict of str to str
             Variables.
         served : bool
-            From this process's :mod:`~trainloop.launch.fork_server`; else each is a fresh interpreter.
-        may_spawn : bool
-            Whether to start fresh interpreters if the server fails.
+            Whether to fork them from the server; else each is a fresh interpreter.
+
+        Raises
+        ------
+        NoServerError
+            If they can't be forked from the server.
         """
-        before = set(multiprocessing.active_children())
-        resource_tracker.ensure_running()  # it lives as long as this process: not with a launch's environment
         # The token goes to all that ranks start, so that what is left of them can be found.
         variables = {**environment, LAUNCH_VARIABLE: self._token}
-        with _environment_lock, variables_set(variables), signals_blocked(), main_not_imported_again():
-            self._told = dict(os.environ)
-            try:
-                if served:
-                    for local_rank in range(self._spec.local_world_size):
-                        process = ServedProcess(target=run_rank, args=(local_rank, self._spec))
-                        process.may_spawn = may_spawn
-                        process.start()
-                        self._processes.append(process)
-                else:
-                    self._processes = torch.multiprocessing.spawn(
-                        run_rank, args=(self._spec,), nprocs=self._spec.local_world_size, join=False
-                    ).processes
-            except BaseException:
-                for child in set(multiprocessing.active_children()) - before:
-                    child.kill()
-                    child.join()
-                self._processes = []
-                raise
-        for end in self._handed_over:
-            end.close()
+        pairs = [multiprocessing.Pipe() for _ in range(self._spec.local_world_size)]
+        calls: list[processes.Call] = [(run_rank, (r, theirs)) for r, (_, theirs) in enumerate(pairs)]
+        self._line_marks = {os.readlink(f"/proc/self/fd/{theirs.fileno()}") for _, theirs in pairs} if _PROC else set()
+        try:
+            if served:
+                self._processes = processes.from_server(calls, server_modules(), variables)
+            else:
+                self._processes = processes.spawned(calls, variables)
+        except BaseException:
+            for ours, _ in pairs:
+                ours.close()
+            raise
+        finally:
+            # If this process kept a rank's end of a connection open, the rank's death would not close it.
+            for _, theirs in pairs:
+                theirs.close()
+        self._served, self._lines = served, [ours for ours, _ in pairs]
+        self._told = {**os.environ, **variables}
+
+    def give_first(self) -> None:
+        """Give the ranks their first work."""
+        self._begun = True
+        self._send(Work(self._spec, {}), self._spec.descriptors)
+
+    def _send(self, work: Work, descriptors: Callable[[int], list[int]]) -> None:
+        for r, line in enumerate(self._lines):
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a rank that has died is found by watch()
+                work.send_over(line, descriptors(r))
 
     # -- watching --------------------------------------------------------------------------------------------------
 
@@ -140,7 +160,7 @@ class Ranks:
         KeyboardInterrupt, SystemExit
             With ``at_once``, after a signal; the caller ends the ranks.
         """
-        busy = set(self._locals()) if self._lines else set()
+        busy = set(self._locals()) if self._spec.outlives_work else set()
         while True:
             alive = self._alive()
             if alive:
@@ -159,7 +179,7 @@ class Ranks:
                 if self._notice():  # the last server was killed since
                     self.fail()
                 return
-            if self._lines and not busy and all(self._state(r) == State.DONE for r in self._locals()):
+            if self._spec.outlives_work and not busy and all(self._state(r) == State.DONE for r in self._locals()):
                 return
             overdue = self._overdue()
             if overdue and self._state(overdue[0]) == State.DONE:
@@ -182,7 +202,7 @@ class Ranks:
 
     def are_up(self) -> bool:
         """Whether all ranks wait for more work."""
-        return bool(self._lines) and len(self._alive()) == self._spec.local_world_size
+        return self._spec.outlives_work and len(self._alive()) == self._spec.local_world_size
 
     def begin_again(self) -> None:
         """Forget the last work: nothing is requested, recorded or done. The ranks are up."""
@@ -194,23 +214,17 @@ class Ranks:
         self._failures, self._liveness, self.cause = {}, Liveness(self._spec.timeout_s), None
 
     def give(self, parcel: Parcel, inherited: Sequence[int], settings: bytes, environment: dict[str, str]) -> None:
-        """Give the ranks more work; see :class:`~trainloop.launch.kept.Work`."""
-        told, cpus, folder = {**os.environ, **environment, LAUNCH_VARIABLE: self._token}, own_cpus(), None
+        """Give the ranks more work, with what has changed of this process's state."""
+        told, cpus, folder = {**os.environ, **environment, LAUNCH_VARIABLE: self._token}, processes.own_cpus(), None
         with contextlib.suppress(OSError):
             folder = os.getcwd()
-        work = Work(
-            parcel,
-            tuple(inherited),
-            settings,
-            main_place(),
-            {name: told.get(name) for name in {*told, *self._told} if told.get(name) != self._told.get(name)},
-            folder,
-            cpus if cpus != self._cpus else None,
+        self._spec = replace(
+            self._spec, parcel=parcel, inherited=tuple(inherited), settings=settings, main=main_place()
         )
+        changed = {name: told.get(name) for name in {*told, *self._told} if told.get(name) != self._told.get(name)}
+        work = Work(self._spec, changed, folder, cpus if cpus != self._cpus else None)
         self._told, self._cpus = told, cpus
-        for line in self._lines:
-            with contextlib.suppress(OSError):  # a rank that has died is found by watch()
-                work.send_over(line)
+        self._send(work, lambda local_rank: list(inherited))
 
     def _locals(self) -> range:
         return range(len(self._processes))
@@ -339,6 +353,9 @@ class Ranks:
     def end(self) -> list[int]:
         """End all ranks, gently first; returns the global ranks that had not finished by themselves."""
         running = [self._spec.rank + r for r in self._locals() if self._state(r) != State.DONE]
+        if not self._begun:
+            for process in self._processes:
+                process.kill()  # it waits for work: nothing is to be unwound
         self.stop.abort()
         self._join(_UNWIND_S)
         self._notice()
@@ -353,7 +370,7 @@ class Ranks:
             self._signal(r, signal.SIGKILL)
         self._join(_KILL_S)
         self._notice(ended_by_us=signalled)
-        _kill_strays(self._token)
+        _kill_strays(self._token, self._line_marks)
         return running
 
     def _join(self, seconds: float) -> None:
@@ -401,7 +418,7 @@ class Ranks:
         """Release the processes' resources. Ranks that wait for more work end; no others may be alive."""
         for line in self._lines:
             line.close()
-        if self._lines and self._alive():
+        if self._spec.outlives_work and self._alive():
             self._join(_TERMINATE_S)
             if self._alive():
                 self.end()
@@ -412,10 +429,10 @@ class Ranks:
         self._map.close()
 
 
-def _has_answered(line: socket.socket) -> bool:
+def _has_answered(line: connection.Connection) -> bool:
     """Read a rank's message that it is ready for more work. If it has died instead, its process tells."""
-    with contextlib.suppress(OSError):
-        line.recv(1)
+    with contextlib.suppress(EOFError, OSError):
+        line.recv_bytes()
     return True
 
 
@@ -431,22 +448,26 @@ def _process_state(process: Any) -> str:
     return f"it did not answer; the system says '{state}'"
 
 
-def _kill_strays(token: str) -> None:
-    """Kill DataLoader workers whose rank was killed: they would notice only after some seconds.
+def _kill_strays(token: str, line_marks: set[str]) -> None:
+    """Kill what is left of a launch: DataLoader workers whose rank was killed, which would notice only after seconds.
 
-    They carry the launch's token in their environment. Other programs that user code started are left alone.
+    Forks of a rank hold its end of its connection, and so does a rank whose fork server was killed. Workers that a rank
+    has spawned carry the launch's token in their environment. Other programs that user code started are left alone.
     """
     mark = f"{LAUNCH_VARIABLE}={token}".encode()
-    try:
-        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    except OSError:  # no /proc: they notice by themselves
-        return
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                marked = mark in file.read().split(b"\0")
-            if marked:
+    for pid in (int(name) for name in (os.listdir("/proc") if _PROC else []) if name.isdigit()):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if line_marks.isdisjoint(_open_files(pid)):
+                with open(f"/proc/{pid}/environ", "rb") as file:
+                    marked = mark in file.read().split(b"\0")
                 with open(f"/proc/{pid}/cmdline", "rb") as file:
                     arguments = file.read().split(b"\0")
-                if b"--multiprocessing-fork" in arguments:
-                    os.kill(pid, signal.SIGKILL)
+                if not marked or b"--multiprocessing-fork" not in arguments:
+                    continue
+            os.kill(pid, signal.SIGKILL)
+
+
+def _open_files(pid: int) -> Iterator[str]:
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # it has just been closed
+            yield os.readlink(f"/proc/{pid}/fd/{name}")

@@ -96,8 +96,6 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
             )
         as_rank = partial(_as_rank, loop, work, args, job, departure.paths, joined=True)
         return launch.join(as_rank, devices=site.devices, **options)
-    if loop.gpu_mode == "fsdp":
-        launch.load_first("torch._dynamo")  # FSDP's hooks import it to keep out of compiled graphs
     # single and dp come here with max_restarts only: one process that may die without taking the caller along.
     ranks, quota = len(site.devices) if has_ranks(loop.gpu_mode) else 1, loop.options.quota
     with _supervisor(loop, job, ranks) as supervisor, applied(quota, local_rank=None, ranks=ranks):

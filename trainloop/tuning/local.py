@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
-import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from trainloop.tuning.template import Template
-from trainloop.tuning.worker import Job, command
+from trainloop import processes
+from trainloop.tuning.worker import Job, train_fold
 from trainloop.user_line import warn
 
-__all__ = ["Child", "FoldExit", "ForkingBackend", "LocalBackend", "read_end"]
+logger = logging.getLogger("trainloop")
 
-_LAST_WORDS_S = 2.0
+__all__ = ["Child", "FoldExit", "LocalBackend", "read_end"]
+
+_STATUS_LOST = 255  # multiprocessing's exit code for a process whose fork server has ended
 
 
 @dataclass
@@ -32,51 +36,94 @@ class FoldExit:
 
 
 class Child:
-    """A fold's process, with all that it starts in one process group, which ends with it."""
+    """A fold's process, with all that it starts in one process group, which ends with it.
 
-    def __init__(self, job: Job) -> None:
+    Parameters
+    ----------
+    job : Job
+        The fold.
+    modules : sequence of str
+        Modules that the fork server imports when it starts; without any, the process is a fresh interpreter.
+    """
+
+    def __init__(self, job: Job, modules: Sequence[str] = ()) -> None:
         self.job = job
-        with open(Path(job.folder) / "log.txt", "wb") as log:
-            self._process = subprocess.Popen(
-                command(job.write()),
-                stdin=subprocess.PIPE,  # the system closes it when this process ends, however it ends
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **job.environment},
-                start_new_session=True,  # a Ctrl-C in the terminal is for the search, which then ends its folds
-            )
+        self.served = bool(modules)
+        """Whether the process was forked from the server."""
+        self.no_server: processes.NoServerError | None = None
+        """Why it was not, although there are modules to import."""
+        self.modules = modules
+        self._process: BaseProcess | None = None
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._dropped = False
+        # The search does not wait for the server, which may import for a minute on a busy machine.
+        self._start = threading.Thread(target=self._begin, name="trainloop-fold-start", daemon=True)
+        self._start.start()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+    def _begin(self) -> None:
+        calls = [(train_fold, (str(self.job.write()), str(Path(self.job.folder) / "log.txt")))]
+        started: list[BaseProcess] = []
+        try:
+            if self.served:
+                try:
+                    started = processes.from_server(calls, [train_fold.__module__, *self.modules], self.job.environment)
+                except processes.NoServerError as error:
+                    self.served, self.no_server = False, error
+            if not self.served and not self._dropped:
+                started = processes.spawned(calls, self.job.environment)
+        except BaseException as error:
+            self._error = error
+        with self._lock:
+            self._process = started[0] if started else None
+            dropped = self._dropped
+        if dropped:
+            self.end()
 
     def ended(self) -> bool:
-        return self._process.poll() is not None
+        """Return whether the process has ended; an error of its start is raised."""
+        if self._start.is_alive():
+            return False
+        if self._error is not None:
+            raise self._error
+        return self._process is not None and not self._process.is_alive()
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_s)
+    def wait(self) -> None:
+        """Wait for the end of the process."""
+        self._start.join()
+        if not self.ended() and self._process is not None:
+            self._process.join()
 
-    def end(self) -> int:
-        """Kill what is left of it; its exit code."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        code = self._process.wait()
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
-        return code
+    def end(self) -> int | None:
+        """Kill what is left of it; return its exit code, or None if it had not started or its status was lost."""
+        with self._lock:
+            self._dropped = True
+            process, self._process = self._process, None
+        if process is None:
+            return None
+        assert process.pid is not None
+        if hasattr(os, "killpg"):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.kill()  # where it has not made its group yet
+        process.join()
+        code = process.exitcode
+        process.close()
+        return None if self.served and code == _STATUS_LOST else code
 
 
-def read_end(job: Job, exitcode: int, why: str = "") -> FoldExit:
-    """Read how a fold ended, from its folder and its exit code; ``why``: where the cause is not its own."""
+def read_end(job: Job, exitcode: int | None) -> FoldExit:
+    """Read how a fold ended, from its folder and its exit code; None if the fork server ended and took that along."""
     folder = Path(job.folder)
     # Whatever the exit code: the result is written last, so the fold is done.
     if (folder / "result.pkl").exists():
         return FoldExit(job)
     if (folder / "error.txt").exists():
         return FoldExit(job, (folder / "error.txt").read_text())
-    what = why or f"The fold's process {_how(exitcode)}{'' if exitcode < 0 else ', without a result'}."
+    if exitcode is None:
+        what = "The fold was ended because the fork server that its process came from was killed."
+    else:
+        what = f"The fold's process {_how(exitcode)}{'' if exitcode < 0 else ', without a result'}."
     with contextlib.suppress(OSError):
         lines = (folder / "log.txt").read_text(errors="replace").splitlines()[-20:]
         if lines:
@@ -97,112 +144,21 @@ def _how(exitcode: int) -> str:
     return f"was killed by {name}{killer}"
 
 
-class Fork:
-    """A fold's process that a template became."""
+class LocalBackend:
+    """Starts children, and returns those that ended.
 
-    def __init__(self, job: Job, template: Template) -> None:
-        self.job = job
-        self.file = str(job.write())
-        self.pid: int | None = None
-        """None until the template has forked."""
-        template.ask(self.file, str(Path(job.folder) / "log.txt"), job.environment)
-
-    def end(self) -> None:
-        """Kill what is left of it; the template, or what adopts its children, waits for it."""
-        if self.pid is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
-
-
-class ForkingBackend:
-    """Starts folds as forks of one process that has imported what they need, the template.
-
-    If that ends, a second one takes its place; if that ends too, folds start as fresh interpreters.
+    Parameters
+    ----------
+    modules : sequence of str
+        See :class:`Child`. Where no server can serve, children are fresh interpreters from then on.
     """
 
-    def __init__(self, modules: Sequence[str], environment: dict[str, str]) -> None:
-        self._told = (modules, environment)
-        self._template: Template | None = None  # made for the first fold: a search may have none left to train
-        self._templates_left = 2
-        self._forks: dict[str, Fork] = {}
-        self._fresh = LocalBackend()
-
-    def start(self, job: Job, slot: Any = None) -> None:
-        if self._template is None and self._templates_left:
-            self._templates_left -= 1
-            self._template = Template(*self._told)
-        if self._template is None:
-            self._fresh.start(job, slot)
-        else:
-            fork = Fork(job, self._template)
-            self._forks[fork.file] = fork
-
-    def wait(self, timeout_s: float) -> list[FoldExit]:
-        """The folds that ended, at once where there are some, else those of the next ``timeout_s`` seconds."""
-        deadline = time.monotonic() + timeout_s
-        while self._template is not None:
-            heard = self._template.hear(deadline - time.monotonic())
-            ends = self._without(self._template) if heard is None else self._ends(heard)
-            if ends or time.monotonic() >= deadline:
-                return ends
-        return self._fresh.wait(deadline - time.monotonic())
-
-    def _ends(self, heard: list[tuple[str, str, int]]) -> list[FoldExit]:
-        ends = []
-        for what, file, number in heard:
-            if what == "began":
-                self._forks[file].pid = number
-            else:
-                ends.append(read_end(self._forks.pop(file).job, number))
-        return ends
-
-    def _without(self, template: Template) -> list[FoldExit]:
-        """Go on after the template has ended: the folds that ended with it. Those it had not begun start again."""
-        forks, self._forks = list(self._forks.values()), {}
-        for fork in forks:
-            fork.end()  # nobody can tell how these will end
-        exitcode, lines = template.ending()
-        template.close()
-        self._template = None
-        how = "closed its connection" if exitcode is None else _how(exitcode)
-        what = f"the process that had imported preload={list(self._told[0])}, from which folds are forked, {how}."
-        output = "\nIts last output:\n" + "\n".join(lines) if lines else ""
-        then = (
-            "another one takes its place" if self._templates_left else "folds start as fresh interpreters from now on"
-        )
-        warn(f"tune: {then}: {what}{output}")
-        for fork in forks:
-            if fork.pid is None:
-                self.start(fork.job)
-        why = f"The fold was ended with its parent: {what}{output}"
-        return [read_end(fork.job, -signal.SIGKILL, why) for fork in forks if fork.pid is not None]
-
-    def close(self) -> list[Job]:
-        """End all; the jobs that were running."""
-        running = [fork.job for fork in self._forks.values()] + self._fresh.close()
-        template, self._template, self._templates_left = self._template, None, 0
-        if template is not None:
-            # It may be importing for a while yet, before it would fork what it was asked for.
-            template.kill()
-            while heard := template.hear(_LAST_WORDS_S):  # what it had said until then
-                for what, file, number in heard:
-                    if what == "began":
-                        self._forks[file].pid = number
-            for fork in self._forks.values():
-                fork.end()
-            self._forks.clear()
-            template.close()
-        return running
-
-
-class LocalBackend:
-    """Starts children, and returns those that ended."""
-
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str] = ()) -> None:
         self._children: list[Child] = []
+        self._modules = modules
 
     def start(self, job: Job, slot: Any = None) -> None:
-        self._children.append(Child(job))
+        self._children.append(Child(job, self._modules))
 
     def wait(self, timeout_s: float) -> list[FoldExit]:
         """The folds that ended, at once where there are some, else those of the next ``timeout_s`` seconds."""
@@ -216,6 +172,14 @@ class LocalBackend:
         ends = []
         for child in over:
             self._children.remove(child)
+            if child.no_server is not None:
+                logger.info("models start as fresh interpreters, not from the fork server: %s", child.no_server)
+            if isinstance(child.no_server, processes.NoOwnServerError) and self._modules:
+                self._modules = ()
+                warn(
+                    f"tune: models start as fresh interpreters from now on, not from a fork server with "
+                    f"preload={list(child.modules)}: {child.no_server}."
+                )
             ends.append(read_end(child.job, child.end()))
         return ends
 

@@ -201,7 +201,7 @@ def _cluster_total(ray: Any, total: ResourceQuota | None) -> ResourceQuota:
     return ResourceQuota(num_cpus, num_gpus, total.memory)
 
 
-def _supervise(told: dict[str, Any], work: bytes, params: bytes) -> tuple[int, dict[str, bytes]]:
+def _supervise(told: dict[str, Any], work: bytes, params: bytes) -> tuple[int | None, dict[str, bytes]]:
     """In a task, on some node: train the fold in a child, and bring back its files."""
     folder = Path(tempfile.mkdtemp(prefix="trainloop-fold-"))
     try:

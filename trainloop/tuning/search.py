@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from trainloop.keywords import knows_foreign_names
 from trainloop.resources import Plan, ResourceQuota, plan
 from trainloop.scratch import remove, temporary_folder
 from trainloop.tuning.folds import Fold, class_targets, digest, make_folds, own_folds
-from trainloop.tuning.local import FoldExit, ForkingBackend, LocalBackend
+from trainloop.tuning.local import FoldExit, LocalBackend
 from trainloop.tuning.progress import Running, View
 from trainloop.tuning.result import TuneResult, best_of
 from trainloop.tuning.slots import Slots, lease_total, machine_total
@@ -32,7 +33,6 @@ __all__ = ["tune"]
 
 
 _SOFT = 0.9  # of a model's time; what it predicts and writes takes some, too
-_FORKS = hasattr(os, "fork") and hasattr(os, "waitid")
 
 
 class Backend(Protocol):
@@ -156,8 +156,9 @@ def tune(
     keep : {'best', 'all'}
         Models that stay: the best trial's, or every trial's (:meth:`TuneResult.predictor_of`).
     preload : sequence of str
-        Modules that the models need: they are imported once, and the models' processes begin as forks of the one that
-        has. They must start no thread and touch no GPU when they are imported. With none, ``()``, each model gets a
+        Modules that the models need. This process's fork server imports them when it starts, and the models' processes
+        are forked from it; a server that an earlier search or fit in several processes has started is used as it is.
+        The modules must start no thread and touch no GPU when they are imported. With none, ``()``, each model gets a
         fresh interpreter. Not with Ray.
     trusted : bool
         Skip the check of owners and modes of ``storage``, for a folder that you trust.
@@ -254,7 +255,7 @@ def tune(
         else:
             held = lease_total(division.total, lease_timeout_s, undo)
             slots = Slots(division, *held)
-            runner = ForkingBackend(preload, slots.environment(0, 0)) if preload and _FORKS else LocalBackend()
+            runner = LocalBackend(preload if sys.platform == "linux" else ())
         undo.callback(runner.close)
         work = {"make_loop": make_loop, "fit_args": fit_args, "data": data, "metric": metric}
         search = _Search(

@@ -7,6 +7,7 @@ fold's folder. None of this runs in the searching process.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -14,10 +15,11 @@ import threading
 import time
 import traceback
 from dataclasses import asdict, dataclass, field
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Job", "command", "main", "seconds_left"]
+__all__ = ["Job", "seconds_left", "train_fold"]
 
 _OVER_S = 1e-3
 _until: float | None = None  # when the model that this process trains should have ended, by time.time()
@@ -44,7 +46,7 @@ class Job:
     cpus: list[int] = field(default_factory=list)
     """CPUs of the child; all it finds where the list is empty."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables that must be there before the interpreter starts."""
+    """Variables that must be there before its libraries are loaded."""
     trusted: bool = False
     """Whether the files are read whoever may have written them."""
     until: float | None = None
@@ -54,21 +56,28 @@ class Job:
 
     def write(self) -> Path:
         path = Path(self.folder) / "job.json"
-        path.write_text(json.dumps({**asdict(self), "sys_path": [os.path.abspath(p) for p in sys.path]}))
+        path.write_text(json.dumps(asdict(self)))
         return path
 
 
-def command(job_file: Path) -> list[str]:
-    """The command that starts the child. By ``-c``, as ``__main__`` has to stay free for the user's own things."""
-    return [sys.executable, "-c", "from trainloop.tuning.worker import main; main()", str(job_file)]
+def train_fold(job_file: str, log: str) -> None:
+    """Train the fold of ``job_file``: the main function of its process, which ends here.
 
-
-def main() -> None:
-    """Train the fold of the first argument."""
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
-    told = json.loads(Path(sys.argv[1]).read_text())
-    sys.path[:] = list(dict.fromkeys([*told.pop("sys_path"), *sys.path]))
-    job = Job(**told)
+    The process has a session of its own: a Ctrl-C in the terminal is for the search, which then ends all that the fold
+    has started. Its output goes into the file ``log``.
+    """
+    if hasattr(os, "setsid"):
+        os.setsid()
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for number in (1, 2):
+        os.dup2(out, number)
+    os.close(out)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with_the_parent, args=(parent.sentinel,), daemon=True).start()
+    job = Job(**json.loads(Path(job_file).read_text()))
     if job.cpus and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, job.cpus)
     folder = Path(job.folder)
@@ -80,10 +89,15 @@ def main() -> None:
         from trainloop.tuning.storage import write_bytes
 
         write_bytes(folder / "error.txt", traceback.format_exc().encode(errors="replace"))
-        # Exit at once: threads and children left by the failure may never end.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        _exit_at_once(1)
+    _exit_at_once(0)
+
+
+def _exit_at_once(exitcode: int) -> None:
+    """End this process without waiting for threads and children, which may never end; the search kills them."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exitcode)
 
 
 def seconds_left() -> float | None:
@@ -107,10 +121,9 @@ def seconds_left() -> float | None:
     return None if _until is None else max(_OVER_S, _until - time.time())
 
 
-def _end_with_the_parent() -> None:
-    """Standard input is a pipe that only the parent's end closes. All of the fold's processes are in one group."""
-    while os.read(0, 1024):
-        pass
+def _end_with_the_parent(sentinel: int) -> None:
+    """All of the fold's processes are in one group."""
+    connection.wait([sentinel])
     if os.getpgid(0) == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
