@@ -276,9 +276,8 @@ class TrainLoop(LoopView, Generic[ModelT]):
         max_restarts : int
             Failures that the run survives: ranks that are killed, crash, exit, raise, hang or lose a loader's worker
             are started again from a checkpoint that the run writes for this into a private folder, and the run ends
-            with the very numbers of an undisturbed one.
-            -1 for any number. In ``single`` and ``dp`` the loop runs in a process of its own then. For one host; those
-            of several are restarted by their launcher.
+            with the very numbers of an undisturbed one. -1 for any number. In ``single`` and ``dp`` the loop runs in a
+            process of its own then. Over several hosts, all of them give it; a lost host ends the run.
         restart_every_steps : int, optional
             Steps between two of these checkpoints. Default: as often as costs at most 1 % of the time.
 
