@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -100,9 +101,15 @@ def test_the_rows_of_a_prediction_at_once(arguments: dict[str, Any], folder: Pat
 
 def test_a_stream_that_is_not_read_to_its_end_frees_its_files() -> None:
     tl = loop_over()
-    for y_pred, _, _ in tl.predict_with_model(tl.test_loader, stream=True):
-        assert len(y_pred) == 4
-        break
+    before = set(os.listdir("/proc/self/fd"))
+    gc.disable()  # the files are closed without it
+    try:
+        for y_pred, _, _ in tl.predict_with_model(tl.test_loader, stream=True):
+            assert len(y_pred) == 4
+            break
+        assert set(os.listdir("/proc/self/fd")) <= before
+    finally:
+        gc.enable()
     with tl.predict_with_model(tl.test_loader, stream=True) as stream:
         next(stream)
     assert list(stream) == []

@@ -129,8 +129,9 @@ class PredictionStream(Iterator[Predictions]):
 
     def __init__(self, files: RowFiles | None, order: Sequence[int] | None = None) -> None:
         self._files = files
-        self._order = None if order is None else np.asarray(order, np.int64)
-        self._items = self._batches() if order is None else self._rows_in_order()
+        self._items: Iterator[Predictions] = iter(())
+        if files is not None:
+            self._items = _batches(files) if order is None else _rows_in_order(files, np.asarray(order, np.int64))
 
     def __next__(self) -> Predictions:
         return next(self._items)
@@ -150,30 +151,30 @@ class PredictionStream(Iterator[Predictions]):
             self._files.close()
         self._files, self._items = None, iter(())
 
-    def _batches(self) -> Iterator[Predictions]:
-        files = self._files
-        for i in range(len(files.sizes) if files is not None else 0):
-            assert files is not None
-            yield files.read(i)
-        self.close()
 
-    def _rows_in_order(self) -> Iterator[Predictions]:
-        files, order = self._files, self._order
-        assert files is not None
-        assert order is not None
-        sizes = files.sizes
-        ends: npt.NDArray[np.int64] = np.cumsum(sizes)
-        kept: OrderedDict[int, Predictions] = OrderedDict()
-        for start in range(0, len(order), max(1, sizes[0])):
-            parts = []
-            for row in order[start : start + sizes[0]].tolist():
-                i = int(np.searchsorted(ends, row, side="right"))
-                if i not in kept:  # batches were shuffled, but many a sampler shuffles nearby rows only
-                    kept[i] = files.read(i)
-                    if len(kept) > _BATCHES_KEPT:
-                        kept.popitem(last=False)
-                kept.move_to_end(i)
-                parts.append([rows_at(column, [row - (ends[i] - sizes[i])], sizes[i]) for column in kept[i]])
-            y_pred, y_true, metadata = (join_rows(list(column)) for column in zip(*parts))
-            yield y_pred, y_true, metadata
-        self.close()
+# Functions and not methods: a stream that its own iterator refers to would be freed by the garbage collector only.
+
+
+def _batches(files: RowFiles) -> Iterator[Predictions]:
+    for i in range(len(files.sizes)):
+        yield files.read(i)
+    files.close()
+
+
+def _rows_in_order(files: RowFiles, order: npt.NDArray[np.int64]) -> Iterator[Predictions]:
+    sizes = files.sizes
+    ends: npt.NDArray[np.int64] = np.cumsum(sizes)
+    kept: OrderedDict[int, Predictions] = OrderedDict()
+    for start in range(0, len(order), max(1, sizes[0])):
+        parts = []
+        for row in order[start : start + sizes[0]].tolist():
+            i = int(np.searchsorted(ends, row, side="right"))
+            if i not in kept:  # batches were shuffled, but many a sampler shuffles nearby rows only
+                kept[i] = files.read(i)
+                if len(kept) > _BATCHES_KEPT:
+                    kept.popitem(last=False)
+            kept.move_to_end(i)
+            parts.append([rows_at(column, [row - (ends[i] - sizes[i])], sizes[i]) for column in kept[i]])
+        y_pred, y_true, metadata = (join_rows(list(column)) for column in zip(*parts))
+        yield y_pred, y_true, metadata
+    files.close()

@@ -270,9 +270,10 @@ def _locked_memory() -> bool:
 def _other_threads() -> bool:
     """Return True if another Python thread runs that may write into the data of this one."""
     others = (thread for thread in threading.enumerate() if thread is not threading.current_thread())
-    # Progress bars and TensorBoard's writers have threads that write into their own objects only.
+    # Progress bars, TensorBoard's writers and fsspec have threads that write into their own objects only.
     return any(
-        not thread.name.startswith("trainloop-") and not type(thread).__module__.startswith(("tqdm.", "tensorboard."))
+        not thread.name.startswith(("trainloop-", "fsspecIO"))
+        and not type(thread).__module__.startswith(("tqdm.", "tensorboard."))
         for thread in others
     )
 
