@@ -116,7 +116,7 @@ def test_hosts_meet_report_failures_and_leave(key: bytes | None) -> None:
     assert {host.interface for host in hosts} == {"lo"}
     assert not [host.failure() for host in hosts if host.failure() is not None]
     failure = Failure(rank=2, time_ns=1, type="ValueError", message="bad")
-    one.tell(failure)
+    one.report(failure)
     # The failed ranks start again, once those of all hosts have ended.
     orders: list[Any] = []
     again = [threading.Thread(target=lambda: orders.append(one.start_again("of node 1")))]

@@ -48,7 +48,7 @@ def test_hosts_hear_each_other_soon_and_write_little(monkeypatch: pytest.MonkeyP
     assert 2 <= len(written) <= 2 * 4 * (time.monotonic() - began + 1)  # four a second and host
     reported = [Failure(rank=node, time_ns=1, type="ValueError", message=f"of node {node}") for node in range(2)]
     for node in range(2):
-        hosts[node].tell(reported[node])
+        hosts[node].report(reported[node])
     assert [hosts[node].wait_for_failure(10) for node in range(2)] == [reported[1], reported[0]]
     for node in (1, 0):
         hosts[node].__exit__(None, None, None)

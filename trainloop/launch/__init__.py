@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -27,7 +27,7 @@ from trainloop.errors import ConfigurationError, WorkerFailedError
 from trainloop.launch.failures import RestartPolicy, with_note
 from trainloop.launch.hosts import Hosts, meet_hosts
 from trainloop.launch.joining import join, joined, place_here
-from trainloop.launch.kept import keeping, kept_here
+from trainloop.launch.kept import KeptRanks, keeping, kept_here
 from trainloop.launch.main_guard import check_main_guard, main_place
 from trainloop.launch.rank_process import RankSpec, started_by_launch
 from trainloop.launch.settings import dumped_settings
@@ -37,7 +37,7 @@ from trainloop.resources.enforce import threads_in
 from trainloop.scratch import scratch_folder
 from trainloop.signals import signals, uninterrupted
 from trainloop.stopping import SharedStop, StopAgreement
-from trainloop.transfer import pack
+from trainloop.transfer import Parcel, pack
 from trainloop.transfer.pages import anonymous_file
 
 __all__ = ["RestartPolicy", "join", "joined", "keeping", "launch", "place_here"]
@@ -153,60 +153,106 @@ def launch(
             main=main_place(),
             outlives_work=kept is not None,
         )
-        first, disturbed, failed = True, False, None
+        work = _GivenWork(payload.parcel, payload.inherited, settings, environment)
+        starts = _Starts(spec_with, work, method, served, hosts, kept, terms, restart_policy)
+        result: T = starts.run()
+        return result
+
+
+class _GivenWork(NamedTuple):
+    """What ranks that are up already are given for the next call."""
+
+    parcel: Parcel
+    inherited: Sequence[int]
+    settings: bytes
+    environment: dict[str, str]
+
+
+class _Starts:
+    """The starts of one call's ranks: the first, and further ones after failures."""
+
+    def __init__(
+        self,
+        spec_with: partial[RankSpec],
+        work: _GivenWork,
+        method: str,
+        served: bool,
+        hosts: Hosts | None,
+        kept: KeptRanks | None,
+        terms: list[Any] | None,
+        policy: RestartPolicy | None,
+    ) -> None:
+        self._spec_with, self._work = spec_with, work
+        self._method, self._served = method, served
+        self._hosts, self._kept, self._terms, self._policy = hosts, kept, terms, policy
+        self._first = True
+        self._disturbed = False  # a start has been repeated, since another user's process had connected to it
+        self._failed: WorkerFailedError | None = None
+        """The failure after which ranks start again."""
+
+    def run(self) -> Any:
+        """Start ranks until their work is done; returns the result of local rank 0's function."""
         while True:
             with contextlib.ExitStack() as undo:
-                order = restart_policy.next_order() if restart_policy is not None else None
-                if hosts is not None and not first:
-                    order = _start_again(hosts, order, failed)
-                if restart_policy is not None:
-                    restart_policy.before_start(order)
-                up = kept.take_up(terms, undo) if kept is not None else None
-                ranks = up or _new_ranks(spec_with, ranks_per_node, hosts, undo)
-                with signals(ranks.stop) as heard:
-                    if first:
-                        heard.end()  # nothing has begun, so there is nothing to start and stop
-                    try:
-                        with _none_left_on_error(ranks):
-                            if up is None:
-                                served = _start(ranks, environment, method, served)
-                                if first:
-                                    heard.end()  # the server may have imported for long
-                            first = False  # from here on a signal makes ranks write a checkpoint before they stop
-                            if up is None:
-                                ranks.give_first()
-                            else:
-                                ranks.give(payload.parcel, payload.inherited, settings, environment)
-                            ranks.watch(at_once=heard.at_once)
-                            ranks.part()
-                    except WorkerFailedError as error:
-                        # Of several hosts each would have to start again.
-                        if ranks.disturbance and not disturbed and num_nodes == 1:
-                            disturbed = True
-                            print(f"The ranks start again, once: {ranks.disturbance}", file=sys.stderr, flush=True)
-                            continue
-                        if restart_policy is None or ranks.cause is None:
-                            raise
-                        final = restart_policy.failed(ranks.cause, error)
-                        if final is None:
-                            failed = error
-                            continue
-                        raise final from None
-                    heard.note(ranks.stop.requested)  # a signal to a rank after its last step
-                result: T = ranks.result()
-                if kept is not None:
-                    kept.keep(ranks, terms, undo)
-                return result
+                self._agree_on_start()
+                up = self._kept.take_up(self._terms, undo) if self._kept is not None else None
+                ranks = up or _new_ranks(self._spec_with, self._hosts, undo)
+                if self._is_done_by(ranks, are_up=up is not None):
+                    result = ranks.result()
+                    if self._kept is not None:
+                        self._kept.keep(ranks, self._terms, undo)
+                    return result
 
+    def _agree_on_start(self) -> None:
+        """Wait for all hosts after a failure, and have the policy prepare the start on each of them."""
+        order = self._policy.next_order() if self._policy is not None else None
+        if self._hosts is not None and not self._first:
+            try:
+                order = self._hosts.start_again(order)
+            except ConfigurationError as problem:
+                if self._failed is None:
+                    raise
+                raise with_note(self._failed, f"The ranks could not start again: {problem}") from None
+        if self._policy is not None:
+            self._policy.before_start(order)
 
-def _start_again(hosts: Hosts, order: Any, failed: WorkerFailedError | None) -> Any:
-    """Wait until all hosts can start their ranks again; returns node 0's order."""
-    try:
-        return hosts.start_again(order)
-    except ConfigurationError as problem:
-        if failed is None:
-            raise
-        raise with_note(failed, f"The ranks could not start again: {problem}") from None
+    def _is_done_by(self, ranks: Ranks, *, are_up: bool) -> bool:
+        """Start the ranks if they are not up, give them the work, and wait; returns False if others are to start."""
+        with signals(ranks.stop) as heard:
+            if self._first:
+                heard.end()  # nothing has begun, so there is nothing to start and stop
+            try:
+                with _none_left_on_error(ranks):
+                    if not are_up:
+                        self._served = _start(ranks, self._work.environment, self._method, self._served)
+                        if self._first:
+                            heard.end()  # the server may have imported for long
+                    self._first = False  # from here on a signal makes ranks write a checkpoint before they stop
+                    if are_up:
+                        ranks.give(*self._work)
+                    else:
+                        ranks.give_first()
+                    ranks.watch(at_once=heard.at_once)
+                    ranks.part()
+            except WorkerFailedError as error:
+                self._check_may_start_again(ranks, error)
+                return False
+            heard.note(ranks.stop.requested)  # a signal to a rank after its last step
+        return True
+
+    def _check_may_start_again(self, ranks: Ranks, error: WorkerFailedError) -> None:
+        """Raise the error that ends the run, if it does."""
+        # Of several hosts each would have to start again.
+        if ranks.disturbance and not self._disturbed and self._spec_with.keywords["num_nodes"] == 1:
+            self._disturbed = True
+            print(f"The ranks start again, once: {ranks.disturbance}", file=sys.stderr, flush=True)
+            return
+        if self._policy is None or ranks.cause is None:
+            raise error
+        final = self._policy.failed(ranks.cause, error)
+        if final is not None:
+            raise final from None
+        self._failed = error
 
 
 def _check_caller() -> None:
@@ -241,12 +287,12 @@ def _threads_of_a_rank(ranks_per_node: int, child_env: dict[str, str]) -> tuple[
 
 
 def _new_ranks(
-    spec_with: Callable[..., RankSpec],
-    ranks_per_node: int,
+    spec_with: partial[RankSpec],
     hosts: Hosts | None,
     undo: contextlib.ExitStack,
 ) -> Ranks:
     """Make the files and connections of one start, and ranks that are not started yet; ``undo`` takes all back."""
+    ranks_per_node = spec_with.keywords["local_world_size"]
     token = f"{os.getpid()}-{time.monotonic_ns()}"
     file = partial(_file, undo)
     spec = spec_with(

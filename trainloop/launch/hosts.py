@@ -153,7 +153,7 @@ class Hosts:
             "left": "",  # why
         }
         self._others: dict[int, dict[str, Any]] = {}
-        self._heard: dict[int, float] = {}
+        self._seen_at: dict[int, float] = {}
         self._losses: dict[int, str] = {}
         self.done_since: float | None = None
         """Time at which the ranks of another host were first seen to be done (monotonic clock)."""
@@ -165,7 +165,7 @@ class Hosts:
         # Gloo takes the interface of the host's name, which often is loopback or the wrong network.
         self.interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(local_address(other, point[1]))
         """Name of the network interface to the other hosts; ``None`` if unknown."""
-        self._heard = dict.fromkeys(self._others, time.monotonic())
+        self._seen_at = dict.fromkeys(self._others, time.monotonic())
         self._thread = threading.Thread(target=self._watch, name="trainloop-hosts", daemon=True)
         self._thread.start()
 
@@ -346,10 +346,10 @@ class Hosts:
         silence_s : float, optional
             Seconds after which a silent host is lost; :data:`SILENCE_S` by default.
         """
-        told = self._told()
-        if told:
+        reported = self._reported()
+        if reported:
             with contextlib.suppress(TypeError):
-                return Failure(**told[2])
+                return Failure(**reported[2])
         lost = self._lost(SILENCE_S if silence_s is None else silence_s)
         if lost is None:
             return None
@@ -360,7 +360,7 @@ class Hosts:
             message=f"node {lost[0]} of {self._num_nodes} was lost: {lost[1]}",
         )
 
-    def _told(self) -> list[Any]:
+    def _reported(self) -> list[Any]:
         """Start, node and fields of the failure that another host has reported; empty if there is none."""
         reports = (entry["failed"] for entry in self._others.values())
         start = self._own["start"]
@@ -370,7 +370,7 @@ class Hosts:
         """Return a host that was lost, and how; ``None`` if all live."""
         now = time.monotonic()
         for node, entry in self._others.items():
-            silent_s = now - self._heard[node]
+            silent_s = now - self._seen_at[node]
             if entry["left"]:
                 continue
             if node in self._losses:
@@ -387,7 +387,7 @@ class Hosts:
             time.sleep(0.05)
         return failure
 
-    def tell(self, failure: Failure) -> None:
+    def report(self, failure: Failure) -> None:
         """Report this host's failure to all other hosts."""
         self._own["failed"] = [self._own["start"], self._me, asdict(failure)]
         self._wake.set()
@@ -480,7 +480,7 @@ class Hosts:
         """Write this host's entry and read the others'."""
         self._own["count"] += 1
         if self._me == 0 and self._own["failed"][:1] != [self._own["start"]]:
-            self._own["failed"] = self._told() or self._own["failed"]
+            self._own["failed"] = self._reported() or self._own["failed"]
         own = dict(self._own)
         if self._me == 0:
             own["lost"] = self._lost(SILENCE_S)
@@ -498,7 +498,7 @@ class Hosts:
                 self._losses[node] = str(error)
                 continue
             if entry is not None and entry["count"] > before["count"] and entry["id"] == before["id"]:
-                self._others[node], self._heard[node] = entry, time.monotonic()
+                self._others[node], self._seen_at[node] = entry, time.monotonic()
                 if entry.get("some done", entry["done"]) == own["start"] and self.done_since is None:
                     self.done_since = time.monotonic()
 

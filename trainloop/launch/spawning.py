@@ -341,12 +341,12 @@ class Ranks:
             assert own is not None
             return own
         if own is not None and not own.consequence:
-            self._hosts.tell(own)
+            self._hosts.report(own)
             return own
         elsewhere = self._hosts.wait_for_failure(_HEAR_S)
         if elsewhere is None:
             assert own is not None
-            self._hosts.tell(own)
+            self._hosts.report(own)
             return own
         return elsewhere
 
