@@ -11,12 +11,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import small_loop
 from checkpoints import same
 from conftest import make_data
-from trainloop import AbstractCallback, TrainLoop, TTModel, checkpoint
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel, TTModel, checkpoint
 from trainloop.callbacks import EarlyStopping, LRScheduler, ModelCheckpoint
 from trainloop.errors import CheckpointError, ConfigurationError
 
@@ -427,3 +435,36 @@ def test_steps_that_are_skipped_are_not_read(tmp_path: Path) -> None:
     loop = make_loop(DataLoader(data, 10, shuffle=True))
     loop.fit(num_epochs=1, grad_accumulation=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
     assert data.reads == 101 - 4 * 2 * 10
+
+
+class Seen(TTBasicModel):
+    """Notes its batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.batches: list[list[float]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.batches.append(x.flatten().tolist())
+        out: Tensor = self.layer(x)
+        return out
+
+
+@pytest.mark.parametrize("length", ["num_epochs", "num_iterations"])
+def test_a_run_that_ended_with_an_epoch_draws_the_next_order_when_it_is_extended(tmp_path: Path, length: str) -> None:
+    """Without a seed, by the loader's own generator, also where the number of iterations ended the epoch."""
+
+    def batches(number: int, folder: Path | None, resume_from: str | None = None) -> list[list[float]]:
+        data = TensorDataset(torch.arange(10.0).view(-1, 1), torch.zeros(10, 1))
+        loader = DataLoader(data, 2, shuffle=True, generator=torch.Generator().manual_seed(5))
+        model = Seen()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        tl = TrainLoop(model, loader, None, None, optimizer, nn.MSELoss(), progress_bar=False, accelerator="cpu")
+        keepers = [] if folder is None else [ModelCheckpoint(folder)]
+        tl.fit(**{length: number if length == "num_epochs" else 5 * number}, callbacks=keepers, resume_from=resume_from)
+        return model.batches
+
+    first = batches(2, tmp_path)
+    whole = batches(4, None)
+    assert first + batches(4, tmp_path, "last") == whole

@@ -296,6 +296,7 @@ class ModelCheckpoint(AbstractCallback):
         self._check_exclude()
 
     def on_train_begin(self) -> None:
+        self._fit = distributed.broadcast_object(self._fit)  # each of several hosts has named it
         self._saved_step, self._restarted = None, False
         self._failed, self._told = False, None
         self._prepared = not self.async_save

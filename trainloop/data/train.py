@@ -289,6 +289,10 @@ class TrainFeed:
         self._global_rng = None
         return items
 
+    def end_epoch(self) -> None:
+        """End the epoch, of which perhaps not all steps were asked for: the next one draws an order of its own."""
+        self._at_epoch_begin = None
+
     def state_dict(self, plain: Callable[[Any, str], Any] = lambda value, _: value) -> dict[str, Any]:
         """The source of the epoch's order: random states at the running epoch's begin; between epochs, those of now.
 

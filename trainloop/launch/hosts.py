@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
@@ -349,7 +349,7 @@ class Hosts:
         reported = self._reported()
         if reported:
             with contextlib.suppress(TypeError):
-                return Failure(**reported[2])
+                return replace(Failure(**reported[2]), time_ns=time.monotonic_ns())  # that of another host's clock
         lost = self._lost(SILENCE_S if silence_s is None else silence_s)
         if lost is None:
             return None
@@ -381,9 +381,13 @@ class Hosts:
         return None if node == self._me else (int(node), str(why))
 
     def wait_for_failure(self, seconds: float) -> Failure | None:
-        """Wait for the failure of another host, which has cost a rank of this one its connection."""
-        deadline = time.monotonic() + seconds
-        while (failure := self.failure(_MISSED_S)) is None and time.monotonic() < deadline:
+        """Wait for the failure of another host, which has cost a rank of this one its connection.
+
+        A host that may start its ranks again is given more time: it may be busy, and its loss would end the run.
+        """
+        silence_s = SILENCE_S if self._restarts else _MISSED_S
+        deadline = time.monotonic() + max(seconds, silence_s + _POLL_S)
+        while (failure := self.failure(silence_s)) is None and time.monotonic() < deadline:
             time.sleep(0.05)
         return failure
 
@@ -411,8 +415,9 @@ class Hosts:
             If another host has ended its run, or was lost.
         """
         # The failure stays: the others may not have read it yet. The start is last, as another thread sends these.
-        self._own["order"], self.done_since = order, None
+        self._own["order"] = order
         self._own["start"] += 1
+        self.done_since = None
         self._wake.set()
         deadline = time.monotonic() + RENDEZVOUS_WAIT_S
         with signals() as heard:

@@ -269,7 +269,9 @@ def _result_of(
     if me.num_nodes == 1:
         return function(stop)
     with no_strangers():
-        agreement = GroupStop(dist.new_group(backend="gloo"), me.world_size, also=stop)
+        agreement = GroupStop(
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=spec.timeout_s)), me.world_size, also=stop
+        )
     result = function(agreement)
     agreement.finish()
     return result

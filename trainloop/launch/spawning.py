@@ -87,6 +87,7 @@ class Ranks:
         self.stop = SharedStop(self._words, -1, spec.local_world_size)
         self._processes: list[Any] = []
         self._failures: dict[int, Failure] = {}
+        self._reported: Failure | None = None  # to the other hosts
         self._liveness = Liveness(spec.timeout_s)
         self._token = token
         self.cause: Failure | None = None
@@ -211,7 +212,8 @@ class Ranks:
         for fd in (*self._spec.record_fds, *self._spec.stack_fds):
             os.ftruncate(fd, 0)
             os.lseek(fd, 0, os.SEEK_SET)  # the rank's place, too
-        self._failures, self._liveness, self.cause = {}, Liveness(self._spec.timeout_s), None
+        self._failures, self._liveness = {}, Liveness(self._spec.timeout_s)
+        self.cause = self._reported = None
 
     def give(self, parcel: Parcel, inherited: Sequence[int], settings: bytes, environment: dict[str, str]) -> None:
         """Give the ranks more work, with what has changed of this process's state."""
@@ -282,6 +284,7 @@ class Ranks:
         stacks: dict[int, str] = {}
         hanging: list[int] = []
         elsewhere = self._hosts.failure() if self._hosts is not None else None
+        self._report()  # at once: the others do not wait for long
         timed_out = [r for r in self._locals() if self._state(r) == State.TIMED_OUT]
         if any(failure.timeout for failure in self._failures.values()):
             # Watchdogs of others that wait are about to end these, too; who hangs has none that is worried.
@@ -300,7 +303,7 @@ class Ranks:
             late = Failure(rank=hanging[0], time_ns=time.monotonic_ns(), type=None, timeout=True)
             self._failures.setdefault(overdue[0], late)
         ended = self.end()
-        self.cause = cause = self._first_failure()
+        self.cause = cause = self._first_failure(elsewhere)
         if cause.type is None and not cause.timeout and cause.rank - self._spec.rank in self._locals():
             stacks = self._stacks(ask=False, ranks=[cause.rank - self._spec.rank])
         raise worker_failed_error(
@@ -334,21 +337,24 @@ class Ranks:
         kind = DisturbedStartError.__name__
         return next((failure.message for failure in self._failures.values() if failure.type == kind), "")
 
-    def _first_failure(self) -> Failure:
-        """This host's first failure, or another host's if that is the cause."""
+    def _report(self, *, consequence: bool = False) -> Failure | None:
+        """Report this host's first failure to the others, and return it; by default only one that is a cause."""
         own = first_failure(list(self._failures.values())) if self._failures else None
-        if self._hosts is None:
-            assert own is not None
-            return own
-        if own is not None and not own.consequence:
+        if own is None or (own.consequence and not consequence):
+            return None
+        if self._hosts is not None and self._reported is None:
             self._hosts.report(own)
-            return own
-        elsewhere = self._hosts.wait_for_failure(_HEAR_S)
-        if elsewhere is None:
-            assert own is not None
-            self._hosts.report(own)
-            return own
-        return elsewhere
+            self._reported = own
+        return self._reported or own
+
+    def _first_failure(self, elsewhere: Failure | None) -> Failure:
+        """Return this host's first failure, or another host's if that is the cause: ``elsewhere``, or one to come."""
+        cause = self._report() or elsewhere
+        if cause is None and self._hosts is not None:
+            cause = self._hosts.wait_for_failure(_HEAR_S)
+        cause = cause or self._report(consequence=True)
+        assert cause is not None
+        return cause
 
     def end(self) -> list[int]:
         """End all ranks, gently first; returns the global ranks that had not finished by themselves."""

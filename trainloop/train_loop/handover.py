@@ -28,11 +28,11 @@ __all__ = [
 ]
 
 COUNTERS = (
-    *("epoch", "global_step", "total_iteration_idx", "message_service", "timings_of_last_fit", "last_loss"),
+    *("epoch", "global_step", "total_iteration_idx", "timings_of_last_fit", "last_loss"),
     *("early_stop", "ends"),  # in this order: the first changes the second
 )
-# Attributes of every nn.Module that torch itself maintains.
 _MISSING = object()
+# Attributes of every nn.Module that torch itself maintains.
 _TORCH_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"_log_sink", "_log_batch_size", "_compiled_call_impl"}
 
 
@@ -157,7 +157,7 @@ class Arrival:
             "parts": changed_parts(self.parts, self._arrived, self.known),
             "history": loop.history.state_dict(),
             "scaler": loop.scaler_state,
-            "counters": {name: getattr(loop, name) for name in COUNTERS if name != "message_service"},
+            "counters": {name: getattr(loop, name) for name in COUNTERS},
             "messages": loop.message_service.__dict__,
             "callbacks": list(map(self._that_can_be_sent, callbacks, self.callbacks)),
             "list of callbacks": self._changed_list(),

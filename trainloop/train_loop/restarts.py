@@ -22,6 +22,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from trainloop import checkpoint, scratch
+from trainloop.checkpoint import Checkpoint
 from trainloop.errors import WorkerFailedError
 from trainloop.launch.failures import LOST_HOST, Failure, describe_failure, with_note
 from trainloop.optim import optimizers_of
@@ -180,8 +181,11 @@ class Supervisor:
         return None
 
     def next_order(self) -> list[Any] | None:
-        """Return the :class:`RestartOrder` for ranks that start after a failure, of plain types; ``None`` at first."""
-        if self._current is None:
+        """Return the :class:`RestartOrder` for ranks that start after a failure, of plain types.
+
+        ``None`` for the first start, and on all hosts but node 0.
+        """
+        if self._current is None or self._loop.site.node_rank:
             return None
         failure, error = self._current
         reached = int(self.folder.progress()[1:, 0].max())
@@ -205,7 +209,10 @@ class Supervisor:
 
     def _checkpoints(self) -> Iterator[tuple[int, int, str]]:
         """Step, time and path of each whole checkpoint that this run has written."""
-        found = checkpoint.checkpoints(self.folder.checkpoints)
+        for one in checkpoint.checkpoints(self.folder.checkpoints):
+            if one.info is not None:
+                yield one.info.step, one.info.stamp, one.path
+        found: list[Checkpoint] = []
         for callback in self._loop.callbacks:
             own = getattr(callback, "own_checkpoints", None)
             if own is not None:

@@ -128,7 +128,9 @@ class Training(Run):
                         if loop.asked_to_end:
                             stop.request(EARLY_STOP)
                         ended_by = stop.reached()
-                        if ended_by or loop.total_iteration_idx >= last_iteration:
+                        # An epoch that is complete is read to its end, where samplers draw numbers for the next one.
+                        complete = self.epoch_batches == self.feed.num_batches
+                        if ended_by or (loop.total_iteration_idx >= last_iteration and not complete):
                             break
                         asked = perf_counter()
                     else:
@@ -318,6 +320,7 @@ class Training(Run):
     def _finish_epoch(self) -> None:
         loop = self.loop
         self.progress.end_epoch()  # before anybody prints
+        self.feed.end_epoch()
         # Before the weights are evaluated, and an epoch is spent on weights that have drifted apart.
         self.gradients.check_alike()
         self.recorder.between_steps(loop.global_step)

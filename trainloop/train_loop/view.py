@@ -70,7 +70,7 @@ class LoopView:
         """For each device of the last step, whether its scaled gradients overflowed."""
         self.scaler_state: dict[str, Any] = {}
         self.restarts: list[Restart] = []
-        """Failures that the last ``fit(max_restarts=...)`` has survived."""
+        """Restarts of the last ``fit(max_restarts=...)``, in the process that called it; a rank has an empty list."""
         self.timings_of_last_fit = Timings()
         self.fsdp_model_args: dict[str, Any] = {}
         """Arguments of ``fit`` for the wrapper of ``fsdp``; evaluation outside of ``fit`` has the same units."""
