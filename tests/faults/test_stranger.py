@@ -41,7 +41,8 @@ class SlowStore(dist.Store):
 
     add, check, compare_set, get, wait = map(forwarded, ("add", "check", "compare_set", "get", "wait"))
 
-FileStore, dist.FileStore = dist.FileStore, SlowStore
+if dist.FileStore.__name__ == "FileStore":
+    FileStore, dist.FileStore = dist.FileStore, SlowStore
 """
 
 # A group that the user made: nobody has looked who is connected to it.
@@ -59,6 +60,7 @@ for _ in range(3):
 """
 )
 
+# Its ranks have the slow store as well: the interpreter that they are forked from imports it (sitecustomize.py).
 LAUNCHED = (
     SLOW_STORE
     + """
@@ -133,13 +135,20 @@ def attack(script: str, folder: Path, number: int, inside: list[str], prefix: st
     run = folder / str(number)
     run.mkdir()
     (run / "script.py").write_text(script)
+    if script is LAUNCHED:
+        (run / "sitecustomize.py").write_text(SLOW_STORE)
     trap = folder / "for-all" / f"trap-{number}"
     stranger_py = str(Path(__file__).parent / "stranger.py")
     command = [*inside, sys.executable, stranger_py, str(trap), "150", "65534", prefix, str(most)]
     stranger = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/")
     assert stranger.stdout is not None
     assert stranger.stdout.readline() == "watches\n"
-    environ = {**os.environ, "PYTHONPATH": ROOT, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": f"{run}{os.pathsep}{ROOT}",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
     processes = [
         subprocess.Popen(
             [*inside, sys.executable, str(run / "script.py"), str(run), str(rank)],
