@@ -36,6 +36,7 @@ from trainloop.launch.hosts import Hosts
         (None, {"MASTER_ADDR": "node0", "MASTER_PORT": "123"}, ("node0", 123)),
         ("env://", {"MASTER_ADDR": "node0", "MASTER_PORT": "123"}, ("node0", 123)),
         ("tcp://a:5", {"MASTER_ADDR": "node0", "MASTER_PORT": "123"}, ("a", 5)),
+        (None, {"MASTER_ADDR": "[::1]", "MASTER_PORT": "123"}, ("::1", 123)),
     ],
 )
 def test_the_meeting_point(init_method: str | None, environ: dict[str, str], point: tuple[str, int]) -> None:
@@ -201,6 +202,9 @@ def test_a_host_that_ends_in_order_is_not_lost(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(hosts_module, "SILENCE_S", 1.0)
     port = free_port()
     zero, one = in_threads({"port": port, "node_rank": 0}, {"port": port, "node_rank": 1})
+    assert not one.part(0.1)
+    assert zero.part(10)
+    assert one.part(10)
     one.__exit__(None, None, None)
     assert zero.wait_for_failure(3) is None
     leave(zero)
@@ -284,6 +288,38 @@ def test_a_host_that_does_not_start_again_says_why() -> None:
     leave(zero, two)
 
 
+def test_a_host_that_leaves_before_its_work_is_done_has_failed_for_the_others() -> None:
+    port = free_port()
+    zero, one, two = in_threads(*({"port": port, "node_rank": node, "num_nodes": 3} for node in range(3)))
+    two.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    for host in (zero, one):
+        failure = host.wait_for_failure(10)
+        assert failure is not None
+        assert failure.message == "node 2 of 3 has ended its run: KeyboardInterrupt"
+    leave(zero, one)
+
+
+def test_the_next_run_after_a_failure_does_not_join_the_old_one() -> None:
+    """The host that failed is in its next run before node 0 has heard of it."""
+    port = free_port()
+    zero, one = in_threads({"port": port, "node_rank": 0}, {"port": port, "node_rank": 1})
+    one.report(Failure(rank=2, time_ns=1, type="ValueError", message="boom"))
+    one.__exit__(ValueError, ValueError("boom"), None)
+    next_runs: list[Hosts] = []
+    threads = [threading.Thread(target=lambda: next_runs.append(meet(port, 1)))]
+    threads[0].start()
+    failure = zero.wait_for_failure(10)
+    assert failure is not None
+    assert failure.message == "boom"
+    leave(zero)
+    threads.append(threading.Thread(target=lambda: next_runs.append(meet(port, 0))))
+    threads[1].start()
+    for thread in threads:
+        thread.join(30)
+    assert len(next_runs) == 2
+    leave(*next_runs)
+
+
 def test_hosts_that_do_not_connect_are_named() -> None:
     port = free_port()
     zero, one = in_threads(
@@ -303,7 +339,7 @@ def test_a_rendezvous_point_where_nobody_listens() -> None:
         meet(port, 1, wait_s=1.0)
 
 
-def test_hosts_that_contradict_each_other() -> None:
+def test_hosts_that_contradict_each_other(capfd: pytest.CaptureFixture[str]) -> None:
     port = free_port()
     zero, ranks, taken, right = in_threads(
         {"port": port, "node_rank": 0},
@@ -314,6 +350,9 @@ def test_hosts_that_contradict_each_other() -> None:
     assert "node 1 has num_nodes=2 and 3 ranks, node 0 has num_nodes=2 and 2 ranks" in str(ranks)
     assert "node_rank=5 was taken by another host" in str(taken)
     leave(zero, right)
+    printed = capfd.readouterr().err
+    assert printed.count("node 0 has num_nodes=2 and 2 ranks, node 1 has num_nodes=2 and 3 ranks: they must be") == 1
+    assert "Still waiting." in printed
 
 
 def test_a_port_that_is_taken_and_an_address_of_another_host() -> None:

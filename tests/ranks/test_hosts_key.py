@@ -25,7 +25,9 @@ def entry_of(store: dist.Store, node: int) -> tuple[dict[str, Any], str]:
     return found, signature
 
 
-def test_hosts_without_the_key_are_refused_and_entries_of_others_are_not_taken_for_a_host() -> None:
+def test_hosts_without_the_key_are_refused_and_entries_of_others_are_not_taken_for_a_host(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     port = free_port()
     outcomes: list[Any] = []
     waiting = threading.Thread(target=lambda: outcomes.append(meet(port, 0, key=KEY)))
@@ -45,6 +47,7 @@ def test_hosts_without_the_key_are_refused_and_entries_of_others_are_not_taken_f
         assert waiting.is_alive()
     one = meet(port, 1, key=KEY)  # whose place nobody has taken
     waiting.join(30)
+    assert capfd.readouterr().err.count("set TRAINLOOP_KEY to the same secret on all hosts. Still waiting.") == 1
     leave(outcomes[0], one)
 
 
@@ -69,7 +72,7 @@ def test_an_entry_of_an_earlier_run_is_not_believed() -> None:
     content, _, signature = recorded[0].decode().rpartition(" ")
     assert json.loads(content)["hosts"]
     other.set("host/0", f"{content} {signature}")
-    with pytest.raises(ConfigurationError, match="node_rank=1 was taken by another host"):
+    with pytest.raises(ConfigurationError, match="it is busy with another run, or about to end an earlier one"):
         meet(other.port, 1, key=KEY, wait_s=5)
 
 

@@ -23,7 +23,7 @@ def rendezvous_point(init_method: str | None, environ: Mapping[str, str] = os.en
         If there is neither, or one that can't be read.
     """
     if init_method is None or init_method == "env://":
-        host, port_text = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+        host, port_text = environ.get("MASTER_ADDR", "").strip("[]"), environ.get("MASTER_PORT", "")
         if not host or not port_text:
             raise ConfigurationError(
                 f"several nodes need a rendezvous point, but MASTER_ADDR={host!r} and MASTER_PORT={port_text!r}: set "

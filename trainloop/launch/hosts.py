@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -83,6 +84,21 @@ class _Entries:
         if not isinstance(entry, dict) or any(type(entry.get(name)) is not kind for name, kind in _KINDS.items()):
             raise ValueError("its entry is malformed")
         return entry
+
+    def refuse(self, node: int, facts: dict[str, Any]) -> None:
+        """Leave a note that this host could not join with these arguments, for node 0 to print."""
+        self._store.set(f"refused/{node}", json.dumps(facts))
+
+    def refused(self, node: int) -> dict[str, Any] | None:
+        """Return the arguments of a host that could not join; ``None`` if there is none. Anybody can write it."""
+        name = f"refused/{node}"
+        if not self._store.check([name]):
+            return None
+        with contextlib.suppress(ValueError):
+            facts = json.loads(self._store.get(name))
+            if isinstance(facts, dict):
+                return {key: value for key, value in facts.items() if isinstance(value, int)}
+        return {}
 
     def _signature(self, node: int, data: str) -> str:
         if self._key is None:
@@ -155,6 +171,7 @@ class Hosts:
         self._others: dict[int, dict[str, Any]] = {}
         self._seen_at: dict[int, float] = {}
         self._losses: dict[int, str] = {}
+        self._refused: dict[int, str] = {}
         self.done_since: float | None = None
         """Time at which the ranks of another host were first seen to be done (monotonic clock)."""
         self._wake, self._leaving = threading.Event(), threading.Event()
@@ -163,8 +180,11 @@ class Hosts:
             self._entries = self._join() if node_rank else self._gather()
         other = self._others[1]["address"] if node_rank == 0 else point[0]
         # Gloo takes the interface of the host's name, which often is loopback or the wrong network.
-        self.interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(local_address(other, point[1]))
+        self.interface: str | None = os.environ.get("GLOO_SOCKET_IFNAME")
         """Name of the network interface to the other hosts; ``None`` if unknown."""
+        if not self.interface:
+            with contextlib.suppress(OSError):  # an address that means nothing here, behind NAT for instance
+                self.interface = interface_of(local_address(other, point[1]))
         self._seen_at = dict.fromkeys(self._others, time.monotonic())
         self._thread = threading.Thread(target=self._watch, name="trainloop-hosts", daemon=True)
         self._thread.start()
@@ -194,11 +214,7 @@ class Hosts:
                     raise ConfigurationError(self._missing())
                 time.sleep(_MEET_S)
                 for node in range(1, self._num_nodes):
-                    # Anybody can write into the store; the entry of a host replaces it.
-                    with contextlib.suppress(_NoProofError, ValueError):
-                        entry = entries.get(node)
-                        if entry is not None and entry["facts"] == self._own["facts"]:
-                            self._others[node] = entry
+                    self._look_for(node, entries)
         except BaseException as error:
             with contextlib.suppress(RuntimeError):
                 entries.put(0, {**self._own, "left": str(error) or type(error).__name__})
@@ -208,6 +224,22 @@ class Hosts:
         entries.put(0, self._own)
         return entries
 
+    def _look_for(self, node: int, entries: _Entries) -> None:
+        """Node 0: take the entry of another host, or print once why a host could not join."""
+        # Anybody can write into the store; the entry of a host replaces it.
+        with contextlib.suppress(_NoProofError, ValueError):
+            entry = entries.get(node)
+            if entry is not None and entry["facts"] == self._own["facts"]:
+                self._others[node] = entry
+        theirs = entries.refused(node)
+        if theirs is not None and node not in self._refused:
+            if theirs == self._own["facts"]:
+                why = f"node {node} has not the same key: set {KEY_VARIABLE} to the same secret on all hosts"
+            else:
+                why = self._contradiction(0, node, theirs)
+            self._refused[node] = why
+            print(f"node 0 of {self._num_nodes}: {why}. Still waiting.", file=sys.stderr, flush=True)
+
     def _missing(self) -> str:
         missing = sorted(set(range(1, self._num_nodes)) - set(self._others))
         connected = f", connected: {', '.join(map(str, sorted(self._others)))}" if self._others else ""
@@ -215,6 +247,7 @@ class Hosts:
             f"node 0 of {self._num_nodes} waited {self._wait_s:g} s at {self._name}; missing: node_rank "
             f"{', '.join(map(str, missing))}{connected}. Start the script there with the same rendezvous point, and "
             "check that no firewall is in between."
+            + "".join(f" Note: {self._refused[node]}." for node in missing if node in self._refused)
         )
 
     def _join(self) -> _Entries:
@@ -240,7 +273,7 @@ class Hosts:
                     f"{who} connected to node 0 at {self._name}, which then closed the connection: see the error of "
                     "node 0."
                 ) from error
-            reason = "it is about to end an earlier run"
+            reason = "it is busy with another run, or about to end an earlier one"
             time.sleep(0.2)
         raise ConfigurationError(
             f"{who} tried for {self._wait_s:g} s to connect to node 0 at {self._name}: {reason}. Start the script with "
@@ -284,23 +317,28 @@ class Hosts:
             try:
                 first = entries.get(0)
             except _NoProofError as error:
+                entries.refuse(self._me, self._own["facts"])
                 raise ConfigurationError(self._key_error(who, str(error))) from None
             except ValueError:
                 first = None
             if first is not None and not written:
-                if first["left"] or first["failed"] or first["done"]:
+                if first["left"] or "hosts" in first:
                     return False
-                self._check_facts(first["facts"])
+                try:
+                    self._check_facts(first["facts"])
+                except ConfigurationError:
+                    entries.refuse(self._me, self._own["facts"])
+                    raise
                 entries.session = first["id"]
                 entries.put(self._me, self._own)
                 written = True
-            elif first is not None and first["left"]:
-                raise ConfigurationError(f"node 0 of {self._num_nodes} has ended its run: {first['left']}")
             elif first is not None and "hosts" in first:
                 if first["hosts"].get(str(self._me)) != self._own["id"]:
                     raise ConfigurationError(self._taken())
                 self._others[0] = first
                 return True
+            elif first is not None and first["left"]:
+                raise ConfigurationError(f"node 0 of {self._num_nodes} has ended its run: {first['left']}")
             time.sleep(_MEET_S)
         raise ConfigurationError(
             f"{who} is connected to node 0 at {self._name}, but not all nodes connected within {self._wait_s:g} s."
@@ -319,19 +357,19 @@ class Hosts:
         )
 
     def _check_facts(self, first: dict[str, Any]) -> None:
-        own = self._own["facts"]
-        if (first.get("num_nodes"), first.get("ranks")) != (own["num_nodes"], own["ranks"]):
-            raise ConfigurationError(
-                f"node {self._me} has num_nodes={own['num_nodes']} and {own['ranks']} ranks, node 0 has "
-                f"num_nodes={first.get('num_nodes')} and {first.get('ranks')} ranks: they must be the same on all "
-                "nodes."
-            )
-        if first.get("restarts") != own["restarts"]:
-            raise ConfigurationError(
-                "fit(max_restarts=...) was given on some hosts only: give it on all of them, or on none."
-            )
+        if first != self._own["facts"]:
+            raise ConfigurationError(f"{self._contradiction(self._me, 0, first)}.")
         if self._me not in range(1, self._num_nodes):
             raise ConfigurationError(self._taken())
+
+    def _contradiction(self, here: int, there: int, theirs: dict[str, Any]) -> str:
+        own = self._own["facts"]
+        if (theirs.get("num_nodes"), theirs.get("ranks")) == (own["num_nodes"], own["ranks"]):
+            return "fit(max_restarts=...) was given on some hosts only: give it on all of them, or on none"
+        return (
+            f"node {here} has num_nodes={own['num_nodes']} and {own['ranks']} ranks, node {there} has "
+            f"num_nodes={theirs.get('num_nodes')} and {theirs.get('ranks')} ranks: they must be the same on all nodes"
+        )
 
     def _taken(self) -> str:
         return f"node_rank={self._me} was taken by another host: give each host its own, 0 to num_nodes - 1."
@@ -357,7 +395,7 @@ class Hosts:
             rank=lost[0] * self._ranks_per_node,
             time_ns=time.monotonic_ns(),
             type=LOST_HOST,
-            message=f"node {lost[0]} of {self._num_nodes} was lost: {lost[1]}",
+            message=f"node {lost[0]} of {self._num_nodes} {lost[1]}",
         )
 
     def _reported(self) -> list[Any]:
@@ -372,11 +410,14 @@ class Hosts:
         for node, entry in self._others.items():
             silent_s = now - self._seen_at[node]
             if entry["left"]:
+                if entry["done"] < self._own["start"]:
+                    return node, f"has ended its run: {entry['left']}"
                 continue
             if node in self._losses:
-                return node, self._losses[node]
+                return node, f"was lost: {self._losses[node]}"
             if silent_s > silence_s:
-                return node, f"nothing was heard of it for {silent_s:.0f} s: the link was cut, or the host is down"
+                why = "the link was cut, or the host is down"
+                return node, f"was lost: nothing was heard of it for {silent_s:.0f} s: {why}"
         node, why = self._others.get(0, {}).get("lost") or (self._me, "")
         return None if node == self._me else (int(node), str(why))
 
@@ -423,22 +464,13 @@ class Hosts:
         with signals() as heard:
             while not self._all("start", self._own["start"]):
                 heard.end()
-                problem = self._end_of_another()
-                if not problem and time.monotonic() > deadline:
-                    problem = f"not all hosts have ended their ranks within {RENDEZVOUS_WAIT_S:g} s."
-                if problem:
-                    raise ConfigurationError(problem)
+                failure = self.failure()
+                if failure is not None:
+                    raise ConfigurationError(failure.message)
+                if time.monotonic() > deadline:
+                    raise ConfigurationError(f"not all hosts have ended their ranks within {RENDEZVOUS_WAIT_S:g} s.")
                 time.sleep(0.05)
         return self._others[0]["order"] if self._me else order
-
-    def _end_of_another(self) -> str:
-        """Return why a host will not start again; empty if none is known to."""
-        failure = self.failure()
-        if failure is not None:
-            return failure.message
-        ended = next(([node, entry["left"]] for node, entry in self._others.items() if entry["left"]), None)
-        ended = ended or self._others.get(0, {}).get("ended")
-        return "" if ended is None else f"node {ended[0]} of {self._num_nodes} has ended its run: {ended[1]}"
 
     @property
     def start(self) -> int:
@@ -492,7 +524,6 @@ class Hosts:
             own["all start"] = min(e["start"] for e in (own, *self._others.values()))
             own["all done"] = min(e["done"] for e in (own, *self._others.values()))
             own["some done"] = max(e["done"] for e in (own, *self._others.values()))
-            own["ended"] = next(([n, e["left"]] for n, e in self._others.items() if e["left"]), None)
         self._entries.put(self._me, own)
         for node, before in self._others.items():
             if node in self._losses:
