@@ -65,3 +65,43 @@ def test_ranks_of_a_caller_without_standard_output(tmp_path: Path, closed: str) 
         assert outputs[0] == os.devnull
         assert (outputs[1] == os.devnull) == ("2>" in closed)
     assert (tmp_path / "own").read_text() == "the user's"
+
+
+FORKS = """
+import os, threading, time
+from trainloop.errors import WorkerFailedError
+from trainloop.launch import launch
+
+def fails(stop):
+    raise ValueError("on purpose")
+
+ended = threading.Event()
+pids = []
+
+def fork_again_and_again():
+    while not ended.wait(0.1):
+        if (pid := os.fork()) == 0:
+            time.sleep(60)
+            os._exit(0)
+        pids.append(pid)
+
+if __name__ == "__main__":
+    thread = threading.Thread(target=fork_again_and_again)
+    thread.start()
+    try:
+        launch(fails, ranks_per_node=1)
+    except WorkerFailedError as error:
+        assert "on purpose" in str(error), error
+    ended.set()
+    thread.join()
+    alive = [os.waitpid(pid, os.WNOHANG)[0] == 0 for pid in pids]
+    for pid in (pid for pid, lives in zip(pids, alive) if lives):
+        os.kill(pid, 9)
+    print(len(pids) > 5, all(alive))
+"""
+
+
+@pytest.mark.long
+def test_forks_that_another_thread_makes_while_ranks_start_live_on(tmp_path: Path) -> None:
+    done = run_script(tmp_path, FORKS)
+    assert done.stdout.splitlines()[-1:] == ["True True"], done.stderr
