@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -115,7 +116,7 @@ class Ranks:
         """
         # The token goes to all that ranks start, so that what is left of them can be found.
         variables = {**environment, LAUNCH_VARIABLE: self._token}
-        pairs = [multiprocessing.Pipe() for _ in range(self._spec.local_world_size)]
+        pairs = _pairs(self._spec.local_world_size)
         calls: list[processes.Call] = [(run_rank, (r, theirs)) for r, (_, theirs) in enumerate(pairs)]
         self._line_marks = {os.readlink(f"/proc/self/fd/{theirs.fileno()}") for _, theirs in pairs} if _PROC else set()
         try:
@@ -129,8 +130,7 @@ class Ranks:
             raise
         finally:
             # If this process kept a rank's end of a connection open, the rank's death would not close it.
-            for _, theirs in pairs:
-                theirs.close()
+            _close_ends([theirs for _, theirs in pairs])
         self._served, self._lines = served, [ours for ours, _ in pairs]
         self._told = {**os.environ, **variables}
 
@@ -433,6 +433,38 @@ class Ranks:
             process.close()
         self.stop.release()
         self._map.close()
+
+
+# Forks of this process, which other threads may make while ranks start, would keep the ranks' ends of connections open
+# and pass for strays of a rank. So they close these ends, and none is made between the opening of an end and its entry.
+_fork_lock = threading.RLock()
+_open_ends: set[connection.Connection] = set()
+
+
+def _pairs(number: int) -> list[tuple[connection.Connection, connection.Connection]]:
+    """Return connections to ranks: this process's end, and the rank's, for :func:`_close_ends`."""
+    with _fork_lock:
+        pairs = [multiprocessing.Pipe() for _ in range(number)]
+        _open_ends.update(theirs for _, theirs in pairs)
+    return pairs
+
+
+def _close_ends(ends: Sequence[connection.Connection]) -> None:
+    with _fork_lock:
+        for end in ends:
+            end.close()
+            _open_ends.discard(end)
+
+
+def _in_fork() -> None:
+    for end in _open_ends:
+        end.close()
+    _open_ends.clear()
+    _fork_lock.release()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(before=_fork_lock.acquire, after_in_parent=_fork_lock.release, after_in_child=_in_fork)
 
 
 def _has_answered(line: connection.Connection) -> bool:

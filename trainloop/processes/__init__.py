@@ -44,6 +44,7 @@ __all__ = [
     "fixed_state",
     "from_server",
     "limits",
+    "open_standard_descriptors",
     "own_cpus",
     "set_threads",
     "set_variable",
@@ -128,7 +129,9 @@ def begin_server(modules: Sequence[str]) -> None:
     }
     resource_tracker.ensure_running()  # it unblocks signals when it starts
     try:
-        with _process_lock, _signals_blocked(), _sockets_in_own_folder():
+        with _process_lock, _signals_blocked(), _sockets_in_own_folder(), contextlib.ExitStack() as undo:
+            for fd in open_standard_descriptors():  # else the server's own could have these numbers
+                undo.callback(os.close, fd)
             if connection.arbitrary_address("AF_UNIX").startswith("\0"):  # type: ignore[attr-defined]
                 raise NoServerError(
                     "every user of this host could reach it with this version of Python (CVE-2022-42919)"
@@ -193,7 +196,9 @@ def _forked(calls: Sequence[Call], modules: Sequence[str], changes: Mapping[str,
     held = {int(number) for number in (*signal.pthread_sigmask(signal.SIG_BLOCK, []), *_group_signals())}
     processes: list[BaseProcess] = []
     with contextlib.ExitStack() as undo:
-        streams = tuple(fd if _is_open(fd) else _devnull(undo) for fd in (1, 2))
+        # Where Python started without one, its number may be that of a file of the user's.
+        started_with = ((1, sys.__stdout__), (2, sys.__stderr__))
+        streams = tuple(fd if stream is not None and _is_open(fd) else _devnull(undo) for fd, stream in started_with)
         surroundings = _Surroundings(environment, own_cpus(), sorted(held), fixed_state(environment), limits(), streams)
         reports = []
         try:
@@ -246,6 +251,15 @@ def _absolute_path() -> list[str]:
     with contextlib.suppress(OSError):  # the folder was removed: nothing can be found relative to it
         folder = os.getcwd()
     return [os.path.join(folder, path) for path in sys.path]
+
+
+def open_standard_descriptors() -> list[int]:
+    """Open ``os.devnull`` at each of the descriptors 0 to 2 that is closed; return these descriptors."""
+    opened = []
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        opened.append(fd)
+    os.close(fd)
+    return opened
 
 
 def _is_open(fd: int) -> bool:

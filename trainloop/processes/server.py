@@ -15,7 +15,7 @@ import signal
 import sys
 from typing import Any
 
-from trainloop.processes import SERVER_VARIABLE, set_threads, set_variable
+from trainloop.processes import SERVER_VARIABLE, open_standard_descriptors, set_threads, set_variable
 
 __all__ = ["started_with"]
 
@@ -27,6 +27,8 @@ _is_server = False
 
 def _prepare(order: dict[str, Any]) -> None:
     global started_with, _is_server
+    # A fork replaces 1 and 2 by its caller's: no descriptor that it gets may have these numbers.
+    open_standard_descriptors()
     sys.path[:] = order["path"]
     for name in order["modules"]:
         # Whichever process needs it will raise. It need not be an ImportError: a missing library is an OSError.
