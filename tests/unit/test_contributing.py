@@ -76,7 +76,7 @@ def defined(tree: ast.AST, name: str) -> bool:
     return bool(found) and (not rest or defined(found[0], rest))
 
 
-@pytest.mark.parametrize("title", ["The way of a batch", "The way of a fit in ddp"])
+@pytest.mark.parametrize("title", ["The way of a batch", "The way of a fit in ddp", "The way of a failure"])
 def test_every_step_of_the_ways_is_there(title: str) -> None:
     steps = way(title)
     lines = [line for line in section(title) if line.startswith("    ")]
