@@ -135,7 +135,7 @@ def test_another_thread_may_start_processes_while_the_server_imports(tmp_path: P
 
 
 REFUSALS = """
-import os, signal, sys
+import os, signal, sys, time
 from multiprocessing import forkserver
 from trainloop import processes
 
@@ -149,10 +149,11 @@ def counted(fds):
 def outcome():
     asked.clear()
     try:
-        (process,) = processes.from_server([(print, ())], ["math"])
+        (process,) = processes.from_server([(time.sleep, (1000,))], ["math"])
     except processes.NoServerError as error:
         return str(error), len(asked)
     parent = int(open(f"/proc/{process.pid}/stat").read().split()[3])
+    process.kill()
     process.join()
     return parent, len(asked) > 0
 

@@ -204,10 +204,10 @@ def _wait_for_server() -> None:
     """Wait until the server has imported its modules and forks: ``Process.start`` would wait with the locks held."""
     answer, orders = forkserver.connect_to_new_process([])
     try:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(orders, pickle.dumps(_End()))  # first: an interrupted wait must not leave a fork without orders
         if not os.read(answer, 1):
             raise EOFError("the server ended")
-        with contextlib.suppress(BrokenPipeError):
-            os.write(orders, pickle.dumps(_End()))
     finally:
         os.close(answer)
         os.close(orders)
