@@ -32,6 +32,7 @@ _TOKEN = "launch-"
 SHARED_MEMORY = "/dev/shm"
 """Folder in memory where Linux keeps semaphores, too."""
 _SEMAPHORES = "mp-"
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class Scratch(NamedTuple):
@@ -63,13 +64,18 @@ def scratch_folder(token: str) -> Iterator[Scratch]:
 def temporary_folder(prefix: str = _TEMPORARY, *, memory_bytes: int = 0) -> Scratch:
     """Make a folder that later calls remove if this process, with all its forks, ends without :func:`remove`.
 
-    Only this user can read it. With ``memory_bytes`` it is in shared memory if that has so much room.
+    Only this user can read it. With ``memory_bytes`` it is in shared memory if half of that stays free.
     """
     remove_dead()
-    has_room = (
-        memory_bytes > 0 and os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free >= memory_bytes
-    )
-    return _make(prefix, SHARED_MEMORY if has_room else None)
+    return _make(prefix, SHARED_MEMORY if memory_bytes > 0 and _has_room(memory_bytes) else None)
+
+
+def _has_room(nbytes: int) -> bool:
+    """Return True if others, such as loaders' workers, still have half of the shared memory."""
+    if not os.access(SHARED_MEMORY, os.W_OK):
+        return False
+    usage = shutil.disk_usage(SHARED_MEMORY)
+    return usage.free - nbytes >= usage.total / 2
 
 
 def remove(scratch: Scratch) -> None:
@@ -80,7 +86,10 @@ def remove(scratch: Scratch) -> None:
 def _make(prefix: str = PREFIX, parent: str | None = None) -> Scratch:
     while True:
         path = tempfile.mkdtemp(prefix=prefix, dir=parent)
-        lock_fd = _locked(path)
+        try:
+            lock_fd = _lock(path)
+        except OSError:  # without locks on this file system, nobody can take the folder for a dead launch's
+            lock_fd = _opened(path)
         if lock_fd is not None:
             return Scratch(path, lock_fd)
         # Another launch, which looks for dead ones, was here before the lock.
@@ -127,19 +136,32 @@ def _remove_semaphores(token: str, *, tracked: bool) -> None:
                 resource_tracker.unregister(f"/{path.name[len('sem.') :]}", "semaphore")
 
 
-def _locked(path: str) -> int | None:
-    """A descriptor that holds the folder's lock; ``None`` where another process holds it, or the folder has gone."""
+def _opened(path: str) -> int:
+    """Return a descriptor of a new folder; remove the folder on error."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        return os.open(path, _FOLDER_FLAGS)
     except OSError:
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False)):
+        os.rmdir(path)
+        raise
+
+
+def _lock(path: str) -> int | None:
+    """Return a descriptor that holds the folder's lock.
+
+    ``None`` if another process holds the lock or has removed the folder. Other errors are raised: on file systems
+    without locks (``EOPNOTSUPP``; NFS has none for folders, ``EBADF``), or if this process has too many open files.
+    """
+    with contextlib.ExitStack() as undo:
+        try:
+            fd = os.open(path, _FOLDER_FLAGS)
+            undo.callback(os.close, fd)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_same = os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+        except (BlockingIOError, FileNotFoundError):
+            return None
+        if is_same:
+            undo.pop_all()
             return fd
-    except OSError:
-        pass
-    os.close(fd)
     return None
 
 
@@ -149,9 +171,10 @@ def remove_dead() -> None:
         with contextlib.suppress(OSError), os.scandir(parent) as entries:
             for entry in entries:
                 if entry.name.startswith((PREFIX, _TEMPORARY)) and _is_own_folder(entry):
-                    lock_fd = _locked(entry.path)
-                    if lock_fd is not None:
-                        _remove(Scratch(entry.path, lock_fd), own=False)
+                    with contextlib.suppress(OSError):
+                        lock_fd = _lock(entry.path)
+                        if lock_fd is not None:
+                            _remove(Scratch(entry.path, lock_fd), own=False)
 
 
 def _is_own_folder(entry: os.DirEntry[str]) -> bool:

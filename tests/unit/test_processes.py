@@ -52,7 +52,8 @@ def test_variables_that_are_read_at_load_are_compared_and_others_are_not() -> No
     now = processes.fixed_state()
     for name in ("LD_PRELOAD", "TORCH_LOGS", "PYTORCH_CUDA_ALLOC_CONF", "KMP_AFFINITY", "PYTHONHASHSEED"):
         assert processes.fixed_state({**os.environ, name: "other"}) != now, name
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "WANDB_RUN_ID", "TORCH_NCCL_DEBUG"):
+    others = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "WANDB_RUN_ID", "TORCH_NCCL_DEBUG")
+    for name in (*others, "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"):
         assert processes.fixed_state({**os.environ, name: "other"}) == now, name
 
 
@@ -77,3 +78,18 @@ def test_a_process_that_was_forked_but_cannot_be_like_the_caller_is_told_by_name
     assert surroundings.changed(None) == {processes._NOT_OWN}
     surroundings.fixed["Umask"] = "\t0777"  # taken over
     assert surroundings.changed(dict(os.environ)) == set()
+
+
+def test_a_forked_process_ends_quietly_if_its_caller_has_been_interrupted() -> None:
+    class Same:
+        def changed(self, started_with: Any) -> set[str]:
+            return set()
+
+        def take_over(self) -> None: ...
+
+    report, told = multiprocessing.Pipe(duplex=False)
+    report.close()
+    called: list[int] = []
+    processes._take_over(Same(), told, called.append, (1,))  # type: ignore[arg-type]
+    assert told.closed
+    assert not called

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,16 +142,51 @@ def test_they_are_in_memory_where_there_is_room(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(scratch, "SHARED_MEMORY", str(memory))
     monkeypatch.setattr(scratch.tempfile, "tempdir", str(disk))
     nbytes = 3 * 3 * sum(parameter.nbytes for parameter in Wide().parameters())
+    usage = {"free": 3 * nbytes, "total": 4 * nbytes}
+    monkeypatch.setattr(scratch.shutil, "disk_usage", lambda path: SimpleNamespace(**usage))
     assert folder_of() == str(memory)
     assert folder_of(resources=ResourceQuota(memory=2 * nbytes)) == str(memory)
     assert folder_of(resources=ResourceQuota(memory=2 * nbytes - 1)) == str(disk)
-    monkeypatch.setattr(scratch.shutil, "disk_usage", lambda path: type("Usage", (), {"free": nbytes - 1}))
+    usage["free"] -= 1  # less than half would stay free
     assert folder_of() == str(disk)
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EBADF])
+def test_a_folder_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refuse(fd: int, operation: int) -> None:
+        assert fd not in refused, "asked again"
+        refused.append(fd)
+        raise OSError(code, os.strerror(code))
+
+    refused: list[int] = []
+    monkeypatch.setattr(scratch.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(scratch, "SHARED_MEMORY", str(tmp_path))
+    monkeypatch.setattr(scratch.fcntl, "flock", refuse)
+    folder = scratch.temporary_folder()
+    assert os.listdir(tmp_path) == [os.path.basename(folder.path)]
+    refused.clear()
+    scratch.remove_dead()  # it may be a living process's
+    assert refused
+    assert os.path.isdir(folder.path)
+    scratch.remove(folder)
+    assert not os.listdir(tmp_path)
+
+
+def test_no_folder_stays_where_none_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str, flags: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(scratch.tempfile, "tempdir", str(tmp_path))
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="open files"):
+        patch.setattr(scratch.os, "open", refuse)
+        scratch.temporary_folder()
+    assert not os.listdir(tmp_path)
 
 
 def test_the_next_start_removes_what_a_killed_process_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In memory, too; a folder of a living process stays."""
     monkeypatch.setattr(scratch, "SHARED_MEMORY", str(tmp_path))
+    monkeypatch.setattr(scratch.shutil, "disk_usage", lambda path: SimpleNamespace(free=2, total=2))
     on_disk, in_memory = (scratch.temporary_folder(memory_bytes=nbytes) for nbytes in (0, 1))
     assert Path(in_memory.path).parent == tmp_path
     assert Path(on_disk.path).parent != tmp_path

@@ -17,6 +17,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 import sys
@@ -65,7 +66,11 @@ _READ_AT_LOAD = (
     *("LD_", "GLIBC_", "MALLOC_", "PYTHON", "LANG", "LC_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "NPY_"),
     *("ATEN_", "TORCH", "PYTORCH_", "DNNL_", "ONEDNN_", "ASAN_", "TSAN_"),
 )
-_NOT_AT_LOAD = (*THREAD_VARIABLES, "TORCHINDUCTOR_CACHE_DIR", "TORCHELASTIC_", "TORCH_NCCL_")
+_NOT_AT_LOAD = (
+    *(*THREAD_VARIABLES, "TORCHINDUCTOR_CACHE_DIR", "TORCHELASTIC_", "TORCH_NCCL_"),
+    # Set by scikit-learn and others when they are imported, which may be after the server's start.
+    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
+)
 # Lines of /proc/self/status about inherited state that a running process cannot change, or that nothing sends.
 _UMASK = "Umask"  # which a forked process takes over
 _INHERITED = (_UMASK, "SigIgn", "Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp", "Mems_allowed_list")
@@ -188,10 +193,47 @@ def from_server(
     raise NoOwnServerError(problem)
 
 
+class _End:
+    """An object whose unpickling ends the process."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os._exit, (0,)
+
+
+def _wait_for_server() -> None:
+    """Wait until the server has imported its modules and forks: ``Process.start`` would wait with the locks held."""
+    answer, orders = forkserver.connect_to_new_process([])
+    try:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(orders, pickle.dumps(_End()))  # first: an interrupted wait must not leave a fork without orders
+        if not os.read(answer, 1):
+            raise EOFError("the server ended")
+    finally:
+        os.close(answer)
+        os.close(orders)
+
+
+_refused: tuple[int, dict[str, Any], str] | None = None
+"""A server's process ID, a state of this process that its forks cannot have, and why."""
+
+
+def _check_not_refused(fixed: dict[str, Any]) -> None:
+    """Raise the last refusal again if the server and the state are the same."""
+    if _refused is None or _refused[1] != fixed:
+        return
+    with contextlib.suppress(OSError):
+        os.kill(_refused[0], 0)
+        raise NoServerError(_refused[2])
+
+
 def _forked(calls: Sequence[Call], modules: Sequence[str], changes: Mapping[str, str]) -> list[BaseProcess]:
+    global _refused
     begin_server(modules)
     with _process_lock:
         environment = {**os.environ, **changes}
+    fixed = fixed_state(environment)
+    _check_not_refused(fixed)
+    _wait_for_server()
     context = multiprocessing.get_context("forkserver")
     held = {int(number) for number in (*signal.pthread_sigmask(signal.SIG_BLOCK, []), *_group_signals())}
     processes: list[BaseProcess] = []
@@ -199,7 +241,7 @@ def _forked(calls: Sequence[Call], modules: Sequence[str], changes: Mapping[str,
         # Where Python started without one, its number may be that of a file of the user's.
         started_with = ((1, sys.__stdout__), (2, sys.__stderr__))
         streams = tuple(fd if stream is not None and _is_open(fd) else _devnull(undo) for fd, stream in started_with)
-        surroundings = _Surroundings(environment, own_cpus(), sorted(held), fixed_state(environment), limits(), streams)
+        surroundings = _Surroundings(environment, own_cpus(), sorted(held), fixed, limits(), streams)
         reports = []
         try:
             for target, arguments in calls:
@@ -211,11 +253,14 @@ def _forked(calls: Sequence[Call], modules: Sequence[str], changes: Mapping[str,
                     with _process_lock, _main_not_imported_again():
                         process.start()
                 processes.append(process)
-            changed = {name for report in reports for name in report.recv()}
+            answers = [report.recv() for report in reports]
+            changed = {name for _, names in answers for name in names}
             if _NOT_OWN in changed:
                 raise NoOwnServerError("other code of this program started it, or it ended before it could fork")
             if changed:
-                raise NoServerError(f"changed since it started: {', '.join(sorted(changed))}")
+                problem = f"changed since it started: {', '.join(sorted(changed))}"
+                _refused = (answers[0][0], fixed, problem)
+                raise NoServerError(problem)
         except BaseException:
             _kill(processes)
             raise
@@ -471,8 +516,11 @@ def _take_over(
     changed = surroundings.changed(getattr(server, "started_with", None))
     if not changed:
         surroundings.take_over()
-    report.send(changed)
-    report.close()
+    with report:
+        try:
+            report.send((getattr(server, "pid", 0), changed))
+        except BrokenPipeError:  # the caller was interrupted, and is about to kill this process
+            return
     if not changed:
         target(*arguments)
 

@@ -17,10 +17,13 @@ from typing import Any
 
 from trainloop.processes import SERVER_VARIABLE, open_standard_descriptors, set_threads, set_variable
 
-__all__ = ["started_with"]
+__all__ = ["pid", "started_with"]
 
 started_with: dict[str, str] | None = None
 """The caller's environment when the server started; ``None`` if the server was not started by this package."""
+
+pid = os.getpid()
+"""The server's process ID."""
 
 _is_server = False
 

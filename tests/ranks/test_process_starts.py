@@ -105,3 +105,81 @@ if __name__ == "__main__":
 def test_forks_that_another_thread_makes_while_ranks_start_live_on(tmp_path: Path) -> None:
     done = run_script(tmp_path, FORKS)
     assert done.stdout.splitlines()[-1:] == ["True True"], done.stderr
+
+
+SLOW_SERVER = """
+import sys, threading, time
+from trainloop import processes
+
+if __name__ == "__main__":
+    main = sys.modules["__main__"]
+    started = []
+    starting = threading.Thread(target=lambda: started.extend(processes.from_server([(print, ("here",))], ["slow"])))
+    starting.start()
+    begin, seen = time.monotonic(), []
+    while starting.is_alive():
+        with processes._process_lock:
+            seen.append((time.monotonic(), hasattr(main, "__file__")))
+        time.sleep(0.001)
+    waits = [after[0] - before[0] for before, after in zip(seen, seen[1:])]
+    print(time.monotonic() - begin > 3, max(waits) < 1, all(has_file for _, has_file in seen))
+    for process in started:
+        process.join()
+"""
+
+
+def test_another_thread_may_start_processes_while_the_server_imports(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(3)\n")
+    done = run_script(tmp_path, SLOW_SERVER)
+    assert sorted(done.stdout.splitlines()) == ["True True True", "here"], done.stderr
+
+
+REFUSALS = """
+import os, signal, sys, time
+from multiprocessing import forkserver
+from trainloop import processes
+
+asked = []
+connect = forkserver.connect_to_new_process
+
+def counted(fds):
+    asked.append(1)
+    return connect(fds)
+
+def outcome():
+    asked.clear()
+    try:
+        (process,) = processes.from_server([(time.sleep, (1000,))], ["math"])
+    except processes.NoServerError as error:
+        return str(error), len(asked)
+    parent = int(open(f"/proc/{process.pid}/stat").read().split()[3])
+    process.kill()
+    process.join()
+    return parent, len(asked) > 0
+
+if __name__ == "__main__":
+    forkserver.connect_to_new_process = counted
+    server, _ = outcome()
+    os.environ["KMP_DUPLICATE_LIB_OK"] = "True"  # as scikit-learn does
+    assert outcome() == (server, True)
+    os.environ["TORCH_LOGS"] = "+dynamo"
+    text = "changed since it started: TORCH_LOGS"
+    first, second = outcome(), outcome()
+    assert (first[0], first[1] > 0) == (text, True), first
+    assert second == (text, 0), second
+    del os.environ["TORCH_LOGS"]
+    assert outcome() == (server, True)
+    os.environ["TORCH_LOGS"] = "+dynamo"
+    assert outcome() == (text, 0)
+    os.kill(server, signal.SIGKILL)
+    os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
+    other, _ = outcome()  # a new one has the variable
+    assert isinstance(other, int) and other != server, other
+    print("done")
+"""
+
+
+def test_a_refusal_is_remembered_for_as_long_as_the_server_and_the_state_are_the_same(tmp_path: Path) -> None:
+    done = run_script(tmp_path, REFUSALS)
+    assert done.stdout.splitlines()[-1:] == ["done"], done.stderr
+    assert not done.stderr
