@@ -239,8 +239,14 @@ def test_the_page_of_errors_shows_what_is_said(mistake: make_errors.Mistake, fol
 
 
 @pytest.mark.slow
-def test_the_page_of_errors_is_what_its_script_makes() -> None:
-    assert make_errors.page() == (ROOT / "docs" / "errors.rst").read_text()
+@pytest.mark.parametrize("mistake", make_errors.MISTAKES, ids=lambda mistake: mistake.title)
+def test_the_page_of_errors_is_what_its_script_makes(mistake: make_errors.Mistake) -> None:
+    assert make_errors.shown(mistake) in (ROOT / "docs" / "errors.rst").read_text()
+
+
+def test_the_page_of_errors_has_each_mistake_once() -> None:
+    titles = re.findall(r"^(.+)\n-+$", (ROOT / "docs" / "errors.rst").read_text(), re.MULTILINE)
+    assert titles == [mistake.title for mistake in make_errors.MISTAKES]
 
 
 # -- docstrings --------------------------------------------------------------------------------------------------------
