@@ -346,7 +346,7 @@ def _taken_at_start() -> list[Any]:
 
 
 def _begin_server(method: str) -> bool:
-    """Start the fork server, if ranks are to be forked from it; it imports its modules in the background."""
+    """Start the fork server if ranks will be forked from it; it imports its modules in the background."""
     if method == "spawn":
         return False
     try:

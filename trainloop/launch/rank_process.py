@@ -105,7 +105,7 @@ class RankSpec:
         return list(dict.fromkeys([*own, *([] if self.caller_fd is None else [self.caller_fd])]))
 
     def numbered(self, received: Mapping[int, int]) -> RankSpec:
-        """Return the arguments with the numbers that descriptors, but for the payload's, have in a rank; else -1."""
+        """Return the arguments with the numbers that descriptors (except the payload's) have in a rank, or -1."""
 
         def here(fd: int) -> int:
             return received.get(fd, -1)

@@ -361,7 +361,7 @@ class Ranks:
         running = [self._spec.rank + r for r in self._locals() if self._state(r) != State.DONE]
         if not self._begun:
             for process in self._processes:
-                process.kill()  # it waits for work: nothing is to be unwound
+                process.kill()  # it waits for work, so it has nothing to unwind
         self.stop.abort()
         self._join(_UNWIND_S)
         self._notice()
