@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from multiprocessing import connection, reduction
 from typing import TYPE_CHECKING
 
+from trainloop.resources.enforce import set_variable
+
 if TYPE_CHECKING:
     from trainloop.launch.rank_process import RankSpec
 
@@ -49,10 +51,7 @@ class Work:
         """In a rank: enter the caller's present folder, environment and so on."""
         # Only what the caller changed, so that settings of the rank's own code and libraries stay.
         for name, value in self.environment.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+            set_variable(name, value)
         if self.folder is not None:
             os.chdir(self.folder)
         if self.cpus is not None:

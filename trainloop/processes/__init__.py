@@ -30,7 +30,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from trainloop.errors import ConfigurationError
-from trainloop.resources.enforce import THREAD_VARIABLES, threads_in
+from trainloop.resources.enforce import THREAD_VARIABLES, set_variable, threads_in
 from trainloop.scratch import PREFIX, Scratch, remove, temporary_folder
 from trainloop.signals import REASON_OF_SIGNAL
 
@@ -48,7 +48,6 @@ __all__ = [
     "open_standard_descriptors",
     "own_cpus",
     "set_threads",
-    "set_variable",
     "spawned",
 ]
 
@@ -331,14 +330,6 @@ def _variables_set(environment: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             set_variable(name, value)
-
-
-def set_variable(name: str, value: str | None) -> None:
-    """Set an environment variable; ``None`` removes it."""
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
 
 
 def _group_signals() -> list[int]:

@@ -15,7 +15,8 @@ import signal
 import sys
 from typing import Any
 
-from trainloop.processes import SERVER_VARIABLE, open_standard_descriptors, set_threads, set_variable
+from trainloop.processes import SERVER_VARIABLE, open_standard_descriptors, set_threads
+from trainloop.resources.enforce import set_variable
 
 __all__ = ["pid", "started_with"]
 

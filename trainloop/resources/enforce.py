@@ -367,7 +367,7 @@ def _set_threads(threads: int, undo: contextlib.ExitStack, *, at_most: bool = Fa
     values = _thread_variables(threads, os.environ)
     # threadpoolctl sets the last one when it is imported.
     for name in (*values, "KMP_DUPLICATE_LIB_OK"):
-        undo.callback(_set_variable, name, os.environ.get(name))
+        undo.callback(set_variable, name, os.environ.get(name))
     os.environ.update(values)
     try:
         import threadpoolctl
@@ -380,7 +380,8 @@ def _set_threads(threads: int, undo: contextlib.ExitStack, *, at_most: bool = Fa
         torch.set_num_threads(threads)
 
 
-def _set_variable(name: str, value: str | None) -> None:
+def set_variable(name: str, value: str | None) -> None:
+    """Set an environment variable; ``None`` removes it."""
     if value is None:
         os.environ.pop(name, None)
     else:
