@@ -39,8 +39,8 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from trainloop import AbstractCallback, TrainLoop, TTModel
+from trainloop._transfer.pages import trim
 from trainloop.callbacks import ModelCheckpoint
-from trainloop.transfer.pages import trim
 
 # Few steps: with more ranks than cores each of a step's three exchanges a block costs a turn of the scheduler.
 WIDTH, BLOCKS, BATCH, STEPS = 768, 24, 8, 8

@@ -30,9 +30,9 @@ from benchmarks.gpu_models import GPT, ResNet18
 from benchmarks.timing import machine
 from benchmarks.work import MLP
 from trainloop import AbstractCallback, TrainLoop
+from trainloop._launch import launch
 from trainloop.callbacks.profiler import _PEAKS
 from trainloop.checkpoint import HostCopy
-from trainloop.launch import launch
 from trainloop.train_loop.whole_step import WholeStepTraining
 
 ROOT = Path(__file__).parent.parent

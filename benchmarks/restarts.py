@@ -24,7 +24,7 @@ from benchmarks import work
 from benchmarks.ddp import make_loop
 from benchmarks.timing import PairedTable, Table
 from trainloop import AbstractCallback, TrainLoop
-from trainloop.launch.rank_process import end_with_parent
+from trainloop._launch.rank_process import end_with_parent
 
 PLAIN, SURVIVES = "max_restarts=0", "max_restarts=3"
 

@@ -27,11 +27,12 @@ import torch.distributed as dist
 from torch.utils.data import Sampler, WeightedRandomSampler
 
 from benchmarks.timing import machine
-from trainloop import distributed, rng
+from trainloop import distributed
+from trainloop._metrics import Asked, Recorder
+from trainloop._metrics.exchange import Gathered, Summed
+from trainloop._support import rng
+from trainloop._support.stopping import GroupStop
 from trainloop.data.samplers import ShardSampler
-from trainloop.metrics import Asked, Recorder
-from trainloop.metrics.exchange import Gathered, Summed
-from trainloop.stopping import GroupStop
 
 OUT = Path(__file__).parent.parent / "docs" / "design" / "scale_measured.txt"
 METRICS, STEPS = 10, 128

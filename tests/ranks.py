@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainloop.launch import launch
-from trainloop.stopping import StopAgreement
-from trainloop.transfer import dump_state, load_state
+from trainloop._launch import launch
+from trainloop._support.stopping import StopAgreement
+from trainloop._transfer import dump_state, load_state
 
 __all__ = ["run_own_ranks", "run_ranks"]
 

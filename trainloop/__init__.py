@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from trainloop import distribution
+from trainloop._support import distribution
 
 if TYPE_CHECKING:
     from trainloop.callbacks.base import AbstractCallback
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 if _other := distribution.overwritten_by():
-    from trainloop.user_line import warn
+    from trainloop._support.user_line import warn
 
     warn(
         f"{_other} is installed in the same folder as {distribution.NAME}: both are imported as trainloop, and their "

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from trainloop.distribution import pip_install
+from trainloop._metrics import StepValues
+from trainloop._support.distribution import pip_install
 from trainloop.errors import ConfigurationError
-from trainloop.metrics import StepValues
 
 __all__ = ["History"]
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainloop._support.nested import map_parts
 from trainloop.errors import ConfigurationError
-from trainloop.nested import map_parts
 
 __all__ = ["ModelWrap", "TTBasicModel", "TTModel", "check_signatures", "yields_losses"]
 

@@ -27,11 +27,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from trainloop import processes
+from trainloop import _processes as processes
+from trainloop._launch import failures, launch
+from trainloop._launch.failures import Failure, failure_of, first_failure, hint, worker_failed_error
+from trainloop._support.stopping import StopAgreement
 from trainloop.errors import WorkerFailedError
-from trainloop.launch import failures, launch
-from trainloop.launch.failures import Failure, failure_of, first_failure, hint, worker_failed_error
-from trainloop.stopping import StopAgreement
 
 REPEATS = [pytest.param(1, id="once"), pytest.param(20, id="20 times", marks=pytest.mark.slow)]
 ENDS_WITHIN_S = 10.0
@@ -326,8 +326,8 @@ def test_ranks_that_wait_for_each_other() -> None:
 SCRIPT = """
 import ctypes, os, signal, sys, threading, time
 import torch, torch.distributed as dist
-from trainloop import stopping
-from trainloop.launch import launch
+from trainloop._support import stopping
+from trainloop._launch import launch
 
 def work(stop):
     folder = sys.argv[1]

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from small_loop import Net, make_loop
+from trainloop._launch import launch
 from trainloop.callbacks import ModelCheckpoint
 from trainloop.errors import WorkerFailedError
-from trainloop.launch import launch
 
 
 def makes_semaphores_and_dies(folder: str, stop: Any) -> None:
@@ -49,7 +49,7 @@ def test_semaphores_of_killed_ranks_are_removed_whatever_a_library_calls_them(
 
 NEXT_LAUNCH = """
 from multiprocessing import resource_tracker
-from trainloop.scratch import scratch_folder
+from trainloop._support.scratch import scratch_folder
 with scratch_folder("of-the-next"):
     pass
 resource_tracker._resource_tracker._stop()  # it has said all then

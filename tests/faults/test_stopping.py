@@ -18,8 +18,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainloop.signals import Heard, rank_signals, signals, uninterrupted
-from trainloop.stopping import (
+from trainloop._support.signals import Heard, rank_signals, signals, uninterrupted
+from trainloop._support.stopping import (
     CHECKPOINT,
     EARLY_STOP,
     INTERRUPT,
@@ -354,7 +354,7 @@ def test_other_threads_install_nothing() -> None:
 
 IN_A_FORK = """
 import os, signal, sys, time
-from trainloop import signals as module
+from trainloop._support import signals as module
 module._SAME_SIGNAL_S = float(sys.argv[3])
 with module.signals() as heard:
     pid = os.fork()

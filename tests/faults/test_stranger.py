@@ -65,7 +65,7 @@ LAUNCHED = (
     SLOW_STORE
     + """
 from trainloop import distributed as td
-from trainloop.launch import launch
+from trainloop._launch import launch
 
 def work(stop):
     for _ in range(3):

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainloop.launch import keeping, launch
-from trainloop.stopping import StopAgreement
+from trainloop._launch import keeping, launch
+from trainloop._support.stopping import StopAgreement
 
 pytestmark = pytest.mark.gpu
 

@@ -18,7 +18,7 @@ from parallel_models import Net, TwoLosses, Weighted, WithBatchNorm, batch_of, f
 
 from trainloop import distributed as td
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, reduce_gradients
-from trainloop.sync_batchnorm import convert, revert
+from trainloop.parallel.sync_batchnorm import convert, revert
 
 pytestmark = pytest.mark.gpu
 

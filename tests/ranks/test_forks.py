@@ -13,7 +13,7 @@ SCRIPT = """
 import gc, multiprocessing, os, sys
 import torch.distributed as dist
 
-from trainloop.forks import guard_forks
+from trainloop._support.forks import guard_forks
 
 
 class Cycle:

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from trainloop._launch import hosts as hosts_module
+from trainloop._launch.addresses import rendezvous_point
+from trainloop._launch.failures import Failure
+from trainloop._launch.hosts import Hosts
 from trainloop.errors import ConfigurationError
-from trainloop.launch import hosts as hosts_module
-from trainloop.launch.addresses import rendezvous_point
-from trainloop.launch.failures import Failure
-from trainloop.launch.hosts import Hosts
 
 # -- the rendezvous point ----------------------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ def test_the_next_run_meets_at_the_same_port_at_once() -> None:
 
 HOST = """
 import sys, time
-from trainloop.launch.hosts import Hosts
+from trainloop._launch.hosts import Hosts
 host = Hosts(("127.0.0.1", int(sys.argv[1])), node_rank=int(sys.argv[2]), num_nodes=2, ranks_per_node=2, wait_s=30)
 print("met", flush=True)
 time.sleep(1000)

@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 from test_hosts import KEY, free_port, in_threads, leave, meet, store_at
 
+from trainloop._launch import launch
+from trainloop._launch.failures import Failure
 from trainloop.errors import ConfigurationError
-from trainloop.launch import launch
-from trainloop.launch.failures import Failure
 
 
 def entry_of(store: dist.Store, node: int) -> tuple[dict[str, Any], str]:
@@ -77,7 +77,7 @@ def test_an_entry_of_an_earlier_run_is_not_believed() -> None:
 
 
 def test_a_program_that_is_not_node_0_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainloop.launch.hosts._CONNECT_S", 2.0)
+    monkeypatch.setattr("trainloop._launch.hosts._CONNECT_S", 2.0)
     monkeypatch.setenv("TRAINLOOP_KEY", "0123456789" * 4)
 
     def join(port: int) -> None:

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from checkpoints import same
 from places import IMPORTS
-from trainloop import TrainLoop, scratch
+from trainloop import TrainLoop
+from trainloop._support import scratch
 from trainloop.errors import ConfigurationError
 
 __all__ = ["two_hosts"]

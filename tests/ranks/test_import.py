@@ -23,7 +23,7 @@ def state():
              if not isinstance(value, types.ModuleType) and name != "__warningregistry__"} for place in PLACES]
 
 before = state()
-import trainloop, trainloop.callbacks, trainloop.parallel, trainloop.train_loop, trainloop.launch
+import trainloop, trainloop.callbacks, trainloop.parallel, trainloop.train_loop, trainloop._launch
 trainloop.TrainLoop
 for place, was, now in zip(PLACES, before, state()):
     changed = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainloop import rng
+from trainloop._support import rng
 
 
 def test_a_shell_is_interactive_and_a_script_is_not() -> None:
@@ -41,7 +41,7 @@ import trainloop
 trainloop.TrainLoop, trainloop.TTModel
 share = (time.process_time() - start) / (start - begin)
 brought = sorted(set(sys.modules) - before)
-from trainloop import rng
+from trainloop._support import rng
 from trainloop.callbacks import TensorBoard
 TensorBoard("x")
 print(json.dumps({

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop, TTModel
+from trainloop._launch import keeping, launch
 from trainloop.errors import UnpicklableError, WorkerFailedError
-from trainloop.launch import keeping, launch
 
 ROWS = make_data(64)
 

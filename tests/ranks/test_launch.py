@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 
 from ranks import run_ranks
+from trainloop._launch import join, joined, launch, main_guard
+from trainloop._launch.joining import first_host, rendezvous_point
+from trainloop._support.stopping import StopAgreement
 from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError, WorkerFailedError
-from trainloop.launch import join, joined, launch, main_guard
-from trainloop.launch.joining import first_host, rendezvous_point
-from trainloop.stopping import StopAgreement
 
 # -- ranks that launch started -----------------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ LIMITED = """
 import resource, sys
 import torch, torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
-from trainloop.launch import launch
+from trainloop._launch import launch
 
 def work(data, stop):
     sums = [x.sum().item() for (x,) in DataLoader(TensorDataset(data), batch_size=64, num_workers=2)]
@@ -319,7 +319,7 @@ def test_what_is_a_guard(name: str) -> None:
 
 
 UNGUARDED = """
-from trainloop.launch import launch
+from trainloop._launch import launch
 def work(stop):
     pass
 def main():
@@ -413,7 +413,7 @@ def test_joining_where_nobody_started_ranks(monkeypatch: pytest.MonkeyPatch) -> 
 JOINS = """
 import os, sys, time
 import torch, torch.distributed as dist
-from trainloop.launch import join, joined
+from trainloop._launch import join, joined
 
 def work(stop):
     t = torch.ones(1) * dist.get_rank()

@@ -7,8 +7,8 @@ from typing import Any
 
 from small_loop import make_loop
 from trainloop import AbstractCallback, distributed
+from trainloop._metrics import exchange
 from trainloop.callbacks import ModelCheckpoint
-from trainloop.metrics import exchange
 
 
 class Logs(AbstractCallback):

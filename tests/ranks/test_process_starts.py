@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainloop import processes
+from trainloop import _processes as processes
 
 
 def run_script(folder: Path, script: str, *, shell_suffix: str = "") -> subprocess.CompletedProcess[str]:
@@ -30,7 +30,7 @@ def run_script(folder: Path, script: str, *, shell_suffix: str = "") -> subproce
 
 WITHOUT_OUTPUT = """
 import os, sys, traceback
-from trainloop.launch import launch
+from trainloop._launch import launch
 
 def prints(stop):
     import os, sys, torch.distributed as dist
@@ -70,7 +70,7 @@ def test_ranks_of_a_caller_without_standard_output(tmp_path: Path, closed: str) 
 FORKS = """
 import os, threading, time
 from trainloop.errors import WorkerFailedError
-from trainloop.launch import launch
+from trainloop._launch import launch
 
 def fails(stop):
     raise ValueError("on purpose")
@@ -109,7 +109,7 @@ def test_forks_that_another_thread_makes_while_ranks_start_live_on(tmp_path: Pat
 
 SLOW_SERVER = """
 import sys, threading, time
-from trainloop import processes
+from trainloop import _processes as processes
 
 if __name__ == "__main__":
     main = sys.modules["__main__"]
@@ -137,7 +137,7 @@ def test_another_thread_may_start_processes_while_the_server_imports(tmp_path: P
 REFUSALS = """
 import os, signal, sys, time
 from multiprocessing import forkserver
-from trainloop import processes
+from trainloop import _processes as processes
 
 asked = []
 connect = forkserver.connect_to_new_process

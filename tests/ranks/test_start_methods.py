@@ -21,15 +21,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ranks import run_ranks
-from trainloop import AbstractCallback, TrainLoop, TTModel, processes
+from trainloop import AbstractCallback, TrainLoop, TTModel
+from trainloop import _processes as processes
+from trainloop._launch import launch
 from trainloop.errors import ConfigurationError, WorkerFailedError
-from trainloop.launch import launch
 
 # A rank looks at all that a process inherits, under circumstances that the server did not start with.
 FACTS = """
 import json, locale, multiprocessing, os, random, resource, signal, sys, warnings
 import numpy, torch, trainloop.errors
-from trainloop.launch import launch
+from trainloop._launch import launch
 
 def facts(stop):
     import multiprocessing, threading
@@ -192,7 +193,7 @@ def test_ranks_end_with_their_server_and_the_next_call_has_another(
 
 SHARED = """
 import multiprocessing, os, random, signal, sys, time
-from trainloop.launch import launch
+from trainloop._launch import launch
 
 def parent(stop):
     import os
@@ -259,7 +260,7 @@ def test_a_rank_that_a_signal_ends_is_named(each_start_method: str) -> None:
 
 ORPHANS = """
 import multiprocessing, os, sys, time
-from trainloop.launch import launch
+from trainloop._launch import launch
 
 def work(stop):
     import os, sys, time

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ranks import run_ranks
 from trainloop.errors import ConfigurationError
-from trainloop.sync_batchnorm import CpuSyncBatchNorm, convert, participating, revert
+from trainloop.parallel.sync_batchnorm import CpuSyncBatchNorm, convert, participating, revert
 
 
 class Activated(nn.BatchNorm2d):

@@ -9,7 +9,7 @@ WITH_THREADS = """
 import mmap, sys, threading
 import numpy as np
 import tqdm
-from trainloop.transfer import pack
+from trainloop._transfer import pack
 
 data, over, written = np.zeros(64 << 20, np.uint8), threading.Event(), threading.Event()
 

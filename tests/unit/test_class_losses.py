@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from trainloop import TrainLoop
-from trainloop.reduction import ClassLosses, divisor_of
+from trainloop._support.reduction import ClassLosses, divisor_of
 
 
 @pytest.mark.parametrize("case", CASES)

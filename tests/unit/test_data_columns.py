@@ -14,7 +14,7 @@ from torch import nn, optim
 from torch.utils.data import DataLoader
 
 from trainloop import TrainLoop
-from trainloop.carried import carried_state_of, load_carried_state
+from trainloop._support.carried import carried_state_of, load_carried_state
 from trainloop.data import SplitBatches, eval_feed
 from trainloop.errors import ConfigurationError
 

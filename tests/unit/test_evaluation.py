@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from trainloop import MultiLoss
+from trainloop._metrics import Recorder
 from trainloop.errors import ConfigurationError
-from trainloop.metrics import Recorder
 from trainloop.train_loop.evaluating import evaluating, join_rows, keep_all_batches, mean_loss, on_cpu, predictions
 from trainloop.train_loop.losses import split_loss
 

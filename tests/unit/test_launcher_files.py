@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trainloop.launch import joined
+from trainloop._launch import joined
 
 FOLDER = Path(__file__).parents[2] / "examples" / "launchers"
 SLURM = ["bash", str(FOLDER / "slurm.sbatch")]

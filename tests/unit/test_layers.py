@@ -22,13 +22,12 @@ LAYERS = [
     ["devices"],
     ["stopping"],
     ["signals", "scratch", "forks"],
-    ["processes"],
+    ["_processes"],
     ["distributed"],
-    ["transfer", "launch"],
+    ["_transfer", "_launch"],
     ["rng", "data"],
-    ["metrics", "history"],
+    ["_metrics", "history"],
     ["carried", "model", "optim", "reduction"],
-    ["sync_batchnorm"],
     ["parallel"],
     ["checkpoint", "result_package"],
     ["callbacks", "schedulers"],
@@ -51,14 +50,20 @@ PUBLIC = """TrainLoop TrainLoopCheckpoint TrainLoopEndSave TrainLoopCheckpointEn
 SUBMODULES = "parallel callbacks schedulers train_loop model distributed devices resources errors".split()
 
 
+def part_of(module: str) -> str:
+    """The first name of a module's, below trainloop; of ``_support``, where each file is a part, the second."""
+    head, _, rest = module.partition(".")
+    return rest.partition(".")[0] if head == "_support" and rest else head
+
+
 @functools.cache
 def module_files() -> dict[str, list[Path]]:
     """Files of each part of the package: a module, or a subpackage with all it holds."""
     parts: dict[str, list[Path]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         relative = path.relative_to(PACKAGE)
-        if relative != Path("__init__.py"):
-            parts.setdefault(relative.parts[0].removesuffix(".py"), []).append(path)
+        if relative not in (Path("__init__.py"), Path("_support/__init__.py")):
+            parts.setdefault(part_of(".".join(relative.with_suffix("").parts)), []).append(path)
     return parts
 
 
@@ -72,13 +77,14 @@ def imported_parts(path: Path) -> set[tuple[str, int]]:
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             module = ".".join(filter(None, [base, node.module]))
-            names = [f"{module}.{alias.name}" for alias in node.names] if module == "trainloop" else [module]
+            whole = module in ("trainloop", "trainloop._support")
+            names = [f"{module}.{alias.name}" for alias in node.names] if whole else [module]
         else:
             continue
         for name in names:
             head, _, rest = name.partition(".")
             if head == "trainloop":
-                found.add((rest.partition(".")[0] or "__init__", node.lineno))
+                found.add((part_of(rest) or "__init__", node.lineno))
     return found
 
 

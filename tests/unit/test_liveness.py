@@ -6,8 +6,8 @@ import linecache
 
 import pytest
 
-from trainloop.launch.failures import Failure, first_failure, worker_failed_error
-from trainloop.launch.liveness import Liveness, Sign, hanging_ranks
+from trainloop._launch.failures import Failure, first_failure, worker_failed_error
+from trainloop._launch.liveness import Liveness, Sign, hanging_ranks
 
 WORKS, DONE = True, False
 
@@ -52,7 +52,7 @@ def test_where_all_are_done_their_processes_have_to_end() -> None:
 def stack(*frames: str, main: bool = True) -> str:
     lines = [f'  File "/site-packages/{file}", line 1 in {name}' for file, name in (f.split(":") for f in frames)]
     if main:
-        lines.append('  File "/site-packages/trainloop/launch/rank_process.py", line 1 in run_rank')
+        lines.append('  File "/site-packages/trainloop/_launch/rank_process.py", line 1 in run_rank')
     other = 'Thread 0x0000aa (most recent call first):\n  File "/python/threading.py", line 1 in wait\n\n'
     return other + "\n".join(["Current thread 0x0000bb (most recent call first):", *lines, ""])
 
@@ -60,7 +60,7 @@ def stack(*frames: str, main: bool = True) -> str:
 USER = stack("user.py:get_loss", "torch/nn/parallel/distributed.py:forward")
 IN_COLLECTIVE = stack("torch/distributed/distributed_c10d.py:all_gather", "user.py:get_loss")
 IN_BACKWARD = stack("torch/autograd/graph.py:_engine_run_backward", "trainloop/train_loop.py:_backward")
-AT_BOUNDARY = stack("trainloop/stopping.py:_vote_to_stop")
+AT_BOUNDARY = stack("trainloop/_support/stopping.py:_vote_to_stop")
 
 
 @pytest.mark.parametrize(

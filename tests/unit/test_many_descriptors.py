@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 from descriptors import all_low_numbers_taken
 
-from trainloop.launch.failures import Failure
-from trainloop.launch.hosts import Hosts
+from trainloop._launch.failures import Failure
+from trainloop._launch.hosts import Hosts
 
 
 @pytest.fixture(autouse=True)

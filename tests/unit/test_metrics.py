@@ -17,8 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainloop._metrics import Asked, EpochEnd, Recorder, exact_sum, named_losses, rows_of
 from trainloop.errors import ConfigurationError
-from trainloop.metrics import Asked, EpochEnd, Recorder, exact_sum, named_losses, rows_of
 
 PLAIN = Asked()
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_group import RankOfGroup, SimulatedGroup
 
+from trainloop._metrics import Asked, Recorder, rows_of
+from trainloop._metrics.exchange import Gathered, Summed
 from trainloop.errors import ConfigurationError
-from trainloop.metrics import Asked, Recorder, rows_of
-from trainloop.metrics.exchange import Gathered, Summed
 
 
 def log(recorder: Recorder, name: str, value: Any, batch_size: Any = None, **asked: Any) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from trainloop import ModelWrap, TTBasicModel, TTModel
+from trainloop._metrics import Asked, Recorder
 from trainloop.errors import ConfigurationError
-from trainloop.metrics import Asked, Recorder
 
 CPU = torch.device("cpu")
 

@@ -16,11 +16,11 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import tree_map
 
 from trainloop import distributed
-from trainloop.carried import carried_state_of, load_carried_state
+from trainloop._support.carried import carried_state_of, load_carried_state
+from trainloop._support.nested import map_parts, map_together, parts_of, paths_of, with_parts
 from trainloop.data import SplitBatches, count_samples, move_to
 from trainloop.data.positions import packed, unpacked
 from trainloop.model import TTBasicModel
-from trainloop.nested import map_parts, map_together, parts_of, paths_of, with_parts
 from trainloop.parallel.scatter import combine_predictions, gather, scatter
 from trainloop.train_loop.evaluating import join_rows, on_cpu
 

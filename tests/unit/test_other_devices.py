@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from conftest import make_data
 from trainloop import TrainLoop, TTBasicModel
+from trainloop._launch.failures import Failure, hint
 from trainloop.errors import ConfigurationError
-from trainloop.launch.failures import Failure, hint
 
 
 class Net(TTBasicModel):

@@ -15,7 +15,7 @@ import pytest
 
 import trainloop
 from places import ROOT
-from trainloop import distribution
+from trainloop._support import distribution
 from trainloop.doctor import probe
 
 SETUP = configparser.ConfigParser()
@@ -79,7 +79,7 @@ def test_one_place_has_the_name_for_errors() -> None:
         docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-                assert "trainloop[" not in node.value, f"{path}:{node.lineno}: use trainloop.distribution.pip_install"
+                assert "trainloop[" not in node.value, f"{path}:{node.lineno}: use distribution.pip_install"
                 if path.name != "distribution.py":
                     assert distribution.NAME not in node.value, f"{path}:{node.lineno}"
             elif isinstance(node, ast.Call) and ast.unparse(node.func) == "pip_install":

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from trainloop import processes, scratch
-from trainloop.processes import NoServerError, begin_server
+from trainloop import _processes as processes
+from trainloop._processes import NoServerError, begin_server
+from trainloop._support import scratch
 
 
 @pytest.fixture

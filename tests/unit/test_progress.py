@@ -24,7 +24,7 @@ from torch import Tensor
 from ranks import run_ranks
 from small_loop import Net, make_loop
 from trainloop import AbstractCallback, TrainLoop
-from trainloop import screen as screens
+from trainloop._support import screen as screens
 from trainloop.train_loop import display
 from trainloop.train_loop.display import Progress
 from trainloop.train_loop.timings import Timings

@@ -15,11 +15,12 @@ import torch
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import TrainLoop, TTBasicModel, checkpoint, scratch
+from trainloop import TrainLoop, TTBasicModel, checkpoint
+from trainloop._launch.failures import Failure
+from trainloop._support import scratch
 from trainloop.callbacks import ModelCheckpoint
 from trainloop.checkpoint import CheckpointInfo
 from trainloop.errors import WorkerFailedError
-from trainloop.launch.failures import Failure
 from trainloop.resources import ResourceQuota
 from trainloop.train_loop.options import RestartOptions
 from trainloop.train_loop.restart_checkpoints import steps_between

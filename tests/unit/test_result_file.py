@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from trainloop.transfer import pack_state, unpack_state
-from trainloop.transfer.pages import anonymous_file
-from trainloop.transfer.pickling import Fingerprint
-from trainloop.transfer.result import ResultFile
+from trainloop._transfer import pack_state, unpack_state
+from trainloop._transfer.pages import anonymous_file
+from trainloop._transfer.pickling import Fingerprint
+from trainloop._transfer.result import ResultFile
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainloop import rng
+from trainloop._support import rng
 
 
 def draw() -> list[float]:

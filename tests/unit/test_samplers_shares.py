@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from trainloop._support.rng import derive_seed
 from trainloop.data.orders import permutations
 from trainloop.data.randomness import Aside
 from trainloop.data.samplers import ShardSampler
-from trainloop.rng import derive_seed
 
 KINDS: dict[str, Callable[[], Any]] = {
     "weighted": lambda: WeightedRandomSampler(torch.arange(1.0, 60.0), 53),

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainloop.launch import settings
-from trainloop.launch.settings import SETTINGS, Setting, apply_settings, dumped_settings, read_settings
+from trainloop._launch import settings
+from trainloop._launch.settings import SETTINGS, Setting, apply_settings, dumped_settings, read_settings
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "pickling.rst"
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainloop.sharding import (
+from trainloop._support.sharding import (
     BatchPlan,
     IdentityOrder,
     PermutedOrder,

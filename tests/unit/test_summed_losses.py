@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 import reference
 from conftest import make_data
 from trainloop import ModelWrap, MultiLoss, TrainLoop, TTBasicModel
+from trainloop._support.reduction import sum_rule
 from trainloop.data.batch_model_feed_defs import AbstractModelFeedDefinition
 from trainloop.errors import ConfigurationError
-from trainloop.reduction import sum_rule
 
 
 class VAE(TTBasicModel):

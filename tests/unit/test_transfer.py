@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from trainloop import transfer
-from trainloop.transfer import pack, pages
-from trainloop.transfer.pages import MovedPages, anonymous_file, drop_unwritten_pages
+from trainloop import _transfer as transfer
+from trainloop._transfer import pack, pages
+from trainloop._transfer.pages import MovedPages, anonymous_file, drop_unwritten_pages
 
 MIB = 1 << 20
 
@@ -455,7 +455,7 @@ def test_both_sides_objects_meet_in_the_state_that_returns() -> None:
 
 
 def test_a_class_that_is_gone_is_named() -> None:
-    from trainloop.transfer.pickling import _tracked_class
+    from trainloop._transfer.pickling import _tracked_class
 
     with pytest.raises(Exception, match="no longer exists in the process that sent it"):
         _tracked_class("unknown")

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
+from trainloop._transfer import Payload, pack
 from trainloop.errors import UnpicklableError
-from trainloop.transfer import Payload, pack
 
 _sent: list[Payload] = []
 

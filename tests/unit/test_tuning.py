@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from tuning_kinds import Scaled, make_scaled, rows
 
-from trainloop import scratch
+from trainloop._support import scratch
 from trainloop.errors import CheckpointError, ConfigurationError, ResourceError, UnpicklableError
 from trainloop.resources import ResourceQuota, lease, plan
 from trainloop.tuning import BaggedPredictor, Choice, EstimatorLoop, Integers, Trial, TuneResult, Uniform, fitting, tune

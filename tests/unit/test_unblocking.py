@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from trainloop.launch import unblocking
-from trainloop.launch.liveness import Liveness, Sign
+from trainloop._launch import unblocking
+from trainloop._launch.liveness import Liveness, Sign
 
 
 def test_the_handler_is_to_run_before_the_collective_that_is_aborted_returns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,8 +30,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from trainloop._transfer import pack
 from trainloop.errors import UnpicklableError
-from trainloop.transfer import pack
 
 
 class Squares(Dataset[int]):

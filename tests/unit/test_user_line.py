@@ -13,8 +13,9 @@ import torch
 
 import trainloop
 from small_loop import make_loop
-from trainloop import AbstractCallback, errors, user_line
-from trainloop.launch import settings
+from trainloop import AbstractCallback, errors
+from trainloop._launch import settings
+from trainloop._support import user_line
 
 PACKAGE = Path(trainloop.__file__).parent
 
@@ -53,7 +54,7 @@ def test_warnings_in_a_block_point_to_the_block_s_line() -> None:
 BETWEEN = """
 import contextlib, functools
 import torch
-from trainloop.user_line import warn
+from trainloop._support.user_line import warn
 
 @contextlib.contextmanager
 def block():

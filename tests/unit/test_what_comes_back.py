@@ -18,8 +18,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel
+from trainloop._transfer import pack
 from trainloop.train_loop.handover import Arrival, Departure
-from trainloop.transfer import pack
 
 
 class Net(TTBasicModel):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainloop.launch.work import Work, next_work
+from trainloop._launch.work import Work, next_work
 
 
 class Parent:

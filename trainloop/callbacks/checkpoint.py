@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from trainloop import checkpoint, distributed
+from trainloop._support.user_line import warn
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.monitor import Mode, Monitor, check_mode
 from trainloop.callbacks.run_checkpoints import RunCheckpoints, weights_name
@@ -22,7 +23,6 @@ from trainloop.devices import whole_number
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import optimizers_of
 from trainloop.parallel.shards import local_part, map_tensors
-from trainloop.user_line import warn
 
 if TYPE_CHECKING:
     from torch import nn

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from trainloop._support.distribution import pip_install
 from trainloop.callbacks.base import AbstractCallback
-from trainloop.distribution import pip_install
 from trainloop.errors import ConfigurationError
 
 __all__ = ["ConfusionMatrix"]

@@ -6,10 +6,10 @@ import csv
 import os
 from typing import Any
 
+from trainloop._support.distribution import pip_install
 from trainloop.callbacks.abstract import AbstractExperimentCallback
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.callbacks.messages import UNTIL_END_OF_EPOCH
-from trainloop.distribution import pip_install
 from trainloop.errors import ConfigurationError
 from trainloop.history import format_table
 

@@ -8,10 +8,10 @@ from typing import Any
 from weakref import WeakSet
 
 from trainloop import distributed
+from trainloop._support.keywords import nearest, table_of
+from trainloop._support.user_line import warn
 from trainloop.callbacks.base import MODEL_HOOKS, AbstractCallback
-from trainloop.keywords import nearest, table_of
 from trainloop.model import TTModel
-from trainloop.user_line import warn
 
 __all__ = ["warn_of_misnamed_hooks"]
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
-from trainloop.keywords import refuse, suggested, table_of
+from trainloop._support.keywords import refuse, suggested, table_of
 
 __all__ = ["OwnSignature", "refuse_unknown_keywords"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainloop._support.distribution import pip_install
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.epoch_values import EpochValues
-from trainloop.distribution import pip_install
 from trainloop.errors import ConfigurationError
 
 __all__ = ["MLflowTracking"]

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from trainloop._support.keywords import nearest
 from trainloop.errors import ConfigurationError
-from trainloop.keywords import nearest
 
 __all__ = ["Monitor"]
 

@@ -29,13 +29,13 @@ import numpy as np
 from torch import Tensor
 
 from trainloop import checkpoint, distributed
+from trainloop._support.user_line import warn
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.callbacks.checkpoint import ModelCheckpoint
 from trainloop.checkpoint import Folder
 from trainloop.errors import ConfigurationError, UnpicklableError
 from trainloop.history import format_table
 from trainloop.result_package import evaluate_result_package
-from trainloop.user_line import warn
 
 __all__ = ["Experiment", "ExperimentCheckpoint", "ExperimentEndSave", "ExperimentRecord"]
 

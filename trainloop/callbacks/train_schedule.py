@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from torch.optim import Optimizer, lr_scheduler
 
+from trainloop._support.user_line import warn
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.monitor import Monitor
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiOptimizer, optimizers_of
-from trainloop.user_line import warn
 
 __all__ = [
     "AbstractScheduler",

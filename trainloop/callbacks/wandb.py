@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from trainloop._support.distribution import pip_install
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.epoch_values import EpochValues
 from trainloop.devices import has_ranks
-from trainloop.distribution import pip_install
 from trainloop.errors import ConfigurationError
 
 __all__ = ["AlertConfig", "WandBTracking"]

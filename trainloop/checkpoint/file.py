@@ -16,12 +16,12 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
+from trainloop._support.distribution import pip_install
+from trainloop._support.user_line import warn
 from trainloop.checkpoint import sharded
 from trainloop.checkpoint.plain import plain
 from trainloop.checkpoint.storage import Folder, folder, split_file
-from trainloop.distribution import pip_install
 from trainloop.errors import CheckpointError, ConfigurationError
-from trainloop.user_line import warn
 
 __all__ = [
     "Checkpoint",

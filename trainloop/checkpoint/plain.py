@@ -57,7 +57,7 @@ def plain(value: Any, where: str = "state", *, tensor: Callable[[Tensor], Tensor
     CheckpointError
         For anything else; the message gives the path to it and its type.
     """
-    # Not by trainloop.nested, which keeps containers as they are: these become the few that can be read without code.
+    # Not by ``nested``, which keeps containers as they are: these become the few that can be read without code.
     kind = type(value)
     if kind in _AS_THEY_ARE:
         return value

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 from uuid import uuid4
 
+from trainloop._support.distribution import pip_install
 from trainloop.distributed.hosts import running_system
-from trainloop.distribution import pip_install
 from trainloop.errors import ConfigurationError
 
 __all__ = ["Folder", "folder", "split_file", "sync_directory", "temporary_name", "why_not_writable"]

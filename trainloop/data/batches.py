@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from trainloop.nested import map_parts, parts_of
+from trainloop._support.nested import map_parts, parts_of
 
 T = TypeVar("T")
 

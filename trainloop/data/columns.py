@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from trainloop._support.nested import map_parts, parts_of
+from trainloop._support.sharding import shard_size
+from trainloop._support.signals import started
 from trainloop.data.randomness import Aside, drawn_aside
 from trainloop.data.stops import whole
 from trainloop.errors import ConfigurationError
-from trainloop.nested import map_parts, parts_of
-from trainloop.sharding import shard_size
-from trainloop.signals import started
 
 
 class SplitBatches:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from trainloop._support.rng import derive_seed
 from trainloop.data import loaders
 from trainloop.data.columns import SplitBatches
 from trainloop.data.indexed import Indexed, eval_shard, given_shard
@@ -17,7 +18,6 @@ from trainloop.data.steps import ExchangeInts
 from trainloop.data.streams import stream_twin
 from trainloop.data.tensors import TensorRows
 from trainloop.data.twins import end_workers
-from trainloop.rng import derive_seed
 
 
 def eval_feed(

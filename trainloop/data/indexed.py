@@ -10,6 +10,9 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from trainloop._support.rng import derive_seed
+from trainloop._support.sharding import index_blocks, shard_size
+from trainloop._support.signals import started
 from trainloop.data import libraries, loaders
 from trainloop.data.batches import count_samples
 from trainloop.data.orders import length_of, order_by_position
@@ -27,9 +30,6 @@ from trainloop.data.stops import whole
 from trainloop.data.tensors import TensorRows, draw_base_seed
 from trainloop.data.twins import twin
 from trainloop.data.whole_batches import WholeBatches
-from trainloop.rng import derive_seed
-from trainloop.sharding import index_blocks, shard_size
-from trainloop.signals import started
 
 _END: Any = object()
 

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from trainloop._support.rng import derive_seed
+from trainloop._support.scratch import scratch_folder
+from trainloop._support.signals import WorkerInit
 from trainloop.data.libraries import cuts_batches, is_split
 from trainloop.data.orders import length_of
 from trainloop.errors import ConfigurationError
-from trainloop.rng import derive_seed
-from trainloop.scratch import scratch_folder
-from trainloop.signals import WorkerInit
 
 
 def is_stream(loader: Any) -> bool:
@@ -129,8 +129,8 @@ def _with_settings(loader: DataLoader[Any]) -> Any:
     context = loader.multiprocessing_context or multiprocessing
     # Forked workers inherit the settings with everything else.
     if context.get_start_method() != "fork":
-        from trainloop.launch.rank_process import started_by_launch
-        from trainloop.launch.settings import SettingsInit
+        from trainloop._launch.rank_process import started_by_launch
+        from trainloop._launch.settings import SettingsInit
 
         if started_by_launch():
             return SettingsInit(loader.worker_init_fn)

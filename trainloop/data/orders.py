@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from trainloop._support.rng import derive_seed
+from trainloop._support.sharding import IdentityOrder, Order, PermutedOrder
 from trainloop.data.randomness import Aside
-from trainloop.rng import derive_seed
-from trainloop.sharding import IdentityOrder, Order, PermutedOrder
 
 
 def length_of(sized: Any) -> int | None:

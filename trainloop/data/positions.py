@@ -18,13 +18,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainloop import rng
+from trainloop._support import rng
+from trainloop._support.nested import map_parts
+from trainloop._support.signals import started
 from trainloop.data import libraries
 from trainloop.data.orders import length_of
 from trainloop.data.randomness import Aside
 from trainloop.data.stops import whole
-from trainloop.nested import map_parts
-from trainloop.signals import started
 
 T = TypeVar("T")
 

@@ -25,6 +25,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from trainloop._support.rng import derive_seed
+from trainloop._support.sharding import BatchPlan, Order, index_blocks, shard_size
 from trainloop.data.orders import (
     digest_of,
     drawn_at_once,
@@ -35,8 +37,6 @@ from trainloop.data.orders import (
     read_aside,
 )
 from trainloop.data.randomness import Aside, SeedOnArrival
-from trainloop.rng import derive_seed
-from trainloop.sharding import BatchPlan, Order, index_blocks, shard_size
 
 RankSizes = tuple[int, ...]
 """Samples of each rank in one global batch; -1 if only that rank can know."""
@@ -98,9 +98,9 @@ class RankShard:
 class ShardSampler(RankShard, DistributedSampler[Any]):
     """This rank's shard of any sampler's order: each sample on one rank, none padded, none left out.
 
-    Global batches are as :mod:`trainloop.sharding` draws them. Every rank reads the sampler's whole order, under the
-    same random state, and takes its own; orders that are known by position (sequential, and shuffled without a
-    generator) are computed where they are needed and cost no memory.
+    Global batches are as :mod:`trainloop._support.sharding` draws them. Every rank reads the sampler's whole order,
+    under the same random state, and takes its own; orders that are known by position (sequential, and shuffled
+    without a generator) are computed where they are needed and cost no memory.
 
     Parameters
     ----------

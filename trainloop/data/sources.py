@@ -14,6 +14,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, MapDataPipe
 
+from trainloop._support.rng import derive_seed
+from trainloop._support.sharding import BatchPlan, shard_size
+from trainloop._support.signals import started
 from trainloop.data import libraries, loaders
 from trainloop.data.batches import count_samples
 from trainloop.data.columns import SplitBatches, read_columns
@@ -24,9 +27,6 @@ from trainloop.data.samplers import RankSizes
 from trainloop.data.stops import slipped_out, whole
 from trainloop.data.streams import StreamPart, seed_stream, stream_twin
 from trainloop.data.tensors import TensorRows, draw_base_seed, loader_batches, loads_batches_here
-from trainloop.rng import derive_seed
-from trainloop.sharding import BatchPlan, shard_size
-from trainloop.signals import started
 
 
 class Source:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
+from trainloop._support.sharding import weigh_step
 from trainloop.data.samplers import RankSizes
-from trainloop.sharding import weigh_step
 
 ExchangeInts = Callable[[list[int]], list[list[int]]]
 """A collective that takes this rank's integers and returns those of every rank."""

@@ -10,14 +10,14 @@ import torch.distributed as dist
 import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import IterableDataset, Sampler
 
-from trainloop import rng
+from trainloop._support import rng
+from trainloop._support.rng import derive_seed
 from trainloop.data.libraries import is_split, same_on_all_ranks
 from trainloop.data.positions import Place, anew_if_empty, is_stateful, unpacked
 from trainloop.data.randomness import Aside, SeedOnArrival, seed_cpu
 from trainloop.data.stops import slipped_out
 from trainloop.data.twins import twin
 from trainloop.errors import ConfigurationError
-from trainloop.rng import derive_seed
 
 
 class StreamPart:

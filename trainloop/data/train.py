@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from trainloop import rng
+from trainloop._support import rng
+from trainloop._support.rng import derive_seed
+from trainloop._support.user_line import warn
 from trainloop.data import libraries, loaders
 from trainloop.data.columns import SplitBatches
 from trainloop.data.indexed import Indexed, given_shard, train_shard
@@ -20,8 +22,6 @@ from trainloop.data.steps import ExchangeInts, StepBatches, steps_of_exchanged, 
 from trainloop.data.tensors import TensorRows
 from trainloop.data.twins import base_seed_aside, end_workers, persistent_workers
 from trainloop.errors import ConfigurationError
-from trainloop.rng import derive_seed
-from trainloop.user_line import warn
 
 _LIVE = object()  # stands for the source's present position
 

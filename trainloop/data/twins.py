@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
+from trainloop._support.rng import derive_seed
 from trainloop.data.columns import SplitBatches
-from trainloop.rng import derive_seed
 
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
 
@@ -95,7 +95,7 @@ def _spawned_by_inheritance() -> bool:
     """
     if multiprocessing.parent_process() is None:
         return False
-    from trainloop.launch.rank_process import started_by_launch
+    from trainloop._launch.rank_process import started_by_launch
 
     # Our ranks have the method that the caller has.
     return not started_by_launch() and multiprocessing.get_start_method() != multiprocessing.get_all_start_methods()[0]

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import BatchSampler
 
+from trainloop._support.rng import derive_seed
+from trainloop._support.sharding import IdentityOrder, Order
 from trainloop.data.orders import digest_of, order_by_position
 from trainloop.data.samplers import BatchShardSampler, RankSizes
-from trainloop.rng import derive_seed
-from trainloop.sharding import IdentityOrder, Order
 
 _ROUNDS_AT_ONCE = 64
 

@@ -14,6 +14,7 @@ import sys
 from numbers import Integral
 from typing import TYPE_CHECKING
 
+from trainloop._support.user_line import warn
 from trainloop.devices.modes import (
     check_num_nodes,
     dp_chunks,
@@ -34,7 +35,6 @@ from trainloop.devices.requests import (
 from trainloop.errors import DeviceError
 from trainloop.resources import gpus
 from trainloop.resources.masks import child_mask, visible_devices
-from trainloop.user_line import warn
 
 if TYPE_CHECKING:
     import torch

@@ -1,6 +1,6 @@
 """The run's key, by which a rank knows that bytes come from another rank of its run.
 
-Ranks that :func:`trainloop.launch.launch` starts on one host get a random key with their other arguments, through a
+Ranks that :func:`trainloop._launch.launch` starts on one host get a random key with their other arguments, through a
 pipe that no other user can read. Other ranks of one host, those of torchrun for instance, take it from rank 0's memory,
 by a descriptor that the kernel opens to the same user only. Ranks on several hosts have one where ``TRAINLOOP_KEY`` is
 set: the key itself, or the path of a file that all of them can read.

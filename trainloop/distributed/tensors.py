@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trainloop._support.nested import parts_of, paths_of, with_parts
 from trainloop.distributed.objects import backend_of, cpu_group, gather_object
 from trainloop.distributed.ranks import get_world_size, has_group
 from trainloop.distributed.wire import SAME_CALLS
 from trainloop.errors import ConfigurationError
-from trainloop.nested import parts_of, paths_of, with_parts
 
 _Reduce = Literal["mean", "sum", "min", "max"]
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from trainloop.distribution import NAME, REINSTALL, pip_install
+from trainloop._support.distribution import NAME, REINSTALL, pip_install
 from trainloop.doctor.cuda_libraries import missing_library, remedy_for
 from trainloop.doctor.probe import Readings
 from trainloop.resources.quota import Limit

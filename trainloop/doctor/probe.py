@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainloop.distribution import NAME
+from trainloop._support.distribution import NAME
 from trainloop.resources.machine import available
 from trainloop.resources.quota import Resources
 

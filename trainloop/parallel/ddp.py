@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainloop._support.forks import guard_forks
+from trainloop._support.keywords import WRAPPERS, keywords_of, meant, refuse
+from trainloop._support.reduction import attach_divisor, divisor_of
 from trainloop.errors import ConfigurationError
-from trainloop.forks import guard_forks
-from trainloop.keywords import WRAPPERS, keywords_of, meant, refuse
 from trainloop.model import yields_losses
 from trainloop.optim import MultiLoss
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy, with_multi_losses, with_plain_dicts
-from trainloop.reduction import attach_divisor, divisor_of
 
 __all__ = ["TTDistributedDataParallel", "WeighingDataParallel", "comm_hooks_of", "reduce_gradients"]
 

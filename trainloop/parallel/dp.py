@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch._utils import ExceptionWrapper
 from torch.nn.parallel import DataParallel, replicate
 
+from trainloop._support.keywords import WRAPPERS, knows_foreign_names
+from trainloop._support.nested import map_parts
+from trainloop._support.reduction import attach_divisor, divisor_of, functional_losses, sum_rule
 from trainloop.errors import ConfigurationError
-from trainloop.keywords import WRAPPERS, knows_foreign_names
-from trainloop.nested import map_parts
 from trainloop.optim import MultiLoss
 from trainloop.parallel import scatter as parts
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy
-from trainloop.reduction import attach_divisor, divisor_of, functional_losses, sum_rule
 
 __all__ = ["TTDataParallel"]
 
@@ -34,7 +34,7 @@ class TTDataParallel(Transparent, DataParallel):
 
     A ``get_loss`` that yields its losses, so that one optimizer steps after another within a batch, yields those of the
     whole batch; after each, the replicas get the module's new weights. Losses whose criterion says
-    ``reduction='sum'`` add up, see ``trainloop.reduction``.
+    ``reduction='sum'`` add up, see ``trainloop._support.reduction``.
 
     Every other attribute, property and method is the model's own, for reading and writing.
 

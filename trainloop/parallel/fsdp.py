@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainloop._support.forks import guard_forks
+from trainloop._support.keywords import WRAPPERS, knows_foreign_names
 from trainloop.distributed.objects import backend_of
 from trainloop.errors import ConfigurationError
-from trainloop.forks import guard_forks
-from trainloop.keywords import WRAPPERS, knows_foreign_names
 from trainloop.model import yields_losses
 from trainloop.parallel.misuse import WatchedForwards, explain_sharded
 from trainloop.parallel.shards import is_sharded, stays_whole

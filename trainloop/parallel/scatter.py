@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainloop._support.nested import map_parts, map_together, with_parts
+from trainloop._support.reduction import attach_divisor, divisor_of
 from trainloop.errors import ConfigurationError
-from trainloop.nested import map_parts, map_together, with_parts
 from trainloop.optim import MultiLoss
-from trainloop.reduction import attach_divisor, divisor_of
 
 # -- cutting -----------------------------------------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ def _mean(losses: Sequence[Any], weights: Sequence[Any], total: Any, *, over_sam
     if any(not isinstance(loss, Tensor) or loss.numel() != 1 for loss in losses):
         raise _wrong_loss(first)
     divisors: list[Any] = [divisor_of(loss) for loss in losses] if over_samples else []
-    if divisors and all(divisor is not None for divisor in divisors):  # trainloop.reduction: means over these
+    if divisors and all(divisor is not None for divisor in divisors):  # trainloop._support.reduction: means over these
         whole = sum(divisors[1:], divisors[0])
         return attach_divisor(_mean(losses, divisors, whole), whole)
     return sum(_weighted(loss, weight, total) for loss, weight in zip(losses, weights, strict=True))

@@ -171,8 +171,8 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
 def map_items(value: Any, function: Callable[[Any, Any], Any]) -> Any:
     """A dictionary, list or tuple with each item after ``function(key or index, item)``; anything else as it is.
 
-    Unlike :func:`trainloop.nested.map_parts` it copies no objects of other types: a state may hold any of the user's,
-    which have to stay the very ones.
+    Unlike :func:`~trainloop._support.nested.map_parts` it copies no objects of other types: a state may hold
+    objects of the user's, which must stay the same objects.
     """
     if isinstance(value, dict):
         return with_items(value, {key: function(key, item) for key, item in value.items()})

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from trainloop._support.reduction import attach_divisor, divisor_of
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
-from trainloop.reduction import attach_divisor, divisor_of
 
 METHODS = frozenset(("get_loss", "get_loss_eval", "get_predictions"))
 """The model's methods that run through the wrapper's forward."""

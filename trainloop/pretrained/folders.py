@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from trainloop.distribution import pip_install
+from trainloop._support.distribution import pip_install
 from trainloop.errors import ConfigurationError
 
 __all__ = ["find_picture_model", "find_text_model", "import_library"]

@@ -14,11 +14,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from trainloop._support.user_line import warn
 from trainloop.errors import ResourceError
 from trainloop.resources import lease
 from trainloop.resources.machine import available
 from trainloop.resources.quota import ResourceQuota, Resources, exact, format_bytes
-from trainloop.user_line import warn
 
 if TYPE_CHECKING:
     import torch

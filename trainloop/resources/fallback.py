@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import TypeVar
 
-from trainloop.user_line import warn
+from trainloop._support.user_line import warn
 
 __all__ = ["gpu_or_cpu"]
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
+from trainloop._support.keywords import knows_foreign_names
+from trainloop._support.user_line import warn
 from trainloop.errors import ResourceError
-from trainloop.keywords import knows_foreign_names
 from trainloop.resources.placement import place
 from trainloop.resources.quota import (
     ResourceQuota,
@@ -24,7 +25,6 @@ from trainloop.resources.quota import (
     exact,
     format_bytes,
 )
-from trainloop.user_line import warn
 
 __all__ = ["Plan", "hold", "plan"]
 

@@ -13,8 +13,8 @@ from fractions import Fraction
 from numbers import Integral, Rational, Real
 from typing import Literal, NamedTuple
 
+from trainloop._support.keywords import knows_foreign_names
 from trainloop.errors import ResourceError
-from trainloop.keywords import knows_foreign_names
 
 __all__ = [
     "Limit",

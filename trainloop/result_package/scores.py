@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from trainloop.distribution import pip_install
+from trainloop._support.distribution import pip_install
 from trainloop.errors import ConfigurationError
 
 __all__ = [

@@ -7,7 +7,7 @@ plan that it prints, and weighs them into an ensemble. It needs the extra ``tabu
 
 from __future__ import annotations
 
-from trainloop.distribution import pip_install
+from trainloop._support.distribution import pip_install
 from trainloop.errors import ConfigurationError
 
 try:

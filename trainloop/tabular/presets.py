@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from trainloop.distribution import pip_install
+from trainloop._support.distribution import pip_install
 from trainloop.errors import ConfigurationError
 from trainloop.pretrained.folders import find_picture_model, find_text_model, import_library
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pkgutil import resolve_name
 from typing import Any
 
+from trainloop._support.user_line import warn
 from trainloop.errors import ConfigurationError
 from trainloop.resources import ResourceQuota, available
 from trainloop.resources.quota import checked_count
@@ -25,7 +26,6 @@ from trainloop.tabular.presets import (
 from trainloop.tuning import Choice, Integers, Uniform
 from trainloop.tuning.slots import machine_total
 from trainloop.tuning.space import make_searcher
-from trainloop.user_line import warn
 
 __all__ = ["Options", "Spec", "parse_hyperparameters", "parse_options"]
 

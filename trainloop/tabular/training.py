@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from trainloop._support.user_line import warn
 from trainloop.errors import ConfigurationError
 from trainloop.resources import Plan, plan
 from trainloop.resources.enforce import applied
@@ -19,7 +20,6 @@ from trainloop.tabular.models import Given
 from trainloop.tabular.specs import Options, Spec
 from trainloop.tabular.targets import Task
 from trainloop.tuning import EstimatorLoop, Fold, Trial, tune
-from trainloop.user_line import warn
 
 __all__ = ["short", "train"]
 

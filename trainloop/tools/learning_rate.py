@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from trainloop._support.distribution import pip_install
 from trainloop.callbacks.base import AbstractCallback
-from trainloop.distribution import pip_install
 from trainloop.errors import ConfigurationError
 from trainloop.history import html_table
 from trainloop.optim import MultiOptimizer

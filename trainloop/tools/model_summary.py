@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from trainloop._support.nested import parts_of
 from trainloop.data import count_samples, move_to
 from trainloop.errors import ConfigurationError
-from trainloop.nested import parts_of
 from trainloop.optim import MultiLoss, optimizers_of
 from trainloop.train_loop.loop import TrainLoop
 from trainloop.train_loop.losses import run_through, split_loss

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from trainloop import distributed
+from trainloop._support.reduction import divisor_of
 from trainloop.data import StepBatches
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiOptimizer, parameters_of
-from trainloop.reduction import divisor_of
 from trainloop.train_loop.losses import (
     Yielded,
     explain_backward,

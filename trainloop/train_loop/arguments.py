@@ -14,11 +14,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
+from trainloop._support.keywords import WRAPPERS, keywords_of, meant
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.data.libraries import loads
 from trainloop.devices import whole_number
 from trainloop.errors import ConfigurationError
-from trainloop.keywords import WRAPPERS, keywords_of, meant
 from trainloop.model import TTModel, check_signatures, yields_losses
 from trainloop.optim import MultiOptimizer, needs_closure, optimizers_of, parameters_of
 from trainloop.resources.quota import ResourceQuota

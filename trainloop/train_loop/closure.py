@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainloop._metrics import Recorder
 from trainloop.data import StepBatches
-from trainloop.metrics import Recorder
 from trainloop.train_loop.training import Training
 
 __all__ = ["ClosureTraining"]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainloop.screen import bar_size, has_screen
+from trainloop._support.screen import bar_size, has_screen
 from trainloop.train_loop.timings import Timings
 
 __all__ = ["Progress"]

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainloop._metrics import EpochEnd, Recorder
+from trainloop._support.nested import map_parts, map_together
+from trainloop._support.reduction import SumRule, divisor_of, functional_losses
 from trainloop.errors import ConfigurationError
-from trainloop.metrics import EpochEnd, Recorder
-from trainloop.nested import map_parts, map_together
-from trainloop.reduction import SumRule, divisor_of, functional_losses
 from trainloop.train_loop.losses import per_sample, split_loss, weights_of_parts
 
 __all__ = [

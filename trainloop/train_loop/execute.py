@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from trainloop import distributed, rng
+from trainloop import distributed
+from trainloop._support import rng
+from trainloop._support.signals import signals, uninterrupted
+from trainloop._support.stopping import LocalStop, StopAgreement
+from trainloop._support.user_line import warn
 from trainloop.data.orders import generators_of
 from trainloop.devices import has_ranks
 from trainloop.model import yields_losses
 from trainloop.optim import needs_closure, optimizers_of
 from trainloop.resources.enforce import applied, cap_workers, child_environment
-from trainloop.signals import signals, uninterrupted
-from trainloop.stopping import LocalStop, StopAgreement
 from trainloop.train_loop.alternating import AlternatingTraining
 from trainloop.train_loop.closure import ClosureTraining
 from trainloop.train_loop.evaluating import evaluating
@@ -31,7 +33,6 @@ from trainloop.train_loop.placement import check_values, explain_device, placed
 from trainloop.train_loop.run import Run
 from trainloop.train_loop.site import as_launched
 from trainloop.train_loop.training import Training
-from trainloop.user_line import warn
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
@@ -75,7 +76,7 @@ def execute(loop: TrainLoop[Any], work: Callable[..., Any], *args: Any, job: Fit
 
 def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, ...], job: FitJob | None) -> Any:
     # Imported here: `import trainloop` is to be cheap, and most programs never start a rank.
-    from trainloop import launch
+    from trainloop import _launch as launch
     from trainloop.train_loop.handover import Departure
 
     _initialize_lazy_parameters(loop)
@@ -192,7 +193,7 @@ def _as_rank(
     caller : CallersRandomness, optional
         For the one process of ``single`` and ``dp``.
     """
-    from trainloop.launch import place_here
+    from trainloop._launch import place_here
     from trainloop.train_loop.handover import Arrival
 
     # The loop came from a process that is no rank: its own place is not this one's.
@@ -261,7 +262,9 @@ def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None, *, jo
             raise
         except RuntimeError as error:
             explain_device(error, loop.model, loop.criterion, devices[0])
-            from trainloop.launch.failures import explain_shared_memory  # imported here to keep `import trainloop` fast
+            from trainloop._launch.failures import (
+                explain_shared_memory,  # imported here to keep `import trainloop` fast
+            )
 
             explain_shared_memory(error)
             raise

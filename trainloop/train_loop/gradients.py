@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from trainloop import distributed
+from trainloop._support.reduction import sum_rule
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss, optimizers_of, parameters_of
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 from trainloop.parallel.ddp import WeighingDataParallel
 from trainloop.parallel.shards import clip_gradients, is_sharded, local_part
-from trainloop.reduction import sum_rule
 from trainloop.train_loop.losses import split_loss, weights_of_parts
 from trainloop.train_loop.trained import TrainedParameters
 
@@ -140,7 +140,7 @@ class Gradients:
         ----------
         loss : Tensor or MultiLoss
         weight : Tensor, float, dict or None
-            The one that ``get_loss`` gave, or the divisor of its criterion (:mod:`trainloop.reduction`); for a
+            The one that ``get_loss`` gave, or the divisor of its criterion (:mod:`trainloop._support.reduction`); for a
             ``MultiLoss`` with such losses, of each.
         scale : float or None
             The micro-batch's weight by samples, if the step's micro-batches differ in their number.

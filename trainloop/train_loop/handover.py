@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trainloop.carried import names_of
+from trainloop._support.carried import names_of
+from trainloop._support.user_line import warn
+from trainloop._transfer import PackedState, pack_state, unpack_state
+from trainloop._transfer.kept import kept_attributes
+from trainloop._transfer.pages import trim
+from trainloop._transfer.shared import changed_parts, fingerprint, fingerprints, put_into, shared_parts
 from trainloop.optim import optimizers_of
 from trainloop.parallel.shards import is_mark_of_sharding
-from trainloop.transfer import PackedState, pack_state, unpack_state
-from trainloop.transfer.kept import kept_attributes
-from trainloop.transfer.pages import trim
-from trainloop.transfer.shared import changed_parts, fingerprint, fingerprints, put_into, shared_parts
-from trainloop.user_line import warn
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trainloop import distributed, rng
-from trainloop.carried import carried_state_of, load_carried_state
-from trainloop.metrics import Recorder
-from trainloop.sync_batchnorm import CpuSyncBatchNorm
+from trainloop import distributed
+from trainloop._metrics import Recorder
+from trainloop._support import rng
+from trainloop._support.carried import carried_state_of, load_carried_state
+from trainloop.parallel.sync_batchnorm import CpuSyncBatchNorm
 
 if TYPE_CHECKING:
     from trainloop.train_loop.run import Run

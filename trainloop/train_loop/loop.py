@@ -32,13 +32,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, cast
 
+from trainloop._support.carried import check_carried
+from trainloop._support.signals import signals
 from trainloop.callbacks.base import AbstractCallback, HookTable
 from trainloop.callbacks.hook_names import warn_of_misnamed_hooks
-from trainloop.carried import check_carried
 from trainloop.devices import check_num_nodes, has_ranks
 from trainloop.errors import ConfigurationError
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, TTFullyShardedDataParallel
-from trainloop.signals import signals
 from trainloop.train_loop import arguments as check
 from trainloop.train_loop import state as run_state
 from trainloop.train_loop.evaluating import Predictions, join_rows, keep_all_batches
@@ -522,7 +522,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         ...         tl.fit(num_epochs=1)
         ...         print(tl.evaluate_loss_on_validation_set())
         """
-        from trainloop.launch import keeping
+        from trainloop._launch import keeping
 
         with keeping() if has_ranks(self.gpu_mode) else nullcontext():
             yield

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trainloop._support.reduction import divisor_of
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
 from trainloop.parallel.misuse import explain_sharded
-from trainloop.reduction import divisor_of
 
 __all__ = [
     "ONE_SAMPLE",
@@ -155,7 +155,7 @@ def joined_losses(losses: Sequence[Yielded]) -> tuple[Tensor | MultiLoss, Any]:
         raise ConfigurationError(
             "get_loss yielded no loss for a batch. It is a generator, as there is a yield in it: yield one at least."
         )
-    # By mean(): a division would look as if a sum over samples had been made a mean; see trainloop.reduction.
+    # By mean(): a division would look as if a sum over samples had been made a mean; see trainloop._support.reduction.
     means = {optimizer: torch.stack(group).mean() for optimizer, group in groups.items()}
     weight = next((weight for *_, weight in losses if weight is not None), None)
     if None not in means:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from trainloop.keywords import nearest, refuse, table_of
+from trainloop._support.keywords import nearest, refuse, table_of
 
 __all__ = ["attribute_hint", "hides_unknown", "refuse_unknown"]
 

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from trainloop._support.nested import parts_of, paths_of
 from trainloop.errors import ConfigurationError
-from trainloop.nested import parts_of, paths_of
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel
 from trainloop.parallel.ddp import WeighingDataParallel, comm_hooks_of
 from trainloop.train_loop.options import AmpOptions
@@ -83,7 +83,7 @@ class Placement:
         """
         if counts is None or not self.syncs_batchnorm:
             return _NOTHING
-        from trainloop import sync_batchnorm
+        from trainloop.parallel import sync_batchnorm
 
         return sync_batchnorm.participating(self.model, [rank for rank, n in enumerate(counts) if n > i])
 
@@ -162,7 +162,7 @@ def placed(
         # Only here is the GPU known, and a context on it there to ask what it can do.
         amp = amp.on(device)
         if sync_batchnorm_over_ranks:
-            from trainloop import sync_batchnorm
+            from trainloop.parallel import sync_batchnorm
 
             sync_batchnorm.convert(model)
             undo.callback(sync_batchnorm.revert, model)

@@ -16,21 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainloop import rng
+from trainloop._support import rng
+from trainloop._support.nested import parts_of
+from trainloop._support.reduction import sum_rule
+from trainloop._support.sharding import shard_size
+from trainloop._transfer import pack
 from trainloop.data import SplitBatches, train_feed
 from trainloop.data.orders import length_of
 from trainloop.devices import has_ranks
 from trainloop.distributed.key import KEY_VARIABLE, key_from_environment
 from trainloop.distributed.peers import owners_are_known
 from trainloop.errors import TrainLoopError, WorkerFailedError
-from trainloop.nested import parts_of
 from trainloop.optim import MultiLoss, optimizers_of
 from trainloop.parallel import TTFullyShardedDataParallel
 from trainloop.parallel.scatter import batch_length, chunk_sizes, scatter
 from trainloop.parallel.units import units_of
-from trainloop.reduction import sum_rule
 from trainloop.resources.quota import format_bytes
-from trainloop.sharding import shard_size
 from trainloop.train_loop.arguments import check_wrapper_args
 from trainloop.train_loop.execute import sent_parts
 from trainloop.train_loop.kinds import GpuMode
@@ -38,7 +39,6 @@ from trainloop.train_loop.loop import TrainLoop
 from trainloop.train_loop.losses import ONE_SAMPLE, run_through, split_loss, split_yielded
 from trainloop.train_loop.trained import described_names, not_optimized
 from trainloop.train_loop.trial import copies, first_batch, require_training_parts
-from trainloop.transfer import pack
 
 __all__ = ["Finding", "PreflightReport", "preflight", "preflight_shards"]
 

@@ -9,14 +9,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainloop import checkpoint, distributed
+from trainloop._launch.failures import described
+from trainloop._support.user_line import warn
 from trainloop.callbacks.run_checkpoints import RunCheckpoints
 from trainloop.checkpoint import CheckpointInfo, Folder
 from trainloop.checkpoint.background import error_of
 from trainloop.checkpoint.sharded_writing import FolderWriting
-from trainloop.launch.failures import described
 from trainloop.train_loop import state as run_state
 from trainloop.train_loop.restarts import Restart, RestartFolder, restart_line
-from trainloop.user_line import warn
 
 if TYPE_CHECKING:
     from trainloop.train_loop.training import Training
@@ -29,7 +29,7 @@ _RUN = "restarts"  # in the names of unfinished files: each start removes those 
 
 
 class RestartCheckpoints:
-    """A run's :class:`~trainloop.stopping.StopAgreement` that also writes checkpoints at step boundaries, where due.
+    """A :class:`~trainloop._support.stopping.StopAgreement` that also writes checkpoints at step boundaries, where due.
 
     Parameters
     ----------

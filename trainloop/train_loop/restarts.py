@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from trainloop import checkpoint, scratch
+from trainloop import checkpoint
+from trainloop._launch.failures import LOST_HOST, Failure, describe_failure, with_note
+from trainloop._support import scratch
 from trainloop.checkpoint import Checkpoint
 from trainloop.errors import WorkerFailedError
-from trainloop.launch.failures import LOST_HOST, Failure, describe_failure, with_note
 from trainloop.optim import optimizers_of
 from trainloop.resources.machine import available
 from trainloop.train_loop.options import RestartOptions

@@ -19,17 +19,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainloop import distributed, rng
+from trainloop import distributed
+from trainloop._metrics import Recorder, StepValues, exchange_of, named_losses, rows_of
+from trainloop._support import rng
+from trainloop._support.reduction import ClassLosses, sum_rule
+from trainloop._support.stopping import StopAgreement
 from trainloop.callbacks.base import HookTable, overrides
 from trainloop.data import eval_feed
 from trainloop.data.loaders import Shared, check_shared, workers_outlive_signals
 from trainloop.data.twins import with_workers
 from trainloop.devices import has_ranks
-from trainloop.metrics import Recorder, StepValues, exchange_of, named_losses, rows_of
 from trainloop.model import TTModel
-from trainloop.reduction import ClassLosses, sum_rule
 from trainloop.resources.enforce import cap_workers
-from trainloop.stopping import StopAgreement
 from trainloop.train_loop.display import Progress
 from trainloop.train_loop.evaluating import Predictions, check_rows, evaluating, mean_loss, predictions
 from trainloop.train_loop.idle import Idle, together
@@ -249,7 +250,7 @@ class Run:
 
     def _receivers(self, rows_to: str | None) -> Sequence[int]:
         """Ranks that get all rows of predictions."""
-        from trainloop.launch.rank_process import started_by_launch  # `import trainloop` is to be cheap
+        from trainloop._launch.rank_process import started_by_launch  # `import trainloop` is to be cheap
 
         ranks = range(self.loop.world_size)
         if rows_to == "main":

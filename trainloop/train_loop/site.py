@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from trainloop._support.user_line import warn
 from trainloop.devices import find_usable_cuda_devices, has_ranks, resolve, resolve_mode, whole_number
 from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError, DeviceError
 from trainloop.resources.enforce import devices_under
 from trainloop.train_loop.arguments import check_bool, check_count, short
 from trainloop.train_loop.options import Options
-from trainloop.user_line import warn
 
 __all__ = ["Site", "about_one_rank", "as_launched", "check_backend", "check_rendezvous_point", "settled"]
 
@@ -92,7 +92,7 @@ def as_launched(site: Site, asked: Any, here: Rank) -> Site:
 
 def about_one_rank(site: Site, asked: Any) -> str:
     """What the run's first line adds where ranks of the CPU were not counted: ``devices='auto'`` is one of them."""
-    from trainloop.launch.rank_process import started_by_launch  # `import trainloop` is to be cheap
+    from trainloop._launch.rank_process import started_by_launch  # `import trainloop` is to be cheap
 
     alone = has_ranks(site.mode) and len(site.devices) == site.num_nodes == 1 and site.devices[0].type == "cpu"
     # A launcher's number is the launcher's to change.
@@ -174,7 +174,7 @@ def check_gpu(num_gpus: int | None) -> None:
 
 def check_rendezvous_point(num_nodes: int, node_rank: Any, init_method: Any) -> int:
     """Return this node's rank; refuse several nodes without an address that all of them know."""
-    from trainloop.launch import joined
+    from trainloop._launch import joined
 
     rank = whole_number(node_rank)
     if rank is None or not 0 <= rank < num_nodes:

@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trainloop import distributed, rng
-from trainloop.carried import carried_state_of, load_carried_state
+from trainloop import distributed
+from trainloop._support import rng
+from trainloop._support.carried import carried_state_of, load_carried_state
+from trainloop._support.scratch import remove_dead
+from trainloop._support.user_line import warn
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import optimizers_of
 from trainloop.parallel.shards import gathered, map_tensors
-from trainloop.scratch import remove_dead
 from trainloop.train_loop.arguments import short
 from trainloop.train_loop.ending import end_that_holds, nothing_left
 from trainloop.train_loop.trained import add_missing_groups, changed_flags, group_names, set_flags
-from trainloop.user_line import warn
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
@@ -145,7 +146,7 @@ def resume_point(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str, Any]
     """
     if resume_from is None:
         return None, ""
-    from trainloop.launch import joined
+    from trainloop._launch import joined
 
     here = joined() if has_ranks(loop.gpu_mode) else None
     if here is None or here.world_size == 1:
@@ -155,7 +156,7 @@ def resume_point(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str, Any]
 
 def _among_ranks(loop: TrainLoop[Any], function: Callable[[Any], Any]) -> Any:
     """Call a function in the process group of a launcher's ranks."""
-    from trainloop.launch import join
+    from trainloop._launch import join
 
     return join(function, init_method=loop.site.init_method, timeout_s=loop.timeout)
 
@@ -329,7 +330,7 @@ def load_checkpoint_state(run: Training, state: dict[str, Any], *, quiet: bool =
 
 def take_up_finished(loop: TrainLoop[Any], state: dict[str, Any], why: str) -> None:
     """Load a training that has ended, in the calling process, without running. ``why``: by :func:`resume_point`."""
-    from trainloop.launch import joined
+    from trainloop._launch import joined
 
     _load_parts(loop, state)
     from trainloop.checkpoint.sharded import load_model

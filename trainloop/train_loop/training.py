@@ -26,11 +26,12 @@ import torch
 from torch import Tensor
 
 from trainloop import distributed
+from trainloop._metrics import Recorder
+from trainloop._support.reduction import divisor_of
+from trainloop._support.signals import status_of
+from trainloop._support.stopping import CHECKPOINT, EARLY_STOP, INTERRUPT, TERMINATE, StopAgreement
+from trainloop._support.user_line import warn
 from trainloop.data import StepBatches, train_feed
-from trainloop.metrics import Recorder
-from trainloop.reduction import divisor_of
-from trainloop.signals import status_of
-from trainloop.stopping import CHECKPOINT, EARLY_STOP, INTERRUPT, TERMINATE, StopAgreement
 from trainloop.train_loop import state as run_state
 from trainloop.train_loop.alike import asked_of, compare_ranks, refusals_told
 from trainloop.train_loop.arguments import check_loader
@@ -49,7 +50,6 @@ from trainloop.train_loop.trained import (
     not_optimized,
     training_flags,
 )
-from trainloop.user_line import warn
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
@@ -257,7 +257,7 @@ class Training(Run):
                 try:
                     hook(exception)
                 except Exception as error:  # must not hide what went wrong first
-                    from trainloop.launch.failures import described  # `import trainloop` is to be cheap
+                    from trainloop._launch.failures import described  # `import trainloop` is to be cheap
 
                     name = getattr(hook, "__qualname__", "on_exception")
                     _warn(f"{name} failed while handling {described(exception)}: {described(error)}")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainloop import rng
+from trainloop._support import rng
 from trainloop.errors import ConfigurationError
 from trainloop.optim import optimizers_of
 from trainloop.train_loop.loop import TrainLoop

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainloop._metrics import Recorder
+from trainloop._support.user_line import warn
 from trainloop.callbacks.base import overrides
 from trainloop.data import StepBatches
 from trainloop.errors import ConfigurationError
-from trainloop.metrics import Recorder
 from trainloop.optim import MultiOptimizer, is_scheduled, is_watched
 from trainloop.train_loop.losses import split_loss
 from trainloop.train_loop.training import Training
-from trainloop.user_line import warn
 
 __all__ = ["WholeStepTraining"]
 

@@ -14,9 +14,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from trainloop import processes
+from trainloop import _processes as processes
+from trainloop._support.user_line import warn
 from trainloop.tuning.worker import Job, train_fold
-from trainloop.user_line import warn
 
 logger = logging.getLogger("trainloop")
 

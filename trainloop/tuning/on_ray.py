@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainloop.distribution import pip_install
+from trainloop._support.distribution import pip_install
 from trainloop.errors import ConfigurationError, ResourceError
 from trainloop.resources import Plan, ResourceQuota, available
 from trainloop.resources.enforce import free_cpus

@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainloop._support.screen import bar_size
 from trainloop.resources import Plan
-from trainloop.screen import bar_size
 from trainloop.tuning.result import State, Trial, best_of
 
 __all__ = ["Running", "View"]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trainloop.distribution import pip_install
+from trainloop._support.distribution import pip_install
 from trainloop.errors import ConfigurationError
 from trainloop.history import html_table
 from trainloop.resources import Plan

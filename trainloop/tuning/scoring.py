@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from trainloop.distribution import pip_install
+from trainloop._support.distribution import pip_install
 from trainloop.errors import ConfigurationError
 
 try:

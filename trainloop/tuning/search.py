@@ -15,10 +15,11 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from trainloop._support.keywords import knows_foreign_names
+from trainloop._support.scratch import remove, temporary_folder
+from trainloop._support.user_line import warn
 from trainloop.errors import ConfigurationError
-from trainloop.keywords import knows_foreign_names
 from trainloop.resources import Plan, ResourceQuota, plan
-from trainloop.scratch import remove, temporary_folder
 from trainloop.tuning.folds import Fold, class_targets, digest, make_folds, own_folds
 from trainloop.tuning.local import FoldExit, LocalBackend
 from trainloop.tuning.progress import Running, View
@@ -27,7 +28,6 @@ from trainloop.tuning.slots import Slots, lease_total, machine_total
 from trainloop.tuning.space import Searcher, make_searcher
 from trainloop.tuning.storage import Storage, make_folder, read, write
 from trainloop.tuning.worker import Job
-from trainloop.user_line import warn
 
 __all__ = ["tune"]
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trainloop.distribution import pip_install
+from trainloop._support.distribution import pip_install
 from trainloop.errors import ConfigurationError
 
 __all__ = ["Choice", "Integers", "Searcher", "Uniform", "make_searcher", "parse_space"]

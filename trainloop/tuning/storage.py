@@ -63,7 +63,7 @@ def dumps(value: object, root: str = "") -> bytes:
     try:
         return bytes(cloudpickle.dumps(value))
     except Exception as error:
-        from trainloop.transfer.unpicklable import explain
+        from trainloop._transfer.unpicklable import explain
 
         raise UnpicklableError(explain({root: value}, error)) from error
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainloop import train_loop as core
+from trainloop._support.user_line import warn
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.callbacks.train_schedule import AbstractScheduler
 from trainloop.compat.aitoolbox.handler import CallbacksHandler
@@ -23,7 +24,6 @@ from trainloop.compat.aitoolbox.store import ModelPredictionStore, append_predic
 from trainloop.errors import ConfigurationError
 from trainloop.model import ModelWrap
 from trainloop.train_loop.kinds import Amp, GpuMode
-from trainloop.user_line import warn
 
 __all__ = ["TrainLoop"]
 

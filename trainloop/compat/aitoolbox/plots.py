@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from trainloop.distribution import pip_install
+from trainloop._support.distribution import pip_install
 from trainloop.errors import ConfigurationError
 
 __all__ = ["GradientPlotter", "TrainingHistoryPlotter", "TrainingHistoryWriter"]

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainloop._support.distribution import pip_install
 from trainloop.compat.aitoolbox.callbacks import AbstractExperimentCallback, experiment_in
 from trainloop.compat.aitoolbox.cloud import bucket_of
 from trainloop.compat.aitoolbox.saving import ExperimentFolder
-from trainloop.distribution import pip_install
 from trainloop.errors import ConfigurationError
 
 __all__ = [

@@ -1,0 +1,378 @@
+"""Run one function in many processes; get local rank 0's result, or the first failure.
+
+:func:`launch` starts the ranks of this node; :func:`join` runs it in this process, as a rank that ``torchrun`` or Slurm
+started; :func:`joined` tells which of the two is right. Nothing here knows models or training: the function gets a
+:class:`~trainloop._support.stopping.StopAgreement`, and finds a process group that is up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from trainloop._launch.failures import RestartPolicy, with_note
+from trainloop._launch.hosts import Hosts, meet_hosts
+from trainloop._launch.joining import join, joined, place_here
+from trainloop._launch.kept import KeptRanks, keeping, kept_here
+from trainloop._launch.main_guard import check_main_guard, main_place
+from trainloop._launch.rank_process import RankSpec, started_by_launch
+from trainloop._launch.settings import dumped_settings
+from trainloop._launch.spawning import Ranks, server_modules
+from trainloop._processes import NoServerError, begin_server, chosen_method, fixed_state, limits
+from trainloop._support.scratch import scratch_folder
+from trainloop._support.signals import signals, uninterrupted
+from trainloop._support.stopping import SharedStop, StopAgreement
+from trainloop._transfer import Parcel, pack
+from trainloop._transfer.pages import anonymous_file
+from trainloop.devices import usable_cores
+from trainloop.distributed.key import key_from_environment, new_key
+from trainloop.errors import ConfigurationError, WorkerFailedError
+from trainloop.resources.enforce import threads_in
+
+__all__ = ["RestartPolicy", "join", "joined", "keeping", "launch", "place_here"]
+
+logger = logging.getLogger("trainloop")
+
+T = TypeVar("T")
+
+
+def launch(
+    function: Callable[[StopAgreement], T],
+    *,
+    ranks_per_node: int,
+    num_nodes: int = 1,
+    node_rank: int = 0,
+    devices: Sequence[torch.device] | None = None,
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout_s: float = 1800.0,
+    child_env: dict[str, str] | None = None,
+    start_method: str = "auto",
+    roots: dict[str, object] | None = None,
+    restart_policy: RestartPolicy | None = None,
+) -> T:
+    """Run ``function`` in ``ranks_per_node`` new processes of this node, joined in a process group.
+
+    Parameters
+    ----------
+    function : callable
+        Takes one argument, the run's :class:`~trainloop._support.stopping.StopAgreement`. May be defined
+        anywhere (notebook, closure, lambda) and refer to anything that can be pickled, directly or by cloudpickle.
+        Large arrays and tensors are mapped by all ranks, not copied.
+    ranks_per_node : int
+        Processes to start here.
+    num_nodes, node_rank : int
+        Hosts of the run, and this one's place among them. Each calls ``launch`` and starts its own ranks only.
+    devices : sequence of torch.device, optional
+        One for each local rank; the CPU by default.
+    backend : str, optional
+        Backend of the process group; by default Gloo, with NCCL for CUDA tensors where each rank has a GPU of its own.
+    init_method : str, optional
+        Rendezvous point of several nodes, ``tcp://host:port`` or a ``file://`` that all see; ``MASTER_ADDR`` and
+        ``MASTER_PORT`` by default. One node needs none: its ranks meet in a file without a name.
+    timeout_s : float
+        How long a rank waits for another in a collective, or at a step boundary, before the run fails.
+    child_env : dict of str to str, optional
+        Environment variables of the ranks, set before their interpreters start.
+    start_method : {'auto', 'forkserver', 'spawn'}
+        Fork ranks from ``multiprocessing``'s fork server, which has torch loaded, or start each as a fresh interpreter.
+        ``'auto'``: by ``TRAINLOOP_START_METHOD``, else a fork server if possible.
+    roots : dict of str to object, optional
+        Names that paths in an ``UnpicklableError`` start with.
+    restart_policy : RestartPolicy, optional
+        Decides whether ranks that have failed start again, with the same payload; by default the first failure ends the
+        run.
+
+    Returns
+    -------
+    object
+        The result of local rank 0's function, with its tensors on the CPU.
+
+    Raises
+    ------
+    ConfigurationError, UnpicklableError
+        Before any rank starts: no ``__main__`` guard, hosts that don't come, something that can't be sent, no fork
+        server where one was asked for.
+    WorkerFailedError
+        A rank raised, exited, was killed or hung, or a host was lost. All ranks have ended by then.
+    KeyboardInterrupt
+        At the second Ctrl-C. The first asks the ranks to stop at a step boundary, as SIGTERM and SIGUSR1 do; no rank is
+        started if the surrounding :func:`trainloop._support.signals.signals` has had a signal before. If that one is
+        ``at_once``, any signal, to a rank too, ends the ranks.
+
+    Notes
+    -----
+    The caller's environment, random state, threads, signal handlers and process group are left as they were. Ranks take
+    over its process-wide settings: see :mod:`trainloop._launch.settings`.
+    """
+    _check_caller()
+    check_main_guard()
+    method = chosen_method(start_method)
+    served = _begin_server(method)  # it imports its modules while the payload is packed
+    chosen = list(devices) if devices is not None else [torch.device("cpu")] * ranks_per_node
+    backend = backend or _backend_for(chosen)
+    environment, num_threads = _threads_of_a_rank(ranks_per_node, child_env or {})
+    kept = kept_here() if num_nodes == 1 and restart_policy is None else None
+    terms = None
+    if kept is not None:
+        terms = [chosen, backend, timeout_s, environment, num_threads, start_method, *_taken_at_start()]
+    settings = dumped_settings()
+    meet = partial(meet_hosts, init_method, node_rank=node_rank, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
+    with (
+        pack(function, roots=roots) as payload,
+        meet(timeout_s=timeout_s, restarts=restart_policy is not None) as hosts,
+    ):
+        spec_with = partial(
+            RankSpec,
+            rank=node_rank * ranks_per_node,
+            world_size=num_nodes * ranks_per_node,
+            local_world_size=ranks_per_node,
+            node_rank=node_rank,
+            num_nodes=num_nodes,
+            devices=tuple(str(device) for device in chosen),
+            backend=backend,
+            timeout_s=timeout_s,
+            num_threads=num_threads,
+            parcel=payload.parcel,
+            inherited=tuple(payload.inherited),
+            interface="lo" if num_nodes == 1 else None,
+            init_method=init_method if num_nodes > 1 and hosts is None else None,
+            key=new_key() if num_nodes == 1 else key_from_environment(),
+            settings=settings,
+            main=main_place(),
+            outlives_work=kept is not None,
+        )
+        work = _GivenWork(payload.parcel, payload.inherited, settings, environment)
+        starts = _Starts(spec_with, work, method, served, hosts, kept, terms, restart_policy)
+        result: T = starts.run()
+        return result
+
+
+class _GivenWork(NamedTuple):
+    """What ranks that are up already are given for the next call."""
+
+    parcel: Parcel
+    inherited: Sequence[int]
+    settings: bytes
+    environment: dict[str, str]
+
+
+class _Starts:
+    """The starts of one call's ranks: the first, and further ones after failures."""
+
+    def __init__(
+        self,
+        spec_with: partial[RankSpec],
+        work: _GivenWork,
+        method: str,
+        served: bool,
+        hosts: Hosts | None,
+        kept: KeptRanks | None,
+        terms: list[Any] | None,
+        policy: RestartPolicy | None,
+    ) -> None:
+        self._spec_with, self._work = spec_with, work
+        self._method, self._served = method, served
+        self._hosts, self._kept, self._terms, self._policy = hosts, kept, terms, policy
+        self._first = True
+        self._disturbed = False  # a start has been repeated, since another user's process had connected to it
+        self._failed: WorkerFailedError | None = None
+        """The failure after which ranks start again."""
+
+    def run(self) -> Any:
+        """Start ranks until their work is done; returns the result of local rank 0's function."""
+        while True:
+            with contextlib.ExitStack() as undo:
+                self._agree_on_start()
+                up = self._kept.take_up(self._terms, undo) if self._kept is not None else None
+                ranks = up or _new_ranks(self._spec_with, self._hosts, undo)
+                if self._is_done_by(ranks, are_up=up is not None):
+                    result = ranks.result()
+                    if self._kept is not None:
+                        self._kept.keep(ranks, self._terms, undo)
+                    return result
+
+    def _agree_on_start(self) -> None:
+        """Wait for all hosts after a failure, and have the policy prepare the start on each of them."""
+        order = self._policy.next_order() if self._policy is not None else None
+        if self._hosts is not None and not self._first:
+            try:
+                order = self._hosts.start_again(order)
+            except ConfigurationError as problem:
+                if self._failed is None:
+                    raise
+                raise with_note(self._failed, f"The ranks could not start again: {problem}") from None
+        if self._policy is not None:
+            self._policy.before_start(order)
+
+    def _is_done_by(self, ranks: Ranks, *, are_up: bool) -> bool:
+        """Start the ranks if they are not up, give them the work, and wait; returns False if others are to start."""
+        with signals(ranks.stop) as heard:
+            if self._first:
+                heard.end()  # nothing has begun, so there is nothing to start and stop
+            try:
+                with _none_left_on_error(ranks):
+                    if not are_up:
+                        self._served = _start(ranks, self._work.environment, self._method, self._served)
+                        if self._first:
+                            heard.end()  # the server may have imported for long
+                    self._first = False  # from here on a signal makes ranks write a checkpoint before they stop
+                    if are_up:
+                        ranks.give(*self._work)
+                    else:
+                        ranks.give_first()
+                    ranks.watch(at_once=heard.at_once)
+                    ranks.part()
+            except WorkerFailedError as error:
+                self._check_may_start_again(ranks, error)
+                return False
+            heard.note(ranks.stop.requested)  # a signal to a rank after its last step
+        return True
+
+    def _check_may_start_again(self, ranks: Ranks, error: WorkerFailedError) -> None:
+        """Raise the error that ends the run, if it does."""
+        # Of several hosts each would have to start again.
+        if ranks.disturbance and not self._disturbed and self._spec_with.keywords["num_nodes"] == 1:
+            self._disturbed = True
+            print(f"The ranks start again, once: {ranks.disturbance}", file=sys.stderr, flush=True)
+            return
+        if self._policy is None or ranks.cause is None:
+            raise error
+        final = self._policy.failed(ranks.cause, error)
+        if final is not None:
+            raise final from None
+        self._failed = error
+
+
+def _check_caller() -> None:
+    if started_by_launch():
+        raise ConfigurationError("a rank can't start ranks: call fit() with gpu_mode='single' inside of one.")
+    if multiprocessing.current_process().daemon:
+        raise ConfigurationError(
+            "this process is a daemon (a worker of a pool or of a DataLoader), which may not start processes: call "
+            "fit() with gpu_mode='single', or from the main process."
+        )
+
+
+def _backend_for(devices: Sequence[torch.device]) -> str:
+    """Gloo, with NCCL for CUDA tensors where each rank has a GPU of its own: NCCL refuses two ranks on one."""
+    own_gpus = all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices)
+    return "cpu:gloo,cuda:nccl" if own_gpus else "gloo"
+
+
+def _threads_of_a_rank(ranks_per_node: int, child_env: dict[str, str]) -> tuple[dict[str, str], int | None]:
+    """The ranks' environment with the number of threads in it, and that number if a rank has to set it.
+
+    Without it each rank would start a thread for every core, and they would take them from each other.
+    """
+    environment = dict(child_env)
+    if own := threads_in(environment.get("OMP_NUM_THREADS", "")):
+        return environment, own  # set, too: when torch is loaded, MKL's variable may count for more
+    threads = torch.get_num_threads()  # the caller may have chosen fewer than the variable says
+    if not os.environ.get("OMP_NUM_THREADS"):
+        threads = min(threads, max(1, usable_cores() // ranks_per_node))
+        environment["OMP_NUM_THREADS"] = str(threads)  # also for libraries that read it before a rank can set theirs
+    return environment, threads
+
+
+def _new_ranks(
+    spec_with: partial[RankSpec],
+    hosts: Hosts | None,
+    undo: contextlib.ExitStack,
+) -> Ranks:
+    """Make the files and connections of one start, and ranks that are not started yet; ``undo`` takes all back."""
+    ranks_per_node = spec_with.keywords["local_world_size"]
+    token = f"{os.getpid()}-{time.monotonic_ns()}"
+    file = partial(_file, undo)
+    spec = spec_with(
+        words_fd=file("words", 8 * (SharedStop.num_words(ranks_per_node) + ranks_per_node)),
+        store_fd=file("store"),
+        result_fd=file("result"),
+        record_fds=tuple(file("record") for _ in range(ranks_per_node)),
+        stack_fds=tuple(file("stacks") for _ in range(ranks_per_node)),
+        scratch=undo.enter_context(scratch_folder(token)),
+        caller_fd=_this_process(undo),
+    )
+    if hosts is not None:
+        store = (*hosts.store_address, f"start {hosts.start}")
+        spec = replace(spec, store=store, interface=hosts.interface)
+    ranks = Ranks(spec, token, hosts)
+    undo.callback(ranks.close)
+    return ranks
+
+
+@contextlib.contextmanager
+def _none_left_on_error(ranks: Ranks) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with uninterrupted():  # an impatient Ctrl-C must not leave processes behind
+            ranks.end()
+        raise
+
+
+def _file(undo: contextlib.ExitStack, name: str, size: int = 0) -> int:
+    """A descriptor of an unnamed file, closed with ``undo``."""
+    fd = anonymous_file(name)
+    undo.callback(os.close, fd)
+    os.ftruncate(fd, size)
+    return fd
+
+
+def _this_process(undo: contextlib.ExitStack) -> int | None:
+    """A descriptor that becomes readable at the end of this process; ``None`` if the system has none."""
+    try:
+        fd = os.pidfd_open(os.getpid())
+    except (AttributeError, OSError):
+        return None
+    undo.callback(os.close, fd)
+    return fd
+
+
+def _taken_at_start() -> list[Any]:
+    """State that a process inherits when it starts and keeps: a change of it is a reason for other ranks."""
+    return [fixed_state(), limits(), list(sys.path), signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+
+
+def _begin_server(method: str) -> bool:
+    """Start the fork server if ranks will be forked from it; it imports its modules in the background."""
+    if method == "spawn":
+        return False
+    try:
+        begin_server(server_modules())
+    except NoServerError as error:
+        _explain(error, method)
+        return False
+    return True
+
+
+def _start(ranks: Ranks, environment: dict[str, str], method: str, served: bool) -> bool:
+    """Start the ranks' processes; return whether they were forked from the server. If they can't be, spawn them."""
+    if served:
+        try:
+            ranks.start(environment, served=True)
+            return True
+        except NoServerError as error:
+            _explain(error, method)
+    ranks.start(environment, served=False)
+    return False
+
+
+def _explain(error: NoServerError, method: str) -> None:
+    if method == "forkserver":
+        raise ConfigurationError(
+            f"start_method='forkserver': ranks can't come from a fork server here: {error}. Use 'spawn', or 'auto', "
+            "which then means it."
+        ) from error
+    logger.info("ranks are spawned, since they can't come from a fork server: %s", error)

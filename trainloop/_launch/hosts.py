@@ -1,0 +1,579 @@
+"""The hosts of one run: they meet in a ``TCPStore`` at the rendezvous point, and report failures and progress there.
+
+The launching process of node 0 holds the store, on the interface of the rendezvous point only. Each host has one entry
+in it, which only this host writes: what it was called with, a count that grows while it lives, whether its ranks are
+done or have failed. The other hosts read node 0's entry, node 0 reads all of them, and its own repeats what all have to
+know. With a key, each entry is signed. The ranks use the same store, under a prefix for each start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from trainloop._launch.addresses import interface_of, listener_at, local_address, rendezvous_point
+from trainloop._launch.failures import LOST_HOST, Failure
+from trainloop._support.signals import signals
+from trainloop.distributed.key import KEY_VARIABLE, key_from_environment
+from trainloop.errors import ConfigurationError
+
+__all__ = ["Hosts", "meet_hosts"]
+
+RENDEZVOUS_WAIT_S = 600.0
+"""The longest time that hosts wait for each other at the start; a shorter time-out of the run counts."""
+
+SILENCE_S = 15.0
+"""A host whose count has not grown for so long is lost: its link was cut, or it is down."""
+
+_MISSED_S = 2.5  # the same, once a rank has lost its connection: which host was it?
+_POLL_S = 0.25
+_LEAVE_S = 5.0  # how long node 0 keeps the store for hosts that have not left yet
+_CONNECT_S = 15.0
+_MEET_S = 0.1
+
+
+class _NoProofError(ConnectionError):
+    """An entry does not carry the signature of this run's key."""
+
+
+class _Entries:
+    """The entries of a store, one a host, each signed if the run has a key."""
+
+    def __init__(self, store: dist.TCPStore, key: bytes | None) -> None:
+        self._store, self._key = store, key
+        self.session = ""
+        """Node 0's identifier, which entries of other hosts are signed with: one of an earlier run is not believed."""
+
+    def put(self, node: int, entry: dict[str, Any]) -> None:
+        data = json.dumps(entry)
+        self._store.set(f"host/{node}", f"{data} {self._signature(node, data)}")
+
+    def get(self, node: int) -> dict[str, Any] | None:
+        """Return the entry of a host; ``None`` if it has none yet.
+
+        Raises
+        ------
+        _NoProofError
+            If it is not signed with the key of this run.
+        ValueError
+            If it is not an entry.
+        """
+        name = f"host/{node}"
+        if not self._store.check([name]):
+            return None
+        data, _, signature = self._store.get(name).decode(errors="replace").rpartition(" ")
+        if bool(signature) != (self._key is not None):
+            raise _NoProofError("has no key" if self._key is not None else "has a key")
+        if not hmac.compare_digest(signature, self._signature(node, data)):
+            raise _NoProofError("its entry does not carry this run's key")
+        entry = json.loads(data)
+        if not isinstance(entry, dict) or any(type(entry.get(name)) is not kind for name, kind in _KINDS.items()):
+            raise ValueError("its entry is malformed")
+        return entry
+
+    def refuse(self, node: int, facts: dict[str, Any]) -> None:
+        """Leave a note that this host could not join with these arguments, for node 0 to print."""
+        self._store.set(f"refused/{node}", json.dumps(facts))
+
+    def refused(self, node: int) -> dict[str, Any] | None:
+        """Return the arguments of a host that could not join; ``None`` if there is none. Anybody can write it."""
+        name = f"refused/{node}"
+        if not self._store.check([name]):
+            return None
+        with contextlib.suppress(ValueError):
+            facts = json.loads(self._store.get(name))
+            if isinstance(facts, dict):
+                return {key: value for key, value in facts.items() if isinstance(value, int)}
+        return {}
+
+    def _signature(self, node: int, data: str) -> str:
+        if self._key is None:
+            return ""
+        session = self.session if node else ""
+        return hmac.new(self._key, f"trainloop hosts 2 {session} {node} {data}".encode(), hashlib.sha256).hexdigest()
+
+
+_KINDS = {
+    "id": str,
+    "facts": dict,
+    "address": str,
+    "count": int,
+    "start": int,
+    "done": int,
+    "failed": list,
+    "left": str,
+}
+
+
+class Hosts:
+    """This host's part in a run of several; a context manager.
+
+    Parameters
+    ----------
+    point : (str, int)
+        Host and port of node 0.
+    node_rank, num_nodes, ranks_per_node : int
+        Place of this host; the last two must be the same on all hosts.
+    wait_s : float
+        How long to wait for all hosts.
+    key : bytes, optional
+        Secret that all hosts share. Without one, every entry is believed.
+    restarts : bool
+        Whether ranks that have failed start again; must be the same on all hosts.
+
+    Raises
+    ------
+    ConfigurationError
+        If not all hosts connect in time, or if they contradict each other.
+    """
+
+    def __init__(
+        self,
+        point: tuple[str, int],
+        *,
+        node_rank: int,
+        num_nodes: int,
+        ranks_per_node: int,
+        wait_s: float,
+        key: bytes | None = None,
+        restarts: bool = False,
+    ) -> None:
+        self._me, self._num_nodes = node_rank, num_nodes
+        self._ranks_per_node, self._restarts = ranks_per_node, restarts
+        self.store_address = point
+        """Host and port of the store, which the ranks use as well."""
+        self._name, self._wait_s = f"{point[0]}:{point[1]}", wait_s
+        self._key = key
+        self._own: dict[str, Any] = {
+            "id": secrets.token_hex(16),
+            "facts": {"num_nodes": num_nodes, "ranks": ranks_per_node, "restarts": restarts},
+            "address": "",
+            "count": 0,  # grows while the host lives
+            "start": 1,
+            "done": 0,  # the start whose ranks are done
+            "failed": [],  # start, node, failure
+            "left": "",  # why
+        }
+        self._others: dict[int, dict[str, Any]] = {}
+        self._seen_at: dict[int, float] = {}
+        self._losses: dict[int, str] = {}
+        self._refused: dict[int, str] = {}
+        self.done_since: float | None = None
+        """Time at which the ranks of another host were first seen to be done (monotonic clock)."""
+        self._wake, self._leaving = threading.Event(), threading.Event()
+        with signals() as heard:
+            self._check_signals: Callable[[], None] = heard.end
+            self._entries = self._join() if node_rank else self._gather()
+        other = self._others[1]["address"] if node_rank == 0 else point[0]
+        # Gloo takes the interface of the host's name, which often is loopback or the wrong network.
+        self.interface: str | None = os.environ.get("GLOO_SOCKET_IFNAME")
+        """Name of the network interface to the other hosts; ``None`` if unknown."""
+        if not self.interface:
+            with contextlib.suppress(OSError):  # an address that means nothing here, behind NAT for instance
+                self.interface = interface_of(local_address(other, point[1]))
+        self._seen_at = dict.fromkeys(self._others, time.monotonic())
+        self._thread = threading.Thread(target=self._watch, name="trainloop-hosts", daemon=True)
+        self._thread.start()
+
+    # -- rendezvous ------------------------------------------------------------------------------------------------
+
+    def _gather(self) -> _Entries:
+        """Node 0: open the store and wait until each host has an entry."""
+        host, port = self.store_address
+        listener = listener_at(host, port)
+        store = dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=SILENCE_S),
+            master_listen_fd=listener.detach(),
+        )
+        entries = _Entries(store, self._key)
+        entries.session = self._own["id"]
+        deadline = time.monotonic() + self._wait_s
+        try:
+            entries.put(0, self._own)
+            while len(self._others) < self._num_nodes - 1:
+                self._check_signals()
+                if time.monotonic() > deadline:
+                    raise ConfigurationError(self._missing())
+                time.sleep(_MEET_S)
+                for node in range(1, self._num_nodes):
+                    self._look_for(node, entries)
+        except BaseException as error:
+            with contextlib.suppress(RuntimeError):
+                entries.put(0, {**self._own, "left": str(error) or type(error).__name__})
+                time.sleep(4 * _MEET_S)  # the others read it
+            raise
+        self._own["hosts"] = {str(node): entry["id"] for node, entry in self._others.items()}
+        entries.put(0, self._own)
+        return entries
+
+    def _look_for(self, node: int, entries: _Entries) -> None:
+        """Node 0: take the entry of another host, or print once why a host could not join."""
+        # Anybody can write into the store; the entry of a host replaces it.
+        with contextlib.suppress(_NoProofError, ValueError):
+            entry = entries.get(node)
+            if entry is not None and entry["facts"] == self._own["facts"]:
+                self._others[node] = entry
+        theirs = entries.refused(node)
+        if theirs is not None and node not in self._refused:
+            if theirs == self._own["facts"]:
+                why = f"node {node} has not the same key: set {KEY_VARIABLE} to the same secret on all hosts"
+            else:
+                why = self._contradiction(0, node, theirs)
+            self._refused[node] = why
+            print(f"node 0 of {self._num_nodes}: {why}. Still waiting.", file=sys.stderr, flush=True)
+
+    def _missing(self) -> str:
+        missing = sorted(set(range(1, self._num_nodes)) - set(self._others))
+        connected = f", connected: {', '.join(map(str, sorted(self._others)))}" if self._others else ""
+        return (
+            f"node 0 of {self._num_nodes} waited {self._wait_s:g} s at {self._name}; missing: node_rank "
+            f"{', '.join(map(str, missing))}{connected}. Start the script there with the same rendezvous point, and "
+            "check that no firewall is in between."
+            + "".join(f" Note: {self._refused[node]}." for node in missing if node in self._refused)
+        )
+
+    def _join(self) -> _Entries:
+        """Another node: connect to the store of node 0, and wait until all hosts have an entry there."""
+        deadline = time.monotonic() + self._wait_s
+        who, reason = f"node {self._me} of {self._num_nodes}", "no answer"
+        while (left := deadline - time.monotonic()) > 0:
+            self._check_signals()
+            try:
+                # torch's store would print each attempt, with a stack.
+                with socket.create_connection(self.store_address, timeout=min(left, 5.0)) as connection:
+                    self._own["address"] = connection.getsockname()[0]
+            except OSError as error:
+                reason = str(error)
+                time.sleep(min(0.2, left))  # node 0 may start later
+                continue
+            entries = _Entries(self._connected(who), self._key)
+            try:
+                if self._is_chosen(entries, who, deadline):
+                    return entries
+            except RuntimeError as error:  # of torch's store
+                raise ConfigurationError(
+                    f"{who} connected to node 0 at {self._name}, which then closed the connection: see the error of "
+                    "node 0."
+                ) from error
+            reason = "it is busy with another run, or about to end an earlier one"
+            time.sleep(0.2)
+        raise ConfigurationError(
+            f"{who} tried for {self._wait_s:g} s to connect to node 0 at {self._name}: {reason}. Start the script with "
+            "node_rank=0 on the host that has this address, with the same port, and check that no firewall is in "
+            "between."
+        )
+
+    def _connected(self, who: str) -> dist.TCPStore:
+        """Connect to the store. In a thread: torch waits without end for a program that listens and never answers."""
+        host, port = self.store_address
+        stores: list[dist.TCPStore] = []
+
+        def connect() -> None:
+            with contextlib.suppress(RuntimeError):
+                timeout = timedelta(seconds=_CONNECT_S)
+                stores.append(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
+
+        thread = threading.Thread(target=connect, name="trainloop-connect", daemon=True)
+        thread.start()
+        deadline = time.monotonic() + _CONNECT_S
+        while thread.is_alive() and time.monotonic() < deadline:
+            self._check_signals()
+            thread.join(0.1)
+        if not stores:
+            raise ConfigurationError(
+                f"{who}: the program that listens at {self._name} is not node 0 of this run. Choose another port."
+            )
+        return stores[0]
+
+    def _is_chosen(self, entries: _Entries, who: str, deadline: float) -> bool:
+        """Write this host's entry, and wait until node 0 has one of each host.
+
+        Returns
+        -------
+        bool
+            False if the store belongs to a run that is over.
+        """
+        written = False
+        while time.monotonic() < deadline:
+            self._check_signals()
+            try:
+                first = entries.get(0)
+            except _NoProofError as error:
+                entries.refuse(self._me, self._own["facts"])
+                raise ConfigurationError(self._key_error(who, str(error))) from None
+            except ValueError:
+                first = None
+            if first is not None and not written:
+                if first["left"] or "hosts" in first:
+                    return False
+                try:
+                    self._check_facts(first["facts"])
+                except ConfigurationError:
+                    entries.refuse(self._me, self._own["facts"])
+                    raise
+                entries.session = first["id"]
+                entries.put(self._me, self._own)
+                written = True
+            elif first is not None and "hosts" in first:
+                if first["hosts"].get(str(self._me)) != self._own["id"]:
+                    raise ConfigurationError(self._taken())
+                self._others[0] = first
+                return True
+            elif first is not None and first["left"]:
+                raise ConfigurationError(f"node 0 of {self._num_nodes} has ended its run: {first['left']}")
+            time.sleep(_MEET_S)
+        raise ConfigurationError(
+            f"{who} is connected to node 0 at {self._name}, but not all nodes connected within {self._wait_s:g} s."
+        )
+
+    def _key_error(self, who: str, why: str) -> str:
+        if why.startswith("has"):
+            keyed, keyless = (0, self._me) if why == "has a key" else (self._me, 0)
+            return (
+                f"node {keyed} has a key ({KEY_VARIABLE}), node {keyless} has none: set it to the same secret on all "
+                "hosts."
+            )
+        return (
+            f"{who}: node 0 at {self._name} did not prove that it has this run's key. Set {KEY_VARIABLE} to the same "
+            "secret on all hosts. If it is the same, another program listens there: choose another port."
+        )
+
+    def _check_facts(self, first: dict[str, Any]) -> None:
+        if first != self._own["facts"]:
+            raise ConfigurationError(f"{self._contradiction(self._me, 0, first)}.")
+        if self._me not in range(1, self._num_nodes):
+            raise ConfigurationError(self._taken())
+
+    def _contradiction(self, here: int, there: int, theirs: dict[str, Any]) -> str:
+        own = self._own["facts"]
+        if (theirs.get("num_nodes"), theirs.get("ranks")) == (own["num_nodes"], own["ranks"]):
+            return "fit(max_restarts=...) was given on some hosts only: give it on all of them, or on none"
+        return (
+            f"node {here} has num_nodes={own['num_nodes']} and {own['ranks']} ranks, node {there} has "
+            f"num_nodes={theirs.get('num_nodes')} and {theirs.get('ranks')} ranks: they must be the same on all nodes"
+        )
+
+    def _taken(self) -> str:
+        return f"node_rank={self._me} was taken by another host: give each host its own, 0 to num_nodes - 1."
+
+    # -- during the run --------------------------------------------------------------------------------------------
+
+    def failure(self, silence_s: float | None = None) -> Failure | None:
+        """Return the failure of another host, if there was one.
+
+        Parameters
+        ----------
+        silence_s : float, optional
+            Seconds after which a silent host is lost; :data:`SILENCE_S` by default.
+        """
+        reported = self._reported()
+        if reported:
+            with contextlib.suppress(TypeError):
+                return replace(Failure(**reported[2]), time_ns=time.monotonic_ns())  # that of another host's clock
+        lost = self._lost(SILENCE_S if silence_s is None else silence_s)
+        if lost is None:
+            return None
+        return Failure(
+            rank=lost[0] * self._ranks_per_node,
+            time_ns=time.monotonic_ns(),
+            type=LOST_HOST,
+            message=f"node {lost[0]} of {self._num_nodes} {lost[1]}",
+        )
+
+    def _reported(self) -> list[Any]:
+        """Start, node and fields of the failure that another host has reported; empty if there is none."""
+        reports = (entry["failed"] for entry in self._others.values())
+        start = self._own["start"]
+        return next((report for report in reports if report and report[0] == start and report[1] != self._me), [])
+
+    def _lost(self, silence_s: float) -> tuple[int, str] | None:
+        """Return a host that was lost, and how; ``None`` if all live."""
+        now = time.monotonic()
+        for node, entry in self._others.items():
+            silent_s = now - self._seen_at[node]
+            if entry["left"]:
+                if entry["done"] < self._own["start"]:
+                    return node, f"has ended its run: {entry['left']}"
+                continue
+            if node in self._losses:
+                return node, f"was lost: {self._losses[node]}"
+            if silent_s > silence_s:
+                why = "the link was cut, or the host is down"
+                return node, f"was lost: nothing was heard of it for {silent_s:.0f} s: {why}"
+        node, why = self._others.get(0, {}).get("lost") or (self._me, "")
+        return None if node == self._me else (int(node), str(why))
+
+    def wait_for_failure(self, seconds: float) -> Failure | None:
+        """Wait for the failure of another host, which has cost a rank of this one its connection.
+
+        A host that may start its ranks again is given more time: it may be busy, and its loss would end the run.
+        """
+        silence_s = SILENCE_S if self._restarts else _MISSED_S
+        deadline = time.monotonic() + max(seconds, silence_s + _POLL_S)
+        while (failure := self.failure(silence_s)) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return failure
+
+    def report(self, failure: Failure) -> None:
+        """Report this host's failure to all other hosts."""
+        self._own["failed"] = [self._own["start"], self._me, asdict(failure)]
+        self._wake.set()
+
+    def start_again(self, order: Any = None) -> Any:
+        """Wait until the failed ranks of all hosts have ended, so that new ones can start.
+
+        Parameters
+        ----------
+        order : object, optional
+            For node 0: what all hosts have to know, as JSON can hold it.
+
+        Returns
+        -------
+        object
+            Node 0's ``order``.
+
+        Raises
+        ------
+        ConfigurationError
+            If another host has ended its run, or was lost.
+        """
+        # The failure stays: the others may not have read it yet. The start is last, as another thread sends these.
+        self._own["order"] = order
+        self._own["start"] += 1
+        self.done_since = None
+        self._wake.set()
+        deadline = time.monotonic() + RENDEZVOUS_WAIT_S
+        with signals() as heard:
+            while not self._all("start", self._own["start"]):
+                heard.end()
+                failure = self.failure()
+                if failure is not None:
+                    raise ConfigurationError(failure.message)
+                if time.monotonic() > deadline:
+                    raise ConfigurationError(f"not all hosts have ended their ranks within {RENDEZVOUS_WAIT_S:g} s.")
+                time.sleep(0.05)
+        return self._others[0]["order"] if self._me else order
+
+    @property
+    def start(self) -> int:
+        """Number of the present start of ranks; 1 is the first."""
+        number: int = self._own["start"]
+        return number
+
+    def part(self, seconds: float) -> bool:
+        """Once the ranks of this host are done, return True if those of all hosts are, within ``seconds``."""
+        self._own["done"] = self._own["start"]
+        self._wake.set()
+        deadline = time.monotonic() + seconds
+        while not (over := self._all("done", self._own["start"])) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return over
+
+    def _all(self, what: str, number: int) -> bool:
+        """Return True if all hosts have come to this number; node 0 knows, the others read it there."""
+        if self._me:
+            return self._others[0].get(f"all {what}", 0) >= number
+        return all(entry[what] >= number for entry in (self._own, *self._others.values()))
+
+    # -- the thread, which alone uses the store during the run ------------------------------------------------------
+
+    def _watch(self) -> None:
+        leave_at = float("inf")
+        while True:
+            leaving = self._leaving.is_set()
+            if leaving:
+                leave_at = min(leave_at, time.monotonic() + _LEAVE_S)
+            self._wake.clear()
+            try:
+                self._exchange()
+            except RuntimeError as error:
+                self._losses[0] = f"the connection to it broke ({str(error).splitlines()[0]})"
+                return
+            # Node 0 keeps the store for those that have not left yet.
+            stays = self._me == 0 and not all(e["left"] or n in self._losses for n, e in self._others.items())
+            if leaving and (not stays or time.monotonic() > leave_at):
+                return
+            self._wake.wait(_POLL_S)
+
+    def _exchange(self) -> None:
+        """Write this host's entry and read the others'."""
+        self._own["count"] += 1
+        if self._me == 0 and self._own["failed"][:1] != [self._own["start"]]:
+            self._own["failed"] = self._reported() or self._own["failed"]
+        own = dict(self._own)
+        if self._me == 0:
+            own["lost"] = self._lost(SILENCE_S)
+            own["all start"] = min(e["start"] for e in (own, *self._others.values()))
+            own["all done"] = min(e["done"] for e in (own, *self._others.values()))
+            own["some done"] = max(e["done"] for e in (own, *self._others.values()))
+        self._entries.put(self._me, own)
+        for node, before in self._others.items():
+            if node in self._losses:
+                continue
+            try:
+                entry = self._entries.get(node)
+            except (_NoProofError, ValueError) as error:
+                self._losses[node] = str(error)
+                continue
+            if entry is not None and entry["count"] > before["count"] and entry["id"] == before["id"]:
+                self._others[node], self._seen_at[node] = entry, time.monotonic()
+                if entry.get("some done", entry["done"]) == own["start"] and self.done_since is None:
+                    self.done_since = time.monotonic()
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        self._own["left"] = (
+            "its work is done" if error is None else (str(error) or type(error).__name__).splitlines()[0]
+        )
+        self._leaving.set()
+        self._wake.set()
+        self._thread.join(_LEAVE_S + 1.0)  # it may wait for a host that is down
+        del self._entries
+
+
+def meet_hosts(
+    init_method: str | None,
+    *,
+    node_rank: int,
+    num_nodes: int,
+    ranks_per_node: int,
+    timeout_s: float,
+    restarts: bool,
+) -> contextlib.AbstractContextManager[Hosts | None]:
+    """Meet the other hosts of a run; returns a context.
+
+    Its value is ``None`` on one node, and where ranks meet by themselves in a ``file://`` that the user has given.
+    """
+    if num_nodes == 1 or (init_method or "").startswith("file:"):
+        return contextlib.nullcontext()
+    return Hosts(
+        rendezvous_point(init_method),
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        ranks_per_node=ranks_per_node,
+        wait_s=min(timeout_s, RENDEZVOUS_WAIT_S),
+        key=key_from_environment(),
+        restarts=restarts,
+    )

@@ -1,0 +1,266 @@
+"""Join a run as a rank that ``torchrun`` or Slurm started."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import mmap
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from trainloop._launch.rank_process import started_as, started_by_launch
+from trainloop._support.forks import guard_forks
+from trainloop._support.signals import signals
+from trainloop._support.stopping import GroupStop, LocalStop, SharedStop, StopAgreement
+from trainloop._transfer.pages import anonymous_file
+from trainloop.distributed import Rank, barrier, exchange_ints
+from trainloop.distributed.peers import no_strangers
+from trainloop.distributed.ranks import leave_group, release_last_work
+from trainloop.errors import ConfigurationError
+
+__all__ = ["join", "joined", "place_here"]
+
+T = TypeVar("T")
+
+_INTERACTIVE_JOBS = ("bash", "sh", "zsh", "interactive")
+_FIRST_PORT, _PORTS = 15000, 20000  # below the range of ports for outgoing connections
+
+
+def joined(environ: Mapping[str, str] | None = None) -> Rank | None:
+    """The rank that ``torchrun`` or Slurm started this process as; ``None`` if ``fit`` has to start ranks itself.
+
+    ``torchrun`` is known by ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``; Slurm by ``SLURM_PROCID``
+    and an ``SLURM_NTASKS`` above 1, outside interactive shells. A process group that the caller has made counts too.
+
+    Parameters
+    ----------
+    environ : mapping, optional
+        Stands for ``os.environ``.
+
+    Raises
+    ------
+    ConfigurationError
+        If the variables contradict each other.
+    """
+    if environ is None and started_by_launch():
+        return None
+    env = os.environ if environ is None else environ
+    # Before Slurm's: torchrun in a Slurm job is itself the task, and this process is one of several that it started.
+    if all(env.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+        rank, world_size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+        local_world_size = _number(env, "LOCAL_WORLD_SIZE", world_size)
+        local_rank = _number(env, "LOCAL_RANK", rank % max(local_world_size, 1))
+        num_nodes = max(1, -(-world_size // max(local_world_size, 1)))
+        node_rank = _number(env, "GROUP_RANK", rank // max(local_world_size, 1))
+    elif env.get("SLURM_PROCID") and _number(env, "SLURM_NTASKS", 1) > 1 and not _is_shell(env):
+        rank, world_size = _number(env, "SLURM_PROCID"), _number(env, "SLURM_NTASKS")
+        num_nodes = _number(env, "SLURM_NNODES", _number(env, "SLURM_JOB_NUM_NODES", 1))
+        local_world_size = _tasks_of_node(env, world_size, num_nodes)
+        local_rank = _number(env, "SLURM_LOCALID", rank % local_world_size)
+        node_rank = _number(env, "SLURM_NODEID", rank // local_world_size)
+    elif environ is None and dist.is_available() and dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        return Rank(rank, world_size, rank, world_size, 0, 1)
+    else:
+        return None
+    if not 0 <= rank < world_size:
+        raise ConfigurationError(
+            f"this process is rank {rank} of {world_size} by its environment (RANK and WORLD_SIZE, or SLURM_PROCID and "
+            "SLURM_NTASKS): a rank is 0 to the number of processes less one. Unset them to start ranks from here."
+        )
+    return Rank(rank, world_size, local_rank, local_world_size, node_rank, num_nodes)
+
+
+def place_here() -> Rank:
+    """This process's place among all ranks, and among those of its host, whoever started them."""
+    return started_as() or joined() or Rank()
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name, "").strip()
+    if not text and default is not None:
+        return default
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigurationError(
+            f"{name}={text!r} in the environment: must be a whole number; unset it, or mend the launcher."
+        )
+    return int(text)
+
+
+def _is_shell(env: Mapping[str, str]) -> bool:
+    """``srun --pty bash`` sets the variables of a task, but what is typed there is not one of many."""
+    return env.get("SLURM_JOB_NAME") in _INTERACTIVE_JOBS
+
+
+def _tasks_of_node(env: Mapping[str, str], world_size: int, num_nodes: int) -> int:
+    """Tasks on this node, from Slurm's short form: ``2(x3),1`` is 2, 2, 2, 1."""
+    counts: list[int] = []
+    for tasks, repeats in re.findall(
+        r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", ""))
+    ):
+        counts += [int(tasks)] * int(repeats or 1)
+    node = _number(env, "SLURM_NODEID", 0)
+    return max(1, counts[node] if node < len(counts) else -(-world_size // num_nodes))
+
+
+def first_host(nodelist: str) -> str:
+    """First name of Slurm's short form: ``gpu[07-09,12],login1`` is ``gpu07``."""
+    head = re.match(r"([^,\[]*)(?:\[([^\]]*)\])?([^,\[]*)", nodelist.strip())
+    assert head is not None  # every part may be empty
+    name, ranges, tail = head.groups()
+    return name + (re.split(r"[,-]", ranges)[0] if ranges else "") + tail
+
+
+def rendezvous_point(environ: Mapping[str, str]) -> str:
+    """``tcp://host:port`` where a Slurm job's ranks meet: ``MASTER_ADDR``/``MASTER_PORT``, else by the job."""
+    nodes = (
+        environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
+    )
+    host = environ.get("MASTER_ADDR") or first_host(nodes) or "127.0.0.1"
+    job = re.sub(r"\D", "", environ.get("SLURM_JOB_ID", environ.get("SLURM_JOBID", ""))) or "0"
+    step = re.sub(r"\D", "", environ.get("SLURM_STEP_ID", "")) or "0"
+    port = environ.get("MASTER_PORT") or str(_FIRST_PORT + (int(job) * 7 + int(step)) % _PORTS)
+    return f"tcp://{host}:{port}"
+
+
+def join(
+    function: Callable[[StopAgreement], T],
+    *,
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout_s: float = 1800.0,
+    devices: Sequence[torch.device] | None = None,
+) -> T:
+    """Run ``function`` in this process, as the rank that :func:`joined` returned, in a process group.
+
+    An existing process group is used and left as it is; one made here is destroyed at the end, so that a script may
+    train several times.
+
+    Parameters
+    ----------
+    function : callable
+        Takes the run's :class:`~trainloop._support.stopping.StopAgreement`.
+    devices : sequence of torch.device, optional
+        This node's devices by local rank; the CPU by default.
+    backend, init_method, timeout_s
+        As in :func:`trainloop._launch.launch`.
+
+    Returns
+    -------
+    object
+        What ``function`` returned here.
+    """
+    me = joined()
+    if me is None:
+        raise ConfigurationError(
+            "join() outside of torchrun and Slurm: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not all set."
+        )
+    device = torch.device("cpu")
+    if devices:
+        if me.local_rank >= len(devices):
+            raise ConfigurationError(
+                f"local rank {me.local_rank}, but {len(devices)} devices were chosen ({', '.join(map(str, devices))}). "
+                f"Start at most {len(devices)} processes here, or choose more devices."
+            )
+        device = devices[me.local_rank]
+    if backend is None:
+        # Several ranks on one GPU can't use NCCL.
+        shared = devices is not None and len(set(devices)) < len(devices)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shared else "gloo"
+    guard_forks()
+    # Also for a group that the caller has made, and that is still there at exit.
+    atexit.unregister(release_last_work)
+    atexit.register(release_last_work)
+    with contextlib.ExitStack() as undo:
+        if device.type == "cuda":
+            # Not by set_device(): on the way back it would make a context on a GPU that belongs to another rank.
+            undo.enter_context(torch.cuda.device(device))
+        if not dist.is_initialized():
+            undo.enter_context(_process_group(me, backend, init_method, timeout_s))
+        stop = undo.enter_context(_agreement(me, timeout_s))
+        undo.enter_context(signals(stop))
+        return function(stop)
+
+
+@contextlib.contextmanager
+def _process_group(me: Rank, backend: str, init_method: str | None, timeout_s: float) -> Iterator[None]:
+    if init_method is None:
+        init_method = "env://" if "RANK" in os.environ and "MASTER_ADDR" in os.environ else rendezvous_point(os.environ)
+    timeout = timedelta(seconds=timeout_s)
+    store = _fresh_store(init_method, me, timeout)
+    with no_strangers():
+        dist.init_process_group(backend, store=store, rank=me.rank, world_size=me.world_size, timeout=timeout)
+    try:
+        yield
+    except BaseException:
+        leave_group(failed=True)
+        raise
+    leave_group()
+
+
+_stores: dict[str, dist.Store] = {}
+_group_number = itertools.count()
+
+
+def _fresh_store(init_method: str, me: Rank, timeout: timedelta) -> dist.Store:
+    """A store for one process group, without the addresses of earlier groups.
+
+    torchrun's store outlives process groups: in the next group a rank would read an old address and wait there. So each
+    group, numbered alike on all ranks, has its own part of the store. The store also outlives processes, if ``torchrun
+    --max-restarts`` starts them again.
+    """
+    if init_method not in _stores:
+        _stores[init_method] = next(dist.rendezvous(init_method, me.rank, me.world_size, timeout=timeout))[0]
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"trainloop-{start}-{next(_group_number)}", _stores[init_method])
+
+
+def _common_words(me: Rank) -> memoryview | None:
+    """Words that all ranks of this machine map, from a file of rank 0; ``None`` where it can't be opened."""
+    fd = anonymous_file("stop") if me.rank == 0 else -1
+    try:
+        if me.rank == 0:
+            os.ftruncate(fd, 8 * SharedStop.num_words(me.world_size))
+        pid, number, inode = exchange_ints([os.getpid(), fd, os.fstat(fd).st_ino if me.rank == 0 else 0])[0]
+        words = None
+        # A process in another container may have the same number; the file's own number tells them apart.
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/fd/{number}", "r+b", buffering=0) as file:
+            found = os.fstat(file.fileno())
+            # Whoever named the path, the file has to be this user's.
+            if found.st_ino == inode and found.st_uid == os.geteuid():
+                words = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+        barrier()  # rank 0 keeps the file open until all have mapped it
+        return words
+    finally:
+        if me.rank == 0:
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def _agreement(me: Rank, timeout_s: float) -> Iterator[StopAgreement]:
+    """The stop agreement: through shared memory if all ranks share some, else through a Gloo group of its own."""
+    if me.world_size == 1:
+        yield LocalStop()
+        return
+    if me.local_world_size == me.world_size:
+        words = _common_words(me)
+        pids = [pid for (pid,) in exchange_ints([os.getpid()])]
+        if all(found for (found,) in exchange_ints([int(words is not None)])):
+            assert words is not None
+            shared = SharedStop(words, me.rank, me.world_size, timeout_s, pids)
+            yield shared
+            shared.release()
+            return
+    with no_strangers():
+        # Of its own: its exchanges must not come between those of the user's code in the default group.
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    stop = GroupStop(group, me.world_size)
+    yield stop
+    stop.finish()

@@ -1,0 +1,70 @@
+"""Ranks that outlive the call that started them and do the next calls' work.
+
+::
+
+    with keeping():                 # TrainLoop.ranks()
+        launch(first, ...)          # starts ranks
+        launch(second, ...)         # the same processes: their group, their GPUs' memory, what they have imported
+                                    # here they end
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from trainloop._support.per_thread import PerThread
+
+if TYPE_CHECKING:
+    from trainloop._launch.spawning import Ranks
+
+__all__ = ["KeptRanks", "keeping", "kept_here"]
+
+
+class KeptRanks:
+    """The ranks of one block that are up, if any."""
+
+    def __init__(self) -> None:
+        self._ranks: Ranks | None = None
+        self._terms: object = None
+        self._undo = contextlib.ExitStack()
+
+    def take_up(self, terms: object, undo: contextlib.ExitStack) -> Ranks | None:
+        """Ranks with the same settings that are all up, ready for new work, and ended by ``undo``; others are ended."""
+        if self._ranks is not None and (self._terms != terms or not self._ranks.are_up()):
+            self.close()
+        if self._ranks is not None:
+            undo.callback(self.close)
+            self._ranks.begin_again()
+        return self._ranks
+
+    def keep(self, ranks: Ranks, terms: object, undo: contextlib.ExitStack) -> None:
+        """Keep these ranks, whose work went well; what ``undo`` would do now is done at their end."""
+        ending = undo.pop_all()
+        if ranks is not self._ranks:  # else it is this object's own close()
+            self._ranks, self._terms, self._undo = ranks, terms, ending
+
+    def close(self) -> None:
+        """End them."""
+        self._ranks, self._terms = None, None
+        self._undo.close()
+
+
+_here: PerThread[KeptRanks] = PerThread()  # several threads may call fit, each with its own ranks
+
+
+def kept_here() -> KeptRanks | None:
+    """The ranks of this thread's innermost block, if it is in one."""
+    return _here.get()
+
+
+@contextlib.contextmanager
+def keeping() -> Iterator[None]:
+    """Keep ranks alive between the calls of :func:`~trainloop._launch.launch` in this block and in inner ones."""
+    if kept_here() is not None:
+        yield
+        return
+    kept = KeptRanks()
+    with contextlib.closing(kept), _here.set_to(kept):
+        yield

@@ -1,0 +1,404 @@
+"""The life of a rank that ``launch`` started."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import mmap
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from multiprocessing import connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainloop._launch.failures import failure_of, write_record
+from trainloop._launch.main_guard import take_main_place
+from trainloop._launch.output import quieten_log_streams, rank_streams
+from trainloop._launch.settings import apply_settings
+from trainloop._launch.unblocking import Unblocking
+from trainloop._launch.work import LAUNCH_VARIABLE, next_work
+from trainloop._support.forks import guard_forks
+from trainloop._support.scratch import Scratch, name_semaphores
+from trainloop._support.signals import rank_signals
+from trainloop._support.stopping import GroupStop, SharedStop
+from trainloop._transfer import Parcel
+from trainloop._transfer.pages import anonymous_path
+from trainloop._transfer.result import ResultFile
+from trainloop.distributed import Rank
+from trainloop.distributed.key import set_run_key
+from trainloop.distributed.peers import DisturbedStartError, no_strangers
+from trainloop.distributed.ranks import leave_group
+
+__all__ = ["STACK_SIGNAL", "RankSpec", "State", "result_file", "run_rank", "started_as", "started_by_launch"]
+
+STACK_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else None
+"""Makes a rank write its Python stacks: a real-time signal, which programs leave alone."""
+
+_STACK_WAIT_S = 2.0  # a rank whose collective timed out stays in place so long, for the parent to ask all for stacks
+_DAEMONS_S = 5.0  # at a rank's end, until loaders' workers have ended
+_ORPHAN_GRACE_S = 5.0  # a rank whose parent was killed may unwind for so long
+
+
+class State:
+    """The state of a rank: one word of shared memory each, which only the rank writes."""
+
+    STARTING, RUNNING, DONE, FAILING, FAILED, TIMED_OUT = range(6)
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """The arguments of a rank. They are small; the work itself is in the payload."""
+
+    rank: int
+    """Global rank of local rank 0."""
+    world_size: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    devices: tuple[str, ...]
+    backend: str
+    timeout_s: float
+    num_threads: int | None
+    parcel: Parcel
+    words_fd: int
+    store_fd: int
+    result_fd: int
+    record_fds: tuple[int, ...]
+    stack_fds: tuple[int, ...]
+    scratch: Scratch
+    """Where processes of this launch make sockets and temporary files of multiprocessing."""
+    store: tuple[str, int, str] | None = None
+    """Host, port and prefix of the store for ranks of several nodes; ``None`` on one node, where they use a file."""
+    caller_fd: int | None = None
+    """The caller's process (``pidfd_open``), where the system has such descriptors."""
+    interface: str | None = None
+    """Network interface of Gloo."""
+    init_method: str | None = None
+    """A ``file://`` rendezvous place of several nodes, given by the user."""
+    inherited: tuple[int, ...] = ()
+    """Further descriptors that the payload refers to."""
+    key: bytes | None = field(default=None, repr=False)
+    """Key with which ranks sign their messages; see :mod:`trainloop.distributed.key`."""
+    settings: bytes = b""
+    """The caller's :func:`~trainloop._launch.settings.dumped_settings`."""
+    outlives_work: bool = False
+    """Whether a rank waits for further work after the first."""
+    main: tuple[str | None, str | None] = (None, None)
+    """The script that runs, see :func:`~trainloop._launch.main_guard.main_place`."""
+
+    def descriptors(self, local_rank: int) -> list[int]:
+        """Return all descriptors that a rank needs; :meth:`numbered` takes those that it has received."""
+        own = [self.words_fd, self.store_fd, self.result_fd, self.scratch.lock_fd, *self.inherited]
+        own += [self.record_fds[local_rank], self.stack_fds[local_rank]]
+        return list(dict.fromkeys([*own, *([] if self.caller_fd is None else [self.caller_fd])]))
+
+    def numbered(self, received: Mapping[int, int]) -> RankSpec:
+        """Return the arguments with the numbers that descriptors (except the payload's) have in a rank, or -1."""
+
+        def here(fd: int) -> int:
+            return received.get(fd, -1)
+
+        return replace(
+            self,
+            words_fd=here(self.words_fd),
+            store_fd=here(self.store_fd),
+            result_fd=here(self.result_fd),
+            record_fds=tuple(map(here, self.record_fds)),
+            stack_fds=tuple(map(here, self.stack_fds)),
+            scratch=self.scratch._replace(lock_fd=here(self.scratch.lock_fd)),
+            caller_fd=None if self.caller_fd is None else here(self.caller_fd),
+        )
+
+    def rank_of(self, local_rank: int) -> Rank:
+        """The place of one of this node's ranks among all."""
+        return Rank(
+            rank=self.rank + local_rank,
+            world_size=self.world_size,
+            local_rank=local_rank,
+            local_world_size=self.local_world_size,
+            node_rank=self.node_rank,
+            num_nodes=self.num_nodes,
+        )
+
+    def map_words(self) -> memoryview:
+        """The words that ranks and parent share: of the stop agreement, then ranks' states."""
+        return memoryview(mmap.mmap(self.words_fd, 0)).cast("q")
+
+
+class RankTerminated(BaseException):
+    """Raised in a rank by the parent's SIGTERM, so that ``finally`` blocks run."""
+
+
+_started_as: Rank | None = None
+_result_file: ResultFile | None = None
+
+
+def started_by_launch() -> bool:
+    """Whether this process is a rank that ``launch`` started."""
+    return _started_as is not None
+
+
+def started_as() -> Rank | None:
+    """The place that ``launch`` has given this process; ``None`` where it has not started it."""
+    return _started_as
+
+
+def result_file() -> ResultFile | None:
+    """Where local rank 0's result goes, for ranks that have parts of it; ``None`` in a process that others started."""
+    return _result_file
+
+
+def run_rank(local_rank: int, line: connection.Connection) -> None:
+    """Receive work over ``line`` and do it: the main function of a rank's process."""
+    global _started_as
+    first = next_work(line)
+    if first is None:
+        return
+    work, received = first
+    spec = work.spec.numbered(received)
+    me = _started_as = spec.rank_of(local_rank)
+    stack_fd = spec.stack_fds[local_rank]
+    # Named semaphores and temporary files, those of loaders' workers, tell which launch they are of: a killed rank
+    # can't remove its own.
+    name_semaphores(os.environ[LAUNCH_VARIABLE])
+    multiprocessing.current_process()._config["tempdir"] = spec.scratch.path  # type: ignore[attr-defined]
+    words = spec.map_words()
+    faulthandler.enable(file=stack_fd, all_threads=True)  # a crash in native code leaves its Python stack
+    if STACK_SIGNAL is not None:
+        faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True)
+    end_with_parent(spec.caller_fd)
+    guard_forks()
+    while (exitcode := _work(spec, me, words, received)) == 0 and spec.outlives_work:
+        os.close(received[spec.parcel.fd])
+        gc.collect()  # the caller has its shared memory back
+        with contextlib.suppress(OSError):  # it has gone, as the next line finds out
+            line.send_bytes(b"1")
+        given = next_work(line)
+        if given is None:
+            break
+        work, received = given
+        work.take_place()
+        spec = replace(spec, parcel=work.spec.parcel, settings=work.spec.settings, main=work.spec.main)
+    leave_group()
+    _leave(exitcode)
+
+
+def _work(spec: RankSpec, me: Rank, words: memoryview, received: Mapping[int, int]) -> int:
+    """Do one piece of work, from opening it to its result; returns the exit code, 0 for success."""
+    global _result_file
+    _result_file = ResultFile(spec.result_fd)
+    stop = SharedStop(words, me.local_rank, spec.local_world_size, spec.timeout_s)
+    state = SharedStop.num_words(spec.local_world_size) + me.local_rank
+
+    def lost() -> bool:
+        return stop.aborted or parent_is_gone()
+
+    with (
+        rank_signals(stop, ended=lost, end=RankTerminated),
+        contextlib.ExitStack() as undo,
+    ):
+        try:
+            undo.enter_context(rank_streams(me))
+            words[state] = State.RUNNING
+            if "nccl" in spec.backend:
+                unblocking = Unblocking(lost)
+                unblocking.start()
+                undo.callback(unblocking.stop)
+            # Opens the payload too, so that an error in the user's imports is recorded like any other.
+            result = _result_of(spec, me, stop, undo, received)
+            if me.local_rank == 0:
+                _result_file.write(result)
+            words[state] = State.DONE
+        except BaseException as error:
+            exitcode = _fail(error, spec, me, stop, words, state)
+            leave_group(failed=True)
+            return exitcode
+    return 0
+
+
+# Kept to the process's end: a group's destructor waits for the group's threads. Where a Reducer had the last reference
+# it would wait with the interpreter's lock, which such a thread needs to free a tensor.
+_groups: list[Any] = []
+
+
+def _result_of(
+    spec: RankSpec, me: Rank, stop: SharedStop, undo: contextlib.ExitStack, received: Mapping[int, int]
+) -> Any:
+    os.environ.update(
+        RANK=str(me.rank),
+        WORLD_SIZE=str(me.world_size),
+        LOCAL_RANK=str(me.local_rank),
+        LOCAL_WORLD_SIZE=str(me.local_world_size),
+    )
+    if spec.interface is not None:  # also for groups that the work makes, be it a kept rank's second
+        os.environ["GLOO_SOCKET_IFNAME"] = spec.interface
+    if spec.num_threads is not None:
+        torch.set_num_threads(spec.num_threads)
+    _allow_many_descriptors()
+    if "nccl" in spec.backend:
+        # Its watchdog writes what it knows of a collective that timed out, and gives that four times as long: a minute.
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
+    device = torch.device(spec.devices[me.local_rank])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    take_main_place(*spec.main)
+    set_run_key(spec.key)
+    if spec.settings:
+        # Before the payload is opened: it imports the user's modules, whose warnings are to be filtered, too.
+        apply_settings(spec.settings)
+        quieten_log_streams(me)
+    function = spec.parcel.open(device, received)
+    if not spec.outlives_work:
+        undo.callback(leave_group)
+    if not dist.is_initialized():
+        with no_strangers(DisturbedStartError):
+            _make_group(spec, me, device)
+        _groups.append(dist.group.WORLD)
+    if me.num_nodes == 1:
+        return function(stop)
+    with no_strangers():
+        agreement = GroupStop(
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=spec.timeout_s)), me.world_size, also=stop
+        )
+    result = function(agreement)
+    agreement.finish()
+    return result
+
+
+def _make_group(spec: RankSpec, me: Rank, device: torch.device) -> None:
+    timeout = timedelta(seconds=spec.timeout_s)
+    store: dist.Store
+    if spec.init_method is not None:
+        dist.init_process_group(
+            spec.backend,
+            init_method=spec.init_method,
+            rank=me.rank,
+            world_size=me.world_size,
+            timeout=timeout,
+        )
+        return
+    if spec.store is None:
+        # A file needs no port, and so none that is free: nothing listens, and two runs can't meet.
+        store = dist.FileStore(anonymous_path(spec.store_fd), me.world_size)
+    else:
+        host, port, prefix = spec.store
+        client = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        store = dist.PrefixStore(prefix, client)
+    # Without device_id: NCCL would form every smaller group by a split that all ranks take part in, and a group of some
+    # ranks over Gloo, which a user may make, waits there for ever (torch 2.6 to 2.13). The current device is set.
+    dist.init_process_group(spec.backend, store=store, rank=me.rank, world_size=me.world_size, timeout=timeout)
+
+
+def _fail(error: BaseException, spec: RankSpec, me: Rank, stop: SharedStop, words: memoryview, state: int) -> int:
+    """Record the error while the group is still up, so that no other rank's error can be earlier."""
+    if isinstance(error, RankTerminated):
+        return 128 + signal.SIGTERM
+    words[state] = State.FAILING  # to read the lines of its traceback takes a while on a busy machine
+    # DataLoader's handler of SIGCHLD raises wherever it strikes, also here, once for each dead worker.
+    for _ in range(8):
+        with contextlib.suppress(RuntimeError):
+            failure = failure_of(error, me.rank)
+            write_record(spec.record_fds[me.local_rank], failure)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            break
+    if failure.timeout:
+        # Stay, so that the others stay where they hang until the parent has their stacks.
+        words[state] = State.TIMED_OUT
+        deadline = time.monotonic() + _STACK_WAIT_S
+        while not stop.aborted and time.monotonic() < deadline:
+            time.sleep(0.01)
+    else:
+        words[state] = State.FAILED
+    return failure.exitcode or 1
+
+
+def _leave(exitcode: int) -> None:
+    """End this process in order, but without finalizing the interpreter.
+
+    Native threads may still run, of a process group for instance. A thread that requests the lock of a finalizing
+    interpreter is ended in the midst of C++ code, which can abort the process although all work is done.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # joins threads
+    _kill_stuck_daemons()
+    atexit._run_exitfuncs()  # multiprocessing's among them: loaders' workers end
+    gc.collect()  # what only cycles hold is closed
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    with contextlib.suppress(Exception):
+        ctypes.CDLL(None).fflush(None)  # what native code has printed
+    os._exit(exitcode)
+
+
+def _kill_stuck_daemons() -> None:
+    """Python ends daemon processes (loaders' workers) by SIGTERM and waits; one may be stuck in native code."""
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            timer = threading.Timer(_DAEMONS_S, child.kill)
+            timer.daemon = True
+            timer.start()
+
+
+def _allow_many_descriptors() -> None:
+    """Allow as many descriptors as possible: each tensor from a DataLoader's worker takes one, in any sharing mode."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    wanted = 65536 if hard == unlimited else min(hard, 65536)
+    if soft != unlimited and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The parent
+# --------------------------------------------------------------------------------------------------------------------
+
+
+_parent: list[int] = []  # descriptors that become readable at its end
+
+
+def parent_is_gone() -> bool:
+    """Whether the process that started this one has ended."""
+    return bool(_parent and connection.wait(_parent, 0))
+
+
+def end_with_parent(caller_fd: int | None) -> None:
+    """Make this process end when the launching process does, however that ends.
+
+    Parameters
+    ----------
+    caller_fd : int or None
+        That process (``pidfd_open``). Without it a fork of that process, which holds the other end of
+        ``multiprocessing``'s sentinel, could keep this one alive.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    _parent.append(parent.sentinel)
+    if caller_fd is not None:
+        _parent.append(caller_fd)
+    if parent_is_gone():
+        os._exit(1)
+    threading.Thread(target=_outlive_parent_briefly, name="trainloop-parent-watch", daemon=True).start()
+
+
+def _outlive_parent_briefly() -> None:
+    connection.wait(_parent)
+    # By the clock of a native thread: this one waits for ever where another is stuck with the interpreter's lock.
+    with open(os.devnull, "w") as nowhere:
+        faulthandler.dump_traceback_later(_ORPHAN_GRACE_S, exit=True, file=nowhere)
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait()

@@ -1,0 +1,371 @@
+"""Process-wide settings of the caller, which its ranks take over.
+
+A script chooses precision, determinism, log levels and the like in ``main()``, in the process that calls ``fit``. A
+rank is another process: it receives the caller's settings and sets those that differ from its own. Workers forked from
+the rank have the same; others get them by :class:`SettingsInit`. The caller's settings are read, never changed.
+
+To add one, add a line to :data:`SETTINGS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import multiprocessing
+import pickle
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from trainloop._support.user_line import stand_for, user_place, warn
+from trainloop._transfer.pickling import Pickler
+
+__all__ = ["SETTINGS", "Setting", "SettingsInit", "apply_settings", "dumped_settings", "read_settings"]
+
+
+_LINE = "the line that warnings point to"  # sent along, but no setting: each call has its own
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One process-wide setting."""
+
+    name: str
+    """Its name in the documentation: the function or attribute by which a user sets it."""
+    read: Callable[[], Any]
+    """Returns the present value, which can be compared and pickled. Raises if this version or build lacks it."""
+    write: Callable[[Any], object]
+    """Sets a value that ``read`` returned."""
+
+
+def read_settings() -> dict[str, Any]:
+    """The present values of all settings that this process has, by name."""
+    values = {}
+    for setting in SETTINGS:
+        # torch refuses to read an old switch after its successor was used; the table has the successor too.
+        with contextlib.suppress(AttributeError, RuntimeError, ImportError):
+            values[setting.name] = setting.read()
+    return values
+
+
+def dumped_settings() -> bytes:
+    """The settings as bytes, for :func:`apply_settings` in another process."""
+    values = {_LINE: user_place(), **read_settings()}
+    try:
+        return _dumped(values)
+    except Exception:  # a class or function in one of them that can't be sent: the others can
+        kept = {}
+        for name, value in values.items():
+            try:
+                _dumped(value)
+                kept[name] = value
+            except Exception as error:
+                warn(f"the ranks can't take over this process's {name}: {error}")
+        return _dumped(kept)
+
+
+def _dumped(value: Any) -> bytes:
+    file = io.BytesIO()
+    Pickler(file).dump(value)  # a warning's class may be the script's own
+    return file.getvalue()
+
+
+def apply_settings(dumped: bytes) -> None:
+    """Set another process's settings, in the order of the table; those that are equal here are left alone."""
+    values: dict[str, Any] = pickle.loads(dumped)
+    own = {setting.name: setting for setting in SETTINGS}
+    if _LINE in values:
+        stand_for(values.pop(_LINE))
+    for name, value in values.items():
+        setting = own[name]
+        try:
+            try:
+                same = bool(setting.read() == value)
+            except RuntimeError:  # an old switch, see above
+                same = False
+            if not same:
+                setting.write(value)
+        except Exception as error:
+            warn(f"this rank could not take over the caller's {name}={value!r}: {error}")
+
+
+class SettingsInit:
+    """A ``worker_init_fn`` that applies the settings of the sending process, then calls the user's own."""
+
+    def __init__(self, users: Callable[[int], None] | None) -> None:
+        self.users = users
+        self._settings = b""
+
+    def __call__(self, worker_id: int) -> None:
+        if self._settings:
+            apply_settings(self._settings)
+        if self.users is not None:
+            self.users(worker_id)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"users": self.users, "_settings": dumped_settings()}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is more than an attribute
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _attribute(path: str) -> Setting:
+    """A switch that is an attribute of ``torch`` or of something in it."""
+    *owners, name = path.split(".")
+
+    def owner() -> Any:
+        found: Any = torch
+        for part in owners[1:]:
+            found = getattr(found, part)
+        return found
+
+    return Setting(path, lambda: getattr(owner(), name), lambda value: setattr(owner(), name, value))
+
+
+def _functions(name: str, owner: str, getter: str, setter: str) -> Setting:
+    """A switch with a function that reads and one that sets, of a module in ``torch``."""
+
+    def find(function: str) -> Any:
+        found: Any = torch
+        for part in owner.split(".")[1:]:
+            found = getattr(found, part)
+        return getattr(found, function)
+
+    return Setting(name, lambda: find(getter)(), lambda value: find(setter)(value))
+
+
+def _config(path: str) -> Setting:
+    """Options of torch.compile's machinery; nothing is imported for them where it is not in use."""
+
+    def read() -> dict[str, Any]:
+        config = sys.modules.get(path)
+        changed = getattr(config, "_get_dict", None)  # private: torch has no other way to ask what was changed
+        return {} if changed is None else changed(skip_default=True)
+
+    def write(options: dict[str, Any]) -> None:
+        import importlib
+
+        config = importlib.import_module(path)
+        for name, value in options.items():
+            setattr(config, name, value)
+
+    return Setting(path, read, write)
+
+
+def _read_start_method() -> str:
+    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+
+
+def _read_default_device() -> str | None:
+    context = torch._GLOBAL_DEVICE_CONTEXT
+    mode = getattr(context, "device_context", None)
+    # Without the index: 'cuda' is each rank's own GPU.
+    return None if mode is None else mode.device.type
+
+
+def _read_flush_denormal() -> bool:
+    return (torch.tensor([1e-310], dtype=torch.float64, device="cpu") * 1).item() == 0
+
+
+def _write_safe_globals(classes: list[Any]) -> None:
+    torch.serialization.add_safe_globals([c for c in classes if c not in torch.serialization.get_safe_globals()])
+
+
+def _read_default_validation() -> bool:
+    from torch.distributions import Distribution
+
+    return Distribution._validate_args
+
+
+def _write_default_validation(value: bool) -> None:
+    from torch.distributions import Distribution
+
+    Distribution.set_default_validate_args(value)
+
+
+def _write_warning_filters(filters: list[Any]) -> None:
+    warnings.filters[:] = filters  # type: ignore[index]  # the list itself: other modules hold it
+    # Adding and removing a filter tells the interpreter, in all versions, that filters have changed.
+    warnings.simplefilter("ignore", _NoWarning)
+    warnings.filters.remove(("ignore", None, _NoWarning, None, 0))  # type: ignore[attr-defined]
+
+
+class _NoWarning(Warning):
+    pass
+
+
+# -- logging -----------------------------------------------------------------------------------------------------------
+
+_STREAMS = ("stdout", "stderr")
+
+
+def _loggers() -> dict[str, logging.Logger]:
+    named = logging.root.manager.loggerDict
+    return {"": logging.root, **{name: found for name, found in named.items() if isinstance(found, logging.Logger)}}
+
+
+def _read_log_levels() -> dict[str, tuple[int, bool, bool]]:
+    default = (logging.NOTSET, False, True)
+    found = {name: (log.level, log.disabled, log.propagate) for name, log in _loggers().items()}
+    return {name: values for name, values in found.items() if values != default}
+
+
+def _write_log_levels(levels: dict[str, tuple[int, bool, bool]]) -> None:
+    for name, (level, disabled, propagate) in levels.items():
+        log = logging.getLogger(name or None)
+        log.setLevel(level)
+        log.disabled, log.propagate = disabled, propagate
+
+
+def _read_log_streams() -> dict[str, list[tuple[str, int, Any]]]:
+    """Handlers that write to the standard streams, as ``logging.basicConfig`` makes them, by their logger."""
+    found: dict[str, list[tuple[str, int, Any]]] = {}
+    for name, log in _loggers().items():
+        for handler in log.handlers:
+            # Others' classes, and filters of handlers, belong to this process.
+            if type(handler) is logging.StreamHandler and not handler.filters:
+                for stream in _STREAMS:
+                    if handler.stream in (getattr(sys, stream), getattr(sys, f"__{stream}__")):
+                        found.setdefault(name, []).append((stream, handler.level, _formatter_of(handler)))
+                        break
+    return found
+
+
+def _formatter_of(handler: logging.Handler) -> bytes:
+    """The handler's formatter as bytes, which can be compared; None's for a class of somebody else's."""
+    return pickle.dumps(handler.formatter if type(handler.formatter) is logging.Formatter else None)
+
+
+def _write_next_hook(number: int) -> None:
+    RemovableHandle.next_id = max(RemovableHandle.next_id, number)
+
+
+def _write_log_streams(handlers: dict[str, list[tuple[str, int, Any]]]) -> None:
+    for name, made in handlers.items():
+        log = logging.getLogger(name or None)
+        if log.handlers:  # made by a module that was imported here
+            continue
+        for stream, level, formatter in made:
+            handler = logging.StreamHandler(getattr(sys, stream))
+            handler.setLevel(level)
+            handler.setFormatter(pickle.loads(formatter))
+            log.addHandler(handler)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The table
+# --------------------------------------------------------------------------------------------------------------------
+
+SETTINGS: list[Setting] = [
+    # first, so that they apply to the others' warnings
+    Setting("warnings.filterwarnings", lambda: list(warnings.filters), _write_warning_filters),
+    Setting("logging.disable", lambda: logging.root.manager.disable, logging.disable),
+    Setting("logging.Logger.setLevel", _read_log_levels, _write_log_levels),
+    Setting("logging.basicConfig", _read_log_streams, _write_log_streams),
+    # numbers
+    Setting("torch.set_default_dtype", torch.get_default_dtype, torch.set_default_dtype),
+    Setting("torch.set_default_device", _read_default_device, torch.set_default_device),
+    # The old switch sets new ones along, so it goes first.
+    Setting(
+        "torch.set_float32_matmul_precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+    ),
+    _attribute("torch.backends.cuda.matmul.allow_tf32"),
+    _attribute("torch.backends.cudnn.allow_tf32"),
+    _attribute("torch.backends.fp32_precision"),
+    _attribute("torch.backends.cuda.matmul.fp32_precision"),
+    _attribute("torch.backends.cudnn.fp32_precision"),
+    _attribute("torch.backends.cudnn.conv.fp32_precision"),
+    _attribute("torch.backends.cudnn.rnn.fp32_precision"),
+    _attribute("torch.backends.mkldnn.fp32_precision"),
+    _attribute("torch.backends.mkldnn.matmul.fp32_precision"),
+    _attribute("torch.backends.mkldnn.conv.fp32_precision"),
+    _attribute("torch.backends.mkldnn.rnn.fp32_precision"),
+    _attribute("torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction"),
+    _attribute("torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction"),
+    _attribute("torch.backends.cuda.matmul.allow_fp16_accumulation"),
+    Setting("torch.set_flush_denormal", _read_flush_denormal, torch.set_flush_denormal),
+    Setting("numpy.seterr", np.geterr, lambda value: np.seterr(**value)),
+    # determinism
+    Setting(
+        "torch.use_deterministic_algorithms",
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+    ),
+    _attribute("torch.utils.deterministic.fill_uninitialized_memory"),
+    _attribute("torch.backends.cudnn.deterministic"),
+    _attribute("torch.backends.mkldnn.deterministic"),
+    # which kernels
+    _attribute("torch.backends.cudnn.enabled"),
+    _attribute("torch.backends.cudnn.benchmark"),
+    _attribute("torch.backends.cudnn.benchmark_limit"),
+    _attribute("torch.backends.mkldnn.enabled"),
+    _attribute("torch.backends.quantized.engine"),
+    _attribute("torch.backends.opt_einsum.enabled"),
+    _attribute("torch.backends.opt_einsum.strategy"),
+    Setting(
+        "torch.backends.nnpack.set_flags",
+        lambda: torch._C._get_nnpack_enabled(),
+        lambda value: torch.backends.nnpack.set_flags(value),
+    ),
+    _functions("torch.backends.cuda.enable_flash_sdp", "torch.backends.cuda", "flash_sdp_enabled", "enable_flash_sdp"),
+    _functions(
+        "torch.backends.cuda.enable_mem_efficient_sdp",
+        "torch.backends.cuda",
+        "mem_efficient_sdp_enabled",
+        "enable_mem_efficient_sdp",
+    ),
+    _functions("torch.backends.cuda.enable_math_sdp", "torch.backends.cuda", "math_sdp_enabled", "enable_math_sdp"),
+    _functions("torch.backends.cuda.enable_cudnn_sdp", "torch.backends.cuda", "cudnn_sdp_enabled", "enable_cudnn_sdp"),
+    _functions(
+        "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp",
+        "torch.backends.cuda",
+        "fp16_bf16_reduction_math_sdp_allowed",
+        "allow_fp16_bf16_reduction_math_sdp",
+    ),
+    _functions(
+        "torch.backends.mha.set_fastpath_enabled", "torch.backends.mha", "get_fastpath_enabled", "set_fastpath_enabled"
+    ),
+    # checks
+    Setting(
+        "torch.autograd.set_detect_anomaly",
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda value: torch.autograd.set_detect_anomaly(*value),
+    ),
+    Setting("torch.set_warn_always", torch.is_warn_always_enabled, torch.set_warn_always),
+    Setting(
+        "torch.distributions.Distribution.set_default_validate_args",
+        _read_default_validation,
+        _write_default_validation,
+    ),
+    # the rest
+    # A process that was spawned would spawn, too.
+    Setting(
+        "multiprocessing.set_start_method",
+        _read_start_method,
+        lambda value: multiprocessing.set_start_method(value, force=True),
+    ),
+    Setting(
+        "torch.multiprocessing.set_sharing_strategy",
+        lambda: torch.multiprocessing.get_sharing_strategy(),
+        lambda value: torch.multiprocessing.set_sharing_strategy(value),
+    ),
+    Setting(
+        "torch.serialization.add_safe_globals",
+        lambda: sorted(torch.serialization.get_safe_globals(), key=repr),  # torch gives a set's order, which varies
+        _write_safe_globals,
+    ),
+    # Hooks of modules and tensors arrive with their numbers: a new one must not take the place of another.
+    Setting("torch.utils.hooks.RemovableHandle", lambda: RemovableHandle.next_id, _write_next_hook),
+    Setting("sys.setrecursionlimit", sys.getrecursionlimit, sys.setrecursionlimit),
+    _config("torch._dynamo.config"),
+    _config("torch._inductor.config"),
+]

@@ -1,0 +1,511 @@
+"""Start, watch and end this node's ranks, and fetch their result."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from multiprocessing import connection
+from typing import Any
+
+from trainloop import _processes as processes
+from trainloop._launch.failures import Failure, exit_text, first_failure, read_record, worker_failed_error
+from trainloop._launch.hosts import Hosts
+from trainloop._launch.liveness import Liveness, Sign, hanging_ranks
+from trainloop._launch.main_guard import main_place
+from trainloop._launch.rank_process import STACK_SIGNAL, RankSpec, State, run_rank
+from trainloop._launch.work import LAUNCH_VARIABLE, Work
+from trainloop._support.signals import Heard
+from trainloop._support.stopping import SharedStop
+from trainloop._support.user_line import warn
+from trainloop._transfer import Parcel
+from trainloop._transfer.result import ResultFile
+from trainloop.distributed.peers import DisturbedStartError
+
+__all__ = ["Ranks", "server_modules"]
+
+_PROC = os.path.isdir("/proc/self/fd")
+
+_POLL_S = 0.1
+_UNWIND_S = 1.0  # after a failure, until the others' own errors have arrived
+_TERMINATE_S = 5.0  # after SIGTERM, for finally blocks
+_KILL_S = 2.0
+_HEAR_S = 3.0  # for another host's message about its failure
+_DUMP_S = 1.0  # for the stacks of a rank
+
+SERVER_MODULES = (
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.optim",
+    "torch.utils.data",
+    "trainloop.callbacks",
+    "trainloop.data",
+    "trainloop._launch.rank_process",
+    "trainloop.parallel",
+    "trainloop.train_loop",
+    "trainloop.train_loop.handover",
+)
+"""Modules that a rank of a TrainLoop imports before the user's own; the first takes nearly all of the time."""
+
+
+def server_modules() -> list[str]:
+    """Return the modules that the fork server imports for ranks."""
+    # The caller's first optimizer has imported the compiler, and so would each rank's.
+    return [*SERVER_MODULES, *({"torch._dynamo"} & sys.modules.keys())]
+
+
+class Ranks:
+    """The processes of one launch on this node.
+
+    Parameters
+    ----------
+    spec : RankSpec
+        Their arguments.
+    token : str
+        Marks this launch's processes, in their environment, and what they make.
+    hosts : Hosts, optional
+        The other hosts of the run.
+    """
+
+    def __init__(
+        self,
+        spec: RankSpec,
+        token: str,
+        hosts: Hosts | None = None,
+    ) -> None:
+        self._spec = spec
+        self._hosts = hosts
+        self._map = mmap.mmap(spec.words_fd, 0)
+        self._words = memoryview(self._map).cast("q")
+        self.stop = SharedStop(self._words, -1, spec.local_world_size)
+        self._processes: list[Any] = []
+        self._failures: dict[int, Failure] = {}
+        self._reported: Failure | None = None  # to the other hosts
+        self._liveness = Liveness(spec.timeout_s)
+        self._token = token
+        self.cause: Failure | None = None
+        """The first failure, once the run has failed."""
+        self._lines: list[connection.Connection] = []
+        self._line_marks: set[str] = set()
+        self._served = self._begun = False
+        self._told: dict[str, str] = {}
+        self._cpus = processes.own_cpus()
+
+    def start(self, environment: dict[str, str], *, served: bool) -> None:
+        """Start the processes, with ``environment`` added to this process's own. They wait for work.
+
+        Parameters
+        ----------
+        environment : dict of str to str
+            Variables.
+        served : bool
+            Whether to fork them from the server; else each is a fresh interpreter.
+
+        Raises
+        ------
+        NoServerError
+            If they can't be forked from the server.
+        """
+        # The token goes to all that ranks start, so that what is left of them can be found.
+        variables = {**environment, LAUNCH_VARIABLE: self._token}
+        pairs = _pairs(self._spec.local_world_size)
+        calls: list[processes.Call] = [(run_rank, (r, theirs)) for r, (_, theirs) in enumerate(pairs)]
+        self._line_marks = {os.readlink(f"/proc/self/fd/{theirs.fileno()}") for _, theirs in pairs} if _PROC else set()
+        try:
+            if served:
+                self._processes = processes.from_server(calls, server_modules(), variables)
+            else:
+                self._processes = processes.spawned(calls, variables)
+        except BaseException:
+            for ours, _ in pairs:
+                ours.close()
+            raise
+        finally:
+            # If this process kept a rank's end of a connection open, the rank's death would not close it.
+            _close_ends([theirs for _, theirs in pairs])
+        self._served, self._lines = served, [ours for ours, _ in pairs]
+        self._told = {**os.environ, **variables}
+
+    def give_first(self) -> None:
+        """Give the ranks their first work."""
+        self._begun = True
+        self._send(Work(self._spec, {}), self._spec.descriptors)
+
+    def _send(self, work: Work, descriptors: Callable[[int], list[int]]) -> None:
+        for r, line in enumerate(self._lines):
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a rank that has died is found by watch()
+                work.send_over(line, descriptors(r))
+
+    # -- watching --------------------------------------------------------------------------------------------------
+
+    def watch(self, *, at_once: bool = False) -> None:
+        """Wait until all ranks are done: ended, or ready for more work where there are lines to them.
+
+        Parameters
+        ----------
+        at_once : bool
+            Whether a signal that a rank got ends the work, which the ranks themselves don't.
+
+        Raises
+        ------
+        WorkerFailedError
+            When one fails; the others have been ended then.
+        KeyboardInterrupt, SystemExit
+            With ``at_once``, after a signal; the caller ends the ranks.
+        """
+        busy = set(self._locals()) if self._spec.outlives_work else set()
+        while True:
+            alive = self._alive()
+            if alive:
+                sentinels = [self._processes[r].sentinel for r in alive]
+                ready = connection.wait([*sentinels, *(self._lines[r] for r in busy)], timeout=_POLL_S)
+                busy -= {r for r in busy if self._lines[r] in ready and _has_answered(self._lines[r])}
+            if at_once:
+                heard = Heard()
+                heard.note(self.stop.requested)
+                heard.end()
+            if self._notice() or any(self._state(r) == State.TIMED_OUT for r in self._locals()):
+                self.fail()
+            if self._hosts is not None and self._hosts.failure() is not None:
+                self.fail()
+            if not self._alive():
+                if self._notice():  # the last server was killed since
+                    self.fail()
+                return
+            if self._spec.outlives_work and not busy and all(self._state(r) == State.DONE for r in self._locals()):
+                return
+            overdue = self._overdue()
+            if overdue and self._state(overdue[0]) == State.DONE:
+                self._end_lingering(overdue)
+                return
+            if overdue:
+                self.fail(overdue)
+
+    def part(self) -> None:
+        """Wait until the ranks of all hosts are done, as those of this one are.
+
+        Raises
+        ------
+        WorkerFailedError
+            If another host fails.
+        """
+        while self._hosts is not None and not self._hosts.part(_POLL_S):
+            if self._hosts.failure() is not None:
+                self.fail()
+
+    def are_up(self) -> bool:
+        """Whether all ranks wait for more work."""
+        return self._spec.outlives_work and len(self._alive()) == self._spec.local_world_size
+
+    def begin_again(self) -> None:
+        """Forget the last work: nothing is requested, recorded or done. The ranks are up."""
+        for i in range(len(self._words)):
+            self._words[i] = 0
+        for fd in (*self._spec.record_fds, *self._spec.stack_fds):
+            os.ftruncate(fd, 0)
+            os.lseek(fd, 0, os.SEEK_SET)  # the rank's place, too
+        self._failures, self._liveness = {}, Liveness(self._spec.timeout_s)
+        self.cause = self._reported = None
+
+    def give(self, parcel: Parcel, inherited: Sequence[int], settings: bytes, environment: dict[str, str]) -> None:
+        """Give the ranks more work, with what has changed of this process's state."""
+        told, cpus, folder = {**os.environ, **environment, LAUNCH_VARIABLE: self._token}, processes.own_cpus(), None
+        with contextlib.suppress(OSError):
+            folder = os.getcwd()
+        self._spec = replace(
+            self._spec, parcel=parcel, inherited=tuple(inherited), settings=settings, main=main_place()
+        )
+        changed = {name: told.get(name) for name in {*told, *self._told} if told.get(name) != self._told.get(name)}
+        work = Work(self._spec, changed, folder, cpus if cpus != self._cpus else None)
+        self._told, self._cpus = told, cpus
+        self._send(work, lambda local_rank: list(inherited))
+
+    def _locals(self) -> range:
+        return range(len(self._processes))
+
+    def _alive(self) -> list[int]:
+        return [r for r in self._locals() if self._processes[r].is_alive()]
+
+    def _state(self, local_rank: int) -> int:
+        return self._words[SharedStop.num_words(self._spec.local_world_size) + local_rank]
+
+    def _overdue(self) -> list[int]:
+        signs = [Sign(self.stop.boundary_of(r), self._state(r) != State.DONE) for r in self._locals()]
+        elsewhere = self._hosts.done_since if self._hosts is not None else None
+        return self._liveness.overdue(signs, time.monotonic(), done_elsewhere_since=elsewhere)
+
+    def _notice(self, ended_by_us: frozenset[int] = frozenset()) -> bool:
+        """Record ranks that failed; returns whether there are any."""
+        for r in self._locals():
+            process = self._processes[r]
+            if r in self._failures:
+                continue
+            rank = self._spec.rank + r
+            # Before its exit code: it says more, and is there earlier.
+            record = read_record(self._spec.record_fds[r])
+            if record is not None:
+                self._failures[r] = record
+            elif r not in ended_by_us and not process.is_alive():
+                if self._state(r) == State.DONE and process.exitcode == 0:
+                    continue
+                by_watchdog = self._ended_by_watchdog(r)
+                timeout = by_watchdog and self._liveness.silent_s(r, time.monotonic()) > self._spec.timeout_s / 2
+                self._failures[r] = Failure(
+                    rank=rank,
+                    time_ns=time.monotonic_ns(),
+                    type=None,
+                    exitcode=process.exitcode,
+                    # Gloo's threads abort the process when a neighbour is lost at a bad moment.
+                    consequence=not timeout
+                    and (by_watchdog or (process.exitcode == -signal.SIGABRT and bool(self._failures))),
+                    timeout=timeout,
+                )
+        return bool(self._failures)
+
+    def _ended_by_watchdog(self, local_rank: int) -> bool:
+        """Whether NCCL's watchdog, a native thread, aborted a rank: a collective timed out or lost its other end."""
+        if "nccl" not in self._spec.backend or self._processes[local_rank].exitcode != -signal.SIGABRT:
+            return False
+        # Where a thread of Python's aborts, its stack is marked as that of the current one.
+        return "Current thread" not in self._stacks(ask=False, ranks=[local_rank]).get(self._spec.rank + local_rank, "")
+
+    # -- ending ----------------------------------------------------------------------------------------------------
+
+    def fail(self, overdue: Sequence[int] = ()) -> None:
+        """End all ranks and raise the first failure's error; ``overdue``: ranks without a sign of life."""
+        stacks: dict[int, str] = {}
+        hanging: list[int] = []
+        elsewhere = self._hosts.failure() if self._hosts is not None else None
+        self._report()  # at once: the others do not wait for long
+        timed_out = [r for r in self._locals() if self._state(r) == State.TIMED_OUT]
+        if any(failure.timeout for failure in self._failures.values()):
+            # Watchdogs of others that wait are about to end these, too; who hangs has none that is worried.
+            self._join(_UNWIND_S)
+            timed_out += [r for r, failure in self._failures.items() if failure.timeout]
+        if timed_out or overdue or (elsewhere and elsewhere.timeout):
+            self._notice()
+            first = self._spec.rank
+            # Before the signal, which may wake a rank from a system call. A rank that is about to tell does not hang.
+            told = {first + r for r in self._locals() if r in self._failures or self._state(r) == State.FAILING}
+            stacks = self._stacks()
+            boundaries = {first + r: self.stop.boundary_of(r) for r in self._locals()}
+            hanging = hanging_ranks({r: stack for r, stack in stacks.items() if r not in told}, boundaries)
+        if overdue:
+            hanging = [self._spec.rank + r for r in overdue]
+            late = Failure(rank=hanging[0], time_ns=time.monotonic_ns(), type=None, timeout=True)
+            self._failures.setdefault(overdue[0], late)
+        ended = self.end()
+        self.cause = cause = self._first_failure(elsewhere)
+        if cause.type is None and not cause.timeout and cause.rank - self._spec.rank in self._locals():
+            stacks = self._stacks(ask=False, ranks=[cause.rank - self._spec.rank])
+        raise worker_failed_error(
+            cause,
+            world_size=self._spec.world_size,
+            ended=[r for r in ended if r != cause.rank],
+            stacks=stacks,
+            hanging=hanging if cause.timeout else [],
+            others_done=bool(overdue),
+            timeout_s=self._spec.timeout_s,
+        )
+
+    def _end_lingering(self, ranks: list[int]) -> None:
+        """Kill processes that don't end although all work is done and the result is here."""
+        stacks = self._stacks(ranks=ranks)
+        still = [self._spec.rank + r for r in ranks if self._processes[r].is_alive()]  # the others were about to end
+        self.end()
+        if not still:
+            return
+        text = "".join(f"\n\nPython stack of rank {rank}:\n{stacks[rank].rstrip()}" for rank in still)
+        warn(
+            f"{len(still)} of {self._spec.world_size} ranks had done all work but did not end within "
+            f"{self._spec.timeout_s:g} s, and were ended: see below for what they waited for (a thread that is no "
+            f"daemon, most often).{text}",
+            RuntimeWarning,
+        )
+
+    @property
+    def disturbance(self) -> str:
+        """The message of a rank that found an untrusted connection before its work began; empty if there is none."""
+        kind = DisturbedStartError.__name__
+        return next((failure.message for failure in self._failures.values() if failure.type == kind), "")
+
+    def _report(self, *, consequence: bool = False) -> Failure | None:
+        """Report this host's first failure to the others, and return it; by default only one that is a cause."""
+        own = first_failure(list(self._failures.values())) if self._failures else None
+        if own is None or (own.consequence and not consequence):
+            return None
+        if self._hosts is not None and self._reported is None:
+            self._hosts.report(own)
+            self._reported = own
+        return self._reported or own
+
+    def _first_failure(self, elsewhere: Failure | None) -> Failure:
+        """Return this host's first failure, or another host's if that is the cause: ``elsewhere``, or one to come."""
+        cause = self._report() or elsewhere
+        if cause is None and self._hosts is not None:
+            cause = self._hosts.wait_for_failure(_HEAR_S)
+        cause = cause or self._report(consequence=True)
+        assert cause is not None
+        return cause
+
+    def end(self) -> list[int]:
+        """End all ranks, gently first; returns the global ranks that had not finished by themselves."""
+        running = [self._spec.rank + r for r in self._locals() if self._state(r) != State.DONE]
+        if not self._begun:
+            for process in self._processes:
+                process.kill()  # it waits for work, so it has nothing to unwind
+        self.stop.abort()
+        self._join(_UNWIND_S)
+        self._notice()
+        signalled = frozenset(self._alive())
+        for r in signalled:
+            # Not where the work is over and the interpreter is about to end.
+            if self._state(r) not in (State.DONE, State.FAILED):
+                self._signal(r, signal.SIGTERM)
+        self._join(_TERMINATE_S)
+        for r in self._alive():
+            self._signal(r, signal.SIGCONT)
+            self._signal(r, signal.SIGKILL)
+        self._join(_KILL_S)
+        self._notice(ended_by_us=signalled)
+        _kill_strays(self._token, self._line_marks)
+        return running
+
+    def _join(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while (alive := self._alive()) and (left := deadline - time.monotonic()) > 0:
+            # Returns when one has ended; the loop looks whether others are left.
+            connection.wait([self._processes[r].sentinel for r in alive], timeout=left)
+
+    def _signal(self, local_rank: int, number: int) -> None:
+        process = self._processes[local_rank]
+        if process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+    def _stacks(self, *, ask: bool = True, ranks: list[int] | None = None) -> dict[int, str]:
+        """Python stacks of all ranks: requested now, left by a crash, or from the error that ended the rank."""
+        ranks = list(self._locals()) if ranks is None else ranks
+        fds = self._spec.stack_fds
+        told = {r: failure.traceback for r, failure in self._failures.items()}
+        if ask and STACK_SIGNAL is not None:
+            # One that is still starting has no handler yet: the signal would kill it.
+            asked = [r for r in ranks if self._processes[r].is_alive() and self._state(r) != State.STARTING]
+            for r in asked:
+                self._signal(r, STACK_SIGNAL)
+            deadline = time.monotonic() + _DUMP_S
+            while time.monotonic() < deadline and not all(os.fstat(fds[r]).st_size for r in asked):
+                time.sleep(0.02)
+            time.sleep(0.1)  # a dump is written line by line
+        stacks = {}
+        for r in ranks:
+            text = os.pread(fds[r], 1 << 20, 0).decode(errors="replace")
+            text = told.get(r) or text
+            if text:
+                stacks[self._spec.rank + r] = text
+            elif ask:
+                starting = "it is still starting: the script's imports? " if self._state(r) == State.STARTING else ""
+                stacks[self._spec.rank + r] = f"none: {starting}{_process_state(self._processes[r])}"
+        return stacks
+
+    def result(self) -> Any:
+        """The result of local rank 0's function."""
+        return ResultFile(self._spec.result_fd).read()
+
+    def close(self) -> None:
+        """Release the processes' resources. Ranks that wait for more work end; no others may be alive."""
+        for line in self._lines:
+            line.close()
+        if self._spec.outlives_work and self._alive():
+            self._join(_TERMINATE_S)
+            if self._alive():
+                self.end()
+        for process in self._processes:
+            process.join()
+            process.close()
+        self.stop.release()
+        self._map.close()
+
+
+# Forks of this process, which other threads may make while ranks start, would keep the ranks' ends of connections open
+# and pass for strays of a rank. So they close these ends, and none is made between the opening of an end and its entry.
+_fork_lock = threading.RLock()
+_open_ends: set[connection.Connection] = set()
+
+
+def _pairs(number: int) -> list[tuple[connection.Connection, connection.Connection]]:
+    """Return connections to ranks: this process's end, and the rank's, for :func:`_close_ends`."""
+    with _fork_lock:
+        pairs = [multiprocessing.Pipe() for _ in range(number)]
+        _open_ends.update(theirs for _, theirs in pairs)
+    return pairs
+
+
+def _close_ends(ends: Sequence[connection.Connection]) -> None:
+    with _fork_lock:
+        for end in ends:
+            end.close()
+            _open_ends.discard(end)
+
+
+def _in_fork() -> None:
+    for end in _open_ends:
+        end.close()
+    _open_ends.clear()
+    _fork_lock.release()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(before=_fork_lock.acquire, after_in_parent=_fork_lock.release, after_in_child=_in_fork)
+
+
+def _has_answered(line: connection.Connection) -> bool:
+    """Read a rank's message that it is ready for more work. If it has died instead, its process tells."""
+    with contextlib.suppress(EOFError, OSError):
+        line.recv_bytes()
+    return True
+
+
+def _process_state(process: Any) -> str:
+    """The reason why a rank wrote no stack."""
+    if not process.is_alive():
+        return f"it ended with {exit_text(process.exitcode)}"
+    try:
+        with open(f"/proc/{process.pid}/status") as file:
+            state = next(line.split(":", 1)[1].strip() for line in file if line.startswith("State:"))
+    except (OSError, StopIteration):
+        return "it did not answer"
+    return f"it did not answer; the system says '{state}'"
+
+
+def _kill_strays(token: str, line_marks: set[str]) -> None:
+    """Kill what is left of a launch: DataLoader workers whose rank was killed, which would notice only after seconds.
+
+    Forks of a rank hold its end of its connection, and so does a rank whose fork server was killed. Workers that a rank
+    has spawned carry the launch's token in their environment. Other programs that user code started are left alone.
+    """
+    mark = f"{LAUNCH_VARIABLE}={token}".encode()
+    for pid in (int(name) for name in (os.listdir("/proc") if _PROC else []) if name.isdigit()):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if line_marks.isdisjoint(_open_files(pid)):
+                with open(f"/proc/{pid}/environ", "rb") as file:
+                    marked = mark in file.read().split(b"\0")
+                with open(f"/proc/{pid}/cmdline", "rb") as file:
+                    arguments = file.read().split(b"\0")
+                if not marked or b"--multiprocessing-fork" not in arguments:
+                    continue
+            os.kill(pid, signal.SIGKILL)
+
+
+def _open_files(pid: int) -> Iterator[str]:
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # it has just been closed
+            yield os.readlink(f"/proc/{pid}/fd/{name}")

@@ -1,0 +1,100 @@
+"""Work for ranks: sent over a connection to each, with the descriptors that it refers to."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import connection, reduction
+from typing import TYPE_CHECKING
+
+from trainloop.resources.enforce import set_variable
+
+if TYPE_CHECKING:
+    from trainloop._launch.rank_process import RankSpec
+
+__all__ = ["LAUNCH_VARIABLE", "Work", "next_work"]
+
+LAUNCH_VARIABLE = "TRAINLOOP_LAUNCH"
+"""Variable with a launch's token, in the environment of its ranks and of all processes that they start."""
+
+_AT_ONCE = 200  # descriptors; Linux takes 253
+_IN_FLIGHT_S = 60.0  # for other ranks to take theirs: one user may have so many in flight as one process may open
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work for a rank, with what has changed of the caller's state since the work before."""
+
+    spec: RankSpec
+    environment: dict[str, str | None]
+    """Changed environment variables; ``None`` removes one."""
+    folder: str | None = None
+    """The current folder; ``None`` for the one that the rank is in."""
+    cpus: list[int] | None = None
+    """The caller's CPUs; ``None`` if they are the same as for the work before."""
+
+    def send_over(self, line: connection.Connection, descriptors: list[int]) -> None:
+        """Send the work to a rank."""
+        line.send_bytes(pickle.dumps((self, descriptors)))
+        with _socket_of(line) as stream:
+            for i in range(0, len(descriptors), _AT_ONCE):
+                _send_descriptors(stream, descriptors[i : i + _AT_ONCE])
+
+    def take_place(self) -> None:
+        """In a rank: enter the caller's present folder, environment and so on."""
+        # Only what the caller changed, so that settings of the rank's own code and libraries stay.
+        for name, value in self.environment.items():
+            set_variable(name, value)
+        if self.folder is not None:
+            os.chdir(self.folder)
+        if self.cpus is not None:
+            for thread in os.listdir("/proc/self/task"):
+                with contextlib.suppress(OSError):  # it has just ended
+                    os.sched_setaffinity(int(thread), self.cpus)
+
+
+def _send_descriptors(stream: socket.socket, descriptors: list[int]) -> None:
+    deadline = time.monotonic() + _IN_FLIGHT_S
+    while True:
+        try:
+            reduction.sendfds(stream, descriptors)
+            return
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
+def next_work(line: connection.Connection) -> tuple[Work, dict[int, int]] | None:
+    """In a rank: wait for the next work and the numbers of its descriptors here; ``None`` at the end."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    # The sentinel too, as a fork of the caller may hold the line's other end.
+    if line not in connection.wait([line, parent.sentinel]):
+        return None
+    received: dict[int, int] = {}
+    try:
+        work: Work
+        work, descriptors = pickle.loads(line.recv_bytes())
+        with _socket_of(line) as stream:
+            for i in range(0, len(descriptors), _AT_ONCE):
+                some = descriptors[i : i + _AT_ONCE]
+                received.update(zip(some, reduction.recvfds(stream, len(some)), strict=True))
+    except (EOFError, OSError):  # the caller has gone
+        return None
+    for fd in received.values():
+        os.set_inheritable(fd, False)  # not for programs that user code starts
+    return work, received
+
+
+@contextlib.contextmanager
+def _socket_of(line: connection.Connection) -> Iterator[socket.socket]:
+    with socket.fromfd(line.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as stream:
+        yield stream

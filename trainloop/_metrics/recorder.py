@@ -1,0 +1,442 @@
+"""One rank's logs: recorded step by step, read in bulk, exchanged all together."""
+
+from __future__ import annotations
+
+import math
+import threading
+from array import array
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from operator import mul
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainloop._metrics.exchange import Exchange, Gathered
+from trainloop._metrics.reducing import (
+    REDUCTIONS,
+    Options,
+    StepValues,
+    epoch_value,
+    exact_sum,
+    reduced,
+)
+from trainloop._metrics.slots import Slots
+from trainloop.errors import ConfigurationError
+
+__all__ = ["Asked", "EpochEnd", "Recorder", "named_losses"]
+
+
+class Asked(NamedTuple):
+    """The options of ``TTModel.log``, as they were passed."""
+
+    on_step: bool | None = None
+    on_epoch: bool | None = None
+    reduce: str = "mean"
+    sync_dist: bool = True
+    prog_bar: bool = False
+    rank_zero_only: bool = False
+
+
+class EpochEnd(NamedTuple):
+    """The result of :meth:`Recorder.finish_epoch`, over all ranks."""
+
+    steps: StepValues
+    losses: dict[str, float]
+    """The loop's own loss under ``''``, and its parts under their names."""
+    metrics: dict[str, float]
+    """The metrics that were logged."""
+    attachments: list[Any]
+    """Each rank's attachment; one entry if all sent the same."""
+
+
+class _Series:
+    """One metric on this rank: values still in slots, step values not yet exchanged, and the epoch so far."""
+
+    def __init__(self, name: str, options: Options, asked: Asked | None = None) -> None:
+        self.name = name
+        self.options = options
+        self.asked = asked
+        self.pending: list[tuple[int, Tensor | float, Tensor | float]] = []  # step, value, weight; tensors are slots
+        self.latest = math.nan
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin an epoch."""
+        # Machine numbers: 24 bytes a value, and no objects for the garbage collector to walk.
+        self.steps, self.values, self.weights = array("q"), array("d"), array("d")
+        self.count = 0
+        self.total: list[float] = []
+        self.weight: list[float] = []
+
+    def settle(self, numbers: Mapping[int, float]) -> None:
+        """Process pending values; ``numbers`` has those of slots, by the slot's id."""
+        pending, self.pending = self.pending, []
+        steps, kept_values, kept_weights = zip(*pending)
+        values: list[Any] = list(map(numbers.get, map(id, kept_values), kept_values))
+        weights: list[Any] = list(map(numbers.get, map(id, kept_weights), kept_weights))
+        self.latest = values[-1]
+        if self.options.on_step:
+            if min(steps) > 0:
+                self.steps.extend(steps)
+                self.values.extend(values)
+                self.weights.extend(weights)
+            else:
+                self._settle_outside(steps, values, weights)
+        if self.options.on_epoch:
+            if self.options.reduce == "mean":
+                if not all(weights):  # a value without weight does not count, not even nan, the mean over no samples
+                    values = [value for value, weight in zip(values, weights) if weight]
+                    weights = [weight for weight in weights if weight]
+                values = list(map(mul, values, weights))
+                self.weight = exact_sum([*self.weight, *weights])
+            self.total = reduced(self.options.reduce, [*self.total, *values])
+            self.count += len(pending)
+
+    def _settle_outside(self, steps: Sequence[int], values: Sequence[float], weights: Sequence[float]) -> None:
+        """Process step values, some logged between steps: those are step values only if ``on_step`` was asked for."""
+        wanted = self.asked is not None and (bool(self.asked.on_step) or self.asked.on_epoch is False)
+        for step, value, weight in zip(steps, values, weights):
+            if step > 0 or wanted:
+                self.steps.append(abs(step))
+                self.values.append(value)
+                self.weights.append(weight)
+
+    def new_steps(self) -> tuple[Options, Any, Any, Any]:
+        columns = (np.array(self.steps, np.int64), np.array(self.values), np.array(self.weights))
+        self.steps, self.values, self.weights = array("q"), array("d"), array("d")
+        return self.options, *columns
+
+
+class Recorder:
+    """Collects what one rank logs in an epoch, or in one evaluation.
+
+    Parameters
+    ----------
+    rank : int
+    gather : callable, optional
+        ``gather(object) -> list`` of every rank's object, on every rank; ``None`` in one process.
+    exchange : Exchange, optional
+        How ranks exchange what they logged. Default: by ``gather``.
+    on_step : bool
+        Whether step values are kept (training does, evaluation doesn't).
+    prefix : str
+        Put before names that don't start with it, as ``val_``.
+    reserved : tuple of str
+        Names with a meaning of their own, besides that of the loss, which nobody may log.
+
+    Attributes
+    ----------
+    step : int
+        The optimizer step that is running, counted from 1; the loop sets it. Negative between two steps: what is logged
+        then is a value of the epoch, and of that step only where ``on_step`` was asked for.
+    batch_size : int
+        Samples of the batch that is running: the weight of what is logged without one. The loop sets it.
+    rank_zero_only_names : set of str
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int = 0,
+        gather: Callable[[Any], list[Any]] | None = None,
+        exchange: Exchange | None = None,
+        on_step: bool = True,
+        prefix: str = "",
+        reserved: tuple[str, ...] = (),
+    ) -> None:
+        self.step = 0
+        self.batch_size = 1
+        self.rank_zero_only_names: set[str] = set()
+        self._rank = rank
+        self._exchange = Gathered(gather) if exchange is None else exchange
+        self._exchanged_step = 0
+        self._on_step = on_step
+        self._prefix = prefix
+        self._reserved = reserved
+        self._series: dict[str, _Series] = {}
+        self._logged: dict[str, _Series] = {}  # by the name that log was called with
+        self._parts: dict[str, _Series] = {}
+        self._finished: dict[str, list[Any]] = {}  # all ranks' entries of the epoch that was finished last
+        self._slots: dict[torch.device, Slots] = {}
+        self._cpu = self._slots_on(torch.device("cpu"))
+        self._registering = threading.Lock()
+        self._part("")  # the first metric, so that tables show it first
+
+    # -- in the step ---------------------------------------------------------------------------------------------------
+
+    def log(self, name: str, value: Tensor | float, asked: Asked, batch_size: Tensor | float | None = None) -> None:
+        """Record a value: ``TTModel.log`` calls this; see there. Replicas call it from their threads.
+
+        Parameters
+        ----------
+        asked : Asked, or a tuple of the same
+        """
+        # The usual case first: known, with the same options; no more than two comparisons.
+        series = self._logged.get(name)
+        if series is None or series.asked != asked:
+            series = self._register(name, value, Asked(*asked))
+        if isinstance(value, Tensor):
+            try:
+                value = (self._cpu if value.is_cpu else self._slots_on(value.device)).keep(value)
+            except RuntimeError as error:
+                if value.numel() == 1:
+                    raise
+                raise ConfigurationError(
+                    f"log({name!r}, ...): the value has shape {tuple(value.shape)}, but must be a scalar. "
+                    "Reduce it first, for instance by .mean()."
+                ) from error
+        elif type(value) is not float:
+            value = _number(name, value)
+        weight = self.batch_size if batch_size is None else self._weight(name, batch_size)
+        series.pending.append((self.step, value, weight))
+
+    def add_loss(
+        self, loss: Tensor | Mapping[str, Tensor], weight: Tensor | float | Mapping[str, Tensor | float]
+    ) -> Tensor:
+        """Record the loop's own loss, and its parts if it is a ``MultiLoss``; returns the whole, detached, 0-d.
+
+        ``weight`` may have one for each part. The epoch's whole is then the sum of the parts' means.
+        """
+        if not isinstance(loss, Tensor):
+            for part, value in loss.items():
+                of_part = weight[part] if isinstance(weight, Mapping) else weight
+                self._add(self._parts.get(part) or self._part(part), value, of_part)
+            loss = cast("Tensor", loss.total())  # type: ignore[attr-defined]  # MultiLoss is above this module
+        if isinstance(weight, Mapping):
+            weight, whole_of_parts = self.batch_size, self._parts[""]
+            whole_of_parts.options = whole_of_parts.options._replace(on_epoch=False)
+        whole = loss.detach()
+        if whole.ndim:
+            whole = whole.reshape(())
+        if isinstance(weight, Tensor):
+            weight = self._kept(weight)
+        self._parts[""].pending.append((self.step, self._kept(whole), weight))
+        return whole
+
+    def _add(self, series: _Series, value: Tensor, weight: Tensor | float) -> None:
+        if isinstance(weight, Tensor):
+            weight = self._kept(weight)
+        series.pending.append((self.step, self._kept(value), weight))
+
+    def _weight(self, name: str, weight: Any) -> Tensor | float:
+        if type(weight) is int and weight >= 0:
+            return weight
+        if isinstance(weight, Tensor) and weight.numel() == 1:
+            return self._kept(weight)
+        try:
+            if weight >= 0:
+                return float(weight)
+        except (TypeError, ValueError, RuntimeError):
+            pass
+        raise ConfigurationError(f"log({name!r}, batch_size={weight!r}): must be a number of samples, 0 or more.")
+
+    def _kept(self, value: Tensor) -> Tensor:
+        return (self._cpu if value.is_cpu else self._slots_on(value.device)).keep(value)
+
+    def _slots_on(self, device: torch.device) -> Slots:
+        return self._slots.get(device) or self._slots.setdefault(device, Slots(device))
+
+    # -- once for each metric ------------------------------------------------------------------------------------------
+
+    def _part(self, part: str) -> _Series:
+        key = f"{self._prefix}loss_{part}" if part else f"{self._prefix}loss"
+        if key in self._series and self._series[key].options.part is None:
+            raise ConfigurationError(_is_the_loops_own(key))
+        options = Options(self._on_step, True, "mean", True, part)
+        series = self._series.setdefault(key, _Series(key, options))
+        return self._parts.setdefault(part, series)
+
+    def _register(self, name: str, value: Any, asked: Asked) -> _Series:
+        """The series of a name logged for the first time, or with other options than before."""
+        with self._registering:
+            before = self._logged.get(name)
+            if before is not None and before.asked == asked:  # another thread has registered it
+                return before
+            self._check(name, value, asked, before)
+            key = name if name.startswith(self._prefix) else self._prefix + name
+            options = self._options(asked)
+            series = self._series.get(key)
+            if (series is not None and series.options.part is not None) or key in self._reserved:
+                raise ConfigurationError(_is_the_loops_own(name))
+            if series is None or series.options != options:  # else the epoch continues from a checkpoint
+                series = self._series[key] = _Series(key, options)
+            series.asked = asked
+            if asked.rank_zero_only:
+                self.rank_zero_only_names.add(key)
+            self._logged[name] = series
+            return series
+
+    def _check(self, name: Any, value: Any, asked: Asked, before: _Series | None) -> None:
+        if not isinstance(name, str) or not name:
+            raise ConfigurationError(f"log({name!r}, ...): the name must be a non-empty text.")
+        if asked.reduce not in REDUCTIONS:
+            raise ConfigurationError(f"log({name!r}, reduce={asked.reduce!r}): must be 'mean', 'sum', 'min' or 'max'.")
+        if isinstance(value, Tensor) and value.is_complex():
+            raise ConfigurationError(
+                f"log({name!r}, ...): the value is complex. Log its real part or its absolute value."
+            )
+        if before is not None:
+            then, now = before.asked._asdict() if before.asked else {}, asked._asdict()
+            differing = [option for option in now if now[option] != then[option]]
+            raise ConfigurationError(
+                f"log({name!r}, {', '.join(f'{option}={now[option]!r}' for option in differing)}): it was logged with "
+                f"{', '.join(f'{option}={then[option]!r}' for option in differing)} before. "
+                "Use one set of options for a name."
+            )
+
+    def _options(self, asked: Asked) -> Options:
+        recorded = not asked.rank_zero_only or self._rank == 0
+        return Options(
+            on_step=recorded and self._on_step and (asked.on_step is None or bool(asked.on_step)),
+            on_epoch=recorded and (asked.on_epoch is None or bool(asked.on_epoch)),
+            reduce=asked.reduce,
+            shared=bool(asked.sync_dist) and not asked.rank_zero_only,
+            part=None,
+        )
+
+    # -- between steps -------------------------------------------------------------------------------------------------
+
+    def between_steps(self, step: int) -> None:
+        """Mark that no step is running; ``step`` is used for values whose step is asked for."""
+        self.step, self.batch_size = -step, 1
+
+    @property
+    def has_logs(self) -> bool:
+        """Whether anything was logged since the epoch was finished."""
+        return any(series.pending or series.count or series.steps for series in self._series.values())
+
+    def drop(self, names: Container[str]) -> None:
+        """Forget what was logged by these names since the epoch was finished."""
+        for series in self._series.values():
+            if series.name in names:
+                series.pending.clear()
+                series.clear()
+
+    # -- every now and then --------------------------------------------------------------------------------------------
+
+    def bar_values(self) -> dict[str, float]:
+        """The newest value on this rank of each metric logged with ``prog_bar``. Waits for the device."""
+        shown = [series for series in self._series.values() if series.asked is not None and series.asked.prog_bar]
+        return {s.name: float(s.pending[-1][1]) if s.pending else s.latest for s in shown}
+
+    def compact(self) -> None:
+        """Read all slots, in one transfer for each device. Waits for the device; exchanges nothing."""
+        numbers: dict[int, float] = {}
+        for slots in self._slots.values():
+            # One transfer a device, however many metrics and steps: each one waits for the device.
+            numbers.update(slots.read())
+        for series in self._series.values():
+            if series.pending:
+                series.settle(numbers)
+
+    def exchange_steps(self) -> StepValues:
+        """Step values since the last call, over all ranks. Collective where there are several ranks.
+
+        If no step has begun since the last exchange, which all ranks know alike, nothing is exchanged or returned.
+        """
+        self.compact()
+        if self.step == self._exchanged_step:
+            return {}
+        self._exchanged_step = self.step
+        return self._exchange(self._new_steps()).steps
+
+    def finish_epoch(self, attachment: Any = None, *, late: bool = False) -> EpochEnd:
+        """The remaining step values and the epoch's, in one exchange; the recorder is empty afterwards.
+
+        Collective where there are several ranks.
+
+        Parameters
+        ----------
+        attachment : object
+            Sent along to all ranks.
+        late : bool
+            The logs since the last call belong to the same epoch: returns their metrics, over the whole epoch.
+        """
+        self.compact()
+        steps, epoch, attachments = self._exchange(self._new_steps(), self._totals(), attachment)
+        if late:
+            # Means over the epoch are made anew from all parts: a mean of means would be another value.
+            epoch = {name: _joined(name, self._finished.get(name, []), entries) for name, entries in epoch.items()}
+            self._finished.update(epoch)
+        else:
+            self._finished = epoch
+        losses, metrics = {}, {}
+        for name, entries in epoch.items():
+            part = entries[0][0].part
+            if part is None:
+                metrics[name] = epoch_value(entries)
+            else:
+                losses[part] = epoch_value(entries)
+        if losses and "" not in losses:  # parts with weights of their own
+            losses = {"": math.fsum(losses.values()), **losses}
+        for series in self._series.values():
+            series.clear()
+        self._exchanged_step = self.step
+        return EpochEnd(steps, losses, metrics, attachments)
+
+    def _new_steps(self) -> dict[str, Any]:
+        return {series.name: series.new_steps() for series in self._series.values() if series.steps}
+
+    def _totals(self) -> dict[str, Any]:
+        return {s.name: (s.options, s.total, s.weight) for s in self._series.values() if s.count}
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the unfinished epoch, as plain types. Call after :meth:`exchange_steps`."""
+        return {
+            s.name: {"options": list(s.options), "count": s.count, "total": s.total, "weight": s.weight}
+            for s in self._series.values()
+            if s.count
+        }
+
+    def load_state_dict(self, own: dict[str, Any], others: Iterable[dict[str, Any]] = ()) -> None:
+        """Continue an unfinished epoch.
+
+        Parameters
+        ----------
+        own : dict
+            The :meth:`state_dict` of this rank.
+        others : iterable of dict
+            States of ranks that no longer exist: their shared values are added to this rank's.
+        """
+        for i, state in enumerate((own, *others)):
+            for name, saved in state.items():
+                options = Options(*saved["options"])
+                if i and not options.shared:
+                    continue
+                series = self._series.setdefault(name, _Series(name, options))
+                if options.part is not None:
+                    self._parts[options.part] = series
+                series.count += saved["count"]
+                series.total = reduced(options.reduce, [*series.total, *saved["total"]])
+                series.weight = exact_sum([*series.weight, *saved["weight"]])
+
+
+def _joined(name: str, before: list[Any], entries: list[Any]) -> list[Any]:
+    if before and before[0][0] != entries[0][0]:
+        raise ConfigurationError(
+            f"log({name!r}, ...): it was logged with other options before, on another rank. "
+            "Use one set of options for a name."
+        )
+    return [*before, *entries]
+
+
+def named_losses(losses: Mapping[str, float], prefix: str = "") -> dict[str, float]:
+    """Losses by their names in the history."""
+    return {f"{prefix}loss_{part}" if part else f"{prefix}loss": value for part, value in losses.items()}
+
+
+def _is_the_loops_own(name: str) -> str:
+    return f"log({name!r}, ...): the loop records {name!r} itself. Choose another name."
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"log({name!r}, {value!r}): the value is a {type(value).__name__}, but must be a number or a 0-d tensor."
+        ) from error

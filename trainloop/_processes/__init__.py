@@ -1,0 +1,537 @@
+"""Start processes of this machine: the ranks of a run and the models of a search.
+
+:func:`from_server` forks them from ``multiprocessing``'s fork server, which imports torch once; :func:`spawned` starts
+fresh interpreters. A forked process inherits the state of the server, so it first takes over the caller's environment,
+folder, CPUs, standard output and number of threads (:class:`_Surroundings`), before anything of the user's is
+unpickled. State that a running process cannot change (``LD_PRELOAD``, a lowered priority) is compared: where it
+differs, the process refuses, and the caller spawns instead.
+
+The server belongs to the whole program: :mod:`trainloop._processes.server` makes it fit for every other user too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection, forkserver, reduction, resource_tracker, util
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from trainloop._support.scratch import PREFIX, Scratch, remove, temporary_folder
+from trainloop._support.signals import REASON_OF_SIGNAL
+from trainloop.errors import ConfigurationError
+from trainloop.resources.enforce import THREAD_VARIABLES, set_variable, threads_in
+
+__all__ = [
+    "METHOD_VARIABLE",
+    "SERVER_VARIABLE",
+    "Call",
+    "NoServerError",
+    "NoOwnServerError",
+    "begin_server",
+    "chosen_method",
+    "fixed_state",
+    "from_server",
+    "limits",
+    "open_standard_descriptors",
+    "own_cpus",
+    "set_threads",
+    "spawned",
+]
+
+METHOD_VARIABLE = "TRAINLOOP_START_METHOD"
+"""Replaces ``start_method='auto'``, if it is set."""
+
+SERVER_VARIABLE = "TRAINLOOP_FORK_SERVER"
+"""The server's orders, in the environment that it starts with; ``/proc`` shows it for all processes forked from it."""
+
+Call = tuple[Callable[..., None], tuple[Any, ...]]
+"""A function that can be pickled by name, and its arguments."""
+
+# Prefixes of variables that Python, the dynamic loader, torch or a numerical library reads when it is loaded.
+_READ_AT_LOAD = (
+    *("LD_", "GLIBC_", "MALLOC_", "PYTHON", "LANG", "LC_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "NPY_"),
+    *("ATEN_", "TORCH", "PYTORCH_", "DNNL_", "ONEDNN_", "ASAN_", "TSAN_"),
+)
+_NOT_AT_LOAD = (
+    *(*THREAD_VARIABLES, "TORCHINDUCTOR_CACHE_DIR", "TORCHELASTIC_", "TORCH_NCCL_"),
+    # Set by scikit-learn and others when they are imported, which may be after the server's start.
+    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
+)
+# Lines of /proc/self/status about inherited state that a running process cannot change, or that nothing sends.
+_UMASK = "Umask"  # which a forked process takes over
+_INHERITED = (_UMASK, "SigIgn", "Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp", "Mems_allowed_list")
+_NOT_OWN = "the server itself"
+# Before a process is asked of the server, and asked again where that was killed: it takes a moment to be gone.
+_PAUSES_S = (0.0, 0.05, 0.5)
+
+
+class NoServerError(Exception):
+    """No process can be forked from the server; the text says why."""
+
+
+class NoOwnServerError(NoServerError):
+    """The server ends when it imports its modules, or other code of this program has started it."""
+
+
+def chosen_method(asked: str = "auto") -> str:
+    """Return how to start ranks: the argument, or the environment's value if that is ``'auto'``.
+
+    Raises
+    ------
+    ConfigurationError
+        If the environment's value is unknown.
+    """
+    method = asked if asked != "auto" else os.environ.get(METHOD_VARIABLE) or "auto"
+    if method not in ("auto", "forkserver", "spawn"):
+        raise ConfigurationError(f"{METHOD_VARIABLE}={method!r}: must be 'auto', 'forkserver' or 'spawn'.")
+    return method
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# In the caller
+# --------------------------------------------------------------------------------------------------------------------
+
+_process_lock = threading.Lock()  # os.environ and __main__ belong to the process, and several threads may start others
+
+
+def begin_server(modules: Sequence[str]) -> None:
+    """Start the fork server unless it runs, without waiting until it has imported ``modules``.
+
+    A server that runs already keeps what it has imported: its processes import the rest themselves.
+
+    Raises
+    ------
+    NoServerError
+        If this program cannot have one.
+    """
+    if sys.platform != "linux":
+        raise NoServerError("it requires Linux")
+    if getattr(sys, "frozen", False):
+        raise NoServerError("this program is frozen into one file")
+    forkserver.set_forkserver_preload([f"{__name__}.server"])  # never __main__, which is the default
+    # A single-threaded server can be forked safely, so its libraries start no threads: processes set their own number.
+    # Its own sys.path would lack the script's folder.
+    changed = {**dict.fromkeys(THREAD_VARIABLES, "1"), "PYTHONPATH": os.pathsep.join(_absolute_path())}
+    order = {
+        "caller": os.getpid(),
+        "modules": list(modules),
+        "path": _absolute_path(),
+        "mask": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+    }
+    resource_tracker.ensure_running()  # it unblocks signals when it starts
+    try:
+        with _process_lock, _signals_blocked(), _sockets_in_own_folder(), contextlib.ExitStack() as undo:
+            for fd in open_standard_descriptors():  # else the server's own could have these numbers
+                undo.callback(os.close, fd)
+            if connection.arbitrary_address("AF_UNIX").startswith("\0"):  # type: ignore[attr-defined]
+                raise NoServerError(
+                    "every user of this host could reach it with this version of Python (CVE-2022-42919)"
+                )
+            order["environment"] = {name: os.environ.get(name) for name in changed}
+            with _variables_set({**changed, SERVER_VARIABLE: json.dumps(order)}):
+                forkserver.ensure_running()
+    except OSError as error:  # ChildProcessError: this process is a fork of the one that has the server
+        raise NoServerError(f"it cannot be started: {error}") from error
+
+
+_folder: Scratch | None = None  # of the server's socket
+
+
+@contextlib.contextmanager
+def _sockets_in_own_folder() -> Iterator[None]:
+    """Have ``multiprocessing`` make sockets in a folder that the next launch removes if this process is killed.
+
+    It has a short name: the path of a socket has 107 characters at most.
+    """
+    global _folder
+    if _folder is None:
+        _folder = temporary_folder(PREFIX)
+        util.Finalize(None, remove, args=(_folder,), exitpriority=0)
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    before = {name: value for name, value in config.items() if name == "tempdir"}
+    config["tempdir"] = f"/proc/self/fd/{_folder.lock_fd}"
+    try:
+        yield
+    finally:
+        del config["tempdir"]
+        config.update(before)
+
+
+def from_server(
+    calls: Sequence[Call], modules: Sequence[str], environment: Mapping[str, str] | None = None
+) -> list[BaseProcess]:
+    """Start a process for each call, forked from the server, with ``environment`` added to the caller's.
+
+    The new processes begin with the signals of :data:`~trainloop._support.signals.REASON_OF_SIGNAL` blocked.
+
+    Raises
+    ------
+    NoServerError
+        If there can be no server, if it ends again and again, or if a process forked from it cannot be like the caller.
+    """
+    problem = ""
+    for pause_s in _PAUSES_S:
+        time.sleep(pause_s)
+        try:
+            return _forked(calls, modules, environment or {})
+        except (EOFError, OSError) as error:
+            problem = f"it ended several times while it started processes ({type(error).__name__}: {error})"
+    raise NoOwnServerError(problem)
+
+
+class _End:
+    """An object whose unpickling ends the process."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os._exit, (0,)
+
+
+def _wait_for_server() -> None:
+    """Wait until the server has imported its modules and forks: ``Process.start`` would wait with the locks held."""
+    answer, orders = forkserver.connect_to_new_process([])
+    try:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(orders, pickle.dumps(_End()))  # first: an interrupted wait must not leave a fork without orders
+        if not os.read(answer, 1):
+            raise EOFError("the server ended")
+    finally:
+        os.close(answer)
+        os.close(orders)
+
+
+_refused: tuple[int, dict[str, Any], str] | None = None
+"""A server's process ID, a state of this process that its forks cannot have, and why."""
+
+
+def _check_not_refused(fixed: dict[str, Any]) -> None:
+    """Raise the last refusal again if the server and the state are the same."""
+    if _refused is None or _refused[1] != fixed:
+        return
+    with contextlib.suppress(OSError):
+        os.kill(_refused[0], 0)
+        raise NoServerError(_refused[2])
+
+
+def _forked(calls: Sequence[Call], modules: Sequence[str], changes: Mapping[str, str]) -> list[BaseProcess]:
+    global _refused
+    begin_server(modules)
+    with _process_lock:
+        environment = {**os.environ, **changes}
+    fixed = fixed_state(environment)
+    _check_not_refused(fixed)
+    _wait_for_server()
+    context = multiprocessing.get_context("forkserver")
+    held = {int(number) for number in (*signal.pthread_sigmask(signal.SIG_BLOCK, []), *_group_signals())}
+    processes: list[BaseProcess] = []
+    with contextlib.ExitStack() as undo:
+        # Where Python started without one, its number may be that of a file of the user's.
+        started_with = ((1, sys.__stdout__), (2, sys.__stderr__))
+        streams = tuple(fd if stream is not None and _is_open(fd) else _devnull(undo) for fd, stream in started_with)
+        surroundings = _Surroundings(environment, own_cpus(), sorted(held), fixed, limits(), streams)
+        reports = []
+        try:
+            for target, arguments in calls:
+                report, told = context.Pipe(duplex=False)
+                undo.callback(report.close)
+                reports.append(report)
+                with told:
+                    process = context.Process(target=_take_over, args=(surroundings, told, target, arguments))
+                    with _process_lock, _main_not_imported_again():
+                        process.start()
+                processes.append(process)
+            answers = [report.recv() for report in reports]
+            changed = {name for _, names in answers for name in names}
+            if _NOT_OWN in changed:
+                raise NoOwnServerError("other code of this program started it, or it ended before it could fork")
+            if changed:
+                problem = f"changed since it started: {', '.join(sorted(changed))}"
+                _refused = (answers[0][0], fixed, problem)
+                raise NoServerError(problem)
+        except BaseException:
+            _kill(processes)
+            raise
+    return processes
+
+
+def spawned(calls: Sequence[Call], environment: Mapping[str, str] | None = None) -> list[BaseProcess]:
+    """Start a fresh interpreter for each call; else as :func:`from_server`."""
+    context = multiprocessing.get_context("spawn")
+    resource_tracker.ensure_running()  # it lives as long as this process: not with these processes' environment
+    processes: list[BaseProcess] = []
+    with _process_lock, _variables_set(environment or {}), _signals_blocked(), _main_not_imported_again():
+        try:
+            for target, arguments in calls:
+                process = context.Process(target=target, args=arguments)
+                process.start()
+                processes.append(process)
+        except BaseException:
+            _kill(processes)
+            raise
+    return processes
+
+
+def _kill(processes: Sequence[BaseProcess]) -> None:
+    for process in processes:
+        process.kill()
+        process.join()
+        process.close()
+
+
+def _absolute_path() -> list[str]:
+    folder = "/"
+    with contextlib.suppress(OSError):  # the folder was removed: nothing can be found relative to it
+        folder = os.getcwd()
+    return [os.path.join(folder, path) for path in sys.path]
+
+
+def open_standard_descriptors() -> list[int]:
+    """Open ``os.devnull`` at each of the descriptors 0 to 2 that is closed; return these descriptors."""
+    opened = []
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        opened.append(fd)
+    os.close(fd)
+    return opened
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def _devnull(undo: contextlib.ExitStack) -> int:
+    fd = os.open(os.devnull, os.O_RDWR)
+    undo.callback(os.close, fd)
+    return fd
+
+
+@contextlib.contextmanager
+def _variables_set(environment: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables, for processes that are started in the context."""
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            set_variable(name, value)
+
+
+def _group_signals() -> list[int]:
+    return [getattr(signal, name) for name in REASON_OF_SIGNAL if hasattr(signal, name)]
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Block signals, for processes that are started in the context: they unblock them once they can handle them."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _group_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _main_not_imported_again() -> Iterator[None]:
+    """Keep processes started in this context from running the main module again.
+
+    ``multiprocessing`` sends them its name or path, for pickles that name its classes. What this package sends holds
+    them by value, which also works where there is no path: notebooks, standard input.
+    """
+    main = sys.modules["__main__"]
+    missing = object()
+    before = {name: main.__dict__.get(name, missing) for name in ("__file__", "__spec__")}
+    main.__dict__["__spec__"] = None
+    main.__dict__.pop("__file__", None)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is missing:
+                main.__dict__.pop(name, None)
+            else:
+                main.__dict__[name] = value
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# State that a process inherits
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def own_cpus() -> list[int]:
+    """Return the CPUs that this process may run on; none if the system does not report them."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def fixed_state(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return all inherited state that a running process does not change, to compare it between processes.
+
+    Parameters
+    ----------
+    environment : mapping, optional
+        The variables that the process was started with; this process's own by default.
+    """
+    variables = {
+        name: value
+        for name, value in (os.environ if environment is None else environment).items()
+        if name.startswith(_READ_AT_LOAD) and not name.startswith(_NOT_AT_LOAD)
+    }
+    if sys.platform != "linux":
+        return variables
+    lines = _read("/proc/self/status").splitlines()
+    status = dict(line.split(":", 1) for line in lines if line.startswith(_INHERITED))
+    return {
+        **variables,
+        **status,
+        "session": (os.getsid(0), os.getpgrp()),
+        "priority": (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
+        **{name: _read(f"/proc/self/{name}") for name in ("cgroup", "oom_score_adj")},
+        **{name: _link(f"/proc/self/{name}") for name in ("root", "ns/net", "ns/mnt", "ns/user")},
+    }
+
+
+def limits() -> dict[int, tuple[int, int]]:
+    """Return this process's resource limits, soft and hard."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return {}
+    numbers = {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
+    return {number: resource.getrlimit(number) for number in numbers}
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:  # not on this kernel
+        return ""
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# In a process forked from the server
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Surroundings:
+    """The caller's state that a forked process takes over; ``multiprocessing`` itself sends folder and ``sys.path``."""
+
+    environment: dict[str, str]
+    cpus: list[int]
+    signal_mask: list[int]
+    fixed: dict[str, Any]
+    """The caller's :func:`fixed_state`."""
+    limits: dict[int, tuple[int, int]]
+    streams: tuple[int, ...]
+    """Descriptors of standard output and standard error."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = (self.environment, self.cpus, self.signal_mask, self.fixed, self.limits)
+        return _arrived, (*fields, [reduction.DupFd(fd) for fd in self.streams])
+
+    def changed(self, started_with: Mapping[str, str] | None) -> set[str]:
+        """Return the names of what the caller has and this process cannot have."""
+        if started_with is None:
+            return {_NOT_OWN}
+        here = fixed_state(started_with)
+        return {name for name in {*here, *self.fixed} - {_UMASK} if here.get(name) != self.fixed.get(name)}
+
+    def take_over(self) -> None:
+        threads_differ = any(os.environ.get(name) != self.environment.get(name) for name in THREAD_VARIABLES)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        for number, fd in enumerate(self.streams, start=1):
+            os.dup2(fd, number)
+            os.close(fd)
+        if sys.stdout is None:
+            sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # type: ignore[misc]  # noqa: SIM115
+        else:
+            sys.stdout.reconfigure(line_buffering=os.isatty(1) and not sys.stdout.write_through)  # type: ignore[union-attr]
+        affinity = own_cpus()
+        if self.cpus != affinity:
+            os.sched_setaffinity(0, self.cpus)
+        if threads_differ or self.cpus != affinity:
+            set_threads()
+        if _UMASK in self.fixed:
+            os.umask(int(self.fixed[_UMASK], 8))
+        for limit, values in self.limits.items():
+            if limits()[limit] != values:
+                import resource
+
+                resource.setrlimit(limit, values)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.signal_mask)
+        importlib.invalidate_caches()
+
+
+def _arrived(
+    environment: dict[str, str],
+    cpus: list[int],
+    signal_mask: list[int],
+    fixed: dict[str, Any],
+    limits: dict[int, tuple[int, int]],
+    streams: list[Any],
+) -> _Surroundings:
+    return _Surroundings(environment, cpus, signal_mask, fixed, limits, tuple(fd.detach() for fd in streams))
+
+
+def _take_over(
+    surroundings: _Surroundings, report: connection.Connection, target: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    server = sys.modules.get(f"{__name__}.server")
+    changed = surroundings.changed(getattr(server, "started_with", None))
+    if not changed:
+        surroundings.take_over()
+    with report:
+        try:
+            report.send((getattr(server, "pid", 0), changed))
+        except BrokenPipeError:  # the caller was interrupted, and is about to kill this process
+            return
+    if not changed:
+        target(*arguments)
+
+
+def set_threads() -> None:
+    """Set the numbers of threads that loaded libraries would read from the environment if they were loaded now."""
+
+    def number(*names: str) -> int:
+        for name in names:
+            if (threads := threads_in(os.environ.get(name, ""))) is not None:
+                return threads
+        return len(os.sched_getaffinity(0))
+
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(number("OMP_NUM_THREADS"))
+    # numpy's OpenBLAS.
+    wanted = number("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
+    for path in set(re.findall(r"(/\S*openblas\S*)$", _read("/proc/self/maps"), re.MULTILINE)):
+        library = ctypes.CDLL(path)
+        for name in ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads"):
+            if hasattr(library, name):
+                getattr(library, name)(ctypes.c_int(wanted))
+                break

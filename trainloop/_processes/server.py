@@ -1,0 +1,66 @@
+"""Prepare the fork server: ``multiprocessing`` imports this module in it, before its first fork.
+
+Other code of the program may start processes from the same server, so a fork of it has the environment, signals,
+numbers of threads and random seeds that it would have had without this package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+from trainloop._processes import SERVER_VARIABLE, open_standard_descriptors, set_threads
+from trainloop.resources.enforce import set_variable
+
+__all__ = ["pid", "started_with"]
+
+started_with: dict[str, str] | None = None
+"""The caller's environment when the server started; ``None`` if the server was not started by this package."""
+
+pid = os.getpid()
+"""The server's process ID."""
+
+_is_server = False
+
+
+def _prepare(order: dict[str, Any]) -> None:
+    global started_with, _is_server
+    # A fork replaces 1 and 2 by its caller's: no descriptor that it gets may have these numbers.
+    open_standard_descriptors()
+    sys.path[:] = order["path"]
+    for name in order["modules"]:
+        # Whichever process needs it will raise. It need not be an ImportError: a missing library is an OSError.
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    for name, value in order["environment"].items():
+        set_variable(name, value)
+    del os.environ[SERVER_VARIABLE]
+    started_with = dict(os.environ)
+    gc.collect()
+    gc.freeze()  # else the first collection of a fork would write to, and so copy, every page with objects
+    _is_server = True
+    os.register_at_fork(after_in_child=lambda: _in_fork(order["mask"]))
+
+
+def _in_fork(signal_mask: list[int]) -> None:
+    global _is_server
+    if not _is_server:  # a fork of a fork
+        return
+    _is_server = False
+    signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)  # the server blocks what Ctrl-C sends to the whole group
+    set_threads()
+    # Python seeds its own generator in a fork.
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+
+
+if SERVER_VARIABLE in os.environ:
+    _prepare(json.loads(os.environ[SERVER_VARIABLE]))

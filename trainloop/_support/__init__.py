@@ -1,0 +1,1 @@
+"""What several packages share. Internal: no user imports from here, and names change without notice."""

@@ -1,0 +1,97 @@
+"""State that a model carries from batch to batch: each rank's own, and kept in checkpoints with its columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainloop._support.nested import map_parts, map_together
+from trainloop.errors import ConfigurationError
+
+__all__ = ["check_carried", "load_carried_state", "names_of", "carried_state_of"]
+
+
+def names_of(module: nn.Module) -> Mapping[str, int]:
+    """The attributes of a module that are carried, by ``carried_state``, with the dimension of their columns."""
+    return getattr(module, "carried_state", None) or {}
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, int]]:
+    for path, module in model.named_modules():
+        for name, dim in names_of(module).items():
+            yield f"{path}.{name}".lstrip("."), module, name, dim
+
+
+def check_carried(model: nn.Module, gpu_mode: str) -> None:
+    """Raise where state can't be carried.
+
+    Raises
+    ------
+    ConfigurationError
+        In ``dp``, whose replicas are made anew for each batch, and for buffers, which DDP copies from rank 0.
+    """
+    for path, module, name, dim in _places(model):
+        if not isinstance(dim, int) or not hasattr(module, name):
+            raise ConfigurationError(
+                f"carried_state={dict(names_of(module))!r} of {type(module).__name__}: must be a dict from the name of "
+                f"an attribute (set it in __init__, self.{name} = None) to the dimension of its columns, an int."
+            )
+        if name in module._buffers or name in module._parameters:
+            raise ConfigurationError(
+                f"carried_state names {path}, which is a buffer or parameter: ranks would get rank 0's. Make it a "
+                f"plain attribute, self.{name} = None in __init__."
+            )
+        if gpu_mode == "dp":
+            raise ConfigurationError(
+                f"{path} is carried from batch to batch, but gpu_mode='dp' makes its replicas anew for each batch. Use "
+                f"gpu_mode='ddp' with trainloop.data.SplitBatches."
+            )
+
+
+def carried_state_of(model: nn.Module) -> dict[str, Any]:
+    """The state this rank carries: CPU tensors, in the model's own tuples, lists and dicts."""
+    return {path: _map(lambda t: t.detach().cpu(), getattr(module, name)) for path, module, name, _ in _places(model)}
+
+
+def load_carried_state(model: nn.Module, saved: list[dict[str, Any]], rank: int, world_size: int) -> None:
+    """Load the states that :func:`carried_state_of` returned on the ranks that wrote a checkpoint.
+
+    Parameters
+    ----------
+    model : nn.Module
+    saved : list of dict
+        States of every rank, in order. If the number of ranks has changed, the columns are divided anew.
+    rank, world_size : int
+        The rank to load for.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    for path, module, name, dim in _places(model):
+        values = [of_rank[path] for of_rank in saved if path in of_rank]
+        if len(values) != len(saved):
+            continue
+        if len(saved) == world_size:
+            value = values[rank]
+        else:
+            value = _part(_joined([value for value in values if value is not None], dim), dim, rank, world_size)
+        setattr(module, name, _map(lambda t: t.to(device).clone(), value))
+
+
+def _part(value: Any, dim: int, rank: int, world_size: int) -> Any:
+    """One rank's columns."""
+    return _map(lambda t: t.tensor_split(world_size, dim)[rank] if t.ndim > dim else t, value)
+
+
+def _joined(values: list[Any], dim: int) -> Any:
+    """The columns of all ranks side by side."""
+    if values and isinstance(values[0], Tensor):
+        return torch.cat(values, dim) if values[0].ndim > dim else values[0]
+    return map_together(lambda parts: _joined(parts, dim), values) if values else None
+
+
+def _map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    return map_parts(lambda part: _map(function, part), value)

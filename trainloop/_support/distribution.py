@@ -1,0 +1,38 @@
+"""The distribution's name on the package index, the command that installs an extra, and what overwrites its files.
+
+The import is ``trainloop``, the distribution ``tt-trainloop``: ``trainloop`` on the index is another project's package.
+"""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["NAME", "REINSTALL", "overwritten_by", "pip_install"]
+
+NAME = "tt-trainloop"
+REINSTALL = f"Uninstall both, then install this one again: pip uninstall -y trainloop {NAME}; pip install {NAME}."
+FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+"""The folder that holds the package: a source folder or one of ``sys.path``."""
+
+
+def pip_install(extra: str) -> str:
+    """Return the command that installs an extra, for the source folder if this package runs from one."""
+    try:
+        with open(os.path.join(FOLDER, "setup.cfg"), encoding="utf-8") as file:
+            from_source = f"name = {NAME}\n" in file.read()
+    except OSError:
+        from_source = False
+    return f"pip install '{'.' if from_source else NAME}[{extra}]'"  # zsh expands brackets without quotes
+
+
+def overwritten_by() -> str:
+    """Return name and version of a distribution ``trainloop`` in the same folder, whose files replace each other's.
+
+    ``import trainloop`` calls it, so it reads the names in the folder only: ``importlib.metadata`` takes milliseconds.
+    """
+    try:
+        names = os.listdir(FOLDER)
+    except OSError:  # a zip file
+        return ""
+    found = (name for name in names if name.startswith("trainloop-") and name.endswith(".dist-info"))
+    return next(found, "").removesuffix(".dist-info")

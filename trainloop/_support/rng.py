@@ -1,0 +1,152 @@
+"""Random number generators of Python, numpy and torch: seeded together, kept, and put back."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainloop._support.user_line import warn
+
+__all__ = ["capture", "derive_seed", "isolated", "packed", "peek_seed", "restore", "seed_all"]
+
+# What the generators were seeded with last. Only a hint: if a generator is still there, `packed` stores the seed alone.
+_last_seed: int | None = None
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A seed in [0, 2**63) that depends on every part, and stays the same over processes and versions.
+
+    Examples
+    --------
+    >>> derive_seed(0, "rank", 1) == derive_seed(0, "rank", 1) != derive_seed(0, "rank", 2)
+    True
+    """
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python, numpy and torch (all devices). CUDA is not initialised by it."""
+    global _last_seed
+    _last_seed = seed
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def peek_seed() -> int:
+    """A seed that depends on torch's RNG state and doesn't change it, so it is as reproducible as that state."""
+    state = torch.get_rng_state()
+    digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def capture(*, devices: bool = True) -> dict[str, Any]:
+    """State of all generators as plain types and tensors, so that a checkpoint can hold it.
+
+    CUDA generators are included where CUDA is in use already, unless ``devices=False``; asking starts nothing.
+    """
+    # The legacy global generator is what np.random.rand() and most augmentation code draws from.
+    state = _plain(random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state())
+    if devices and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+        state["cuda_device"] = torch.cuda.current_device()
+    return state
+
+
+def _plain(python: tuple[Any, ...], of_numpy: Any, of_torch: torch.Tensor) -> dict[str, Any]:
+    version, internal, gauss = python
+    return {
+        "python": [version, torch.tensor(internal, dtype=torch.int64), gauss],
+        "numpy": {
+            "key": torch.from_numpy(of_numpy["state"]["key"].astype(np.int64)),
+            "pos": int(of_numpy["state"]["pos"]),
+            "has_gauss": int(of_numpy["has_gauss"]),
+            "gauss": float(of_numpy["gauss"]),
+        },
+        "torch": of_torch,
+    }
+
+
+def _as_seeded(seed: int) -> dict[str, Any]:
+    """The state that :func:`capture` returns right after :func:`seed_all`, without GPUs."""
+    numpy_state = np.random.RandomState(seed % 2**32).get_state(legacy=False)
+    return _plain(random.Random(seed).getstate(), numpy_state, torch.Generator().manual_seed(seed).get_state())
+
+
+def packed() -> dict[str, Any]:
+    """The state that :func:`capture` returns, shorter; :func:`restore` reads it.
+
+    For a generator unused since :func:`seed_all` the seed is enough. Any other takes about 5 KB.
+    """
+    state, seed = capture(), _last_seed
+    seeded = {} if seed is None else _as_seeded(seed)
+    return {"seed": seed, **{name: value for name, value in state.items() if not _same(value, seeded.get(name))}}
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
+    if isinstance(one, list):
+        return isinstance(other, list) and len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Put back what :func:`capture` or :func:`packed` returned.
+
+    The GPU that is current now gets the state of that which was current then, be it another one. States of GPUs that
+    are not there are ignored.
+    """
+    global _last_seed
+    if "seed" in state:
+        _last_seed = state["seed"]
+        if "packed" in state:
+            warn(
+                "The checkpoint has its random states in the form of an earlier version of trainloop. They are not "
+                "restored: the run continues with other random numbers."
+            )
+            return
+        state = {**({} if _last_seed is None else _as_seeded(_last_seed)), **state}
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal.tolist()), gauss))
+    saved = state["numpy"]
+    np.random.set_state(
+        ("MT19937", saved["key"].numpy().astype(np.uint32), saved["pos"], saved["has_gauss"], saved["gauss"])
+    )
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        # current_device() would initialise CUDA.
+        here = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+        there = state.get("cuda_device", here)
+        states = dict(enumerate(state["cuda"][: torch.cuda.device_count()]))
+        if there < len(state["cuda"]):
+            states[here] = state["cuda"][there]
+        for device, cuda_state in states.items():
+            torch.cuda.set_rng_state(cuda_state, device)
+
+
+@contextmanager
+def isolated(seed: int | None = None) -> Iterator[None]:
+    """Random draws inside leave the generators outside unchanged; with ``seed``, they are the same each time."""
+    global _last_seed
+    before, seed_before = capture(), _last_seed
+    first_seed = torch.initial_seed()
+    try:
+        if seed is not None:
+            seed_all(seed)
+        yield
+    finally:
+        restore(before)
+        if "cuda" not in before and (seed is not None or torch.cuda.is_initialized()):
+            # CUDA was not in use yet, and would have begun with the seed of the CPU's generator.
+            torch.cuda.manual_seed_all(first_seed)
+        _last_seed = seed_before

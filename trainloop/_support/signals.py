@@ -1,0 +1,442 @@
+"""Signals as requests to stop, in the process that calls ``fit``, in ranks and in loaders' workers.
+
+::
+
+    fit                      with signals() as heard: ...; heard.end()      from its first line to its last
+      the ranks are there        with signals(stop):                        what was heard before is told to them
+    a rank                   with rank_signals(stop, ...):
+      a loader's worker          WorkerInit(users_function)                 outlives what was sent to the whole group
+    evaluate_*, predict_*    with signals(at_once=True): ...                 outside of fit nothing has to be saved
+
+Slurm, containers and terminals send a signal to a whole process group: to the caller, its ranks and their loaders'
+workers at once. Only ranks can say at which step all of them stop, so they decide, the caller waits for them, and
+workers go on loading until they have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from trainloop._support.stopping import CHECKPOINT, INTERRUPT, TERMINATE, StopAgreement
+
+__all__ = [
+    "REASON_OF_SIGNAL",
+    "Heard",
+    "WorkerInit",
+    "rank_signals",
+    "signals",
+    "started",
+    "status_of",
+    "uninterrupted",
+]
+
+# SIGHUP: the terminal was closed, or the connection lost.
+REASON_OF_SIGNAL = {"SIGINT": INTERRUPT, "SIGTERM": TERMINATE, "SIGHUP": TERMINATE, "SIGUSR1": CHECKPOINT}
+"""What each signal asks for."""
+
+_SAME_SIGNAL_S = 30.0  # between the first and the last process of a group to handle a signal that all of them got
+_LOOK_S = 0.1
+
+
+def status_of(reasons: int) -> int:
+    """The exit status of a process that a signal ends: 128 + the signal's number, as shells count."""
+    return 143 if reasons & TERMINATE else 138
+
+
+class Heard:
+    """The signals that came during a context of :func:`signals`.
+
+    Parameters
+    ----------
+    at_once : bool
+        Whether a signal ends the work where it strikes.
+    """
+
+    def __init__(self, at_once: bool = False) -> None:
+        self.at_once = at_once
+        self.reasons = 0
+        """``INTERRUPT``, ``TERMINATE`` and ``CHECKPOINT`` of :mod:`trainloop._support.stopping`, OR-ed."""
+
+    def note(self, reasons: int) -> None:
+        """Add signals that another process received, a rank say; reasons to stop that are no signals are ignored."""
+        self.reasons |= reasons & (INTERRUPT | TERMINATE | CHECKPOINT)
+
+    def end(self) -> None:
+        """End as a signal asks for: ``KeyboardInterrupt``, or ``SystemExit`` with 143 or 138. Without one, go on."""
+        if self.reasons & INTERRUPT:
+            raise KeyboardInterrupt
+        if self.reasons:
+            raise SystemExit(status_of(self.reasons))
+
+
+class _Handlers:
+    """The handlers of one process, for the outermost context of :func:`signals` in it."""
+
+    def __init__(self, say: Callable[[str], None] | None, at_once: bool) -> None:
+        self.pid = os.getpid()
+        self.heard = Heard(at_once)
+        self.mark = _Mark()
+        self.stops: tuple[StopAgreement, ...] = ()
+        self.held = 0
+        self.postponed = False
+        self._say = say or _print_line
+        self._interrupts = 0
+        self._users: dict[int, Any] = {}
+        self._raised: list[BaseException] = []
+
+    def install(self) -> None:
+        for name in REASON_OF_SIGNAL:
+            number = getattr(signal, name, None)
+            if number is None:  # no SIGUSR1 on this system
+                continue
+            current = signal.getsignal(number)
+            # None: a handler that was not installed from Python and could not be put back.
+            # SIG_IGN: whoever started this process (nohup, a shell's background job) does not want it stopped so.
+            if current is None or current is signal.SIG_IGN:
+                continue
+            self._users[number] = current
+            signal.signal(number, self.on_interrupt if name == "SIGINT" else self.on_request)
+
+    def restore(self) -> None:
+        # Blocked: a signal that comes now waits for the handler that was there before, and is not lost between two.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, self._users)
+        try:
+            for number, handler in self._users.items():
+                signal.signal(number, handler)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def raise_postponed(self) -> None:
+        """Raise what users' handlers raised, and a Ctrl-C that had to wait."""
+        if self._raised:
+            raise self._raised[0]
+        if self.postponed and not self.held:
+            self.postponed = False
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def also(self, stop: StopAgreement | None) -> Iterator[None]:
+        """Pass on to ``stop`` too the signals that came already, and those that come during the context."""
+        if stop is None or stop in self.stops:
+            yield
+            return
+        before, self.stops = self.stops, (*self.stops, stop)
+        if self.heard.reasons:
+            stop.request(self.heard.reasons)
+        try:
+            yield
+        finally:
+            self.stops = before
+
+    def on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self.pid:
+            _in_worker(number, frame)
+            return
+        self._interrupts += 1
+        if self._users[number] is not signal.default_int_handler:
+            self._call_user(number, frame)
+        self._request(INTERRUPT)
+        if self.heard.at_once or self._interrupts > 1:
+            if not self.held:
+                raise self._raised[0] if self.heard.at_once and self._raised else KeyboardInterrupt
+            self.postponed = True
+            return
+        self._say("Interrupted: training stops after this step. Ctrl-C again stops at once.")
+
+    def on_request(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self.pid:
+            _in_worker(number, frame)
+            return
+        self._request(REASON_OF_SIGNAL[signal.Signals(number).name])
+        self._call_user(number, frame)
+        if self.heard.at_once:
+            self._raised.append(SystemExit(status_of(self.heard.reasons)))
+            if not self.held:
+                raise self._raised[0]
+
+    def _request(self, reason: int) -> None:
+        self.mark.set_heard()
+        self.heard.note(reason)
+        for stop in self.stops:
+            stop.request(reason)
+
+    def _call_user(self, number: int, frame: FrameType | None) -> None:
+        user = self._users[number]
+        if callable(user):
+            try:
+                user(number, frame)
+            except BaseException as error:  # SystemExit is the usual one
+                self._raised.append(error)
+
+
+_outermost: _Handlers | None = None
+
+
+def _handlers_here() -> _Handlers | None:
+    """This process's handlers, or none outside the main thread, where Python allows none."""
+    here = _outermost is not None and _outermost.pid == os.getpid()
+    return _outermost if here and threading.current_thread() is threading.main_thread() else None
+
+
+@contextlib.contextmanager
+def signals(
+    stop: StopAgreement | None = None, *, say: Callable[[str], None] | None = None, at_once: bool = False
+) -> Iterator[Heard]:
+    """Turn Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 into requests for as long as the context lasts.
+
+    The first Ctrl-C asks for a stop at the next boundary and says so in one line; the second raises
+    ``KeyboardInterrupt`` where it strikes. The others ask for a stop, and then the handler that the user had
+    installed runs; what that handler raises (``sys.exit()``, say) is raised at the end of the context, so that it can't
+    prevent the last checkpoint. Handlers are as before afterwards. In a thread other than the main one nothing is done,
+    since Python allows no handlers there.
+
+    A context inside another adds its ``stop`` to the outer one's, and tells it what was heard before it was there.
+
+    Parameters
+    ----------
+    stop : StopAgreement, optional
+        The agreement that receives the requests.
+    say : callable, optional
+        Prints the line; standard error by default.
+    at_once : bool
+        For work that leaves nothing to save: each signal raises ``KeyboardInterrupt``, or ``SystemExit`` after the
+        user's handler, where it strikes. The outermost context decides.
+
+    Returns
+    -------
+    Heard
+        The signals that came, in the outermost context. Whoever opened it calls :meth:`Heard.end` afterwards.
+    """
+    global _outermost, _mark
+    # A rank has had its handlers from its start on.
+    if threading.current_thread() is not threading.main_thread() or (stop is not None and _handled_for(stop)):
+        yield Heard(at_once)
+        return
+    handlers = _handlers_here()
+    if handlers is not None:
+        with handlers.also(stop):
+            yield handlers.heard
+        return
+    handlers, before = _Handlers(say, at_once), (_outermost, _mark)
+    try:
+        handlers.install()
+        _outermost, _mark = handlers, handlers.mark
+        with handlers.also(stop):
+            yield handlers.heard
+    finally:
+        handlers.restore()
+        handlers.mark.set_over()
+        _outermost, _mark = before
+    handlers.raise_postponed()
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """A second Ctrl-C waits for the end of this context: what runs in it must not be left half done, and ends soon."""
+    handlers = _handlers_here()
+    if handlers is None:
+        yield
+        return
+    handlers.held += 1
+    try:
+        yield
+    finally:
+        handlers.held -= 1
+    handlers.raise_postponed()
+
+
+@contextlib.contextmanager
+def rank_signals(stop: StopAgreement, *, ended: Callable[[], bool], end: type[BaseException]) -> Iterator[None]:
+    """Signals of a rank that another process started and watches.
+
+    They become requests; Ctrl-C stays quiet, since the launching process speaks for all. SIGTERM raises ``end``
+    once ``ended()`` says that the run is lost, unless an exception is on its way already: its ``finally`` blocks are
+    not interrupted (whoever sent the signal kills this process if they take too long). After the context, when only
+    the process's own end is left to do, they do nothing.
+    """
+    global _mark
+    pid = os.getpid()
+    mark = _mark = _Mark()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != pid:
+            _in_worker(number, frame)
+            return
+        if number == signal.SIGTERM and ended():
+            if sys.exc_info()[0] is None:
+                raise end
+        else:
+            mark.set_heard()
+            stop.request(REASON_OF_SIGNAL[signal.Signals(number).name])
+
+    on_signal.__dict__["stop"] = stop
+    # nohup ignores SIGHUP for the process that started this one, too. SIGTERM is how that process ends its ranks.
+    ignored = [n for n in _numbers() if signal.getsignal(n) is signal.SIG_IGN and n != signal.SIGTERM]
+    for number in set(_numbers()).difference(ignored):
+        signal.signal(number, on_signal)
+    # They were blocked while this process was started: until here a Ctrl-C would have been a traceback in an import.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _numbers())
+    try:
+        yield
+    finally:
+        # The work is done or has failed: a signal to the group must not make another end of it, nor a traceback.
+        for number in set(_numbers()).difference(ignored):
+            signal.signal(number, _nothing)
+        mark.set_over()
+        _mark = None
+
+
+def _numbers() -> list[int]:
+    return [getattr(signal, name) for name in REASON_OF_SIGNAL if hasattr(signal, name)]
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """Do nothing. Unlike ``SIG_IGN``, child programs don't inherit it."""
+
+
+def _handled_for(stop: StopAgreement) -> bool:
+    """Whether this rank's signals have been requests to ``stop`` since its start."""
+    return getattr(signal.getsignal(signal.SIGTERM), "stop", None) is stop
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Workers of a DataLoader
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class _Mark:
+    """A byte that a process shares with its loaders' workers, to tell them what a signal means.
+
+    Forked workers have it by inheritance; to spawned ones it is sent with their :class:`WorkerInit`.
+    """
+
+    _NOTHING, _HEARD, _OVER = range(3)
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self._fd = -1  # anonymous memory: forked workers have it, spawned ones don't learn of signals
+        if hasattr(os, "memfd_create"):
+            with contextlib.suppress(OSError):  # forbidden by a sandbox's filter
+                self._fd = os.memfd_create("trainloop-signals", os.MFD_CLOEXEC)
+                os.ftruncate(self._fd, 1)
+        self._byte = mmap.mmap(self._fd, 1)
+
+    def set_heard(self) -> None:
+        self._byte[0] = self._HEARD
+
+    def set_over(self) -> None:
+        """The process needs its workers no longer; it may have sent the signal itself. No more workers are started."""
+        self._byte[0] = self._OVER
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    @property
+    def heard(self) -> bool | None:
+        """In a worker: whether the process it serves got a signal too, and still needs it; ``None``: not yet."""
+        return None if self._byte[0] == self._NOTHING else self._byte[0] == self._HEARD
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open_mark, (f"/proc/{self.pid}/fd/{self._fd}",)
+
+
+def _open_mark(path: str) -> _Mark | None:
+    mark = object.__new__(_Mark)
+    try:
+        with open(path, "r+b", buffering=0) as file:
+            mark._byte, mark._fd = mmap.mmap(file.fileno(), 1), -1
+    except (OSError, ValueError):  # no /proc, or the process has gone: the worker can't tell
+        return None
+    return mark
+
+
+_mark: _Mark | None = None
+"""This process's mark while it handles signals; in a worker, the mark of the process that it serves."""
+
+
+class WorkerInit:
+    """A ``worker_init_fn`` that lets a worker outlive signals to the whole group, then calls the user's own.
+
+    The process that it serves comes to a step boundary and then ends its workers. A SIGTERM that this process did not
+    get, and the second one, are meant for the worker.
+
+    It has to be that late: torch's worker installs a handler before, by which it would end at once.
+
+    Parameters
+    ----------
+    users : callable, optional
+        The user's own.
+    temporary : str, optional
+        Folder for the worker's sockets, which it can't remove where it is killed.
+    """
+
+    def __init__(self, users: Callable[[int], None] | None, temporary: str | None = None) -> None:
+        self.users = users
+        self._temporary = temporary
+        self._mark = _mark
+
+    def __call__(self, worker_id: int) -> None:
+        global _mark
+        _mark = self._mark
+        if _mark is not None:
+            for number in _numbers():
+                signal.signal(number, _in_worker)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _numbers())  # see started()
+        if self._temporary is not None:
+            multiprocessing.current_process()._config["tempdir"] = self._temporary  # type: ignore[attr-defined]
+        if self.users is not None:
+            self.users(worker_id)
+
+
+def started(loader: Any) -> Iterator[Any]:
+    """``iter(loader)`` with signals blocked in its workers until they can outlive one.
+
+    Until :class:`WorkerInit` is called, which on a busy machine may be seconds later, a SIGTERM would end them by
+    torch's own handler.
+    """
+    if not getattr(loader, "num_workers", 0) or not isinstance(getattr(loader, "worker_init_fn", None), WorkerInit):
+        return iter(loader)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _numbers())  # workers inherit that
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _in_worker(number: int, frame: FrameType | None) -> None:
+    """Go on where the process that this worker serves got the signal too.
+
+    That process says so between two of its Python instructions, hence after a long backward pass only. So the worker
+    looks again and again, and loads meanwhile.
+    """
+    if number != signal.SIGTERM:
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the second one is meant for the worker
+    deadline = time.monotonic() + _SAME_SIGNAL_S
+
+    def look(*_: object) -> None:
+        heard = None if _mark is None else _mark.heard
+        if heard is None and time.monotonic() < deadline:
+            return
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if not heard:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
+
+
+def _print_line(text: str) -> None:
+    # A handler may strike in the middle of a write to sys.stderr, which then refuses another ("reentrant call").
+    with contextlib.suppress(RuntimeError, ValueError, OSError):
+        print(f"\n{text}", file=sys.stderr, flush=True)

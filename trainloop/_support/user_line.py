@@ -1,0 +1,64 @@
+"""Warnings that point to the user's line: the innermost one that is neither in this package nor in torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from types import FrameType
+from typing import Any, NamedTuple
+
+__all__ = ["Place", "stand_for", "user_place", "warn"]
+
+_PYTHON = os.path.dirname(contextlib.__file__)
+_BETWEEN = (
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,  # this package
+    *(os.path.join(_PYTHON, name) for name in ("contextlib.py", "threading.py", "multiprocessing" + os.sep)),
+    "<frozen ",
+    "<string>",  # python -c, by which processes are started
+)
+
+
+class Place(NamedTuple):
+    """A line of code."""
+
+    file: str
+    line: int
+    module: str
+    """Name of its module, which filters of warnings may ask for."""
+
+
+_caller: Place | None = None  # in a process of this package: where the user called it
+_shown: dict[Any, Any] = {}  # what has been warned there, as in a module's __warningregistry__
+
+
+def stand_for(caller: Place) -> None:
+    """In a process that this package has started, let warnings point to the caller's line."""
+    global _caller
+    _caller = caller
+
+
+def user_place() -> Place:
+    """Return the user's line: that of the caller's process, if there is none on this process's stack."""
+    return _found()[0]
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn as ``warnings.warn`` does, at the user's line, however many calls, decorators and blocks are between."""
+    place, registry = _found()
+    warnings.warn_explicit(message, category, place.file, place.line, module=place.module, registry=registry)
+
+
+def _found() -> tuple[Place, dict[Any, Any]]:
+    torch = sys.modules.get("torch")
+    between = _BETWEEN if torch is None else (*_BETWEEN, os.path.dirname(torch.__file__ or "") + os.sep)
+    frame: FrameType = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(between):
+        if frame.f_back is None:
+            if _caller is not None:
+                return _caller, _shown
+            break
+        frame = frame.f_back
+    place = Place(frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", "<unknown>"))
+    return place, frame.f_globals.setdefault("__warningregistry__", {})

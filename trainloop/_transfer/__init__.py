@@ -1,0 +1,29 @@
+"""Objects on their way between processes: models, datasets and callbacks to the ranks, state back.
+
+``pack`` sends any object, defined anywhere, to all ranks of a node through memory they share; ``pack_state`` and
+``unpack_state`` bring state back into the objects that both sides know, by way of a ``ResultFile``.
+"""
+
+from __future__ import annotations
+
+from trainloop._transfer.payload import Parcel, Payload, pack
+from trainloop._transfer.pickling import (
+    PackedState,
+    dump_state,
+    load_device,
+    load_state,
+    pack_state,
+    unpack_state,
+)
+
+__all__ = [
+    "PackedState",
+    "Parcel",
+    "Payload",
+    "dump_state",
+    "load_device",
+    "load_state",
+    "pack",
+    "pack_state",
+    "unpack_state",
+]

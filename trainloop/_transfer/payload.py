@@ -1,0 +1,310 @@
+"""Send one object to all ranks of a node: a pickle stream and its arrays, in one file that every rank maps."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import pickle
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.context import get_spawning_popen, set_spawning_popen
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainloop._transfer.pages import PAGE, MovedPages, anonymous_file, write_all
+from trainloop._transfer.pickling import IN_STREAM, Pickler, load_device, noting_classes
+from trainloop._transfer.unpicklable import explain
+from trainloop.errors import UnpicklableError
+
+__all__ = ["Parcel", "Payload", "pack"]
+
+_MOVED = 64 << 10  # bytes; from here on, memory is shared in place
+_MOST_MOVED = 8192  # each is a mapping or two, of which a process may have 65530
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What a rank needs to open the payload; small and picklable."""
+
+    fd: int
+    """Descriptor of the payload's file, the same number in every rank."""
+    size: int
+    """Bytes of the file."""
+    stream_size: int
+    """Bytes of the pickle stream, which is at the file's beginning."""
+    table: tuple[int, int]
+    """Place and number of the entries (place, bytes, read-only) of the buffers."""
+
+    def open(self, device: torch.device | None = None, received: Mapping[int, int] | None = None) -> Any:
+        """The object. Its arrays lie in the mapped file: shared as long as nobody writes, then this rank's own.
+
+        Classes and functions that the sender's ``__main__`` had by name are put into this process's ``__main__``, so
+        that ordinary pickles between it and its DataLoader workers find them.
+
+        Parameters
+        ----------
+        device : torch.device, optional
+            Where tensors go that were on a CUDA device.
+        received : mapping of int to int, optional
+            This process's descriptors by the sender's numbers, if they were sent and not inherited.
+        """
+        # MAP_PRIVATE: writes of a rank (into parameters, say) stay private.
+        fd = (received or {}).get(self.fd, self.fd)
+        mapped = mmap.mmap(fd, self.size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        view = memoryview(mapped)
+        place, count = self.table
+        entries = np.frombuffer(mapped, dtype=np.int64, count=3 * count, offset=place).reshape(count, 3).tolist()
+        buffers = (
+            view[place : place + nbytes].toreadonly() if readonly else view[place : place + nbytes]
+            for place, nbytes, readonly in entries
+        )
+        with load_device(device), noting_classes(), _numbered(received or {}):
+            unpickler = pickle.Unpickler(_Reader(view[: self.stream_size]), buffers=buffers)
+            obj = unpickler.load()
+            # After the object: by then its classes have been made, and are the very ones.
+            names = unpickler.load()
+        main = sys.modules["__main__"].__dict__
+        for name, definition in names.items():
+            if name not in main or name in _sent_to_main:  # the newest definitions of a script or cell
+                main[name] = definition
+                _sent_to_main.add(name)
+        return obj
+
+
+_sent_to_main: set[str] = set()
+
+
+class _Reader:
+    """A file over memory, which hands out pieces without an intermediate copy of the whole."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._place = 0
+
+    def read(self, size: int) -> bytes:
+        piece = self._data[self._place : self._place + size]
+        self._place += size
+        return bytes(piece)
+
+    def readinto(self, target: Any) -> int:
+        size = memoryview(target).nbytes
+        piece = self._data[self._place : self._place + size]
+        memoryview(target).cast("B")[: piece.nbytes] = piece
+        self._place += piece.nbytes
+        return piece.nbytes
+
+    def readline(self) -> bytes:
+        end = bytes(self._data[self._place : self._place + 4096]).find(b"\n") + 1
+        return self.read(end)
+
+
+class Payload:
+    """The sender's side of a payload, which keeps it alive until :meth:`close`.
+
+    Parameters
+    ----------
+    parcel : Parcel
+        The description that ranks receive.
+    inherited : list of int
+        Descriptors that the ranks must inherit, the payload's own among them.
+    pages : MovedPages
+        The sender's memory that lies in the file.
+    alive : list of object
+        The owners of that memory.
+    """
+
+    def __init__(self, parcel: Parcel, inherited: list[int], pages: MovedPages, alive: list[Any]) -> None:
+        self.parcel = parcel
+        self.inherited = inherited
+        self.shared_in_place = pages.nbytes
+        """Bytes of the sender's own arrays that the ranks map, without a copy."""
+        self._pages = pages
+        self._alive = alive
+
+    def close(self) -> None:
+        """Take the memory back and close the file. The ranks must have ended."""
+        try:
+            self._pages.restore()
+        finally:
+            self._alive.clear()
+            os.close(self.parcel.fd)
+
+    def __enter__(self) -> Payload:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def pack(obj: object, *, roots: dict[str, object] | None = None) -> Payload:
+    """Pickle ``obj`` into a file that any number of ranks of this node can map.
+
+    Large arrays and tensors of ``obj`` are afterwards held once for this process and the ranks together; until
+    :meth:`Payload.close` their memory is that file. They keep identity, type, values and writability.
+
+    Parameters
+    ----------
+    obj : object
+        The object to send.
+    roots : dict of str to object, optional
+        Names that the paths in an :class:`UnpicklableError` start with; by default the attributes of ``obj``.
+
+    Raises
+    ------
+    UnpicklableError
+        If something in it can't be sent; the message has its path, its type and what to do.
+    """
+    fd = anonymous_file("payload")
+    try:
+        with pickled_for_spawning() as inherited, open(fd, "wb", closefd=False, buffering=1 << 20) as file:
+            buffers: list[pickle.PickleBuffer] = []
+
+            def keep_out(buffer: pickle.PickleBuffer) -> bool:
+                small = buffer.raw().nbytes < IN_STREAM
+                if not small:
+                    buffers.append(buffer)
+                return small
+
+            pickler = Pickler(file, keep_out)
+            try:
+                pickler.dump(obj)
+                pickler.dump(dict(pickler.main_names))
+            except Exception as error:  # whatever a user's __reduce__ or __getstate__ raises
+                raise UnpicklableError(explain(roots if roots is not None else {"": obj}, error)) from error
+            stream_size = file.tell()
+        return _lay_out(fd, stream_size, buffers, pickler.copies, inherited)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _lay_out(
+    fd: int,
+    stream_size: int,
+    buffers: list[pickle.PickleBuffer],
+    copies: list[np.ndarray[Any, Any]],
+    inherited: list[int],
+) -> Payload:
+    """Write the buffers behind the stream; memory that several of them share is written once."""
+    count = len(buffers)
+    raw = [buffer.raw() for buffer in buffers]
+    begin = np.fromiter((_address(view) for view in raw), np.int64, count)
+    nbytes = np.fromiter((view.nbytes for view in raw), np.int64, count)
+    region_of, first, last = _regions(begin, begin + nbytes)
+    sizes = last - first
+    unmoved = {copy.__array_interface__["data"][0] for copy in copies}
+    # The largest first, as there is a limit: those are the ones worth a mapping.
+    large = np.flatnonzero(sizes >= _MOVED)
+    moved = set(large[np.argsort(sizes[large])[::-1][:_MOST_MOVED]].tolist())
+    pages = MovedPages(fd)
+    place = stream_size
+    places = np.empty(len(first), np.int64)
+    try:
+        for i, (address, size) in enumerate(zip(first.tolist(), sizes.tolist(), strict=True)):
+            if i in moved and address not in unmoved and not _pinned(address, size):
+                place += (address - place) % PAGE
+                pages.write(address, size, place)
+            else:
+                place += -place % _ALIGNMENT
+                write_all(fd, _view(address, size), place)
+            places[i] = place
+            place += size
+        place += -place % _ALIGNMENT
+        readonly = np.fromiter((view.readonly for view in raw), np.int64, count)
+        entries = np.stack([places[region_of] + begin - first[region_of], nbytes, readonly], axis=1)
+        write_all(fd, memoryview(entries.tobytes()), place)
+        size = place + entries.nbytes
+        os.ftruncate(fd, max(size, 1))
+    except BaseException:
+        pages.restore()
+        raise
+    parcel = Parcel(fd, max(size, 1), stream_size, (place, count))
+    return Payload(parcel, [fd, *inherited], pages, [*raw, *buffers])
+
+
+def _regions(begin: Any, end: Any) -> tuple[Any, Any, Any]:
+    """Join overlapping spans; returns each span's region, and each region's begin and end."""
+    if not len(begin):
+        return begin, begin, end
+    order = np.argsort(begin, kind="stable")
+    reach = np.maximum.accumulate(end[order])
+    starts = np.concatenate([[True], begin[order][1:] >= reach[:-1]])
+    region_of = np.empty(len(begin), np.int64)
+    region_of[order] = np.cumsum(starts) - 1
+    last = np.append(np.flatnonzero(starts)[1:], len(begin)) - 1
+    return region_of, begin[order][starts], reach[last]
+
+
+def _address(view: memoryview) -> int:
+    address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
+    return address
+
+
+def _view(address: int, nbytes: int) -> memoryview:
+    import ctypes
+
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+
+
+def _pinned(address: int, nbytes: int) -> bool:
+    """Whether the memory is pinned, so that a GPU uses its physical address."""
+    if not torch.cuda.is_initialized():
+        return False
+    return torch.frombuffer(_view(address, nbytes), dtype=torch.uint8).is_pinned()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Locks, queues and connections
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def pickled_for_spawning() -> Iterator[list[int]]:
+    """Allow pickling of multiprocessing's own objects; yields the descriptors that must be inherited for them."""
+    before = get_spawning_popen()
+    spawning = _CollectedDescriptors()
+    set_spawning_popen(spawning)  # type: ignore[arg-type]  # what they ask of it, it has
+    try:
+        yield spawning.fds
+    finally:
+        set_spawning_popen(before)
+
+
+class _CollectedDescriptors:
+    """Stands for the process being spawned."""
+
+    def __init__(self) -> None:
+        self.fds: list[int] = []
+
+    def DupFd(self, fd: int) -> _Descriptor:
+        return _Descriptor(fd)
+
+    def duplicate_for_child(self, fd: int) -> int:
+        self.fds.append(fd)
+        return fd
+
+
+_own_numbers: Mapping[int, int] = {}
+
+
+@contextlib.contextmanager
+def _numbered(received: Mapping[int, int]) -> Iterator[None]:
+    global _own_numbers
+    before, _own_numbers = _own_numbers, received
+    try:
+        yield
+    finally:
+        _own_numbers = before
+
+
+@dataclass(frozen=True)
+class _Descriptor:
+    fd: int
+
+    def detach(self) -> int:
+        return _own_numbers.get(self.fd, self.fd)

@@ -1,0 +1,548 @@
+"""Pickle objects that have no importable name, with the data of arrays and tensors beside the stream.
+
+Classes and functions of ``__main__``, notebook cells and closures travel by value (cloudpickle). The bytes of numpy
+arrays and of torch storages travel as protocol 5's out-of-band buffers, so that the reader decides where they live.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import importlib.machinery
+import io
+import mmap
+import os
+import pickle
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple
+
+import cloudpickle
+import numpy as np
+import torch
+from torch.multiprocessing.reductions import rebuild_storage_fd, reduce_storage
+from torch.utils.data import DataLoader
+
+from trainloop._transfer.pages import anonymous_file, write_all
+from trainloop._transfer.torch_objects import compile_context_of, reduce_compiled_function, reducer_for
+
+__all__ = [
+    "IN_STREAM",
+    "Fingerprint",
+    "PackedState",
+    "Pickler",
+    "StatePickler",
+    "StateUnpickler",
+    "dump_state",
+    "load_device",
+    "load_state",
+    "noting_classes",
+    "pack_state",
+    "unpack_state",
+]
+
+IN_STREAM = 256
+"""Bytes; below, a buffer's own bookkeeping costs more than copying it."""
+
+_BLOCK = 64 << 10
+_MOST_OWN = 16 << 20  # bytes of the user's shared memory of which a rank gets a copy; more is held once
+_VIEWED = 4096  # bytes; smaller arrays are pickled as numpy does
+_STANDARD_STREAMS = ("stdin", "stdout", "stderr", "__stdin__", "__stdout__", "__stderr__")
+
+_loading = threading.local()
+
+
+@contextlib.contextmanager
+def load_device(device: torch.device | None) -> Iterator[None]:
+    """While unpickling in this context, tensors from a CUDA device are put on ``device`` (``None``: the CPU)."""
+    before = getattr(_loading, "device", None)
+    _loading.device = device
+    try:
+        yield
+    finally:
+        _loading.device = before
+        # torch keeps a list of the sparse tensors it rebuilds, until torch.load checks them.
+        torch._utils._validate_loaded_sparse_tensors()
+
+
+class Pickler(cloudpickle.Pickler):
+    """cloudpickle's pickler, with the memory of storages and arrays as buffers.
+
+    Refuses objects that cloudpickle would silently change, such as open files.
+
+    Parameters
+    ----------
+    file : file object
+        Receives the stream.
+    buffer_callback : callable, optional
+        As in :class:`pickle.Pickler`: takes each buffer, and returns whether it goes into the stream instead.
+    """
+
+    keeps_shared = True
+    """Whether the reader shares memory that the user shares between processes, with its own children."""
+
+    def __init__(self, file: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> None:
+        super().__init__(file, protocol=5, buffer_callback=buffer_callback)
+        self.main_names: dict[str, Any] = {}
+        """Classes and functions of ``__main__`` that were sent, by their name there."""
+        self.copies: list[np.ndarray[Any, Any]] = []
+        """Copies of arrays made for the stream, whose memory is not the user's."""
+        self._by_value: dict[str, bool] = {}
+        # Functions of (pickler, object): a method bound to the pickler would make a cycle, and so keep memory for long.
+        self._reducers: dict[type, Callable[[Pickler, Any], Any] | None] = {}
+
+    def dump(self, obj: Any) -> None:
+        """Pickle ``obj``; may be called again for more in the same stream, read by the same unpickler."""
+        try:
+            super().dump(obj)
+        finally:
+            for name, registered in self._by_value.items():
+                if registered:
+                    cloudpickle.unregister_pickle_by_value(sys.modules[name])
+            self._by_value.clear()
+
+    def reducer_override(self, obj: Any) -> Any:
+        """The reduction of ``obj``; ``NotImplemented`` for the usual way."""
+        # Called for every object that is not of a simple built-in type: what is right for its class is looked up once.
+        kind = type(obj)
+        try:
+            reduce = self._reducers[kind]
+        except KeyError:
+            reduce = self._reducers[kind] = _reducer_of(kind)
+        return NotImplemented if reduce is None else reduce(self, obj)
+
+    # -- classes and functions -------------------------------------------------------------------------------------
+
+    def _reduce_definition(self, obj: Any) -> Any:
+        self._note_definition(obj)
+        reduced = super().reducer_override(obj)
+        if reduced is not NotImplemented and isinstance(obj, types.FunctionType):  # then by value
+            context = compile_context_of(obj)
+            if context is not None:
+                return reduce_compiled_function(obj, context)
+        return reduced
+
+    def _note_definition(self, obj: Any) -> None:
+        """Remember definitions of ``__main__``; pickle by value those of modules that a new process couldn't import."""
+        name = getattr(obj, "__module__", None)
+        if not isinstance(name, str):
+            return
+        if name == "__main__":
+            qualname = obj.__qualname__
+            if "." not in qualname and getattr(sys.modules["__main__"], qualname, None) is obj:
+                self.main_names[qualname] = obj
+        elif name not in self._by_value:
+            module = sys.modules.get(name)
+            self._by_value[name] = module is not None and not self.is_importable(module)
+            if self._by_value[name]:
+                if name in cloudpickle.list_registry_pickle_by_value():
+                    self._by_value[name] = False  # keep the user's own registration
+                else:
+                    cloudpickle.register_pickle_by_value(module)
+
+    def is_importable(self, module: types.ModuleType) -> bool:
+        """Whether a new process with this one's ``sys.path`` finds the module; the file system is asked."""
+        spec = getattr(module, "__spec__", None)
+        if spec is not None and (spec.origin in ("built-in", "frozen") or spec.name in sys.builtin_module_names):
+            return True
+        top = module.__name__.partition(".")[0]
+        for finder in sys.meta_path:
+            find_spec = getattr(finder, "find_spec", None)
+            with contextlib.suppress(Exception):  # another library's finder
+                if find_spec is not None and find_spec(top, None) is not None:
+                    return True
+        return importlib.machinery.PathFinder.find_spec(top, None) is not None
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:
+        if storage.device.type == "meta":
+            return _meta_storage, (storage.nbytes(),)
+        on_cpu = storage.device.type == "cpu"
+        if self.keeps_shared and on_cpu and storage.is_shared() and getattr(storage, "filename", None) is None:
+            # The user shares it between processes (an epoch counter for workers, say).
+            return _own_shared_storage, reduce_storage(storage)
+        data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu().numpy()
+        if not on_cpu:
+            self.copies.append(data)
+        return _storage_from_buffer, (pickle.PickleBuffer(memoryview(data)), not on_cpu)  # type: ignore[arg-type]
+
+    def _reduce_text_stream(self, stream: Any) -> Any:
+        for name in _STANDARD_STREAMS:
+            if stream is getattr(sys, name):
+                return getattr, (sys, name)
+        # cloudpickle would send a copy of an open file's contents.
+        return _refuse(self, stream) if type(stream) is io.TextIOWrapper else NotImplemented
+
+    def _reduce_array(self, array: np.ndarray[Any, Any]) -> Any:
+        """An array as a view of memory, whatever its strides."""
+        kind = type(array)
+        if array.nbytes < _VIEWED or array.dtype.hasobject:
+            return NotImplemented
+        if isinstance(array, np.memmap) and (reduced := _reduce_memmap(array)) is not None:
+            return reduced
+        if kind.__reduce_ex__ is not np.ndarray.__reduce_ex__ or kind.__reduce__ is not np.ndarray.__reduce__:
+            return NotImplemented
+        low, high = _bounds(array)
+        if high - low > 2 * array.nbytes:  # a thin slice of something large
+            array = np.array(array, copy=True, order="C", subok=True)
+            self.copies.append(array)
+            low, high = _bounds(array)
+        memory = (ctypes.c_ubyte * (high - low)).from_address(low)
+        memory._array = array  # type: ignore[attr-defined]  # keeps the memory alive
+        start = array.__array_interface__["data"][0] - low
+        view_of = None if kind is np.ndarray else kind
+        return _array_from_buffer, (
+            pickle.PickleBuffer(memory),
+            array.dtype,
+            array.shape,
+            array.strides,
+            start,
+            array.flags.writeable,
+            view_of,
+        )
+
+
+def _reducer_of(kind: type) -> Callable[[Pickler, Any], Any] | None:
+    """The function that pickles objects of a class; ``None`` for the usual way."""
+    for base, reduce in _SPECIAL:
+        if issubclass(kind, base):
+            return reduce
+    # Connections, shared values and the like, as multiprocessing sends them to a process it starts; not by its module
+    # `reduction`, which is about sockets and methods.
+    theirs = ForkingPickler._extra_reducers.get(kind)  # type: ignore[attr-defined]
+    if theirs is None or not theirs.__module__.startswith("multiprocessing.") or "reduction" in theirs.__module__:
+        return reducer_for(kind)
+    return lambda pickler, obj: theirs(obj)
+
+
+def _reduce_typed_storage(pickler: Pickler, storage: torch.storage.TypedStorage) -> Any:
+    return _typed_storage, (storage._untyped_storage, storage.dtype)
+
+
+def _reduce_memoryview(pickler: Pickler, view: memoryview) -> Any:
+    return _memoryview, (pickle.PickleBuffer(view), view.format, view.shape)
+
+
+def _refuse(pickler: Pickler, obj: Any) -> Any:
+    raise TypeError(f"cannot pickle {type(obj).__qualname__!r} object")
+
+
+def _without_iterator(pickler: Pickler, loader: DataLoader[Any]) -> Any:
+    """Pickle a loader without the iterator that persistent workers leave in it, which belongs to this process."""
+    if getattr(loader, "_iterator", None) is None:
+        return NotImplemented
+    reduced = list(object.__reduce_ex__(loader, 4))
+    if isinstance(reduced[2], dict):
+        reduced[2] = {**reduced[2], "_iterator": None}
+    return tuple(reduced)
+
+
+def _bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
+    """Lowest address of an array's memory, and the one past its highest."""
+    low = high = array.__array_interface__["data"][0]
+    for length, stride in zip(array.shape, array.strides, strict=True):
+        if stride < 0:
+            low += (length - 1) * stride
+        else:
+            high += (length - 1) * stride
+    return low, high + array.itemsize
+
+
+def _reduce_memmap(array: np.memmap[Any, Any]) -> Any:
+    """Pickle an array in a mapped file by its path, to be mapped again; ``None`` if its values may differ there."""
+    source = getattr(array, "_mmap", None)
+    path = getattr(array, "filename", None)
+    # Mode 'c' may hold changes that the file has not.
+    if source is None or path is None or array.mode not in ("r", "r+", "w+"):
+        return None
+    low, high = _bounds(array)
+    memory = np.frombuffer(source, dtype=np.uint8)
+    first = memory.__array_interface__["data"][0]
+    if not first <= low <= high <= first + memory.nbytes:
+        return None
+    map_start = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
+    if array.mode != "r":
+        array.flush()
+    start = array.__array_interface__["data"][0] - low
+    mode = "r" if array.mode == "r" else "r+"
+    place = map_start + low - first
+    return _memmap_of_file, (path, mode, place, high - low, array.dtype, array.shape, array.strides, start)
+
+
+_SPECIAL: list[tuple[Any, Callable[[Any, Any], Any]]] = [
+    ((type, types.FunctionType), lambda pickler, obj: pickler._reduce_definition(obj)),
+    (torch.UntypedStorage, lambda pickler, obj: pickler._reduce_storage(obj)),
+    (torch.storage.TypedStorage, _reduce_typed_storage),
+    (np.ndarray, lambda pickler, obj: pickler._reduce_array(obj)),
+    (memoryview, _reduce_memoryview),
+    (io.TextIOBase, lambda pickler, obj: pickler._reduce_text_stream(obj)),
+    ((torch.Stream, torch.Event), _refuse),  # the values may be others there
+    (DataLoader, _without_iterator),
+]
+
+
+# -- in the process that reads -----------------------------------------------------------------------------------------
+
+
+def _storage_from_buffer(buffer: Any, on_accelerator: bool) -> torch.UntypedStorage:
+    """A storage over ``buffer``'s own memory, or a copy on the rank's device."""
+    nbytes = memoryview(buffer).nbytes
+    if nbytes == 0:
+        storage = torch.UntypedStorage(0)
+    elif isinstance(buffer, bytearray):
+        # From a stream, or read from a file: a copy, which can be resized as torch's own storages can.
+        storage = torch.UntypedStorage(nbytes)
+        torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).copy_(torch.frombuffer(buffer, dtype=torch.uint8))
+    else:
+        storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+    device = getattr(_loading, "device", None)
+    if on_accelerator and device is not None and device.type != "cpu":
+        storage = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).to(device).untyped_storage()
+    return storage
+
+
+def _own_shared_storage(rebuild: Callable[..., Any], args: tuple[Any, ...]) -> torch.UntypedStorage:
+    """A storage with the contents of the sender's, in memory that this process shares with its own children only.
+
+    Ranks that shared the sender's would race: each would add to one counter, and see the sum of all. Data that is large
+    is mapped from the sender's memory: held once, and this process's own where it writes.
+    """
+    by_descriptor = rebuild is rebuild_storage_fd
+    if by_descriptor:
+        _, descriptor, nbytes = args
+        fd = descriptor.detach()
+        source = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        os.close(fd)
+        data = np.frombuffer(source, np.uint8)
+    else:
+        data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(rebuild(*args)).numpy()
+    if not data.nbytes:
+        return torch.UntypedStorage(0)
+    own, copied = anonymous_file("shared"), 0
+    os.ftruncate(own, data.nbytes)
+    for begin in range(0, data.nbytes, _BLOCK):
+        block = data[begin : begin + _BLOCK]
+        if block.any():  # zeros take no memory: a cache that the loader's workers will fill
+            copied += block.nbytes
+            if by_descriptor and copied > _MOST_OWN:
+                os.close(own)
+                return _storage_from_buffer(memoryview(source), False)
+            write_all(own, memoryview(block), begin)  # type: ignore[arg-type]  # an array has a buffer
+    descriptor = types.SimpleNamespace(detach=lambda: own)
+    storage: torch.UntypedStorage = rebuild_storage_fd(torch.UntypedStorage, descriptor, data.nbytes)
+    return storage
+
+
+def _meta_storage(nbytes: int) -> torch.UntypedStorage:
+    return torch.UntypedStorage(nbytes, device="meta")
+
+
+def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+
+
+def _array_from_buffer(
+    buffer: Any,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    start: int,
+    writeable: bool,
+    kind: type | None,
+) -> np.ndarray[Any, Any]:
+    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, buffer, start, strides)
+    if kind is not None:
+        array = array.view(kind)
+    array.flags.writeable = writeable
+    return array
+
+
+def _memmap_of_file(
+    path: Any,
+    mode: Any,
+    place: int,
+    nbytes: int,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    start: int,
+) -> np.ndarray[Any, Any]:
+    memory = np.memmap(path, dtype=np.uint8, mode=mode, offset=place, shape=(nbytes,))
+    array = np.ndarray.__new__(np.memmap, shape, dtype, memory, start, strides)
+    array._mmap, array.filename, array.mode = memory._mmap, memory.filename, memory.mode  # type: ignore[attr-defined]
+    array.offset = place
+    return array
+
+
+def _memoryview(buffer: Any, format: str, shape: tuple[int, ...]) -> memoryview:
+    return memoryview(buffer).cast("B").cast(format, shape)  # type: ignore[call-overload]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The way back: state whose objects both sides know
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class StatePickler(Pickler):
+    """Pickles state: the objects in ``known`` travel as references to their index.
+
+    Parameters
+    ----------
+    file, buffer_callback
+        As in :class:`Pickler`.
+    known : sequence of objects
+        Compared by identity.
+    """
+
+    keeps_shared = False
+
+    def __init__(
+        self,
+        file: Any,
+        known: Sequence[object],
+        buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None,
+    ) -> None:
+        super().__init__(file, buffer_callback)
+        self._index = {id(obj): i for i, obj in enumerate(known)}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        return self._index.get(id(obj))
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type):
+            # A class that came here by value must not go back as a second class of the same name.
+            # One that was made here, in a hook, say, is not known there: it goes by value.
+            tracker_id = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.get(obj)
+            if tracker_id in _arrived_classes:
+                return _tracked_class, (tracker_id,)
+        return super().reducer_override(obj)
+
+
+class StateUnpickler(pickle.Unpickler):
+    """Reads what :class:`StatePickler` wrote.
+
+    Parameters
+    ----------
+    file : file object
+    known : sequence of objects
+        This side's own, in the other's order.
+    buffers : iterable of buffers, optional
+        The buffers that went beside the stream.
+    """
+
+    def __init__(self, file: Any, known: Sequence[object], buffers: Iterable[Any] | None = None) -> None:
+        super().__init__(file, buffers=buffers)
+        self._known = known
+
+    def persistent_load(self, pid: int) -> object:
+        return self._known[pid]
+
+
+# Those of classes that came here by value. cloudpickle tracks the ones made here, too, once they have been pickled.
+_arrived_classes: set[str] = set()
+
+
+@contextlib.contextmanager
+def noting_classes() -> Iterator[None]:
+    """Note the classes that come here by value while this lasts: their sender has them, by the same name."""
+    tracked = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
+    before = set(tracked)
+    yield
+    _arrived_classes.update(set(tracked) - before)
+
+
+def _tracked_class(tracker_id: str) -> type:
+    found: type | None = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
+    if found is None:
+        raise pickle.UnpicklingError("a class that was sent to the ranks no longer exists in the process that sent it")
+    return found
+
+
+def dump_state(state: object, known: Sequence[object] = ()) -> bytes:
+    """Pickle ``state``; the objects in ``known`` travel as references to their index.
+
+    On the other side they are that side's own objects, if it lists its copies in the same order: a model's callbacks,
+    say, whose state comes back into the very objects the user made.
+
+    Parameters
+    ----------
+    state : object
+        Anything that can be pickled; classes and functions of ``__main__`` and closures too.
+    known : sequence of objects
+        Compared by identity.
+    """
+    file = io.BytesIO()
+    StatePickler(file, known).dump(state)
+    return file.getvalue()
+
+
+def load_state(data: bytes, known: Sequence[object] = ()) -> Any:
+    """The inverse of :func:`dump_state`, with this side's objects for the other's ``known``. Tensors are on the CPU."""
+    with load_device(None):
+        return StateUnpickler(io.BytesIO(data), known).load()
+
+
+class PackedState(NamedTuple):
+    """A pickled state, with what it holds of large memory beside it; pickled again, that stays beside."""
+
+    stream: bytes
+    buffers: list[Any]
+    """Where it was packed, ``PickleBuffer`` objects over the live memory."""
+
+
+def pack_state(state: object, known: Sequence[object] = ()) -> PackedState:
+    """As :func:`dump_state`, without a copy of the memory of tensors and arrays."""
+    file = io.BytesIO()
+    buffers: list[pickle.PickleBuffer] = []
+
+    def keep_out(buffer: pickle.PickleBuffer) -> bool:
+        if buffer.raw().nbytes < IN_STREAM:
+            return True
+        buffers.append(buffer)
+        return False
+
+    StatePickler(file, known, keep_out).dump(state)
+    return PackedState(file.getvalue(), buffers)
+
+
+def unpack_state(packed: PackedState, known: Sequence[object] = ()) -> Any:
+    """The inverse of :func:`pack_state`, as :func:`load_state`; of the buffers each is let go when it is read."""
+    packed.buffers.reverse()
+    buffers = (packed.buffers.pop() for _ in range(len(packed.buffers)))
+    with load_device(None):
+        return StateUnpickler(io.BytesIO(packed.stream), known, buffers).load()
+
+
+class Fingerprint:
+    """Tells whether a state has changed, and that it can be pickled: its stream, and a digest of its large memory.
+
+    Raises
+    ------
+    Exception
+        Whatever pickling it raises.
+    """
+
+    def __init__(self, state: object, known: Sequence[object] = ()) -> None:
+        self._stream, self._buffers = pack_state(state, known)
+        self._summed: bytes | None = None
+
+    def fixed(self) -> Fingerprint:
+        """This one, of the memory as it is now: that may change. Without it, a digest is made when it is needed."""
+        if self._summed is None:
+            total = hashlib.sha256()
+            for buffer in self._buffers:
+                total.update(buffer.raw())
+            self._summed, self._buffers = total.digest(), []
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Fingerprint):
+            return NotImplemented
+        return self._stream == other._stream and self.fixed()._summed == other.fixed()._summed
+
+    __hash__ = None  # type: ignore[assignment]  # it is compared only

@@ -1,0 +1,128 @@
+"""The way back from the ranks of a host: one file that all of them map, and that its reader empties as it reads.
+
+::
+
+    head        places of stream and table, written last
+    room        whole tensors that several ranks write their parts of
+    buffers     the memory of other tensors and arrays of the result
+    stream      the result's pickle
+    table       of each buffer in the stream's order, room included: place and bytes
+
+What is read is given back to the system at once, so that a large result is never there twice.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainloop._transfer.pages import give_back, write_all
+from trainloop._transfer.pickling import IN_STREAM, StatePickler, StateUnpickler, load_device
+
+__all__ = ["ResultFile"]
+
+_HEAD = 4  # words: place and size of the stream, place of the table, its entries
+_ALIGNMENT = 64
+
+
+class ResultFile:
+    """The file of one result; ranks and reader have one each, over the same descriptor.
+
+    Parameters
+    ----------
+    fd : int
+        Of a file that is empty, or whose last result was read.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._end = 8 * _HEAD
+        self._rooms: dict[tuple[int, int], int] = {}  # by address here and bytes: place in the file
+
+    # -- in ranks ------------------------------------------------------------------------------------------------------
+
+    def room_for(self, kinds: Iterable[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
+        """Tensors of zeros in the file: the same memory on all ranks of this host that ask for the same, in this order.
+
+        Whatever of them is in the result of local rank 0 goes with it as it stands, without a copy.
+        """
+        begin = -(-self._end // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        places, end = [], begin
+        for shape, dtype in kinds:
+            end += -end % _ALIGNMENT
+            nbytes = shape.numel() * dtype.itemsize
+            places.append((end - begin, nbytes, shape, dtype))
+            end += nbytes
+        # One byte more: ranks make the file this long in any order, and none may cut off what another wrote meanwhile.
+        os.pwrite(self._fd, b"\0", end)
+        self._end = end + 1
+        mapped = mmap.mmap(self._fd, end + 1 - begin, offset=begin)
+        tensors = []
+        for place, nbytes, shape, dtype in places:
+            if not nbytes:
+                tensors.append(torch.empty(shape, dtype=dtype))
+                continue
+            # Each has a storage of its own: storages are what is pickled.
+            raw = torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes, offset=place)
+            self._rooms[raw.data_ptr(), nbytes] = begin + place
+            tensors.append(raw.view(dtype).view(shape))
+        return tensors
+
+    def write(self, result: object) -> None:
+        """Write the result, on local rank 0; ranks have all of their parts in the room when the reader is told."""
+        stream = io.BytesIO()
+        table: list[tuple[int, int]] = []
+
+        def keep_out(buffer: pickle.PickleBuffer) -> bool:
+            raw = buffer.raw()
+            if raw.nbytes < IN_STREAM:
+                return True
+            address = int(np.frombuffer(raw, np.uint8).__array_interface__["data"][0])
+            place = self._rooms.pop((address, raw.nbytes), None)  # once: what is read is gone
+            table.append((self._append(raw) if place is None else place, raw.nbytes))
+            return False
+
+        StatePickler(stream, (), keep_out).dump(result)
+        entries = np.array(table, np.int64).reshape(-1, 2)
+        at = self._append(stream.getbuffer())
+        table_at = self._append(memoryview(entries.tobytes()))
+        head = np.array([at, stream.getbuffer().nbytes, table_at, len(table)], np.int64)
+        write_all(self._fd, memoryview(head.tobytes()), 0)
+
+    def _append(self, data: memoryview) -> int:
+        place = self._end + -self._end % _ALIGNMENT
+        write_all(self._fd, data, place)
+        self._end = place + data.nbytes
+        return place
+
+    # -- in the process that started them ------------------------------------------------------------------------------
+
+    def read(self) -> Any:
+        """The result, with its tensors on the CPU. The file is empty then, and as long as before: ranks may map it."""
+        at, size, table_at, count = np.frombuffer(self._taken(0, 8 * _HEAD), np.int64).tolist()
+        table = np.frombuffer(self._taken(table_at, 16 * count), np.int64).reshape(-1, 2).tolist()
+        stream = self._taken(at, size)
+        buffers = (self._taken(place, nbytes) for place, nbytes in table)
+        with load_device(None):
+            result = StateUnpickler(io.BytesIO(stream), (), buffers).load()
+        give_back(self._fd, 0, os.fstat(self._fd).st_size)
+        return result
+
+    def _taken(self, place: int, nbytes: int) -> bytearray:
+        data = bytearray(nbytes)
+        view, at = memoryview(data), place
+        while view.nbytes:
+            got = os.preadv(self._fd, [view], at)
+            if not got:
+                raise EOFError(f"the ranks' result ends {view.nbytes} bytes early")
+            view, at = view[got:], at + got
+        give_back(self._fd, place, nbytes)
+        return data

@@ -1,0 +1,193 @@
+"""Write changes of objects from one process into their copies in another.
+
+Both sides walk the same objects from the same roots: modules, tensors, optimizers, lists, dictionaries and instances,
+however nested. A part that both have keeps its identity: its contents come back into the very object that was sent, so
+that an averaged model or an optimizer's state is, after ``fit``, where its owner left it.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from trainloop._support.user_line import warn
+from trainloop._transfer.kept import kept_attributes
+from trainloop._transfer.pickling import Fingerprint
+from trainloop._transfer.torch_objects import optimizer_state
+
+__all__ = ["changed_parts", "fingerprint", "fingerprints", "put_into", "shared_parts"]
+
+_MOST_PARTS = 20_000
+_LONG = 1000  # items; a longer list is treated as data, and travels whole
+_MISSING = object()
+# Attributes of every nn.Module that torch itself maintains; the dictionaries of parts are walked.
+_TORCH_OWN = frozenset(nn.Module().__dict__) - {"training", "_parameters", "_buffers", "_modules"}
+_LEAVES = (str, bytes, bytearray, int, float, complex, type(None), type, types.ModuleType, types.BuiltinFunctionType)
+_DATA = (np.ndarray, np.generic, torch.dtype, torch.device, torch.Generator, DataLoader, Dataset, Sampler)
+
+_OTHERS = ("torch._", "logging", "threading", "multiprocessing")  # modules whose objects hold nothing of the user's
+
+
+def shared_parts(roots: Mapping[str, object], apart: Mapping[int, object]) -> dict[str, Any]:
+    """All parts of ``roots`` whose identity matters, by their path; each once.
+
+    Parameters
+    ----------
+    roots : mapping of str to object
+        By the names that paths start with.
+    apart : mapping of int to object
+        Objects to leave out, by their id: neither they nor their contents are parts.
+    """
+    # Not by ``nested``, which goes down trees: here objects hold each other in circles, and the walk also follows
+    # attributes, closures and functions' arguments. Breadth first, so that a part has its shortest path.
+    found: dict[str, Any] = {}
+    seen = set(apart)
+    queue = deque(roots.items())
+    while queue and len(found) < _MOST_PARTS:
+        path, obj = queue.popleft()
+        if id(obj) in seen or isinstance(obj, (*_LEAVES, *_DATA)):
+            continue
+        seen.add(id(obj))
+        if type(obj).__module__.startswith(_OTHERS):
+            if isinstance(obj, nn.Module) and hasattr(obj, "_orig_mod"):  # what torch.compile gave
+                queue.append((f"{path}._orig_mod", obj._orig_mod))
+        elif isinstance(obj, torch.Tensor):
+            found[path] = obj
+        elif isinstance(obj, (types.FunctionType, types.MethodType, functools.partial, tuple)):
+            queue.extend((path + suffix, part) for suffix, part in _held(obj))  # can't be written into
+        elif (contents := _contents(obj)) is not None:
+            found[path] = obj
+            items = contents.items() if isinstance(contents, dict) else enumerate(contents)
+            # Keys may be parameters, so their position identifies them on both sides.
+            queue.extend((f"{path}.{key if isinstance(key, str) else i}", v) for i, (key, v) in enumerate(items))
+    return found
+
+
+def _held(obj: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(obj, tuple):
+        yield from ((f".{i}", part) for i, part in enumerate(obj[:_LONG]))
+    elif isinstance(obj, types.MethodType):
+        yield ".__self__", obj.__self__
+    elif isinstance(obj, functools.partial):
+        yield from ((f".args.{i}", part) for i, part in enumerate(obj.args))
+        yield from ((f".keywords.{name}", part) for name, part in obj.keywords.items())
+        yield ".func", obj.func
+    else:
+        for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True):
+            try:
+                yield f".{name}", cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+
+
+def _contents(obj: Any) -> dict[Any, Any] | list[Any] | None:
+    """The contents of an object that may be overwritten; ``None`` for a value without contents."""
+    if isinstance(obj, (list, deque)):
+        return list(obj) if len(obj) <= _LONG else None
+    if isinstance(obj, dict):
+        return dict(obj) if len(obj) <= _LONG or any(isinstance(key, torch.Tensor) for key in obj) else None
+    if isinstance(obj, Optimizer):
+        return {name: v for name, v in optimizer_state(obj, hooks=False).items() if vars(obj).get(name, _MISSING) is v}
+    attributes = getattr(obj, "__dict__", None)
+    if not isinstance(attributes, dict):
+        return None
+    torch_own = _TORCH_OWN if isinstance(obj, nn.Module) else ()
+    return {
+        name: value
+        for name, value in kept_attributes(obj).items()
+        # Attributes that the object leaves out of its state, or replaces in it, are each process's own.
+        if name not in torch_own and attributes.get(name, _MISSING) is value
+    }
+
+
+def fingerprints(parts: Mapping[str, Any], known: list[object]) -> dict[str, Fingerprint | None]:
+    """Of each part's present contents, for :func:`changed_parts`; ``None`` if they can't be pickled."""
+    return {
+        path: fingerprint(_contents(obj), known, fixed=True)
+        for path, obj in parts.items()
+        if not isinstance(obj, torch.Tensor)
+    }
+
+
+def fingerprint(value: Any, known: list[object], *, fixed: bool = False) -> Fingerprint | None:
+    """What tells whether a value has changed; ``None`` if it can't be pickled.
+
+    ``fixed``: it is of the value as it is now, and not as it is when compared.
+    """
+    try:
+        found = Fingerprint(value, known)
+    except Exception:  # whatever a user's __reduce__ raises
+        return None
+    return found.fixed() if fixed else found
+
+
+def changed_parts(
+    parts: Mapping[str, Any], before: Mapping[str, Fingerprint | None], known: list[object]
+) -> dict[str, Any]:
+    """The contents of parts that have changed, for :func:`put_into`; those of tensors always, on the CPU."""
+    changed: dict[str, Any] = {}
+    for path, obj in parts.items():
+        if isinstance(obj, torch.Tensor):
+            changed[path] = (obj.detach().cpu(), obj.requires_grad)
+            continue
+        now = _contents(obj)
+        mark = fingerprint(now, known)
+        if mark is not None and mark != before.get(path):
+            changed[path] = now
+        elif mark is None and isinstance(now, dict):  # then each entry by itself
+            can = {key: value for key, value in now.items() if fingerprint((key, value), known) is not None}
+            if before.get(path) is not None:
+                lost = ", ".join(str(key) for key in now if key not in can)
+                warn(f"{path}: {lost} can't be pickled any more: the caller's stays as it was.")
+                changed[path] = can
+    return changed
+
+
+def put_into(parts: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
+    """Write what :func:`changed_parts` gave into the parts of the same paths."""
+    for path, contents in changed.items():
+        obj = parts[path]
+        if isinstance(obj, torch.Tensor):
+            _put_tensor(obj, *contents)
+        elif isinstance(obj, (list, deque)):
+            obj.clear()
+            obj.extend(contents)
+        elif isinstance(obj, dict):
+            for key in [key for key in obj if key not in contents]:
+                del obj[key]
+            obj.update(contents)
+        else:
+            for name in [name for name in _contents(obj) or () if name not in contents]:
+                vars(obj).pop(name, None)  # deleted there
+            vars(obj).update(contents)
+    for obj in parts.values():
+        if isinstance(obj, Optimizer):
+            _state_to_parameters(obj)
+
+
+def _put_tensor(own: torch.Tensor, value: torch.Tensor, requires_grad: bool) -> None:
+    with torch.no_grad():
+        if own.shape == value.shape and own.dtype == value.dtype and not own.is_inference():
+            own.copy_(value)
+        elif not torch.nn.parameter.is_lazy(own):
+            own.data = value.to(own.device)
+    if own.is_leaf and own.requires_grad != requires_grad:
+        own.requires_grad_(requires_grad)
+
+
+def _state_to_parameters(optimizer: Optimizer) -> None:
+    """Move state from a rank's device to its parameter's; step counters stay where torch keeps them."""
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, torch.Tensor) and isinstance(state, dict) and parameter.device.type != "cpu":
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and key != "step" and value.device != parameter.device:
+                    state[key] = value.to(parameter.device)

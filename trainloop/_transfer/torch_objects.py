@@ -1,0 +1,332 @@
+"""Pickling of torch objects that torch itself can't pickle.
+
+Module-like objects and operators by their names, compiled code by what was compiled and how, parametrized and scripted
+modules by their parts. Private names of torch that this needs are all here, as they are in 2.6 to 2.15.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import functools
+import importlib
+import io
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from trainloop._transfer.kept import unparametrized_class
+
+__all__ = ["compile_context_of", "optimizer_state", "reduce_compiled_function", "reducer_for"]
+
+_EVAL_FRAME = "torch._dynamo.eval_frame"
+
+
+def reducer_for(kind: type) -> Callable[[Any, Any], Any] | None:
+    """The function of (pickler, object) that pickles a class's objects; ``None`` for the usual way."""
+    if issubclass(kind, types.ModuleType):
+        return _reduce_module_like if kind is not types.ModuleType else None
+    if issubclass(kind, nn.Module):
+        return _module_reducer(kind)
+    if issubclass(kind, torch.optim.Optimizer):
+        plain = kind.__reduce__ is object.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__
+        return _reduce_optimizer if plain else None
+    if issubclass(kind, torch.Tensor):
+        return _reduce_tensor
+    if kind.__module__ == _EVAL_FRAME and hasattr(kind, "__enter__"):
+        return _reduce_compile_context
+    return _BY_KIND.get(kind)
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def _reduce_tensor(pickler: Any, tensor: torch.Tensor) -> Any:
+    """Pickle a parameter with its hooks, which torch leaves behind; and dtypes that only ``torch.load`` can read."""
+    hooks = {name: found for name in _TENSOR_HOOKS if (found := getattr(tensor, name, None))}
+    hooks = hooks if tensor.is_leaf else {}
+    if not hooks and tensor.dtype not in _LOADED_ONLY:
+        return NotImplemented
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "backward hook .* will not be serialized")
+        rebuild, args, *_ = tensor.__reduce_ex__(4)
+    if rebuild is getattr(torch._utils, "_rebuild_tensor_v3", None):
+        rebuild = _rebuild_loaded_only
+    # After the tensor: a hook may refer to it.
+    return rebuild, args, hooks or None, None, None, _set_hooks if hooks else None
+
+
+def _rebuild_loaded_only(storage: torch.UntypedStorage, *args: Any) -> torch.Tensor:
+    typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True)
+    return torch._utils._rebuild_tensor_v3(typed, *args)
+
+
+_LOADED_ONLY: set[torch.dtype] = getattr(torch.storage, "_new_dtypes", set)()  # uint16, float8 and the like
+
+
+def _set_hooks(tensor: torch.Tensor, hooks: dict[str, dict[int, Any]]) -> None:
+    for name, found in hooks.items():
+        setattr(tensor, name, found)  # the dict itself: the handles by which they are removed refer to it
+
+
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+# -- by name -----------------------------------------------------------------------------------------------------------
+
+
+def _named(path: str) -> Any:
+    """The object of a dotted path, whose beginning is a module."""
+    module, _, rest = path.partition(".")
+    found: Any = importlib.import_module(module)
+    for name in rest.split(".") if rest else ():
+        module = f"{module}.{name}"
+        found = getattr(found, name) if hasattr(found, name) else importlib.import_module(module)
+    return found
+
+
+def _reduce_module_like(pickler: Any, module: types.ModuleType) -> Any:
+    """Pickle ``torch.backends.cudnn``, ``torch.ops`` or a library's lazy module by its name."""
+    name = getattr(module, "__name__", None)
+    if not isinstance(name, str):
+        return NotImplemented
+    if sys.modules.get(name) is module:
+        return importlib.import_module, (name,)
+    try:
+        return (_named, (name,)) if _named(name) is module else NotImplemented
+    except Exception:  # whatever a module's own __getattr__ raises
+        return NotImplemented
+
+
+def _reduce_operator(pickler: Any, operator: Any) -> Any:
+    packet = getattr(operator, "overloadpacket", operator)
+    path = "torch.ops." + packet._qualified_op_name.replace("::", ".")
+    return _named, (path if packet is operator else f"{path}.{operator._overloadname}",)
+
+
+def _reduce_number_info(pickler: Any, info: Any) -> Any:
+    return type(info), (getattr(torch, info.dtype),)
+
+
+def _reduce_generator(pickler: Any, generator: torch.Generator) -> Any:
+    # A process's default generator becomes the other process's default one.
+    return (_named, ("torch.default_generator",)) if generator is torch.default_generator else NotImplemented
+
+
+_BY_KIND: dict[type, Callable[[Any, Any], Any]] = {
+    torch._ops.OpOverloadPacket: _reduce_operator,
+    torch._ops.OpOverload: _reduce_operator,
+    torch.finfo: _reduce_number_info,
+    torch.iinfo: _reduce_number_info,
+    torch.Generator: _reduce_generator,
+    type(torch.backends.cuda.cufft_plan_cache): lambda pickler, obj: (
+        _named,
+        ("torch.backends.cuda.cufft_plan_cache",),
+    ),
+    torch._TorchCompileWrapper: lambda pickler, obj: _reduce_backend(obj),
+}
+
+
+# -- compiled code -----------------------------------------------------------------------------------------------------
+
+
+def compile_context_of(function: types.FunctionType) -> Any:
+    """How ``torch.compile`` compiled (or disabled) a function; ``None`` for any other function."""
+    if _EVAL_FRAME not in sys.modules or not hasattr(function, "_torchdynamo_orig_callable"):
+        return None
+    # functools.wraps copies a compiled function's attributes, but not its closure.
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if name == "self" and type(cell.cell_contents).__module__ == _EVAL_FRAME:
+            return cell.cell_contents
+    return None
+
+
+def _apply(context: Any, compiled: Any) -> Any:
+    return context(compiled)
+
+
+def reduce_compiled_function(function: types.FunctionType, context: Any) -> Any:
+    """Pickle the original function and its compile options, to compile it there again."""
+    return _apply, (context, function._torchdynamo_orig_callable)  # type: ignore[attr-defined]
+
+
+def _reduce_compile_context(pickler: Any, context: Any) -> Any:
+    from torch._dynamo import eval_frame
+
+    if not isinstance(context, eval_frame.OptimizeContext):
+        return NotImplemented
+    callback: Any = context.callback
+    options: dict[str, Any] = {
+        "backend": eval_frame.innermost_backend(callback),
+        "nopython": _is_fullgraph(context),
+    }
+    hooks = getattr(context, "_hooks", None)
+    further = {
+        "dynamic": getattr(context, "_dynamic", None),
+        "guard_filter_fn": getattr(hooks, "guard_filter_fn", None),
+        "recompile_limit": getattr(callback, "_recompile_limit", None),
+        "isolate_recompiles": getattr(context, "_isolate_recompiles_id", -1) != -1 or None,
+    }
+    # Only the options that were set: older versions don't know all of them.
+    return _compile_context, ({**options, **{name: value for name, value in further.items() if value is not None}},)
+
+
+def _is_fullgraph(context: Any) -> bool:
+    if hasattr(context, "fullgraph"):
+        return bool(context.fullgraph)
+    from torch._dynamo import convert_frame
+
+    convert = getattr(context.callback, "_torchdynamo_orig_callable", None)  # before 2.9
+    return isinstance(convert, convert_frame.ConvertFrameAssert)
+
+
+def _compile_context(options: dict[str, Any]) -> Any:
+    import torch._dynamo
+
+    return torch._dynamo.optimize(**options)
+
+
+def _reduce_backend(backend: Any) -> Any:
+    """Pickle one of torch's backends by its name: some hold things that can't be pickled."""
+    from torch._dynamo.backends.registry import list_backends, lookup_backend
+
+    name = backend.compiler_name
+    state = dict(backend.__dict__)
+    # A backend of the user's own is sent with its function.
+    if name in list_backends(exclude_tags=()) and lookup_backend(name) is backend.compiler_fn:
+        del state["compiler_fn"]
+    return _backend, (state,)
+
+
+def _backend(state: dict[str, Any]) -> Any:
+    from torch._dynamo.backends.registry import lookup_backend
+
+    made = object.__new__(torch._TorchCompileWrapper)
+    made.__dict__.update({"compiler_fn": None, **state})
+    if "compiler_fn" not in state:
+        made.compiler_fn = lookup_backend(state["compiler_name"])
+    return made
+
+
+def _reduce_compiled_module(pickler: Any, module: Any) -> Any:
+    # The original may refer to its compiled version, so in two steps.
+    return _new, (type(module),), (module._orig_mod, module.dynamo_ctx), None, None, _set_compiled_module
+
+
+def _set_compiled_module(module: Any, state: tuple[nn.Module, Any]) -> None:
+    compiled, context = state
+    object.__setattr__(module, "__dict__", dict(vars(context(compiled))))
+    module.__dict__["_torchdynamo_wrapper_id"] = id(module)
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+
+
+def _module_reducer(kind: type) -> Callable[[Any, Any], Any] | None:
+    if kind.__module__ == _EVAL_FRAME:
+        return _reduce_compiled_module
+    if issubclass(kind, torch.jit.ScriptModule):
+        return _reduce_script_module
+    if unparametrized_class(kind) is not kind:
+        return _reduce_parametrized_module
+    plain = kind.__reduce__ is object.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__
+    # nn.Module's own state leaves slots out.
+    return _reduce_module_with_slots if plain and copyreg._slotnames(kind) else None  # type: ignore[attr-defined]
+
+
+def _new(kind: Any) -> Any:
+    return kind.__new__(kind)
+
+
+def _state(kind: Any, module: nn.Module) -> Any:
+    get_state = getattr(kind, "__getstate__", None)
+    return dict(module.__dict__) if get_state is None else get_state(module)
+
+
+def _reduce_parametrized_module(pickler: Any, module: nn.Module) -> Any:
+    kind = unparametrized_class(type(module))
+    names = tuple(module.parametrizations)  # type: ignore[arg-type]
+    return _new_parametrized, (kind, names), _state(kind, module)
+
+
+def _new_parametrized(kind: Any, names: tuple[str, ...]) -> nn.Module:
+    module: nn.Module = kind.__new__(kind)
+    parametrize._inject_new_class(module)
+    for name in names:
+        parametrize._inject_property(module, name)
+    return module
+
+
+def _reduce_module_with_slots(pickler: Any, module: nn.Module) -> Any:
+    state = _state(type(module), module)
+    names = copyreg._slotnames(type(module))  # type: ignore[attr-defined]
+    slots = {name: getattr(module, name) for name in names if hasattr(module, name) and name not in state}
+    return _new, (type(module),), (state, slots), None, None, _set_with_slots
+
+
+def _set_with_slots(module: nn.Module, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    attributes, slots = state
+    module.__setstate__(attributes)
+    for name, value in slots.items():
+        object.__setattr__(module, name, value)
+
+
+def _reduce_optimizer(pickler: Any, optimizer: torch.optim.Optimizer) -> Any:
+    return _new, (type(optimizer),), optimizer_state(optimizer)
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, hooks: bool = True) -> dict[str, Any]:
+    """All attributes of an optimizer (torch's pickled state has three), or those that its class chooses to keep.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+    hooks : bool
+        Whether to include the hooks before and after steps.
+    """
+    kind = type(optimizer)
+    if kind.__getstate__ is not torch.optim.Optimizer.__getstate__:
+        return dict(kind.__getstate__(optimizer))
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if not (name == "step" and hasattr(value, "_wrapped_by_lr_sched"))  # a scheduler counts steps of this one
+        and (hooks or not (name.startswith("_optimizer_") and name.endswith("_hooks")))
+    }
+
+
+def _reduce_script_module(pickler: Any, module: Any) -> Any:
+    """Pickle code as TorchScript's archive, and parameters and buffers beside it, so that an optimizer shares them."""
+    file = io.BytesIO()
+    with _script_may_be_old():
+        torch.jit.save(module, file)
+    tensors = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    return _load_script, (file.getvalue(),), tensors, None, None, _set_script_tensors
+
+
+def _load_script(data: bytes) -> Any:
+    with _script_may_be_old():
+        return torch.jit.load(io.BytesIO(data), map_location="cpu")
+
+
+@contextlib.contextmanager
+def _script_may_be_old() -> Iterator[None]:
+    """Torch deprecates TorchScript: who made the module has been told, and sending it is not his doing."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r".*(torch\.jit|TorchScript)")
+        yield
+
+
+def _set_script_tensors(module: Any, tensors: dict[str, torch.Tensor]) -> None:
+    for path, tensor in tensors.items():
+        *parts, name = path.split(".")
+        setattr(functools.reduce(getattr, parts, module), name, tensor)  # get_submodule refuses

@@ -1,0 +1,288 @@
+"""Find what in an object can't be pickled: its path, its type, and what to do."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+from torch import nn
+
+from trainloop._transfer.pickling import Pickler
+
+__all__ = ["Unpicklable", "explain", "find_unpicklable"]
+
+_MOST_FOUND = 5
+_MOST_VISITED = 2000
+
+
+@dataclass(frozen=True)
+class Unpicklable:
+    """One thing that can't be sent."""
+
+    path: str
+    """Attributes, indices and keys from a root to it, such as ``train_loader.dataset.transform.file``."""
+    type: str
+    """Name of its class."""
+    reason: str
+    """The error that pickling it raised."""
+    advice: str
+    """What to do."""
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.type}\n    {self.reason}\n    {self.advice}"
+
+
+def find_unpicklable(roots: Mapping[str, object]) -> list[Unpicklable]:
+    """Everything in ``roots`` that can't be pickled, nearest first; at most a handful.
+
+    Parameters
+    ----------
+    roots : mapping of str to object
+        Names that the paths start with.
+    """
+    found: list[Unpicklable] = []
+    visited: set[int] = set()
+    # Breadth first: a thing that can be reached in several ways is named by the shortest.
+    queue = deque(_failing(roots.items()))
+    keep = list(queue)  # so that no id is used twice
+    while queue and len(found) < _MOST_FOUND and len(visited) < _MOST_VISITED:
+        path, obj = queue.popleft()
+        if id(obj) in visited:
+            continue
+        visited.add(id(obj))
+        advice = _known_advice(obj)
+        # Name a thing that belongs to one process as a whole: a thread, not the lock in it.
+        parts = [] if advice else _failing((path + suffix, part) for suffix, part in _parts(obj))
+        keep += parts
+        queue.extend(parts)
+        if not parts and (error := _error_of(obj)) is not None:
+            found.append(
+                Unpicklable(path.lstrip("."), type(obj).__qualname__, _reason(error), advice or _GENERAL_ADVICE)
+            )
+    return found
+
+
+def explain(roots: Mapping[str, object], error: Exception) -> str:
+    """The message of an ``UnpicklableError``.
+
+    Parameters
+    ----------
+    roots : mapping of str to object
+        The objects that were sent, by the names that paths start with.
+    error : Exception
+        The error of pickling, shown if no culprit is found.
+    """
+    found = find_unpicklable(roots)
+    if not found:
+        return f"what fit() sends to the ranks can't be pickled: {_reason(error)}"
+    things = "\n".join(f"  {thing}" for thing in found)
+    return f"these can't be sent to the ranks, which are other processes:\n{things}"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Trying
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class _Probe(Pickler):
+    """Pickles without touching the data of arrays and tensors, into nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__(_Nowhere(), lambda buffer: False)
+
+    def _reduce_storage(self, storage: Any) -> Any:
+        return int, ()
+
+    def _reduce_array(self, array: Any) -> Any:
+        return NotImplemented if array.dtype.hasobject else (int, ())
+
+
+class _Nowhere:
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+def _error_of(obj: object) -> Exception | None:
+    from trainloop._transfer.payload import pickled_for_spawning
+
+    with pickled_for_spawning():
+        try:
+            _Probe().dump(obj)
+        except Exception as error:  # whatever a user's __reduce__ raises
+            return error
+    return None
+
+
+def _failing(parts: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """The parts that can't be pickled, found by halving, as a list may have millions and most can be."""
+    parts = list(parts)
+    if not parts or _error_of([part for _, part in parts]) is None:
+        return []
+    if len(parts) == 1:
+        return parts
+    # log2(n) tries of whole halves, where one try each would take as many as there are parts.
+    middle = len(parts) // 2
+    return _failing(parts[:middle]) + _failing(parts[middle:])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The parts of an object, as pickling sees it, named as its user would
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(obj, functools.partial):
+        yield ".func", obj.func
+        yield from ((f".args[{i}]", value) for i, value in enumerate(obj.args))
+        yield from ((f".keywords[{key!r}]", value) for key, value in obj.keywords.items())
+    elif isinstance(obj, types.MethodType):
+        yield ".__self__", obj.__self__
+        yield ".__func__", obj.__func__
+    elif isinstance(obj, types.FunctionType):
+        yield from _function_parts(obj)
+    elif isinstance(obj, type):
+        yield from ((f".{name}", value) for name, value in vars(obj).items() if not _is_descriptor(value))
+    elif isinstance(obj, (staticmethod, classmethod)):
+        yield "", obj.__func__
+    elif isinstance(obj, property):
+        yield from (("", f) for f in (obj.fget, obj.fset, obj.fdel) if f is not None)
+    elif type(obj) in (list, tuple, set, frozenset, deque):
+        yield from ((f"[{i}]", value) for i, value in enumerate(obj))
+    elif isinstance(obj, types.MappingProxyType) or type(obj) is dict:
+        yield from _items(obj.items())
+    else:
+        yield from _reduced_parts(obj)
+
+
+def _is_descriptor(value: object) -> bool:
+    return isinstance(value, (types.GetSetDescriptorType, types.MemberDescriptorType))
+
+
+def _items(items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str, Any]]:
+    for key, value in items:
+        yield f"[{_short(key)}]", value
+        if not isinstance(key, (str, int)):
+            yield f"<key {_short(key)}>", key
+
+
+def _short(key: object) -> str:
+    if isinstance(key, (str, int, float, bytes, tuple)):
+        text = repr(key)
+        return text if len(text) <= 40 else f"{text[:37]}..."
+    return type(key).__qualname__
+
+
+def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f".<closure {name}>", cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    for i, value in enumerate(function.__defaults__ or ()):
+        names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        yield f".<default {names[i - len(function.__defaults__ or ())]}>", value
+    for name, value in (function.__kwdefaults__ or {}).items():
+        yield f".<default {name}>", value
+    yield from ((f".{name}", value) for name, value in vars(function).items())
+    if not cloudpickle.cloudpickle._should_pickle_by_reference(function):
+        names = cloudpickle.cloudpickle._extract_code_globals(function.__code__)
+        scope = function.__globals__
+        yield from ((f".<global {name}>", scope[name]) for name in names if name in scope)
+
+
+def _reduced_parts(obj: Any) -> Iterator[tuple[str, Any]]:
+    try:
+        reduced = obj.__reduce_ex__(4)
+    except Exception:  # it refuses by itself: it is the culprit
+        return
+    if not isinstance(reduced, tuple):
+        return
+    function, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
+    yield f".<{getattr(function, '__name__', 'constructor')}>", function
+    for i, value in enumerate(arguments or ()):
+        yield (f".{type(obj).__name__}" if isinstance(value, type) else f".<argument {i}>"), value
+    slots: Any = None
+    if isinstance(state, tuple) and len(state) == 2 and all(s is None or isinstance(s, dict) for s in state):
+        state, slots = state
+    for part in (state, slots):
+        if isinstance(part, dict):
+            yield from _attributes(obj, part)
+        elif part is not None:
+            yield ".<state>", part
+    yield from ((f"[{i}]", value) for i, value in enumerate(items or ()))
+    yield from _items(pairs or ())
+
+
+def _attributes(obj: Any, state: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in state.items():
+        if isinstance(obj, nn.Module) and name in ("_modules", "_parameters", "_buffers"):
+            yield from ((_attribute(child), part) for child, part in value.items())
+        else:
+            yield _attribute(name), value
+
+
+def _attribute(name: object) -> str:
+    # nn.Sequential and nn.ModuleList name their parts by number.
+    return f"[{name}]" if not isinstance(name, str) or name.isdigit() else f".{name}"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Words
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+_LAZILY = "make it where it is first used, in the rank, and leave it out of __getstate__."
+_GENERAL_ADVICE = f"{_LAZILY[0].upper()}{_LAZILY[1:]}"
+_FILE = "An open file belongs to one process: keep its path and open it at first use, or leave it out of __getstate__."
+_CONNECTION = f"A connection belongs to one process: keep its address; {_LAZILY}"
+# By the module, or the name, of a class among the bases of the thing's own.
+_ADVICE = {
+    "io": _FILE,
+    "_io": _FILE,
+    "h5py": _FILE,
+    "lmdb": _FILE,
+    "mmap": f"A mapped file belongs to one process: keep its path; {_LAZILY}",
+    "generator": "A generator can't be copied: keep the function that makes it, or make a list of it.",
+    "coroutine": "A coroutine can't be copied: keep the function that makes it.",
+    "async_generator": "A generator can't be copied: keep the function that makes it.",
+    "_thread": f"A lock belongs to one process, like all that threads share: {_LAZILY}",
+    "threading": f"A thread, and what threads share, belongs to one process: {_LAZILY}",
+    "queue": f"A queue of threads belongs to one process: {_LAZILY}",
+    "_queue": f"A queue of threads belongs to one process: {_LAZILY}",
+    "socket": _CONNECTION,
+    "_socket": _CONNECTION,
+    "ssl": _CONNECTION,
+    "select": _CONNECTION,
+    "selectors": _CONNECTION,
+    "sqlite3": f"A database connection belongs to one process: keep its path; {_LAZILY}",
+    "concurrent": f"An executor's workers belong to one process: {_LAZILY}",
+    "asyncio": f"An event loop and its tasks belong to one process: {_LAZILY}",
+    "weakref": "A weak reference can't be sent: keep the object itself, or leave it out of __getstate__.",
+    "frame": "A running frame can't be copied: keep the values that you need from it.",
+    "traceback": "A traceback can't be copied: keep its text (traceback.format_exc()).",
+    "_ctypes": "Memory of C code is another process's there: keep the values, and make the pointer in the rank.",
+    "subprocess": f"A running program belongs to the process that started it: {_LAZILY}",
+    "multiprocessing": f"Make it with torch.multiprocessing.get_context('spawn'), or {_LAZILY}",
+    "logging": f"A handler holds a lock: keep the logger, which travels by its name, or {_LAZILY}",
+    "Stream": f"A stream belongs to one process's GPU context: {_LAZILY}",
+    "Event": f"An event belongs to one process: {_LAZILY}",
+}
+
+
+def _known_advice(obj: object) -> str:
+    """Advice about an object of this type; empty unless the type is known to belong to one process."""
+    for base in type(obj).__mro__[:-1]:
+        for name in (base.__module__.partition(".")[0], base.__name__):
+            if name in _ADVICE:
+                return _ADVICE[name]
+    return ""
