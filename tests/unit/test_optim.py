@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from conftest import make_data
 from trainloop import MultiLoss, MultiOptimizer, TrainLoop, TTModel
 from trainloop.errors import ConfigurationError
-from trainloop.optim import optimizers_of, parameters_of
+from trainloop.optim import drop_gradients, optimizers_of, parameters_of
 
 
 def losses(**values: float) -> MultiLoss:
@@ -269,3 +269,27 @@ def test_a_loss_without_an_optimizer_ends_the_run() -> None:
     model.get_loss = three  # type: ignore[method-assign]
     with pytest.raises(ConfigurationError, match=r"loss 'c' is for optimizer 2, but there are 2, counted from 0, with"):
         tl.fit(num_epochs=1)
+
+
+def test_gradients_are_dropped_as_by_zero_grad() -> None:
+    """By the optimizer's own ``zero_grad``, if its class or somebody else has given it one."""
+
+    class Counting(torch.optim.SGD):
+        calls = 0
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            self.calls += 1
+            super().zero_grad(set_to_none=set_to_none)
+
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    for optimizer in (torch.optim.SGD([{"params": weights[:2]}, {"params": weights[2:]}]), Counting(weights)):
+        for weight in weights:
+            weight.grad = torch.ones(2)
+        drop_gradients(optimizer)
+        assert [weight.grad for weight in weights] == [None] * 3
+    assert optimizer.calls == 1
+    patched = torch.optim.SGD(weights)
+    called: list[bool] = []
+    patched.zero_grad = lambda set_to_none=True: called.append(set_to_none)  # type: ignore[method-assign,misc]
+    drop_gradients(patched)
+    assert called == [True]

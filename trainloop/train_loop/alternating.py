@@ -23,7 +23,7 @@ from trainloop import distributed
 from trainloop._support.reduction import divisor_of
 from trainloop.data import StepBatches
 from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiOptimizer, parameters_of
+from trainloop.optim import MultiOptimizer, drop_gradients, parameters_of
 from trainloop.train_loop.losses import (
     Yielded,
     explain_backward,
@@ -72,7 +72,7 @@ class AlternatingTraining(Training):
             gradients.complete(parameters)
             gradients.show_and_clip([(index, optimizer)], parameters)
             gradients.take_steps([optimizer])
-            optimizer.zero_grad(set_to_none=True)
+            drop_gradients(optimizer)
             found_inf += loop.found_inf
         loop.found_inf = found_inf
         for size, losses in zip(step.sizes, shown, strict=True):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trainloop._metrics import Recorder
 from trainloop.data import StepBatches
+from trainloop.optim import drop_gradients
 from trainloop.train_loop.training import Training
 
 __all__ = ["ClosureTraining"]
@@ -37,7 +38,7 @@ class ClosureTraining(Training):
 
         def closure() -> Tensor:
             nonlocal first
-            optimizer.zero_grad(set_to_none=True)
+            drop_gradients(optimizer)
             # Optimizers call their closure under no_grad. Repetitions log into a recorder that nobody reads.
             with torch.enable_grad(), nullcontext() if first else self.listening(Recorder()):
                 value = forward_backward(self._batches, first=first, wants_loss=True)
@@ -50,7 +51,7 @@ class ClosureTraining(Training):
         if getattr(optimizer, "needs_closure", False):
             closure()  # its step begins with gradients, and asks for further ones
         optimizer.step(closure)  # type: ignore[arg-type]  # torch says float, and calls float() on what it gets
-        optimizer.zero_grad(set_to_none=True)
+        drop_gradients(optimizer)
         self.count_step()
         for hook in self.hooks.on_batch_end:
             hook()

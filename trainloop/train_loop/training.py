@@ -32,6 +32,7 @@ from trainloop._support.signals import status_of
 from trainloop._support.stopping import CHECKPOINT, EARLY_STOP, INTERRUPT, TERMINATE, StopAgreement
 from trainloop._support.user_line import warn
 from trainloop.data import StepBatches, train_feed
+from trainloop.optim import drop_gradients
 from trainloop.train_loop import state as run_state
 from trainloop.train_loop.alike import asked_of, compare_ranks, refusals_told
 from trainloop.train_loop.arguments import check_loader
@@ -465,7 +466,7 @@ class Training(Run):
         gradients.show_and_clip(enumerate(gradients.optimizers), gradients.parameters)
         gradients.take_steps(gradients.optimizers)
         for optimizer in gradients.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+            drop_gradients(optimizer)
         self.count_step()
         for hook in self.hooks.on_batch_end:
             hook()
