@@ -468,3 +468,17 @@ def test_a_run_that_ended_with_an_epoch_draws_the_next_order_when_it_is_extended
     first = batches(2, tmp_path)
     whole = batches(4, None)
     assert first + batches(4, tmp_path, "last") == whole
+
+
+def test_the_scale_of_fp16_is_resumed(tmp_path: Path) -> None:
+    """In the middle of the scaler's search: with a scale of its beginning, the resumed run would skip other steps."""
+    amp = {"init_scale": 2.0**24, "growth_interval": 3}
+    whole = make_loop(use_amp=amp)
+    whole.fit(num_epochs=3, grad_accumulation=2)
+    first = interrupted(tmp_path, 4, make_loop(use_amp=amp))
+    assert first.optimizer.state_dict()["state"] == {}, "so far each step overflowed: the state matters"
+    second = make_loop(use_amp=amp)
+    second.fit(num_epochs=3, grad_accumulation=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    assert second.optimizer.state_dict()["state"], "later steps were taken"
+    assert second.scaler_state == whole.scaler_state
+    assert same(state_of(second), state_of(whole))

@@ -110,6 +110,8 @@ Scores = namedtuple("Scores", "label box")
         ([["a"], ["b", "c"]], ["a", "b", "c"]),
         ([[[1], [2, 3]], [[]]], [[1], [2, 3], []]),
         ([("a", "b"), ("c",)], ["a", "b", "c"]),
+        ([("a", 0.5), ("b", 0.25)], ["a", 0.5, "b", 0.25]),
+        ([(1, 2), (3, 4)], [1, 2, 3, 4]),
         ([([1, 2], ["x", "y"]), ([3], ["z"])], ([1, 2, 3], ["x", "y", "z"])),
         ([Scores([1], [2]), Scores([3], [4])], Scores([1, 3], [2, 4])),
         ([{"id": [1], "n": {"m": ["x"]}}, {"id": [2], "n": {"m": ["y"]}}], {"id": [1, 2], "n": {"m": ["x", "y"]}}),
@@ -128,6 +130,17 @@ def test_join_rows(batches: list[Any], joined: Any) -> None:
     else:
         assert result == joined
         assert type(result) is type(joined)
+
+
+def test_a_pair_of_predictions_is_two_columns() -> None:
+    """From the batches to the dataset's order, as a model with two heads returns them."""
+
+    def make(rows: list[int]) -> Any:
+        return (torch.tensor(rows), torch.tensor([[row, -row] for row in rows])), torch.tensor(rows), {}
+
+    (first, second), y_true, _ = predict([2, 2, 1], 2, [4, 2, 0, 1, 3], make)
+    assert first.tolist() == y_true.tolist() == [4, 2, 0, 1, 3]
+    assert second.tolist() == [[row, -row] for row in first.tolist()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int16, torch.bool, torch.bfloat16], ids=str)

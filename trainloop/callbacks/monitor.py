@@ -137,7 +137,7 @@ class Monitor:
         return float(values[-1])
 
     def _comes_later(self, loop: Any) -> bool:
-        every = getattr(loop, "end_auto_eval", True)
+        every = loop.end_auto_eval
         return self.name.startswith("val_") and every is not True and loop.epoch + 1 < every
 
     def improves(self, value: float, best: float | None, min_delta: float = 0.0) -> bool:
