@@ -65,3 +65,24 @@ napoleon_use_ivar = True
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 suppress_warnings = ["config.cache"]
+python_maximum_signature_line_length = 88  # longer signatures have one argument a line
+
+
+def keep_sentences(app, what, name, obj, options, lines):  # type: ignore[no-untyped-def]
+    """Undo that napoleon takes the words before an attribute's first colon for its type."""
+    marks = [line for line in lines if line.startswith(":type: ")]
+    if what in ("attribute", "data", "property") and marks:
+        lines.remove(marks[0])
+        lines[0] = f"{marks[0].removeprefix(':type: ')}: {lines[0]}"
+
+
+def check_pages(app, error):  # type: ignore[no-untyped-def]
+    """Fail if words of an attribute's text have become its type all the same."""
+    for page in sorted(Path(app.outdir, "api").rglob("*.html")):
+        if error is None and 'Type<span class="colon">' in page.read_text():
+            raise ValueError(f"{page}: an attribute's text begins with 'Type:'. See keep_sentences in docs/conf.py.")
+
+
+def setup(app):  # type: ignore[no-untyped-def]
+    app.connect("autodoc-process-docstring", keep_sentences, priority=501)
+    app.connect("build-finished", check_pages)

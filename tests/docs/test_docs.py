@@ -157,8 +157,9 @@ def test_the_examples_of_one_device_learn(folder: Path, monkeypatch: pytest.Monk
         return result
 
     monkeypatch.setattr(trainloop.TrainLoop, "fit", watched)
-    page = ROOT / "docs" / "guides" / "one_device.rst"
-    run(page, blocks_of(page), names_of_the_first_page())
+    for guide in ("one_device", "losses_and_optimizers"):
+        page = ROOT / "docs" / "guides" / f"{guide}.rst"
+        run(page, blocks_of(page), names_of_the_first_page())
     for name, least, losses in judged:
         assert least > 1e-3, (name, least)
         for values in losses.values():

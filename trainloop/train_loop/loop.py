@@ -81,54 +81,67 @@ class TrainLoop(LoopView, Generic[ModelT]):
     Parameters
     ----------
     model : TTModel
+        The model to train. A plain ``nn.Module`` needs :class:`~trainloop.TTBasicModel` or
+        :class:`~trainloop.ModelWrap` around it.
     train_loader : DataLoader or None
-        Its ``batch_size`` is per process. ``None`` for a loop that only predicts or evaluates.
-    validation_loader, test_loader : DataLoader, optional
+        Training batches. ``batch_size`` is per process. ``None`` for a loop that only predicts or evaluates.
+    validation_loader : DataLoader, optional
+        Evaluated after each epoch; gives ``val_loss`` and what the model logs there.
+    test_loader : DataLoader, optional
+        Evaluated once, when training ends.
     optimizer : torch.optim.Optimizer or MultiOptimizer, optional
+        Updates the parameters that it was made with. Not needed for a loop that only predicts or evaluates.
     criterion : callable, optional
-        Handed to ``get_loss``.
+        Passed to ``get_loss``.
     collate_batch_pred_fn : callable
         ``(y_batch, collected) -> collected``, called for each batch of predictions and of targets.
     pred_transform_fn : callable
-        Turns what was collected into what ``predict_on_*`` returns.
+        Converts the collected batches into what ``predict_on_*`` returns.
     end_auto_eval : bool or int
-        Evaluate at each epoch's end (and on the test set at the end of training), never, or every n epochs.
+        ``True``: evaluate after each epoch, and on the test set when training ends. ``False``: never. ``n``: after every
+        n-th epoch.
     gpu_mode : {'single', 'dp', 'ddp', 'fsdp', 'auto'}
-        One process and device; replicas in threads; one process a device, started here, each with a copy of the model;
-        the same, with parameters, gradients and the optimizer's state sharded over them. ``'auto'``: ``ddp`` on several
-        devices, else ``single``.
+        ``'single'``: one process on one device. ``'dp'``: one process with a replica in a thread for each device.
+        ``'ddp'``: one process for each device, started by ``fit``, each with a copy of the model. ``'fsdp'``: the same,
+        with parameters, gradients and optimizer state sharded over the processes. ``'auto'``: ``'ddp'`` if there are
+        several devices, else ``'single'``.
     cuda_device_idx : int, optional
-        The GPU of ``single``; the same as ``accelerator='cuda', devices=[idx]``.
+        The GPU of ``'single'``; the same as ``accelerator='cuda', devices=[idx]``.
     use_amp : bool, {'bf16', 'fp16'} or dict
-        Mixed precision; ``True`` is bf16 where the device has it; a dict holds ``GradScaler`` arguments and means fp16.
+        Mixed precision. ``True``: bf16 if the device supports it, else fp16. A dict: fp16 with these arguments of
+        ``GradScaler``.
     accelerator : {'auto', 'cpu', 'gpu', 'cuda', 'mps'}
+        Kind of device. ``'auto'`` takes GPUs if there are any.
     devices : int, str or list of int
-        See :func:`trainloop.devices.parse_devices`; on the CPU a number of processes, or in ``dp`` of replicas.
+        Number of devices, or which ones; see :func:`trainloop.devices.parse_devices`. On the CPU, the number of
+        processes (in ``'dp'``, of replicas).
     auto_select_gpus : bool
-        Take ``devices`` GPUs that no other run uses.
+        Use ``devices`` GPUs that no other run uses.
     resources : trainloop.resources.ResourceQuota, optional
-        CPUs, GPUs and memory the run may use, enforced while it runs.
+        CPUs, GPUs and memory that the run may use; enforced while it runs.
     seed : int, optional
-        The same seed gives the same batches in the same order in every mode and with any number of ranks.
+        Seeds every epoch's order and the random generators. The same seed gives the same global batches in every mode,
+        with any number of ranks.
     timeout : float
         Seconds after which a rank that hangs ends the run.
     progress_bar : bool
-        Show a bar and a table of epochs.
+        Show a progress bar, and a table with a row for each epoch.
     gradient_clip_norm : float, optional
+        Largest norm of the gradient of all parameters together; a larger one is scaled down to it before each step.
     sync_batchnorm : bool
-        BatchNorm over the samples of all ranks.
+        Compute the statistics of BatchNorm layers over the samples of all ranks.
     compile : bool, 'step' or dict
-        ``torch.compile`` the model; a dict holds its arguments. ``'step'``: forward, loss, backward, clipping and the
-        optimizer's step as one graph, in ``single``; where that can't be, a warning says why, and steps are not
-        compiled.
+        ``True``: ``torch.compile`` the model. A dict: with these arguments. ``'step'``: compile forward, loss, backward,
+        clipping and the optimizer's step into one graph (``'single'`` only; if that is not possible, a warning says why
+        and steps are not compiled).
     start_method : {'auto', 'forkserver', 'spawn'}
-        How ``ddp`` and ``fsdp`` start their ranks: from a process that has torch loaded once, or each as a fresh
-        interpreter. ``'auto'`` is the environment's ``TRAINLOOP_START_METHOD``, else a fork server wherever that is
-        possible.
+        How ``'ddp'`` and ``'fsdp'`` start their processes: forked from a server that has imported torch once, or as
+        fresh interpreters. ``'auto'``: the environment variable ``TRAINLOOP_START_METHOD`` if it is set, else
+        ``'forkserver'`` where the platform has it.
     checkpoint_modules : class, str, callable or list of them, optional
-        Gradient checkpointing: these modules keep their inputs only, and compute the rest anew in the backward pass.
-        Less memory for about a third more time; the same numbers. Classes (``nn.TransformerEncoderLayer``), names
-        (``'encoder.layers.*'``), or a function ``(name, module) -> bool``.
+        Gradient checkpointing: these modules keep only their inputs and compute the rest again in the backward pass.
+        This saves memory for about a third more time and gives the same numbers. Given as classes
+        (``nn.TransformerEncoderLayer``), names (``'encoder.layers.*'``), or a function ``(name, module) -> bool``.
 
     Raises
     ------
@@ -239,63 +252,66 @@ class TrainLoop(LoopView, Generic[ModelT]):
         restart_every_steps: int | None = None,
         **unknown: NoReturn,
     ) -> ModelT:
-        """Train; a second call goes on from the first.
+        """Train the model. A second call continues where the first one ended.
 
         Parameters
         ----------
         num_epochs, num_iterations : int
-            How long: so many epochs, or so many batches. Exactly one is positive. A second call adds as many; with
-            ``resume_from``, those that the checkpoint has behind it count.
+            Length of the training, in epochs or in batches; give exactly one. A second call trains that much more. With
+            ``resume_from``, it is the length of the whole training, including what the checkpoint has behind it.
         callbacks : list of AbstractCallback, optional
+            Called at each hook, in this order.
         grad_accumulation : int
-            Batches whose gradients make one optimizer step. An epoch's last step may have fewer.
+            Batches whose gradients are accumulated for one optimizer step. The last step of an epoch may have fewer.
         num_nodes, node_rank : int
-            Hosts that train together in ``ddp`` or ``fsdp``, and which one this is. Each starts its own ranks.
+            Number of hosts that train together in ``ddp`` or ``fsdp``, and the number of this host. Each host starts its
+            own ranks.
         num_gpus : int, optional
-            How many GPUs to use, where the loop was made with ``devices='auto'``, in all modes but ``single``; 0 trains
-            on the CPU. ``devices`` that were given to the loop count more.
+            Number of GPUs to use if the loop was made with ``devices='auto'``, in all modes but ``'single'``. 0 trains
+            on the CPU. Ignored if the loop was made with other ``devices``.
         dp_model_args, ddp_model_args, fsdp_model_args : dict, optional
-            Further arguments of :class:`TTDataParallel`, :class:`TTDistributedDataParallel` and
-            :class:`TTFullyShardedDataParallel`. Evaluation and predictions after ``fit`` use the last's again.
+            Additional arguments of :class:`TTDataParallel`, :class:`TTDistributedDataParallel` and
+            :class:`TTFullyShardedDataParallel`. Evaluation and prediction after ``fit`` use the same ones.
         gather : bool
-            ``False``, in ``fsdp``: what was trained stays in the checkpoints of a ``ModelCheckpoint``, for models that
-            no host has room for; the model that is returned is as it was. To train on, evaluate or predict is an error
-            then, until a checkpoint is resumed from, or loaded into the model.
+            ``False``, in ``fsdp``: the trained weights stay in the checkpoints of a ``ModelCheckpoint``, for models that
+            do not fit into the memory of one host. The returned model is then unchanged, and training, evaluation and
+            prediction raise an error until a checkpoint is resumed from or loaded into the model.
         in_process_data_load : AbstractCallback or list of them, optional
-            Their ``on_multiprocess_start`` makes loaders inside each rank and puts them into the loop.
+            Callbacks whose ``on_multiprocess_start`` makes the loaders inside each rank and assigns them to the loop.
         backend : str, optional
-            Of the process group. Default: Gloo on the CPU, NCCL on CUDA.
+            Backend of the process group. Default: Gloo on the CPU, NCCL on CUDA.
         init_method : str, optional
-            Rendezvous point of several nodes, ``'tcp://ADDRESS:PORT'``. Default: ``MASTER_ADDR`` and ``MASTER_PORT``.
+            Rendezvous address of several hosts, ``'tcp://ADDRESS:PORT'``. Default: the environment variables
+            ``MASTER_ADDR`` and ``MASTER_PORT``.
         on_gpu : bool, optional
-            ``True``: an error where there is no GPU. ``False`` trains on the CPU even where there are GPUs.
+            ``True``: raise an error if there is no GPU. ``False``: train on the CPU even if there is one.
         resume_from : 'last' or path, optional
-            A checkpoint to go on from; ``'last'`` is the newest whole one of the ``ModelCheckpoint`` in ``callbacks``,
-            and a fresh start where there is none yet. A run that has ended, as planned or by a callback that would end
-            it again, is taken up as it was left, and nothing is done.
+            Checkpoint to resume from. ``'last'``: the newest valid one of the ``ModelCheckpoint`` in ``callbacks``, or a
+            fresh start if there is none yet. If the checkpoint's run has ended, as planned or by a callback that would
+            end it again, its results are loaded and nothing is trained.
         max_restarts : int
-            Failures that the run survives: ranks that are killed, crash, exit, raise, hang or lose a loader's worker
-            are started again from a checkpoint that the run writes for this into a private folder, and the run ends
-            with the very numbers of an undisturbed one. -1 for any number. In ``single`` and ``dp`` the loop runs in a
-            process of its own then. Over several hosts, all of them give it; a lost host ends the run.
+            Number of failures that the run survives. Ranks that are killed, crash, exit, raise, hang or lose a loader's
+            worker are restarted from a checkpoint that the run writes for this into a private folder, and the run ends
+            with the same numbers as an undisturbed one. -1: any number. In ``'single'`` and ``'dp'`` the loop then runs
+            in a separate process. With several hosts, give it on all of them; a lost host ends the run.
         restart_every_steps : int, optional
             Steps between two of these checkpoints. Default: as often as costs at most 1 % of the time.
 
         Returns
         -------
         TTModel
-            The very model the loop was made with, trained.
+            The same model object that was passed to the loop, trained.
 
         Raises
         ------
         ConfigurationError
             For arguments that can't work, before any process starts.
         UnpicklableError
-            If something can't be sent to the ranks; names it.
+            If an object can't be sent to the ranks; the message names it.
         WorkerFailedError
-            If a rank fails; names it, with its traceback. Your objects are as before ``fit``.
+            If a rank fails; the message names it and has its traceback. Your objects are as they were before ``fit``.
         CheckpointError
-            If there is nothing to resume from, or it belongs to something else.
+            If there is no checkpoint to resume from, or it belongs to another training.
         KeyboardInterrupt, SystemExit
             After Ctrl-C, SIGTERM or SIGHUP (143) or SIGUSR1 (138); the model has the weights of the last finished step.
         """
