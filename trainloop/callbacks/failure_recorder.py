@@ -228,7 +228,7 @@ class FailureRecorder(AbstractCallback):
         if (looks or (on_cpu and (due or every is None))) and not _are_finite(self._losses):
             what = "the loss is not finite"
         if looks and not run.place.scaler.is_enabled():
-            names = _not_finite({name: p.grad for name, p in loop.model.named_parameters()})
+            names = _not_finite({name: run.gradients.so_far(p) for name, p in loop.model.named_parameters()})
             if names:
                 more = f" and of {len(names) - 1} more" if len(names) > 1 else ""
                 gradient = f"the gradient of {names[0]!r}{more} is not finite"
@@ -381,7 +381,7 @@ class FailureRecorder(AbstractCallback):
             "parameters": parameters,
             "buffers": {**buffers, **{path: copy for path, copy in self._copies.items() if path in buffers}},
             "not_put_back": [path for path in changed if path not in self._copies],
-            "gradients": {name: p.grad for name, p in parameters.items() if p.grad is not None},
+            "gradients": {name: g for name, p in parameters.items() if (g := run.gradients.so_far(p)) is not None},
             "requires_grad": {name: p.requires_grad for name, p in parameters.items()},
             "training": {f"{r}.{n}": m.training for r, part in modules.items() for n, m in part.named_modules()},
             "carried": _packed(self._carried),

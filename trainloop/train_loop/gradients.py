@@ -253,6 +253,13 @@ class Gradients:
         for parameter, gradient in added_up:
             parameter.grad = gradient
 
+    def so_far(self, parameter: Tensor) -> Tensor | None:
+        """Return a parameter's gradient of the step's backward passes so far, with those that are kept apart."""
+        own = [part.gradients[parameter] for part in self._parts.values() if parameter in part.gradients]
+        if parameter.grad is not None:
+            own.insert(0, parameter.grad)
+        return sum(own[1:], own[0]) if own else None
+
     def _join_parts(self) -> None:
         """Add up the parts' gradients, each divided by its weight over all ranks. Collective."""
         if self.ragged and self.ranks > 1:  # a rank without a batch knows no names

@@ -305,7 +305,7 @@ def _repeated(run: Training, record: dict[str, Any], step: StepBatches, detect: 
         loop.gradient_clip_norm = None if record["stage"] == "hooks" else loop.gradient_clip_norm
         show_and_clip(enumerate(gradients.optimizers), gradients.parameters)
     result.loss = {name or "loss": float(value) for name, value in watch.losses.items()}
-    found = {name: t.grad for name, t in _tensors(loop) if t.grad is not None}
+    found = {name: grad for name, t in _tensors(loop) if (grad := gradients.so_far(t)) is not None}
     result.gradient_norms = {name.partition(".")[2]: float(g.norm()) for name, g in found.items()}
     if record["loss"]:
         result.loss_difference = _largest_difference(watch.losses, record["loss"])
