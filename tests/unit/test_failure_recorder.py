@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import re
@@ -483,7 +484,8 @@ def test_the_indices_of_a_batch_that_can_t_be_loaded(
         progress_bar=False,
         seed=seed,
     )
-    failed(loop, recorder)
+    with contextlib.suppress(Broken):  # no traceback, whose frames would keep the loader's workers
+        loop.fit(num_epochs=1, callbacks=[recorder])
     assert recorder.recorded is not None
     record = load(recorder.recorded)
     assert record["kind"] == "loader"
@@ -597,7 +599,7 @@ class Pops(Net):
 class Writes(Net):
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
         loss = super().get_loss(batch_data, criterion, device)
-        batch_data[0].add_(1.0)
+        batch_data[0].square_()
         return loss
 
 
@@ -771,6 +773,7 @@ class Logarithm(TTModel):
         return self.fc(batch_data[0]), batch_data[1], {}
 
 
+@pytest.mark.long
 def test_a_whole_step_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph has stepped when its loss is known; the replay is not compiled."""
     monkeypatch.setattr(WholeStepTraining, "backend", "eager")
