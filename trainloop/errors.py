@@ -69,19 +69,32 @@ class WorkerFailedError(TrainLoopError, RuntimeError):
         Exit code of that process; negative is a signal's number; None where it hung.
     traceback : str
         The failed rank's own traceback as text, empty where the process died without one.
+    recorded : str or None
+        The file of a ``FailureRecorder`` that repeats the step: ``tl.replay(error.recorded)``.
     """
 
-    def __init__(self, message: str, *, rank: int, exitcode: int | None = None, traceback: str = "") -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int,
+        exitcode: int | None = None,
+        traceback: str = "",
+        recorded: str | None = None,
+    ) -> None:
         super().__init__(f"{message}\n\n{traceback}" if traceback else message)
         self.message = message
         self.rank = rank
         self.exitcode = exitcode
         self.traceback = traceback
+        self.recorded = recorded
 
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword-only arguments are lost by BaseException's own reduce.
-        return _rebuild_worker_failed, (self.message, self.rank, self.exitcode, self.traceback)
+        return _rebuild_worker_failed, (self.message, self.rank, self.exitcode, self.traceback, self.recorded)
 
 
-def _rebuild_worker_failed(message: str, rank: int, exitcode: int | None, traceback: str) -> WorkerFailedError:
-    return WorkerFailedError(message, rank=rank, exitcode=exitcode, traceback=traceback)
+def _rebuild_worker_failed(
+    message: str, rank: int, exitcode: int | None, traceback: str, recorded: str | None = None
+) -> WorkerFailedError:
+    return WorkerFailedError(message, rank=rank, exitcode=exitcode, traceback=traceback, recorded=recorded)

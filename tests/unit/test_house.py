@@ -183,6 +183,7 @@ LATE = {
     "trainloop.train_loop.loop trainloop.tools": UP,
     "trainloop.train_loop.loop trainloop._launch": RANKS,
     "trainloop.train_loop.loop trainloop.train_loop.preflight": UP,
+    "trainloop.train_loop.loop trainloop.train_loop.replay": UP,
     "trainloop.train_loop.placement trainloop.parallel.sync_batchnorm": CHEAP,
     "trainloop.train_loop.predicting trainloop._launch": RANKS,
     "trainloop.train_loop.run trainloop._launch.rank_process": RANKS,
@@ -237,6 +238,7 @@ DOCUMENTED |= set("_saved_ignore_index _saved_reduction _saved_target _saved_tot
 # reason and with what happens when it goes away; another name, or another file, needs its row here.
 FOREIGN: dict[str, str] = {
     "callbacks/base.py": "_logs_nothing",
+    "callbacks/failure_recorder.py": "_version",
     "callbacks/norms.py": "_foreach_norm",
     "callbacks/performance_eval.py": "_version",
     "callbacks/swa.py": "_BatchNorm _foreach_copy_",

@@ -19,8 +19,10 @@ from trainloop.errors import TrainLoopError, WorkerFailedError
 
 __all__ = [
     "LOST_HOST",
+    "RECORDED",
     "Failure",
     "RestartPolicy",
+    "about_record",
     "describe_failure",
     "described",
     "explain_shared_memory",
@@ -45,6 +47,13 @@ _TIMEOUT = re.compile(r"timed out|timeout|wait timeout", re.IGNORECASE)
 
 LOST_HOST = "LostHost"
 """Type of the failure of ranks whose host was lost."""
+RECORDED = "trainloop_recorded"
+"""Attribute of an exception: the file in which a ``FailureRecorder`` has recorded the step."""
+
+
+def about_record(path: str) -> str:
+    """The sentence that says where a failure is recorded, and which line repeats it."""
+    return f'The failure is recorded. Repeat it in one process, in your own script: tl.replay("{path}")'
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,8 @@ class Failure:
     """Whether a collective, or the wait at a step boundary, timed out: some rank hangs."""
     final: bool = False
     """Whether it would come again in a new process: this package refused something, or somebody interrupted the run."""
+    recorded: str | None = None
+    """The file in which a ``FailureRecorder`` has recorded the step."""
 
     def to_json(self) -> bytes:
         """Text for a file or a socket."""
@@ -84,7 +95,9 @@ def with_note(error: WorkerFailedError, note: str) -> WorkerFailedError:
     """Return the error with one more sentence in its first line."""
     first, newline, rest = error.message.partition("\n")
     message = f"{first} {note}{newline}{rest}"
-    return WorkerFailedError(message, rank=error.rank, exitcode=error.exitcode, traceback=error.traceback)
+    return WorkerFailedError(
+        message, rank=error.rank, exitcode=error.exitcode, traceback=error.traceback, recorded=error.recorded
+    )
 
 
 class RestartPolicy(Protocol):
@@ -185,6 +198,7 @@ def failure_of(error: BaseException, rank: int) -> Failure:
         consequence=not timeout and _is_consequence(error),
         timeout=timeout,
         final=isinstance(error, (TrainLoopError, KeyboardInterrupt)),
+        recorded=getattr(error, RECORDED, None),
     )
 
 
@@ -344,12 +358,16 @@ def worker_failed_error(
     advice = hint(failure)
     if advice:
         message += f"\nHint: {advice}"
+    if failure.recorded is not None:
+        message += f"\n{about_record(failure.recorded)}"
     for rank, stack in sorted((stacks or {}).items()):
         message += f"\n\nPython stack of rank {rank}:\n{stack.rstrip()}"
     if failure.timeout:  # the stacks contain it
         return WorkerFailedError(message, rank=hanging[0] if hanging else failure.rank)
     text = _with_lines_of_cells(failure.traceback)
-    return WorkerFailedError(message, rank=failure.rank, exitcode=failure.exitcode, traceback=text)
+    return WorkerFailedError(
+        message, rank=failure.rank, exitcode=failure.exitcode, traceback=text, recorded=failure.recorded
+    )
 
 
 _FRAME_WITHOUT_LINE = re.compile(r'^([ |]*)File "(.+)", line (\d+)(?:, in .*)?\n(?!\1  )', re.MULTILINE)

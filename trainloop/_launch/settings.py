@@ -27,7 +27,16 @@ from torch.utils.hooks import RemovableHandle
 from trainloop._support.user_line import stand_for, user_place, warn
 from trainloop._transfer.pickling import Pickler
 
-__all__ = ["SETTINGS", "Setting", "SettingsInit", "apply_settings", "dumped_settings", "read_settings"]
+__all__ = [
+    "SETTINGS",
+    "Setting",
+    "SettingsInit",
+    "apply_settings",
+    "dumped_settings",
+    "numeric_settings",
+    "read_settings",
+    "write_settings",
+]
 
 
 _LINE = "the line that warnings point to"  # sent along, but no setting: each call has its own
@@ -80,10 +89,23 @@ def _dumped(value: Any) -> bytes:
 def apply_settings(dumped: bytes) -> None:
     """Set another process's settings, in the order of the table; those that are equal here are left alone."""
     values: dict[str, Any] = pickle.loads(dumped)
-    own = {setting.name: setting for setting in SETTINGS}
     if _LINE in values:
         stand_for(values.pop(_LINE))
+    write_settings(values)
+
+
+def numeric_settings() -> dict[str, Any]:
+    """The present values of the settings on which a step's numbers depend, as plain types."""
+    kept = ("torch.set_default_", "torch.set_float32", "torch.set_flush", "torch.backends.", "torch.use_determin")
+    return {name: value for name, value in read_settings().items() if name.startswith(kept)}
+
+
+def write_settings(values: dict[str, Any]) -> None:
+    """Set what :func:`read_settings` returned, in the order of the table; those that are equal here are left alone."""
+    own = {setting.name: setting for setting in SETTINGS}
     for name, value in values.items():
+        if name not in own:  # of another version
+            continue
         setting = own[name]
         try:
             try:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainloop._support.nested import map_parts, map_together
 from trainloop.errors import ConfigurationError
 
-__all__ = ["check_carried", "load_carried_state", "names_of", "carried_state_of"]
+__all__ = ["check_carried", "load_carried_state", "names_of", "places_of", "carried_state_of"]
 
 
 def names_of(module: nn.Module) -> Mapping[str, int]:
@@ -19,7 +19,8 @@ def names_of(module: nn.Module) -> Mapping[str, int]:
     return getattr(module, "carried_state", None) or {}
 
 
-def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, int]]:
+def places_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, int]]:
+    """Path, module, attribute and dimension of the columns of each state that is carried."""
     for path, module in model.named_modules():
         for name, dim in names_of(module).items():
             yield f"{path}.{name}".lstrip("."), module, name, dim
@@ -33,7 +34,7 @@ def check_carried(model: nn.Module, gpu_mode: str) -> None:
     ConfigurationError
         In ``dp``, whose replicas are made anew for each batch, and for buffers, which DDP copies from rank 0.
     """
-    for path, module, name, dim in _places(model):
+    for path, module, name, dim in places_of(model):
         if not isinstance(dim, int) or not hasattr(module, name):
             raise ConfigurationError(
                 f"carried_state={dict(names_of(module))!r} of {type(module).__name__}: must be a dict from the name of "
@@ -53,7 +54,7 @@ def check_carried(model: nn.Module, gpu_mode: str) -> None:
 
 def carried_state_of(model: nn.Module) -> dict[str, Any]:
     """The state this rank carries: CPU tensors, in the model's own tuples, lists and dicts."""
-    return {path: _map(lambda t: t.detach().cpu(), getattr(module, name)) for path, module, name, _ in _places(model)}
+    return {path: _map(lambda t: t.detach().cpu(), getattr(module, name)) for path, module, name, _ in places_of(model)}
 
 
 def load_carried_state(model: nn.Module, saved: list[dict[str, Any]], rank: int, world_size: int) -> None:
@@ -68,7 +69,7 @@ def load_carried_state(model: nn.Module, saved: list[dict[str, Any]], rank: int,
         The rank to load for.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    for path, module, name, dim in _places(model):
+    for path, module, name, dim in places_of(model):
         values = [of_rank[path] for of_rank in saved if path in of_rank]
         if len(values) != len(saved):
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import random
 from collections.abc import Iterator
@@ -13,7 +14,17 @@ import torch
 
 from trainloop._support.user_line import warn
 
-__all__ = ["capture", "derive_seed", "isolated", "packed", "peek_seed", "restore", "seed_all"]
+__all__ = [
+    "as_captured",
+    "capture",
+    "derive_seed",
+    "isolated",
+    "packed",
+    "peek_seed",
+    "restore",
+    "seed_all",
+    "snapshot",
+]
 
 # What the generators were seeded with last. Only a hint: if a generator is still there, `packed` stores the seed alone.
 _last_seed: int | None = None
@@ -58,6 +69,47 @@ def capture(*, devices: bool = True) -> dict[str, Any]:
         state["cuda"] = torch.cuda.get_rng_state_all()
         state["cuda_device"] = torch.cuda.current_device()
     return state
+
+
+def snapshot() -> tuple[Any, ...]:
+    """The state of all generators as it is cheapest to read, in some 10 microseconds; of GPUs the current one's only.
+
+    A GPU's generator has its seed and offset on the host: nothing waits for the device.
+    """
+    device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return random.getstate(), _state_of_numpy(), torch.get_rng_state(), device
+
+
+_known: tuple[Any, bytes, Any] = (None, b"", None)  # numpy's generator, its memory, and its state
+
+
+def _state_of_numpy() -> Any:
+    """numpy's state, which takes it 40 microseconds to make: the one made before while the generator's memory is equal.
+
+    A normal number that is kept for the next call is not in that memory, but in the state; it is made by draws alone.
+    """
+    global _known
+    from numpy.random import mtrand  # imported late: numpy loads it on first use, which takes 8 ms
+
+    generator = mtrand.get_bit_generator()
+    if type(generator) is not np.random.MT19937:
+        return np.random.get_state(legacy=False)
+    memory = ctypes.string_at(generator.ctypes.state_address, _BYTES_OF_MT19937)
+    if generator is not _known[0] or memory != _known[1] or _known[2]["has_gauss"]:
+        _known = generator, memory, np.random.get_state(legacy=False)
+    return _known[2]
+
+
+_BYTES_OF_MT19937 = 4 * 624 + 4
+
+
+def as_captured(states: tuple[Any, ...]) -> dict[str, Any]:
+    """A :func:`snapshot` in the form of :func:`capture`."""
+    *of_cpu, device = states
+    captured = _plain(*of_cpu)
+    if device is not None:
+        captured |= {"cuda": [device], "cuda_device": 0}
+    return captured
 
 
 def _plain(python: tuple[Any, ...], of_numpy: Any, of_torch: torch.Tensor) -> dict[str, Any]:

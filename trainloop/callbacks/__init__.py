@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trainloop.callbacks.early_stopping import ThresholdEarlyStopping as ThresholdEarlyStopping
     from trainloop.callbacks.early_stopping import TimeLimit as TimeLimit
     from trainloop.callbacks.ema import ExponentialMovingAverage as ExponentialMovingAverage
+    from trainloop.callbacks.failure_recorder import FailureRecorder as FailureRecorder
     from trainloop.callbacks.gradient import GradientCallbackBase as GradientCallbackBase
     from trainloop.callbacks.gradient import GradientClipping as GradientClipping
     from trainloop.callbacks.gradient import GradientStats as GradientStats
@@ -70,6 +71,7 @@ _HOMES = {
         "callbacks.ddp": "InMultiProcessDataLoad",
         "callbacks.early_stopping": "EarlyStopping ThresholdEarlyStopping TimeLimit",
         "callbacks.ema": "ExponentialMovingAverage",
+        "callbacks.failure_recorder": "FailureRecorder",
         "callbacks.gradient": "GradientCallbackBase GradientClipping GradientStats",
         "callbacks.mlflow": "MLflowTracking",
         "callbacks.model_load": "ModelLoadContinueTraining",

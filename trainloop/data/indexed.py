@@ -135,6 +135,9 @@ class Indexed(Source):
     def row_order(self, sizes: Sequence[int]) -> Sequence[int] | None:
         return self._shard.row_order(sizes)
 
+    def next_indices(self) -> Any:
+        return self._asked.indices[0] if self._asked.indices else None
+
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[Any, Any]]:
         self._shard.set_epoch(epoch)
         items = self._read(epoch, first_batch) if self._rows is None else self._index(self._rows, first_batch)
@@ -188,6 +191,7 @@ class Indexed(Source):
             if batch is _END:
                 break
             loaders.check_asked(asked.log, self.loader, self._name)
+            asked.indices.popleft()
             yield asked.log.popleft(), batch
             batch_index += 1
         if asked.log and asked.log[0][rank] == 0:

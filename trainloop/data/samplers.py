@@ -330,16 +330,20 @@ class LoggedBatchSampler(BatchSampler):
         self.drop_last = drop_last
         self.first_batch = 0
         self.log: deque[RankSizes] = deque()
+        self.indices: deque[Any] = deque()
+        """For each entry of ``log`` this rank's indices."""
         self._scalar = scalar
         self._seeds_workers = seeds_workers
 
     def __iter__(self) -> Iterator[Any]:
         first_batch, log, shard = self.first_batch, self.log, self.sampler
         log.clear()
+        self.indices.clear()
         for batch_index, (index, sizes) in enumerate(shard.batches(first_batch), start=first_batch):
             if self._scalar and isinstance(shard, ShardSampler):
                 index, sizes = (index[0] if index else None), tuple(-1 if size else 0 for size in sizes)
             log.append(sizes)
+            self.indices.append(index)
             if sizes[shard.rank] == 0:
                 continue  # to the pass's end: only its last global batch may leave a rank without a part
             yield SeedOnArrival(index, shard.batch_seed(batch_index)) if self._seeds_workers else index

@@ -7,6 +7,7 @@ evaluation chooses in :mod:`trainloop.data.evaluation` one that gives each rank 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import islice
@@ -27,6 +28,7 @@ from trainloop.data.samplers import RankSizes
 from trainloop.data.stops import slipped_out, whole
 from trainloop.data.streams import StreamPart, seed_stream, stream_twin
 from trainloop.data.tensors import TensorRows, draw_base_seed, loader_batches, loads_batches_here
+from trainloop.data.twins import twin
 
 
 class Source:
@@ -84,6 +86,13 @@ class Source:
         """How rows, gathered in batch order, go into dataset order; see :meth:`trainloop.data.EvalFeed.row_order`."""
         return None
 
+    def note_indices(self) -> None:
+        """From the next pass on, remember what :meth:`next_indices` returns, where that is not done anyway."""
+
+    def next_indices(self) -> Any:
+        """The indices of the batch that is read next, or could not be read; None where they are unknown."""
+        return None
+
 
 def plan_of(loader: Any, world_size: int = 1) -> BatchPlan | None:
     """The epoch of a loader that cuts a sampler of known length into batches."""
@@ -92,6 +101,40 @@ def plan_of(loader: Any, world_size: int = 1) -> BatchPlan | None:
     if batches is None or length is None:
         return None
     return BatchPlan(length, batches.batch_size, world_size, batches.drop_last)
+
+
+class NotedIndices:
+    """A user's batch sampler, with a log of the batches that were asked for and are not there yet.
+
+    Parameters
+    ----------
+    base : iterable
+        The batch sampler, whose attributes this has too.
+    """
+
+    def __init__(self, base: Any) -> None:
+        self.base = base
+        self.log: deque[Any] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.log.clear()
+        for indices in self.base:
+            self.log.append(indices)
+            yield indices
+
+    def __len__(self) -> int:
+        return len(self.base)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base":  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.base, name)
+
+    def taken(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches, each taken off the log."""
+        for batch in batches:
+            self.log.popleft()
+            yield batch
 
 
 class AsItIs(Source):
@@ -106,11 +149,31 @@ class AsItIs(Source):
         self.num_samples = None if self._plan is None else self._plan.num_taken
         self.global_batch_size = self._batch_size if self._plan is None else self._plan.batch_size
         self.position = self._place = InProcess.of(loader, name)
+        self._noted: NotedIndices | None = None
+
+    def note_indices(self) -> None:
+        loader = self.loader
+        if (
+            self._noted is None
+            and self._place is None
+            and isinstance(loader, DataLoader)
+            and loader.batch_sampler is not None
+            and not loaders.iterates_itself(loader)
+            and not loaders.is_stream(loader)
+            and not loader.persistent_workers  # its workers are the user's own loader's
+        ):
+            self._noted = NotedIndices(loader.batch_sampler)
+            self.loader = twin(loader, batch_sampler=self._noted)
+
+    def next_indices(self) -> Any:
+        return self._noted.log[0] if self._noted is not None and self._noted.log else None
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
         # Not a generator: the loader's iterator must be made now, in the caller's random state.
         passed = 0 if self._place is not None and self._place.goes_on else first_batch
         batches = _batches_of(self.loader, self._name) if self._place is None else self._place.read()
+        if self._noted is not None:
+            batches = self._noted.taken(batches)
         return self._sized(islice(batches, passed, None), first_batch)
 
     def _sized(self, batches: Iterator[Any], first_batch: int) -> Iterator[tuple[RankSizes, Any]]:

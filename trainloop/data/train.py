@@ -159,6 +159,15 @@ class TrainFeed:
         counts = (source.num_samples, source.num_batches, source.global_batch_size)
         return loaders.Shared(derive_seed(source.rule), seed, *(-1 if n is None else n for n in counts))
 
+    def note_indices(self) -> None:
+        """From the next epoch on, know the indices of a batch that can't be loaded."""
+        self._source.note_indices()
+
+    def next_indices(self) -> list[Any] | None:
+        """The indices in the dataset of the batch that comes next, or that failed; None where they are unknown."""
+        found = self._source.next_indices()
+        return None if found is None else list(found) if isinstance(found, (list, tuple)) else [found]
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that :meth:`steps` yields next; every rank calls it before each epoch."""
         self._epoch = epoch

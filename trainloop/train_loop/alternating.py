@@ -66,6 +66,7 @@ class AlternatingTraining(Training):
         generators = [place.evaluated.get_loss(batch, loop.criterion, place.device) for batch in batches]
         shown: list[list[Yielded]] = [[] for _ in step.batches]
         found_inf: list[torch.Tensor] = []
+        self.losses_stepped = 0
         while (index := self._backward_of_next(step, generators, counts, shown)) is not None:
             optimizer = gradients.optimizers[index]
             parameters = parameters_of(optimizer) if len(gradients.optimizers) > 1 else gradients.parameters
@@ -73,6 +74,7 @@ class AlternatingTraining(Training):
             gradients.show_and_clip([(index, optimizer)], parameters)
             gradients.take_steps([optimizer])
             drop_gradients(optimizer)
+            self.losses_stepped += 1
             found_inf += loop.found_inf
         loop.found_inf = found_inf
         for size, losses in zip(step.sizes, shown, strict=True):
@@ -105,6 +107,8 @@ class AlternatingTraining(Training):
                 continue
             self.recorder.batch_size = step.sizes[i]
             with self.place.alone(counts, i):
+                if self.watch is not None:
+                    self.watch.forward_begins(i == 0 and not self.losses_stepped)
                 with self.place.autocast:
                     item = next(generator, _ENDED)
                 if item is _ENDED:
@@ -118,6 +122,8 @@ class AlternatingTraining(Training):
                 if yielded.weight is None:
                     yielded = yielded._replace(weight=divisor_of(yielded.loss))
                 self._backward_of(step, i, index, yielded, is_sum)
+                if self.watch is not None:
+                    self.watch.backward_ended(yielded.loss)
             value = per_sample(yielded.loss, step.sizes[i]) if is_sum else yielded.loss.detach()
             shown[i].append(yielded._replace(loss=value))
         # One exchange for all that may go wrong: a rank that raised alone would leave the others in the next

@@ -65,6 +65,8 @@ class Gradients:
         These, and those of the criterion.
     trained : TrainedParameters or None
         In ``ddp``: watches what is frozen or unfrozen.
+    ranks : int
+        Ranks whose gradients are averaged.
     shares_buffers : bool
         Whether a step begins with rank 0's buffers on all ranks, as DDP's forward sees to it by itself.
     """
@@ -75,7 +77,7 @@ class Gradients:
         self._place = place = training.place
         self._multi_optimizer = loop.optimizer
         self.sums = sum_rule(loop.model, loop.criterion)
-        self._ranks = 1 if training.gather is None else loop.world_size
+        self.ranks = 1 if training.gather is None else loop.world_size
         self._known_numbers: dict[tuple[float, float], Tensor] = {}
         self.apart = self.ragged = False
         self.given: list[bool] = []
@@ -85,8 +87,8 @@ class Gradients:
         self._joined: dict[str, _Part] = {}
         self.optimizers = optimizers_of(loop.optimizer)
         # Several optimizers make several backwards.
-        self.several = self._ranks > 1 and len(self.optimizers) > 1
-        self.shares_buffers = place.collective and self._ranks > 1 and next(loop.model.buffers(), None) is not None
+        self.several = self.ranks > 1 and len(self.optimizers) > 1
+        self.shares_buffers = place.collective and self.ranks > 1 and next(loop.model.buffers(), None) is not None
         self.trained = TrainedParameters(loop.model, loop.criterion, loop.timeout) if has_ranks(loop.gpu_mode) else None
         self._take_parameters()
         if place.collective:  # into the second step: a copy of a network equals it until then
@@ -153,8 +155,8 @@ class Gradients:
         """
         self._weighted = self._weighted or weight is not None
         if is_sum:  # micro-batches add up by themselves, ranks are averaged
-            return loss if self._ranks == 1 else loss * self._ranks
-        if self._ranks == 1 and count == 1:
+            return loss if self.ranks == 1 else loss * self.ranks
+        if self.ranks == 1 and count == 1:
             return loss  # the mean over the step's units already: multiplied and divided, it would only be rounded
         share = 1 / count if scale is None else scale
         if isinstance(weight, dict):
@@ -205,7 +207,7 @@ class Gradients:
             own = torch.stack([self._zero() + weight for weight in weights.values()])
             factors = own / distributed.all_reduce(own, "mean").clamp(min=_TINY)
             return _times(losses, dict(zip(weights, factors)))
-        if not self.ragged and self._ranks > 1 and not self._place.collective:
+        if not self.ragged and self.ranks > 1 and not self._place.collective:
             # DDP's reducer would reduce the sum of these gradients: from here on, they are reduced afterwards.
             self.several = self.apart = True
         units = {name: self._exact(weight) * (share / size) for name, weight in weights.items()}
@@ -251,13 +253,20 @@ class Gradients:
         for parameter, gradient in added_up:
             parameter.grad = gradient
 
+    def so_far(self, parameter: Tensor) -> Tensor | None:
+        """Return a parameter's gradient of the step's backward passes so far, with those that are kept apart."""
+        own = [part.gradients[parameter] for part in self._parts.values() if parameter in part.gradients]
+        if parameter.grad is not None:
+            own.insert(0, parameter.grad)
+        return sum(own[1:], own[0]) if own else None
+
     def _join_parts(self) -> None:
         """Add up the parts' gradients, each divided by its weight over all ranks. Collective."""
-        if self.ragged and self._ranks > 1:  # a rank without a batch knows no names
+        if self.ragged and self.ranks > 1:  # a rank without a batch knows no names
             names = dict.fromkeys(name for names in distributed.gather_object(list(self._parts)) for name in names)
             self._parts = {name: self._parts.get(name) or _Part() for name in names}
         weights = torch.stack([self._zero() + part.weight for part in self._parts.values()])
-        if self._ranks > 1:
+        if self.ranks > 1:
             weights = distributed.all_reduce(weights, "mean")
         for part, weight in zip(self._parts.values(), weights.clamp(min=_TINY)):
             part.weight = weight
@@ -307,7 +316,7 @@ class Gradients:
                 "weight always or never."
             )
         in_parts = bool(self._parts)
-        if self.ragged and self._ranks > 1:  # a rank without a batch knows of no weight
+        if self.ragged and self.ranks > 1:  # a rank without a batch knows of no weight
             flags = distributed.exchange_ints([int(weighted), int(in_parts)])
             weighted, in_parts = (any(column) for column in zip(*flags))
         if in_parts:
@@ -321,9 +330,9 @@ class Gradients:
             if self.trained is not None:
                 self.trained.reduce_beside()
         self._joined, self._parts = self._parts, {}
-        if in_parts or (self._ranks == 1 and len(given) <= 1):  # see scaled
+        if in_parts or (self.ranks == 1 and len(given) <= 1):  # see scaled
             return None
-        if self._ranks > 1:
+        if self.ranks > 1:
             weight, uneven = self._over_ranks(weight, uneven, weighted=weighted)
         if not uneven:
             return None
@@ -355,12 +364,12 @@ class Gradients:
                 _times(loss, {n: 1 / part.weight for n, part in self._joined.items()}) for loss in scaled_losses
             ]
         parts = [loss.total() if isinstance(loss, MultiLoss) else loss for loss in scaled_losses]
-        if self._ranks == 1 and factor is None:
+        if self.ranks == 1 and factor is None:
             return sum(parts[1:], parts[0])  # in the order in which a loop by hand adds them up
         value = self._zero() + sum(part.reshape(()) for part in parts)
-        if self._ranks > 1:
+        if self.ranks > 1:
             torch.distributed.all_reduce(value)
-            value /= self._ranks
+            value /= self.ranks
         return value if factor is None else value * factor
 
     def _exact(self, weight: Any) -> Any:

@@ -68,9 +68,12 @@ from trainloop.train_loop.training import Training
 from trainloop.train_loop.view import LoopView
 
 if TYPE_CHECKING:
+    import torch
+
     from trainloop.resources import ResourceQuota
     from trainloop.tools import BatchSizes, LearningRates, Summary
     from trainloop.train_loop.preflight import PreflightReport
+    from trainloop.train_loop.replay import Replay
 
 __all__ = ["TrainLoop"]
 
@@ -516,6 +519,32 @@ class TrainLoop(LoopView, Generic[ModelT]):
         from trainloop.train_loop.preflight import preflight
 
         return preflight(self, **kwargs)
+
+    def replay(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        detect: Literal["nan"] | None = None,
+        device: str | torch.device | None = None,
+        trusted: bool = False,
+    ) -> Replay:
+        """Repeat, in this process, a step that a :class:`.FailureRecorder` has recorded; see
+        :func:`trainloop.train_loop.replay.replay`.
+
+        Parameters
+        ----------
+        path : str or path
+            The file.
+        detect : {'nan'}, optional
+            Look for the first module and the first backward function with a value that is not finite.
+        device : str or torch.device, optional
+            Default: the loop's first device.
+        trusted : bool
+            Unpickle a batch that is not plain data. That can run any code: only for files from a source you trust.
+        """
+        from trainloop.train_loop.replay import replay
+
+        return replay(self, path, detect=detect, device=device, trusted=trusted)
 
     @contextmanager
     def ranks(self) -> Iterator[None]:

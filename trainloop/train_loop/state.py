@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +32,7 @@ __all__ = [
     "check_checkpoint",
     "checkpoint_state",
     "checkpoint_to_resume",
+    "described_differences",
     "load_checkpoint_state",
     "resume_point",
     "state_of_rank_zero",
@@ -243,15 +244,10 @@ def check_checkpoint(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
     own = loop.model.state_dict()
     saved = state["model"]
     left_out = state.get("left_out", {})
-    wrong = [f"{key} is missing in the checkpoint" for key in own if key not in saved and key not in left_out]
-    wrong += [f"{key} is not in the model" for key in saved if key not in own]
-    for key, value in own.items():
-        if key in saved and isinstance(value, torch.Tensor) and not _is_lazy(value) and value.shape != saved[key].shape:
-            wrong.append(f"{key} is {tuple(value.shape)} in the model, {tuple(saved[key].shape)} in the checkpoint")
+    wrong = described_differences(own, saved, "checkpoint", left_out)
     if wrong:
-        more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
         raise CheckpointError(
-            f"the checkpoint is of another model: {'; '.join(wrong[:5])}{more}. "
+            f"the checkpoint is of another model: {wrong}. "
             "Pass the model it was made with, or start without resume_from."
         )
     _check_left_out(own, left_out)
@@ -273,6 +269,19 @@ def check_checkpoint(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
                 f"the {type(optimizer).__name__} of the checkpoint has parameter groups of {saved_sizes} parameters, "
                 f"the loop's has {sizes}. Build it the same way."
             )
+
+
+def described_differences(
+    own: Mapping[str, Any], saved: Mapping[str, Any], of: str, left_out: Mapping[str, Any] | None = None
+) -> str:
+    """The names and shapes in which a model's tensors differ from saved ones; empty if they don't."""
+    wrong = [f"{key} is missing in the {of}" for key in own if key not in saved and key not in (left_out or {})]
+    wrong += [f"{key} is not in the model" for key in saved if key not in own]
+    for key, value in own.items():
+        if key in saved and isinstance(value, torch.Tensor) and not _is_lazy(value) and value.shape != saved[key].shape:
+            wrong.append(f"{key} is {tuple(value.shape)} in the model, {tuple(saved[key].shape)} in the {of}")
+    more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
+    return "; ".join(wrong[:5]) + more
 
 
 def _check_left_out(own: dict[str, Any], left_out: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -56,9 +56,19 @@ if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
     from trainloop.train_loop.restart_checkpoints import RestartCheckpoints
 
-__all__ = ["Training"]
+__all__ = ["Training", "Watch"]
 
 logger = logging.getLogger("trainloop")
+
+
+class Watch(Protocol):
+    """Is called around each forward and backward: a ``FailureRecorder``, or a replay."""
+
+    def forward_begins(self, first: bool) -> None:
+        """The next call is ``get_loss`` (or its next loss); ``first``: of a pass over the step's micro-batches."""
+
+    def backward_ended(self, loss: Any) -> None:
+        """The backward of the loss that ``get_loss`` gave is done; gradients may not be complete yet."""
 
 
 class Training(Run):
@@ -75,6 +85,10 @@ class Training(Run):
     trains = True
     feed: Any
     gradients: Gradients
+    step_taken = False
+    """Whether the optimizer has stepped already when a backward is reported as done, as in one graph."""
+    losses_stepped = 0
+    """Losses of the step in work whose own optimizer has stepped."""
 
     def __init__(self, loop: TrainLoop, place: Placement, stop: StopAgreement, job: FitJob) -> None:
         super().__init__(loop, place, stop)
@@ -95,6 +109,9 @@ class Training(Run):
         """Set for a run that restarts after failures."""
         self.savers: tuple[Callable[[], None], ...] = ()
         """Callbacks' ``save_due``, which write checkpoints of steps; called when the last hook of a step has run."""
+        self.watch: Watch | None = None
+        self.step_in_work: StepBatches | None = None
+        """The step's batches, from their arrival until its last hook has run."""
         self.clock = StepClock()
         self._job = job
         self._nan_told = False
@@ -116,8 +133,10 @@ class Training(Run):
                     asked = perf_counter()
                     for batches in steps:
                         clock.data += perf_counter() - asked
+                        self.step_in_work = batches
                         self.forward_backward(batches)
                         self.step()
+                        self.step_in_work = None
                         for save in self.savers:
                             save()
                         clock.steps += 1
@@ -378,7 +397,7 @@ class Training(Run):
         wants_loss : bool
             Return the step's loss over all micro-batches and ranks, the same on every rank.
         """
-        loop, place, recorder, gradients = self.loop, self.place, self.recorder, self.gradients
+        loop, place, recorder, gradients, watch = self.loop, self.place, self.recorder, self.gradients, self.watch
         batches, sizes, scales, _, ragged = step
         # Reduced after backward where DDP's reducer can't: it expects one backward a forward.
         by_hand = (ragged or gradients.several) and not place.collective
@@ -401,6 +420,8 @@ class Training(Run):
                     with self.idle.nothing_shows():
                         gradients.backward_of_nothing(given)
                 elif i < len(batches):
+                    if watch is not None:
+                        watch.forward_begins(i == 0)
                     with place.autocast:
                         output = model.get_loss(batches[i], loop.criterion, place.device)
                     loss, weight = (output, None) if isinstance(output, Tensor) else split_loss(output)
@@ -418,6 +439,8 @@ class Training(Run):
                     except RuntimeError as error:
                         explain_backward(loss, error)
                         raise
+                    if watch is not None:
+                        watch.backward_ended(loss)
                     if first:
                         shown = per_sample(loss, sizes[i]) if is_sum else loss
                         loop.last_loss = recorder.add_loss(shown, sizes[i] if weight is None else weight)

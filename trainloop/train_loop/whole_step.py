@@ -46,8 +46,8 @@ class WholeStepTraining(Training):
     """Samples of the batches that the graph is for."""
     _attached = False
     """The parameters have the graph's gradients."""
-    _stepped = False
-    """The step that is running was the graph's."""
+    step_taken = False
+    """The step that is running was the graph's, which has taken it."""
     _settings: list[dict[str, Any]]
     """Of the optimizer, which the graph holds as constants; the learning rates only where it has no ``_rates``."""
     _rates: list[Tensor] | None = None
@@ -75,6 +75,8 @@ class WholeStepTraining(Training):
             for parameter, gradient in zip(self._parameters, self._gradients):
                 parameter.grad = gradient
         assert self._whole is not None
+        if self.watch is not None:
+            self.watch.forward_begins(True)
         try:
             with nullcontext() if self._settings else _without_torchs_warnings():
                 loss, weight = self._whole(step.batches[0]) if self._rates is None else self._with_rates(step)
@@ -92,15 +94,17 @@ class WholeStepTraining(Training):
         if loss.is_cuda:
             loss = loss.clone()  # the next replay writes over the graph's own memory
         loop.last_loss = recorder.add_loss(loss, size if weight is None else weight)
-        self._stepped = True
+        self.step_taken = True
+        if self.watch is not None:
+            self.watch.backward_ended(loss)
         return None
 
     def step(self) -> None:
         """What follows the optimizer's step; where the graph has not done it, that too."""
-        if not self._stepped:
+        if not self.step_taken:
             super().step()
             return
-        self._stepped = False
+        self.step_taken = False
         self.count_step()
         for hook in self.hooks.on_batch_end:
             hook()

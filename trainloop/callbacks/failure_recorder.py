@@ -1,0 +1,465 @@
+"""Records a step that fails, so that ``tl.replay(path)`` repeats it in one process.
+
+Before a failure only references and random states are kept, by two calls from the training
+(:class:`~trainloop.train_loop.training.Watch`). The record is a checkpoint file, readable without code. A batch of
+other types than plain data is in it as pickled bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import platform
+import sys
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import count
+from time import perf_counter
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import Tensor, nn
+
+from trainloop import checkpoint
+from trainloop._launch.failures import RECORDED, about_record, described, failure_of
+from trainloop._launch.rank_process import started_by_launch
+from trainloop._launch.settings import numeric_settings
+from trainloop._support import rng
+from trainloop._support.carried import places_of
+from trainloop._support.nested import map_parts
+from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.norms import norms_of
+from trainloop.checkpoint import CheckpointInfo
+from trainloop.errors import CheckpointError, ConfigurationError
+from trainloop.parallel.shards import is_sharded
+
+__all__ = ["FailureRecorder"]
+
+# In training BatchNorm and its like write these and don't read them; in evaluation they don't change.
+_WRITTEN_ONLY = ("running_mean", "running_var", "num_batches_tracked")
+_MOST_BUFFER_BYTES = 1 << 20  # of those that are copied in each step
+_LOOK_SHARE = 1 / 200  # of the time, for looking at gradients
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+class FailureRecorder(AbstractCallback):
+    """Record a step that fails, so that :meth:`.TrainLoop.replay` repeats it in one process, under a debugger.
+
+    If ``get_loss``, backward, clipping, an optimizer's step or a hook of the step raises, or if the loss or a gradient
+    is not finite, the rank writes one file: the step's batches up to the one that failed, weights and buffers,
+    gradients, the random states before each forward, precision, the traceback and versions. The error's message
+    names the file, and so does ``WorkerFailedError.recorded``. Of an exception in a dataset or a collate function the
+    batch's indices are recorded.
+
+    Of values that are not finite the first of a ``fit`` are recorded, and training continues; add
+    :class:`TerminateOnNaN` to end it. Gradients that AMP's scaler found infinite are not an error.
+
+    Parameters
+    ----------
+    dirpath : str or path
+        Folder or URL, made by the first record. Each rank writes its own file.
+    check_every_n_steps : int, optional
+        Steps between two looks for values that are not finite, which wait for a GPU. Default: on the CPU the loss of
+        each batch, and gradients (on other devices the loss, too) as often as takes half a percent of the time. If a
+        gradient was not finite in a step that was not looked at, the record has weights that are not finite.
+
+    Attributes
+    ----------
+    recorded : str or None
+        The last record that this process has written.
+
+    Raises
+    ------
+    ConfigurationError
+        For arguments that can't work; at ``fit`` also if the folder can't be written, or for a second recorder.
+
+    Notes
+    -----
+    * A rank that is killed, by a signal or for want of memory, leaves no record. Failures in evaluation and prediction
+      are not recorded, nor loaders without indices (streams, any iterable, persistent workers without a seed).
+    * ``fsdp``: only if the rank's parameters are whole at that moment. Else the error says which are not.
+    * Weights are those of the failure. If an optimizer has stepped, or was stepping, they are not those that the
+      forward saw, and the replay says so. Of a ``get_loss`` that yields its losses, those that have stepped are
+      repeated without their steps.
+    * Buffers that forwards change (spectral norm's, say) are copied before each step, up to 1 MiB in all; from the
+      second step on only those that have changed. Larger ones are named in the record and are as the failing forward
+      left them; so is any other state of the model but ``carried_state``.
+    * In ``ddp`` the gradients of a step's last batch are averages as soon as backward is done. A replay compares
+      gradients where they are the rank's own: in ``single`` and ``dp``, in earlier micro-batches of a step, and for a
+      ``get_loss`` that yields its losses.
+    * Values that a ``get_loss`` gets from other ranks, as in ``sync_batchnorm``, are not recorded.
+
+    Examples
+    --------
+    >>> tl.fit(num_epochs=10, callbacks=[FailureRecorder("failures")])                        # doctest: +SKIP
+    >>> tl.replay("failures/failure-step=00001234-rank=3.pt")                                 # doctest: +SKIP
+    """
+
+    def __init__(self, dirpath: str | os.PathLike[str], check_every_n_steps: int | None = None) -> None:
+        # The first of on_exception: other callbacks may put other weights in place there.
+        super().__init__("FailureRecorder", execution_order=-sys.maxsize)
+        every = check_every_n_steps
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise ConfigurationError(f"FailureRecorder: check_every_n_steps={every!r}: must be 1 or more, or None.")
+        self.check_every_n_steps = check_every_n_steps
+        self.recorded: str | None = None
+        self._folder = checkpoint.folder(dirpath)
+        self._fit = ""  # names a call of fit, in all of its starts
+        self._found = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._step: Any = None  # the step that the following is about
+        self._states: list[Any] = []  # random states before each forward
+        self._ended = 0  # backward passes
+        self._losses: dict[str, Tensor] = {}
+        self._batches: list[Any] = []
+        self._versions: list[tuple[Tensor, int]] = []
+        self._place: dict[str, Any] = {}
+        self._buffers: list[tuple[str, nn.Module, str]] = []  # those that may have to be put back
+        self._seen: dict[str, tuple[Any, int]] = {}
+        self._restless: set[str] | None = None  # those that forwards change; None before the second step
+        self._copies: dict[str, Tensor] = {}
+        self._carriers: list[tuple[str, nn.Module, str]] | None = None
+        self._carried: dict[str, Any] = {}
+        self._looks, self._next_look = 0, 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        blank = FailureRecorder.__new__(FailureRecorder)
+        blank._forget()
+        return {**state, **blank.__dict__}
+
+    def on_train_loop_registration(self) -> None:
+        if sum(isinstance(one, FailureRecorder) for one in self.train_loop_obj.callbacks) > 1:
+            raise ConfigurationError("fit has several FailureRecorders in callbacks: give it one.")
+        self._fit, self._found = uuid4().hex, False
+        self._folder.check_writable()
+
+    def on_train_begin(self) -> None:
+        self._forget()
+        run: Any = self.train_loop_obj.running
+        run.watch = self
+        run.feed.note_indices()
+
+    def on_train_end(self) -> None:
+        self._forget()
+
+    # -- before a failure: references and random states --------------------------------------------------------------
+
+    def forward_begins(self, first: bool) -> None:
+        """Called by the training right before each forward, with its batch in place."""
+        if first:
+            self._begin()
+        self._states.append(rng.snapshot())
+
+    def _begin(self) -> None:
+        loop = self.train_loop_obj
+        run: Any = loop.running
+        self._step, self._states, self._ended, self._losses = run.step_in_work, [], 0, {}
+        # get_loss may take an entry out of a dict, or write into a tensor.
+        self._versions = []
+        self._batches = [self._shell(batch) for batch in self._step.batches]
+        self._place = {
+            "epoch": loop.epoch,
+            "step": loop.global_step + 1,
+            "total_iteration_idx": loop.total_iteration_idx,
+        }
+        if self._carriers is None:
+            self._carriers = [(path, module, name) for path, module, name, _ in places_of(loop.model)]
+            parts = [("model", loop.model), ("criterion", loop.criterion)]
+            self._buffers = [
+                (f"{path}.{name}", module, name)
+                for root, part in parts
+                if isinstance(part, nn.Module)
+                for path, module in part.named_modules(prefix=root)
+                for name, buffer in module._buffers.items()
+                if buffer is not None and name not in _WRITTEN_ONLY and not buffer.is_inference()
+            ]
+        self._carried = {path: getattr(module, name) for path, module, name in self._carriers}
+        if self._buffers:
+            self._copy_buffers()
+
+    def _shell(self, value: Any) -> Any:
+        """New containers around the same values."""
+        if isinstance(value, Tensor):
+            if not value.is_inference():
+                self._versions.append((value, value._version))
+            return value
+        try:
+            return map_parts(self._shell, value)
+        except Exception:  # of a container that can't be made from its parts
+            return value
+
+    def _copy_buffers(self) -> None:
+        first = not self._seen
+        now = {path: module._buffers[name] for path, module, name in self._buffers}
+        marks = {path: (buffer, buffer._version) for path, buffer in now.items() if buffer is not None}
+        if not first:
+            moved = {p for p, (buffer, version) in marks.items() if self._was(p) != (id(buffer), version)}
+            self._restless = moved | (self._restless or set())
+        self._seen = marks
+        chosen = {p: b for p, (b, _) in marks.items() if first or p in (self._restless or ())}
+        small = sum(b.nbytes for b in chosen.values()) <= _MOST_BUFFER_BYTES
+        self._copies = {p: b.detach().clone() for p, b in chosen.items()} if small else {}
+
+    def _was(self, path: str) -> tuple[int, int]:
+        buffer, version = self._seen.get(path, (None, 0))
+        return id(buffer), version
+
+    def backward_ended(self, loss: Any) -> None:
+        """Called by the training right after each backward."""
+        self._ended += 1
+        losses = {"": loss} if isinstance(loss, Tensor) else dict(loss)
+        self._losses = {name: value.detach() for name, value in losses.items()}
+        if self._found:
+            return
+        loop = self.train_loop_obj
+        run: Any = loop.running
+        on_cpu = run.place.device.type == "cpu"
+        last = self._ended % max(len(self._batches), 1) == 0
+        every, begun = self.check_every_n_steps, perf_counter()
+        due = begun >= self._next_look if every is None else self._place["step"] % every == 0
+        looks = due and last
+        what = ""
+        if (looks or (on_cpu and (due or every is None))) and not _are_finite(self._losses):
+            what = "the loss is not finite"
+        if looks and not run.place.scaler.is_enabled():
+            names = _not_finite({name: run.gradients.so_far(p) for name, p in loop.model.named_parameters()})
+            if names:
+                more = f" and of {len(names) - 1} more" if len(names) > 1 else ""
+                gradient = f"the gradient of {names[0]!r}{more} is not finite"
+                what = f"{what}; {gradient}" if what else gradient
+        if looks:
+            self._looks += 1
+            if self._looks > 1:  # the first look takes long, as any first call
+                now = perf_counter()
+                self._next_look = now + (now - begun) / _LOOK_SHARE
+        if what:
+            self._found = True
+            self._record_values(what)
+
+    # -- a failure ---------------------------------------------------------------------------------------------------
+
+    def _record_values(self, what: str) -> None:
+        weights = _not_finite(dict(self.train_loop_obj.model.named_parameters()))
+        if weights:
+            what += f"; before it the weights {weights[0]!r} (of {len(weights)}) were not finite: an earlier step"
+        where = f"{what} in step {self._place['step']} (epoch {self._place['epoch'] + 1})"
+        try:
+            refused = self._refused()
+            if refused:
+                line = refused
+            else:
+                path = self._write("step", "not finite", {"type": "", "text": where, "traceback": ""}, "backward")
+                line = f'Find the cause in your own script: tl.replay("{path}", detect="nan")'
+        except Exception as error:
+            line = self._not_written(error)
+        print(f"Rank {self.train_loop_obj.rank}: {where}. {line}", flush=True)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Record what has failed; whatever goes wrong here becomes a note of the error."""
+        if not isinstance(exception, Exception):  # signals, and ranks that are ended
+            return
+        try:
+            note = self._record_exception(exception)
+        except Exception as error:
+            note = self._not_written(error)
+        self._forget()
+        if note and hasattr(exception, "add_note"):
+            # A rank's own error names the file in WorkerFailedError's message.
+            if getattr(exception, RECORDED, None) is None or not started_by_launch():
+                exception.add_note(note)
+        elif note:  # Python 3.10
+            print(note, file=sys.stderr, flush=True)
+
+    def _record_exception(self, exception: Exception) -> str:
+        run: Any = self.train_loop_obj.running
+        failure = failure_of(exception, self.train_loop_obj.rank)
+        if run is None or failure.consequence or failure.timeout:
+            return ""
+        error = {
+            "type": type(exception).__qualname__,
+            "text": failure.message,
+            "traceback": "".join(traceback.format_exception(exception)),
+        }
+        modules, stage = _way_of(exception)
+        if run.step_in_work is not None:
+            refused = self._refused()
+            if refused:
+                return refused
+            if self._step is not run.step_in_work:  # a hook before the first forward
+                self.forward_begins(True)
+            path = self._write("step", error["type"], error, stage)
+        elif any(module.startswith("trainloop.data") for module in modules) and "feed" in vars(run):
+            indices = _indices_in(exception) or run.feed.next_indices()
+            if indices is None:
+                return ""
+            self._place = {"epoch": run.loop.epoch, "step": run.loop.global_step + 1, "total_iteration_idx": 0}
+            path = self._write("loader", error["type"], error, stage, checkpoint.plain(indices))
+        else:
+            return ""
+        with suppress(Exception):  # a class with __slots__
+            setattr(exception, RECORDED, path)
+        return about_record(path)
+
+    def _refused(self) -> str:
+        """Why there is no record; empty if there can be one."""
+        sharded = [name for name, p in self.train_loop_obj.model.named_parameters() if is_sharded(p)]
+        if not sharded:
+            return ""
+        return (
+            f"FailureRecorder wrote nothing: {len(sharded)} parameters are sharded at this moment, such as "
+            f"{sharded[0]!r}, and a record needs them whole. To get one, resume from a checkpoint in gpu_mode='ddp'."
+        )
+
+    def _not_written(self, error: Exception) -> str:
+        return f"FailureRecorder could not write to {self._folder.location}: {described(error)}"
+
+    def _write(self, kind: str, reason: str, error: dict[str, str], stage: str, indices: Any = None) -> str:
+        """Write the record, unless this fit has written this failure before; returns its path."""
+        loop, step = self.train_loop_obj, self._place["step"]
+        stem = f"failure-step={step:08d}-rank={loop.rank}"
+        for version in count(1):
+            path = self._folder.path(f"{stem}{f'_{version}' if version > 1 else ''}.pt")
+            try:
+                info = checkpoint.read_info(path)
+            except FileNotFoundError:
+                break
+            except CheckpointError:
+                continue
+            if (info.run, info.reason) == (self._fit, reason):  # before a restart
+                self.recorded = path
+                return path
+        record = {
+            "failure": 1,
+            "kind": kind,
+            "error": error,
+            "place": {**self._place, "rank": loop.rank, "world_size": loop.world_size, "mode": loop.gpu_mode},
+            "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
+            "indices": indices,
+            **(self._step_state(stage) if kind == "step" else {}),
+        }
+        info = CheckpointInfo(epoch=self._place["epoch"], step=step, run=self._fit, reason=reason)
+        checkpoint.save(path, record, info)
+        self.recorded = path
+        return path
+
+    def _step_state(self, stage: str) -> dict[str, Any]:
+        loop = self.train_loop_obj
+        run: Any = loop.running
+        step, several = self._step, run.losses_stepped > 0
+        alternating = stage != "backward" and several
+        # In a step's last backward DDP has averaged gradients already, unless they are averaged afterwards.
+        own = loop.world_size == 1 or run.gradients.apart or self._ended < len(step.batches)
+        compares = (stage == "backward" and own and self._ended == len(self._states)) or (
+            stage in ("hooks", "step") and loop.world_size == 1 and not alternating
+        )
+        parts = {"model": loop.model, "criterion": loop.criterion}
+        modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+        parameters = {f"{r}.{n}": p for r, part in modules.items() for n, p in part.named_parameters()}
+        buffers = {f"{r}.{n}": b for r, part in modules.items() for n, b in part.named_buffers()}
+        changed = [path for path, mark in self._seen.items() if path in buffers and self._moved(buffers[path], mark)]
+        amp = loop.options.amp.on(run.place.device)
+        return {
+            "stage": stage,
+            "stepped": stage in ("step", "done") or run.step_taken,
+            "losses_stepped": run.losses_stepped,
+            "ended": self._ended,
+            "compares": compares and not run.step_taken,
+            "loss": self._losses if self._ended == len(self._states) else {},
+            "batches": _packed(self._batches),
+            "sizes": list(step.sizes),
+            "scales": step.scales,
+            "total": step.total,
+            "ragged": step.ragged,
+            "batch_changed": any(tensor._version != version for tensor, version in self._versions),
+            "random": [rng.as_captured(state) for state in self._states],
+            "parameters": parameters,
+            "buffers": {**buffers, **{path: copy for path, copy in self._copies.items() if path in buffers}},
+            "not_put_back": [path for path in changed if path not in self._copies],
+            "gradients": {name: g for name, p in parameters.items() if (g := run.gradients.so_far(p)) is not None},
+            "requires_grad": {name: p.requires_grad for name, p in parameters.items()},
+            "training": {f"{r}.{n}": m.training for r, part in modules.items() for n, m in part.named_modules()},
+            "carried": _packed(self._carried),
+            "amp": amp.dtype,
+            "scaler": run.place.scaler.state_dict(),
+            "gradient_clip_norm": loop.gradient_clip_norm,
+            "settings": numeric_settings(),
+            "threads": torch.get_num_threads(),
+        }
+
+    @staticmethod
+    def _moved(buffer: Tensor, mark: tuple[Any, int]) -> bool:
+        return buffer is not mark[0] or buffer._version != mark[1]
+
+
+def _are_finite(losses: Mapping[str, Tensor]) -> bool:
+    return all(math.isfinite(value.item()) for value in losses.values())
+
+
+def _not_finite(tensors: Mapping[str, Tensor | None]) -> list[str]:
+    """Names of those with a value that is not finite. Waits for the device once."""
+    parts = {name: t.detach()._values() if t.is_sparse else t.detach() for name, t in tensors.items() if t is not None}
+    parts = {name: t for name, t in parts.items() if t.numel() and t.is_floating_point() and not is_sharded(t)}
+    if not parts:
+        return []
+    norms = norms_of(list(parts.values()), math.inf)
+    finite = torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms]).isfinite().tolist()
+    return [name for name, ok in zip(parts, finite, strict=True) if not ok]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a checkpoint gives it back as it was, of the same types."""
+    kind = type(value)
+    if kind is Tensor:
+        return not (value.requires_grad or value.is_meta or value.is_quantized)
+    if kind in (list, tuple, set):
+        return all(map(_is_plain, value))
+    if kind is dict:
+        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+    return kind in _PLAIN
+
+
+def _packed(value: Any) -> dict[str, Any]:
+    if _is_plain(value):
+        return {"plain": value}
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+    except Exception as error:
+        return {"problem": f"{type(value).__name__} can't be pickled: {described(error)}"}
+    return {"pickle": file.getvalue()}
+
+
+_STAGES = {
+    "forward_backward": "backward",
+    "complete": "complete",
+    "show_and_clip": "hooks",
+    "take_steps": "step",
+    "count_step": "done",
+    "step": "done",
+}
+
+
+def _way_of(exception: BaseException) -> tuple[list[str], str]:
+    """Modules on the way from the loop to the place of the exception, and how far the step had come."""
+    modules, stage = [], "backward"
+    for frame, _ in traceback.walk_tb(exception.__traceback__):
+        module = str(frame.f_globals.get("__name__", ""))
+        modules.append(module)
+        if module.startswith("trainloop.train_loop."):
+            stage = _STAGES.get(frame.f_code.co_name, stage)
+    return modules, stage
+
+
+def _indices_in(exception: BaseException) -> list[Any] | None:
+    """The indices that this process was loading."""
+    for frame, _ in traceback.walk_tb(exception.__traceback__):
+        module, function = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if (module, function) == ("trainloop.data.sources", "load"):
+            return list(frame.f_locals["indices"])
+    return None

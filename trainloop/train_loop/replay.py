@@ -1,0 +1,408 @@
+"""Repeat a step that a ``FailureRecorder`` has recorded, in this process, by the loop's own code of a step."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from dataclasses import replace as replaced
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from trainloop import checkpoint
+from trainloop._launch.settings import numeric_settings, write_settings
+from trainloop._support import rng
+from trainloop._support.carried import places_of
+from trainloop._support.nested import parts_of
+from trainloop._support.stopping import LocalStop
+from trainloop._support.user_line import warn
+from trainloop.data import StepBatches
+from trainloop.data.batches import move_to
+from trainloop.distributed import Rank
+from trainloop.errors import CheckpointError, ConfigurationError
+from trainloop.optim import optimizers_of
+from trainloop.train_loop.closure import ClosureTraining
+from trainloop.train_loop.execute import running
+from trainloop.train_loop.gradients import Gradients
+from trainloop.train_loop.options import AmpOptions, FitJob
+from trainloop.train_loop.placement import move_state
+from trainloop.train_loop.site import Site
+from trainloop.train_loop.state import described_differences
+from trainloop.train_loop.training import Training
+
+if TYPE_CHECKING:
+    from trainloop.train_loop.loop import TrainLoop
+
+__all__ = ["Replay", "replay"]
+
+
+@dataclass
+class Replay:
+    """The result of a replay that did not fail."""
+
+    error: str
+    """The recorded failure, in one line."""
+    loss: dict[str, float] = field(default_factory=dict)
+    """Of the batch that failed, by the names of a ``MultiLoss``; a single loss has the name ``'loss'``."""
+    gradient_norms: dict[str, float] = field(default_factory=dict)
+    """Norm of each parameter's gradient, added up over the step's batches so far."""
+    loss_difference: float | None = None
+    """Largest difference to the recorded loss; None if none was recorded."""
+    gradient_difference: float | None = None
+    """Largest difference to a recorded gradient; None if none was recorded that can be compared."""
+    module: str | None = None
+    """With ``detect='nan'``: the first module whose output has a value that is not finite."""
+    function: str | None = None
+    """With ``detect='nan'``: the first backward function that made such a gradient of finite ones."""
+    line: str | None = None
+    """The line of the forward pass that this backward function belongs to."""
+    not_finite_before: list[str] = field(default_factory=list)
+    """With ``detect='nan'``: weights, buffers and the batch, if they had such values before the forward."""
+    notes: list[str] = field(default_factory=list)
+    """Reasons why numbers may differ from those of the rank."""
+    batch: Any = None
+    """Of a loader that failed, the batch that it gives now."""
+
+    def __str__(self) -> str:
+        lines = [f"recorded: {self.error}", "the replay did not fail"]
+        lines += [f"{name}: {value:g}" for name, value in self.loss.items()]
+        for what, value in (("loss", self.loss_difference), ("gradient", self.gradient_difference)):
+            lines += [] if value is None else [f"largest difference to the recorded {what}: {value:g}"]
+        lines += [f"not finite before the forward: {name}" for name in self.not_finite_before]
+        lines += [f"first module with a value that is not finite: {self.module}"] if self.module else []
+        if self.function:
+            lines.append(f"first backward function with one: {self.function}{f', of {self.line}' if self.line else ''}")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def replay(
+    loop: TrainLoop[Any],
+    path: str | os.PathLike[str],
+    *,
+    detect: Literal["nan"] | None = None,
+    device: str | torch.device | None = None,
+    trusted: bool = False,
+) -> Replay:
+    """Repeat a recorded step up to the forward and backward that failed, in ``single``.
+
+    The model has the recorded weights, buffers and modes meanwhile, and the random states before each forward are put
+    in place, with the recorded precision. An error is raised by the same line as in the rank, with ``get_loss`` and
+    all that it calls on the stack, for ``breakpoint()`` and ``python -m pdb``. Afterwards the loop's own weights,
+    optimizers and random states are as before. Of a loader that failed, the batch is loaded again.
+
+    Parameters
+    ----------
+    loop : TrainLoop
+        A loop with the same model, criterion, kind of optimizer and dataset.
+    path, detect, device, trusted
+        As for :meth:`.TrainLoop.replay`.
+
+    Returns
+    -------
+    Replay
+        If it does not fail.
+
+    Raises
+    ------
+    Exception
+        What the step raises.
+    CheckpointError
+        If the file is no record, or of another model; or if its batch is pickled, without ``trusted=True``.
+    ConfigurationError
+        For arguments that can't work, or in a running loop.
+
+    Notes
+    -----
+    On the CPU of the same machine and versions the bits are those of the rank, but for replicas in ``dp``, for what
+    came from other ranks, and after ``compile``. See :class:`.FailureRecorder` for what a record does not hold.
+
+    Examples
+    --------
+    >>> print(tl.replay("failures/failure-step=00001234-rank=3.pt", detect="nan"))            # doctest: +SKIP
+    """
+    if detect not in (None, "nan"):
+        raise ConfigurationError(f"replay: detect={detect!r}: must be 'nan' or None.")
+    if loop.running is not None:
+        raise ConfigurationError("replay was called by a callback of the running loop. Call it outside of fit.")
+    record = checkpoint.load(path)
+    if "failure" not in record:
+        raise CheckpointError(f"{os.fspath(path)} is not a record of a FailureRecorder. Give the path that it printed.")
+    if record["kind"] == "loader":
+        return _loaded_again(loop, record)
+    if loop.optimizer is None:
+        raise ConfigurationError("replay repeats a training step, but optimizer is None. Pass one to the loop.")
+    own = dict(_tensors(loop))
+    if any(nn.parameter.is_lazy(tensor) for tensor in own.values()):
+        raise ConfigurationError("replay: the model has lazy parameters, of no shape yet. Run it on a batch before.")
+    wrong = described_differences(own, {**record["parameters"], **record["buffers"]}, "record")
+    if wrong:
+        raise CheckpointError(f"the record is of another model: {wrong}. Pass the model it was made with.")
+    batches = _unpacked(record["batches"], path, trusted)
+    carried = _unpacked(record["carried"], path, trusted)
+    where = torch.device(device) if device is not None else loop.site.devices[0]
+    if where.type == "cuda":
+        batches = move_to(batches, where)
+    step = StepBatches(batches, record["sizes"], record["scales"], record["total"], record["ragged"])
+    with _as_recorded(loop, record, where), running(loop, LocalStop(), FitJob()) as run:
+        for path_of_module, module, name, _ in places_of(loop.model):
+            setattr(module, name, move_to(carried[path_of_module], where))
+        return _repeated(cast(Training, run), record, step, detect)
+
+
+def _unpacked(packed: dict[str, Any], path: Any, trusted: bool) -> Any:
+    if "problem" in packed:
+        raise CheckpointError(f"{os.fspath(path)} has no batch: {packed['problem']}. Let the loader give plain data.")
+    if "plain" in packed:
+        return packed["plain"]
+    if not trusted:
+        raise CheckpointError(
+            f"{os.fspath(path)} has a batch, or a state that is carried, of other types than tensors, numbers, strings "
+            "and containers of these: it is pickled, and reading it can run any code. If you trust whoever made the "
+            "file, pass trusted=True."
+        )
+    return torch.load(io.BytesIO(packed["pickle"]), map_location="cpu", weights_only=False)
+
+
+def _loaded_again(loop: TrainLoop[Any], record: dict[str, Any]) -> Replay:
+    loader, indices = loop.train_loader, record["indices"]
+    if not hasattr(loader, "dataset"):
+        raise ConfigurationError("replay: the record is of a DataLoader that failed, and train_loader has no dataset.")
+    dataset = loader.dataset
+    fetch = getattr(dataset, "__getitems__", None)
+    with rng.isolated():
+        if getattr(loader, "batch_sampler", None) is None:
+            batch = loader.collate_fn(dataset[indices[0]])
+        else:
+            batch = loader.collate_fn(fetch(indices) if fetch else [dataset[index] for index in indices])
+    note = "random numbers that the dataset draws are not those of the rank"
+    return Replay(_error_of(record), batch=batch, notes=[note])
+
+
+def _error_of(record: dict[str, Any]) -> str:
+    place, error = record["place"], record["error"]
+    text = ": ".join(filter(None, (error["type"], error["text"].partition("\n")[0])))
+    return f"rank {place['rank']}, step {place['step']}: {text}"
+
+
+# -- putting the record in place ---------------------------------------------------------------------------------------
+
+
+def _roots(loop: TrainLoop[Any]) -> dict[str, nn.Module]:
+    found = {"model": loop.model, "criterion": loop.criterion}
+    return {name: part for name, part in found.items() if isinstance(part, nn.Module)}
+
+
+def _tensors(loop: TrainLoop[Any]) -> Iterator[tuple[str, Tensor]]:
+    for root, part in _roots(loop).items():
+        yield from (*part.named_parameters(prefix=root), *part.named_buffers(prefix=root))
+
+
+@contextmanager
+def _as_recorded(loop: TrainLoop[Any], record: dict[str, Any], device: torch.device) -> Iterator[None]:
+    """The loop as it was on the rank, in ``single`` on this device; at the end everything as before."""
+    place = record["place"]
+    with ExitStack() as undo:
+        undo.enter_context(rng.isolated())
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
+        undo.callback(write_settings, numeric_settings())
+        undo.callback(_restore, vars(loop), dict(vars(loop)))
+        for optimizer in optimizers_of(loop.optimizer):
+            undo.callback(move_state, optimizer)  # to where the parameters are again
+        for module in {m for part in _roots(loop).values() for m in part.modules()}:
+            undo.callback(_restore, module._buffers, dict(module._buffers))
+            undo.callback(setattr, module, "training", module.training)
+        for _, module, name, _ in places_of(loop.model):
+            undo.callback(setattr, module, name, getattr(module, name))
+        for _, tensor in _tensors(loop):
+            undo.callback(_put_back, tensor, tensor.data, tensor.grad, tensor.requires_grad)
+        # Other memory in the place of the loop's own, which is not written to.
+        values = {**record["parameters"], **record["buffers"]}
+        for name, tensor in _tensors(loop):
+            tensor.grad, tensor.data = None, values[name].to(tensor.device)
+            tensor.requires_grad_(record["requires_grad"].get(name, False))
+        torch.set_num_threads(record["threads"])
+        write_settings(record["settings"])
+        for name in ("epoch", "total_iteration_idx"):
+            setattr(loop, name, place[name])
+        loop.total_iteration_idx -= 1
+        loop.global_step = place["step"] - 1
+        loop.gradient_clip_norm = record["gradient_clip_norm"]
+        loop.callbacks, loop.process, loop.site = [], Rank(), Site("single", [device])
+        amp = AmpOptions(record["amp"], loop.options.amp.scaler)
+        loop.options = replaced(loop.options, amp=amp, compile_args=None, compiles_step=False)
+        yield
+
+
+def _restore(values: dict[str, Any], before: dict[str, Any]) -> None:
+    values.clear()
+    values.update(before)
+
+
+def _put_back(tensor: Tensor, data: Tensor, grad: Tensor | None, requires_grad: bool) -> None:
+    tensor.grad = None
+    tensor.data = data
+    tensor.grad = grad
+    tensor.requires_grad_(requires_grad)
+
+
+# -- the step ----------------------------------------------------------------------------------------------------------
+
+
+class _Reached(BaseException):
+    """The backward that the record is about is done."""
+
+
+class _Repeats:
+    """Puts the random states before each forward in place, and ends the step after the backward that failed."""
+
+    def __init__(self, states: list[dict[str, Any]]) -> None:
+        self._states = states
+        self._begun = 0
+        self.losses: dict[str, Tensor] = {}
+
+    def forward_begins(self, first: bool) -> None:
+        rng.restore(self._states[self._begun])
+        self._begun += 1
+
+    def backward_ended(self, loss: Any) -> None:
+        if self._begun == len(self._states):
+            losses = {"": loss} if isinstance(loss, Tensor) else dict(loss)
+            self.losses = {name: value.detach() for name, value in losses.items()}
+            raise _Reached
+
+
+def _repeated(run: Training, record: dict[str, Any], step: StepBatches, detect: str | None) -> Replay:
+    loop, place = run.loop, record["place"]
+    modules = {f"{r}.{n}": m for r, part in _roots(loop).items() for n, m in part.named_modules()}
+    for name, module in modules.items():
+        module.training = record["training"].get(name, module.training)
+    run.gradients = gradients = Gradients(run)
+    gradients.ranks = place["world_size"]  # they scale a loss
+    if run.place.scaler.is_enabled() and record["scaler"]:
+        run.place.scaler.load_state_dict(record["scaler"])
+    run.watch = watch = _Repeats(record["random"])
+    result = Replay(_error_of(record), notes=_notes(record))
+    forward_backward: Callable[..., Any] = run.forward_backward
+    if isinstance(run, ClosureTraining):  # which waits for the optimizer to ask
+        forward_backward = super(ClosureTraining, run).forward_backward
+    show_and_clip, complete = gradients.show_and_clip, gradients.complete
+    # A get_loss that yields its losses: the weights are those after the recorded steps.
+    vars(gradients).update(dict.fromkeys(("complete", "show_and_clip", "take_steps"), _nothing))
+    with ExitStack() as undo:
+        undo.enter_context(run.listening(run.recorder))
+        if detect is not None:
+            result.not_finite_before = _not_finite([*_tensors(loop), ("the batch", step.batches)])
+            undo.enter_context(_looking(run, result))
+        with suppress(_Reached):
+            forward_backward(step)
+    if record["stage"] in ("hooks", "step") and place["world_size"] == 1:
+        complete(gradients.learned)
+        loop.gradient_clip_norm = None if record["stage"] == "hooks" else loop.gradient_clip_norm
+        show_and_clip(enumerate(gradients.optimizers), gradients.parameters)
+    result.loss = {name or "loss": float(value) for name, value in watch.losses.items()}
+    found = {name: grad for name, t in _tensors(loop) if (grad := gradients.so_far(t)) is not None}
+    result.gradient_norms = {name.partition(".")[2]: float(g.norm()) for name, g in found.items()}
+    if record["loss"]:
+        result.loss_difference = _largest_difference(watch.losses, record["loss"])
+    if record["compares"]:
+        result.gradient_difference = _largest_difference(found, record["gradients"])
+    return result
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _notes(record: dict[str, Any]) -> list[str]:
+    notes = []
+    if record["stepped"]:
+        notes.append("an optimizer had stepped, or was stepping: the weights are those after it")
+    if record["batch_changed"]:
+        notes.append("get_loss wrote into a tensor of the batch: the record has it as it was afterwards")
+    if record["not_put_back"]:
+        notes.append(f"buffers are as the failing forward left them: {', '.join(record['not_put_back'])}")
+    if notes:
+        warn(f"the replay's numbers may differ: {'; '.join(notes)}.")
+    return notes
+
+
+def _largest_difference(own: dict[str, Tensor], recorded: dict[str, Tensor]) -> float:
+    """0.0 only for the same bits or NaN in the same places; infinity where one has no such tensor, or NaN."""
+    if own.keys() != recorded.keys():
+        return math.inf
+    largest = 0.0
+    for name, value in own.items():
+        one, other = (t.detach().to_dense().cpu().double() for t in (value, recorded[name]))
+        same = (one == other) | (one.isnan() & other.isnan())
+        difference = torch.where(same, 0.0, (one - other).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
+        largest = max(largest, float(difference.max())) if difference.numel() else largest
+    return largest
+
+
+# -- looking for values that are not finite ----------------------------------------------------------------------------
+
+
+def _not_finite(named: list[Any]) -> list[str]:
+    return [name for name, value in named if not _is_finite(value)]
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        if not (value.is_floating_point() or value.is_complex()):
+            return True
+        value = value.detach()
+        return bool((value.coalesce().values() if value.is_sparse else value).isfinite().all())
+    return all(_is_finite(part) for part in parts_of(value) or ())
+
+
+@contextmanager
+def _looking(run: Training, result: Replay) -> Iterator[None]:
+    """Fill in where the first value that is not finite comes from, in forward and in backward."""
+    scale = run.place.scaler.scale
+
+    def after_forward(module: nn.Module, _: Any, output: Any) -> None:
+        if result.module is None and not _is_finite(output):
+            name = next((n for n, part in run.loop.model.named_modules() if part is module), "")
+            result.module = f"{name or 'the model'} ({type(module).__name__})"
+
+    def before_backward(loss: Any) -> Any:
+        if result.module is None and not _is_finite(loss):
+            result.module = "get_loss, outside of all modules"
+        nodes, seen = [loss.grad_fn], set()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            node.register_hook(lambda made, given, node=node: after_backward(node, made, given))
+            nodes += [before for before, _ in node.next_functions]
+        return scale(loss)
+
+    def after_backward(node: Any, made: Any, given: Any) -> None:
+        if result.function is None and _is_finite(given) and not _is_finite(made):
+            result.function, result.line = node.name(), _line_of(node.metadata.get("traceback_", []))
+
+    with ExitStack() as undo:
+        for module in run.loop.model.modules():
+            undo.callback(module.register_forward_hook(after_forward).remove)
+        vars(run.place.scaler)["scale"] = before_backward
+        # For the lines of the forward pass, which autograd keeps then.
+        undo.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
+        try:
+            yield
+        except Exception as error:
+            if result.module is not None and hasattr(error, "add_note"):
+                error.add_note(f"First module with a value that is not finite: {result.module}")
+            raise
+
+
+def _line_of(lines: list[str]) -> str | None:
+    """The innermost line outside of torch and of this package."""
+    own = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+    places = [line.strip() for line in lines if not any(folder in line for folder in own)]
+    return " ".join(places[-1].split()) if places else None
