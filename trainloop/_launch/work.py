@@ -107,6 +107,7 @@ def next_work(line: connection.Connection) -> tuple[Work, dict[int, int]] | None
 
 @contextlib.contextmanager
 def _socket_of(line: connection.Connection) -> Iterator[socket.socket]:
-    if sys.platform != "win32":
-        with socket.fromfd(line.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as stream:
-            yield stream
+    if sys.platform == "win32":
+        raise NotImplementedError
+    with socket.fromfd(line.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as stream:
+        yield stream
