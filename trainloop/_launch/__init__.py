@@ -11,7 +11,6 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,11 +29,12 @@ from trainloop._launch.rank_process import RankSpec, started_by_launch
 from trainloop._launch.settings import dumped_settings
 from trainloop._launch.spawning import Ranks, server_modules
 from trainloop._processes import NoServerError, begin_server, chosen_method, fixed_state, limits
+from trainloop._support.platform import blocked_signals, loopback_interface
 from trainloop._support.scratch import scratch_folder
 from trainloop._support.signals import signals, uninterrupted
 from trainloop._support.stopping import SharedStop, StopAgreement
 from trainloop._transfer import Parcel, pack
-from trainloop._transfer.pages import anonymous_file
+from trainloop._transfer.pages import anonymous_file, close_file
 from trainloop.devices import usable_cores
 from trainloop.distributed.key import key_from_environment, new_key
 from trainloop.errors import ConfigurationError, WorkerFailedError
@@ -146,7 +146,7 @@ def launch(
             num_threads=num_threads,
             parcel=payload.parcel,
             inherited=tuple(payload.inherited),
-            interface="lo" if num_nodes == 1 else None,
+            interface=loopback_interface() if num_nodes == 1 else None,
             init_method=init_method if num_nodes > 1 and hosts is None else None,
             key=new_key() if num_nodes == 1 else key_from_environment(),
             settings=settings,
@@ -325,13 +325,15 @@ def _none_left_on_error(ranks: Ranks) -> Iterator[None]:
 def _file(undo: contextlib.ExitStack, name: str, size: int = 0) -> int:
     """A descriptor of an unnamed file, closed with ``undo``."""
     fd = anonymous_file(name)
-    undo.callback(os.close, fd)
+    undo.callback(close_file, fd)
     os.ftruncate(fd, size)
     return fd
 
 
 def _this_process(undo: contextlib.ExitStack) -> int | None:
     """A descriptor that becomes readable at the end of this process; ``None`` if the system has none."""
+    if sys.platform != "linux":
+        return None
     try:
         fd = os.pidfd_open(os.getpid())
     except (AttributeError, OSError):
@@ -342,7 +344,7 @@ def _this_process(undo: contextlib.ExitStack) -> int | None:
 
 def _taken_at_start() -> list[Any]:
     """State that a process inherits when it starts and keeps: a change of it is a reason for other ranks."""
-    return [fixed_state(), limits(), list(sys.path), signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+    return [fixed_state(), limits(), list(sys.path), blocked_signals()]
 
 
 def _begin_server(method: str) -> bool:

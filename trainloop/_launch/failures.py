@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
+from trainloop._support.platform import read_into
+from trainloop._transfer.pages import write_all
 from trainloop.errors import TrainLoopError, WorkerFailedError
 
 __all__ = [
@@ -292,15 +294,16 @@ def hint(failure: Failure) -> str:
             "multiprocessing.forkserver. The next call starts another one; start_method='spawn' needs none."
         )
     if failure.type is None and failure.exitcode is not None and failure.exitcode < 0:
-        if failure.exitcode == -signal.SIGKILL:
+        ended_by = exit_text(failure.exitcode).removeprefix("signal ")
+        if ended_by == "SIGKILL":
             return (
                 "it did not end itself: the kernel kills the largest process when memory runs out (see dmesg, or the "
                 "memory limit of the job or container), else somebody sent the signal."
             )
         # A page of a mapped file that could not be given: the memory file system is full.
-        if failure.exitcode == -signal.SIGBUS:
+        if ended_by == "SIGBUS":
             return _MORE_SHARED_MEMORY
-        if failure.exitcode in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGILL):
+        if ended_by in ("SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL"):
             return "native code crashed: the Python stacks at that moment are below where they could be written."
     return ""
 
@@ -433,10 +436,16 @@ def write_record(fd: int, failure: Failure) -> None:
     """Write the record for the parent to read. A first one is never overwritten."""
     # Whatever fails while the rank unwinds came of the first error.
     if os.fstat(fd).st_size == 0:
-        os.pwrite(fd, failure.to_json(), 0)
+        write_all(fd, memoryview(failure.to_json()), 0)
 
 
 def read_record(fd: int) -> Failure | None:
     """The record of :func:`write_record`, or ``None``."""
-    data = os.pread(fd, os.fstat(fd).st_size, 0)
+    data = read_text(fd)
     return Failure.from_json(data) if data else None
+
+
+def read_text(fd: int) -> bytes:
+    """Return what is in a file that a rank writes to."""
+    data = bytearray(os.fstat(fd).st_size)
+    return bytes(data[: read_into(fd, memoryview(data), 0)])

@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from trainloop._launch.rank_process import started_as, started_by_launch
 from trainloop._support.forks import guard_forks
+from trainloop._support.platform import user_id
 from trainloop._support.signals import signals
 from trainloop._support.stopping import GroupStop, LocalStop, SharedStop, StopAgreement
-from trainloop._transfer.pages import anonymous_file
+from trainloop._transfer.pages import anonymous_file, close_file
 from trainloop.distributed import Rank, barrier, exchange_ints
 from trainloop.distributed.peers import no_strangers
 from trainloop.distributed.ranks import leave_group, release_last_work
@@ -234,13 +235,13 @@ def _common_words(me: Rank) -> memoryview | None:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/fd/{number}", "r+b", buffering=0) as file:
             found = os.fstat(file.fileno())
             # Whoever named the path, the file has to be this user's.
-            if found.st_ino == inode and found.st_uid == os.geteuid():
+            if found.st_ino == inode and found.st_uid == user_id():
                 words = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
         barrier()  # rank 0 keeps the file open until all have mapped it
         return words
     finally:
         if me.rank == 0:
-            os.close(fd)
+            close_file(fd)
 
 
 @contextlib.contextmanager

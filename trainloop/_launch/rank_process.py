@@ -30,11 +30,11 @@ from trainloop._launch.settings import apply_settings
 from trainloop._launch.unblocking import Unblocking
 from trainloop._launch.work import LAUNCH_VARIABLE, next_work
 from trainloop._support.forks import guard_forks
+from trainloop._support.platform import resource
 from trainloop._support.scratch import Scratch, name_semaphores
 from trainloop._support.signals import rank_signals
 from trainloop._support.stopping import GroupStop, SharedStop
 from trainloop._transfer import Parcel
-from trainloop._transfer.pages import anonymous_path
 from trainloop._transfer.result import ResultFile
 from trainloop.distributed import Rank
 from trainloop.distributed.key import set_run_key
@@ -102,7 +102,8 @@ class RankSpec:
         """Return all descriptors that a rank needs; :meth:`numbered` takes those that it has received."""
         own = [self.words_fd, self.store_fd, self.result_fd, self.scratch.lock_fd, *self.inherited]
         own += [self.record_fds[local_rank], self.stack_fds[local_rank]]
-        return list(dict.fromkeys([*own, *([] if self.caller_fd is None else [self.caller_fd])]))
+        own += [] if self.caller_fd is None else [self.caller_fd]
+        return [fd for fd in dict.fromkeys(own) if fd >= 0]
 
     def numbered(self, received: Mapping[int, int]) -> RankSpec:
         """Return the arguments with the numbers that descriptors (except the payload's) have in a rank, or -1."""
@@ -176,7 +177,7 @@ def run_rank(local_rank: int, line: connection.Connection) -> None:
     multiprocessing.current_process()._config["tempdir"] = spec.scratch.path  # type: ignore[attr-defined]
     words = spec.map_words()
     faulthandler.enable(file=stack_fd, all_threads=True)  # a crash in native code leaves its Python stack
-    if STACK_SIGNAL is not None:
+    if sys.platform != "win32" and STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True)
     end_with_parent(spec.caller_fd)
     guard_forks()
@@ -291,7 +292,10 @@ def _make_group(spec: RankSpec, me: Rank, device: torch.device) -> None:
         return
     if spec.store is None:
         # A file needs no port, and so none that is free: nothing listens, and two runs can't meet.
-        store = dist.FileStore(anonymous_path(spec.store_fd), me.world_size)
+        # Elsewhere a descriptor can't be opened again with a position and a lock of its own.
+        named = os.path.join(spec.scratch.path, "store")
+        path = f"/proc/self/fd/{spec.store_fd}" if sys.platform == "linux" else named
+        store = dist.FileStore(path, me.world_size)
     else:
         host, port, prefix = spec.store
         client = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
@@ -311,7 +315,8 @@ def _fail(error: BaseException, spec: RankSpec, me: Rank, stop: SharedStop, word
         with contextlib.suppress(RuntimeError):
             failure = failure_of(error, me.rank)
             write_record(spec.record_fds[me.local_rank], failure)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            if sys.platform != "win32":
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             break
     if failure.timeout:
         # Stay, so that the others stay where they hang until the parent has their stacks.
@@ -353,8 +358,8 @@ def _kill_stuck_daemons() -> None:
 
 def _allow_many_descriptors() -> None:
     """Allow as many descriptors as possible: each tensor from a DataLoader's worker takes one, in any sharing mode."""
-    import resource
-
+    if resource is None:
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     wanted = 65536 if hard == unlimited else min(hard, 65536)

@@ -16,12 +16,13 @@ from multiprocessing import connection
 from typing import Any
 
 from trainloop import _processes as processes
-from trainloop._launch.failures import Failure, exit_text, first_failure, read_record, worker_failed_error
+from trainloop._launch.failures import Failure, exit_text, first_failure, read_record, read_text, worker_failed_error
 from trainloop._launch.hosts import Hosts
 from trainloop._launch.liveness import Liveness, Sign, hanging_ranks
 from trainloop._launch.main_guard import main_place
 from trainloop._launch.rank_process import STACK_SIGNAL, RankSpec, State, run_rank
 from trainloop._launch.work import LAUNCH_VARIABLE, Work
+from trainloop._support.platform import affinity, kill
 from trainloop._support.signals import Heard
 from trainloop._support.stopping import SharedStop
 from trainloop._support.user_line import warn
@@ -97,7 +98,7 @@ class Ranks:
         self._line_marks: set[str] = set()
         self._served = self._begun = False
         self._told: dict[str, str] = {}
-        self._cpus = processes.own_cpus()
+        self._cpus = affinity()
 
     def start(self, environment: dict[str, str], *, served: bool) -> None:
         """Start the processes, with ``environment`` added to this process's own. They wait for work.
@@ -217,7 +218,7 @@ class Ranks:
 
     def give(self, parcel: Parcel, inherited: Sequence[int], settings: bytes, environment: dict[str, str]) -> None:
         """Give the ranks more work, with what has changed of this process's state."""
-        told, cpus, folder = {**os.environ, **environment, LAUNCH_VARIABLE: self._token}, processes.own_cpus(), None
+        told, cpus, folder = {**os.environ, **environment, LAUNCH_VARIABLE: self._token}, affinity(), None
         with contextlib.suppress(OSError):
             folder = os.getcwd()
         self._spec = replace(
@@ -372,8 +373,9 @@ class Ranks:
                 self._signal(r, signal.SIGTERM)
         self._join(_TERMINATE_S)
         for r in self._alive():
-            self._signal(r, signal.SIGCONT)
-            self._signal(r, signal.SIGKILL)
+            if sys.platform != "win32":
+                self._signal(r, signal.SIGCONT)
+            self._processes[r].kill()
         self._join(_KILL_S)
         self._notice(ended_by_us=signalled)
         _kill_strays(self._token, self._line_marks)
@@ -407,7 +409,7 @@ class Ranks:
             time.sleep(0.1)  # a dump is written line by line
         stacks = {}
         for r in ranks:
-            text = os.pread(fds[r], 1 << 20, 0).decode(errors="replace")
+            text = read_text(fds[r])[: 1 << 20].decode(errors="replace")
             text = told.get(r) or text
             if text:
                 stacks[self._spec.rank + r] = text
@@ -444,7 +446,7 @@ _open_ends: set[connection.Connection] = set()
 def _pairs(number: int) -> list[tuple[connection.Connection, connection.Connection]]:
     """Return connections to ranks: this process's end, and the rank's, for :func:`_close_ends`."""
     with _fork_lock:
-        pairs = [multiprocessing.Pipe() for _ in range(number)]
+        pairs: list[Any] = [multiprocessing.Pipe() for _ in range(number)]
         _open_ends.update(theirs for _, theirs in pairs)
     return pairs
 
@@ -502,7 +504,7 @@ def _kill_strays(token: str, line_marks: set[str]) -> None:
                     arguments = file.read().split(b"\0")
                 if not marked or b"--multiprocessing-fork" not in arguments:
                     continue
-            os.kill(pid, signal.SIGKILL)
+            kill(pid)
 
 
 def _open_files(pid: int) -> Iterator[str]:

@@ -8,12 +8,15 @@ import multiprocessing
 import os
 import pickle
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import connection, reduction
 from typing import TYPE_CHECKING
 
+from trainloop._support.platform import set_affinity
+from trainloop._transfer.pages import path_of
 from trainloop.resources.enforce import set_variable
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ LAUNCH_VARIABLE = "TRAINLOOP_LAUNCH"
 """Variable with a launch's token, in the environment of its ranks and of all processes that they start."""
 
 _AT_ONCE = 200  # descriptors; Linux takes 253
+_OPENED = os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOINHERIT", 0)
 _IN_FLIGHT_S = 60.0  # for other ranks to take theirs: one user may have so many in flight as one process may open
 
 
@@ -42,6 +46,9 @@ class Work:
 
     def send_over(self, line: connection.Connection, descriptors: list[int]) -> None:
         """Send the work to a rank."""
+        if sys.platform == "win32":  # where ranks open files by their paths
+            line.send_bytes(pickle.dumps((self, {fd: path_of(fd) for fd in descriptors})))
+            return
         line.send_bytes(pickle.dumps((self, descriptors)))
         with _socket_of(line) as stream:
             for i in range(0, len(descriptors), _AT_ONCE):
@@ -57,10 +64,12 @@ class Work:
         if self.cpus is not None:
             for thread in os.listdir("/proc/self/task"):
                 with contextlib.suppress(OSError):  # it has just ended
-                    os.sched_setaffinity(int(thread), self.cpus)
+                    set_affinity(self.cpus, int(thread))
 
 
 def _send_descriptors(stream: socket.socket, descriptors: list[int]) -> None:
+    if sys.platform == "win32":
+        return
     deadline = time.monotonic() + _IN_FLIGHT_S
     while True:
         try:
@@ -83,6 +92,8 @@ def next_work(line: connection.Connection) -> tuple[Work, dict[int, int]] | None
     try:
         work: Work
         work, descriptors = pickle.loads(line.recv_bytes())
+        if sys.platform == "win32":
+            return work, {fd: os.open(path, _OPENED) for fd, path in descriptors.items()}
         with _socket_of(line) as stream:
             for i in range(0, len(descriptors), _AT_ONCE):
                 some = descriptors[i : i + _AT_ONCE]
@@ -96,5 +107,7 @@ def next_work(line: connection.Connection) -> tuple[Work, dict[int, int]] | None
 
 @contextlib.contextmanager
 def _socket_of(line: connection.Connection) -> Iterator[socket.socket]:
+    if sys.platform == "win32":
+        raise NotImplementedError
     with socket.fromfd(line.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as stream:
         yield stream

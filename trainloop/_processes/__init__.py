@@ -29,6 +29,14 @@ from multiprocessing import connection, forkserver, reduction, resource_tracker,
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from trainloop._support.platform import (
+    affinity,
+    blocked_signals,
+    resource,
+    set_affinity,
+    set_blocked_signals,
+    signals_blocked,
+)
 from trainloop._support.scratch import PREFIX, Scratch, remove, temporary_folder
 from trainloop._support.signals import REASON_OF_SIGNAL
 from trainloop.errors import ConfigurationError
@@ -46,7 +54,6 @@ __all__ = [
     "from_server",
     "limits",
     "open_standard_descriptors",
-    "own_cpus",
     "set_threads",
     "spawned",
 ]
@@ -73,6 +80,7 @@ _NOT_AT_LOAD = (
 # Lines of /proc/self/status about inherited state that a running process cannot change, or that nothing sends.
 _UMASK = "Umask"  # which a forked process takes over
 _INHERITED = (_UMASK, "SigIgn", "Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp", "Mems_allowed_list")
+_LINUX_ONLY = "it requires Linux"
 _NOT_OWN = "the server itself"
 # Before a process is asked of the server, and asked again where that was killed: it takes a moment to be gone.
 _PAUSES_S = (0.0, 0.05, 0.5)
@@ -118,7 +126,7 @@ def begin_server(modules: Sequence[str]) -> None:
         If this program cannot have one.
     """
     if sys.platform != "linux":
-        raise NoServerError("it requires Linux")
+        raise NoServerError(_LINUX_ONLY)
     if getattr(sys, "frozen", False):
         raise NoServerError("this program is frozen into one file")
     forkserver.set_forkserver_preload([f"{__name__}.server"])  # never __main__, which is the default
@@ -129,7 +137,7 @@ def begin_server(modules: Sequence[str]) -> None:
         "caller": os.getpid(),
         "modules": list(modules),
         "path": _absolute_path(),
-        "mask": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+        "mask": blocked_signals(),
     }
     resource_tracker.ensure_running()  # it unblocks signals when it starts
     try:
@@ -228,19 +236,21 @@ def _check_not_refused(fixed: dict[str, Any]) -> None:
 def _forked(calls: Sequence[Call], modules: Sequence[str], changes: Mapping[str, str]) -> list[BaseProcess]:
     global _refused
     begin_server(modules)
+    if sys.platform == "win32":
+        raise NoServerError(_LINUX_ONLY)
     with _process_lock:
         environment = {**os.environ, **changes}
     fixed = fixed_state(environment)
     _check_not_refused(fixed)
     _wait_for_server()
     context = multiprocessing.get_context("forkserver")
-    held = {int(number) for number in (*signal.pthread_sigmask(signal.SIG_BLOCK, []), *_group_signals())}
+    held = {*blocked_signals(), *map(int, _group_signals())}
     processes: list[BaseProcess] = []
     with contextlib.ExitStack() as undo:
         # Where Python started without one, its number may be that of a file of the user's.
         started_with = ((1, sys.__stdout__), (2, sys.__stderr__))
         streams = tuple(fd if stream is not None and _is_open(fd) else _devnull(undo) for fd, stream in started_with)
-        surroundings = _Surroundings(environment, own_cpus(), sorted(held), fixed, limits(), streams)
+        surroundings = _Surroundings(environment, affinity(), sorted(held), fixed, limits(), streams)
         reports = []
         try:
             for target, arguments in calls:
@@ -269,7 +279,8 @@ def _forked(calls: Sequence[Call], modules: Sequence[str], changes: Mapping[str,
 def spawned(calls: Sequence[Call], environment: Mapping[str, str] | None = None) -> list[BaseProcess]:
     """Start a fresh interpreter for each call; else as :func:`from_server`."""
     context = multiprocessing.get_context("spawn")
-    resource_tracker.ensure_running()  # it lives as long as this process: not with these processes' environment
+    if sys.platform != "win32":
+        resource_tracker.ensure_running()  # it lives as long as this process: not with these processes' environment
     processes: list[BaseProcess] = []
     with _process_lock, _variables_set(environment or {}), _signals_blocked(), _main_not_imported_again():
         try:
@@ -339,14 +350,8 @@ def _group_signals() -> list[int]:
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
     """Block signals, for processes that are started in the context: they unblock them once they can handle them."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
+    with signals_blocked(_group_signals()):
         yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _group_signals())
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
@@ -374,11 +379,6 @@ def _main_not_imported_again() -> Iterator[None]:
 # --------------------------------------------------------------------------------------------------------------------
 # State that a process inherits
 # --------------------------------------------------------------------------------------------------------------------
-
-
-def own_cpus() -> list[int]:
-    """Return the CPUs that this process may run on; none if the system does not report them."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def fixed_state(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -410,9 +410,7 @@ def fixed_state(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
 
 def limits() -> dict[int, tuple[int, int]]:
     """Return this process's resource limits, soft and hard."""
-    try:
-        import resource
-    except ImportError:  # Windows
+    if resource is None:
         return {}
     numbers = {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
     return {number: resource.getrlimit(number) for number in numbers}
@@ -453,6 +451,8 @@ class _Surroundings:
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = (self.environment, self.cpus, self.signal_mask, self.fixed, self.limits)
+        if sys.platform == "win32":
+            raise NoServerError(_LINUX_ONLY)
         return _arrived, (*fields, [reduction.DupFd(fd) for fd in self.streams])
 
     def changed(self, started_with: Mapping[str, str] | None) -> set[str]:
@@ -473,19 +473,18 @@ class _Surroundings:
             sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # type: ignore[misc]  # noqa: SIM115
         else:
             sys.stdout.reconfigure(line_buffering=os.isatty(1) and not sys.stdout.write_through)  # type: ignore[union-attr]
-        affinity = own_cpus()
-        if self.cpus != affinity:
-            os.sched_setaffinity(0, self.cpus)
-        if threads_differ or self.cpus != affinity:
+        cpus_differ = self.cpus != affinity()
+        if cpus_differ:
+            set_affinity(self.cpus)
+        if threads_differ or cpus_differ:
             set_threads()
         if _UMASK in self.fixed:
             os.umask(int(self.fixed[_UMASK], 8))
         for limit, values in self.limits.items():
             if limits()[limit] != values:
-                import resource
-
+                assert resource is not None
                 resource.setrlimit(limit, values)
-        signal.pthread_sigmask(signal.SIG_SETMASK, self.signal_mask)
+        set_blocked_signals(self.signal_mask)
         importlib.invalidate_caches()
 
 
@@ -523,7 +522,7 @@ def set_threads() -> None:
         for name in names:
             if (threads := threads_in(os.environ.get(name, ""))) is not None:
                 return threads
-        return len(os.sched_getaffinity(0))
+        return len(affinity())
 
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(number("OMP_NUM_THREADS"))

@@ -11,11 +11,11 @@ import gc
 import importlib
 import json
 import os
-import signal
 import sys
 from typing import Any
 
 from trainloop._processes import SERVER_VARIABLE, open_standard_descriptors, set_threads
+from trainloop._support.platform import set_blocked_signals
 from trainloop.resources.enforce import set_variable
 
 __all__ = ["pid", "started_with"]
@@ -45,7 +45,8 @@ def _prepare(order: dict[str, Any]) -> None:
     gc.collect()
     gc.freeze()  # else the first collection of a fork would write to, and so copy, every page with objects
     _is_server = True
-    os.register_at_fork(after_in_child=lambda: _in_fork(order["mask"]))
+    if sys.platform != "win32":
+        os.register_at_fork(after_in_child=lambda: _in_fork(order["mask"]))
 
 
 def _in_fork(signal_mask: list[int]) -> None:
@@ -53,7 +54,7 @@ def _in_fork(signal_mask: list[int]) -> None:
     if not _is_server:  # a fork of a fork
         return
     _is_server = False
-    signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)  # the server blocks what Ctrl-C sends to the whole group
+    set_blocked_signals(signal_mask)  # the server blocks what Ctrl-C sends to the whole group
     set_threads()
     # Python seeds its own generator in a fork.
     if "numpy" in sys.modules:

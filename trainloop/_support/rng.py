@@ -61,13 +61,16 @@ def peek_seed() -> int:
 def capture(*, devices: bool = True) -> dict[str, Any]:
     """State of all generators as plain types and tensors, so that a checkpoint can hold it.
 
-    CUDA generators are included where CUDA is in use already, unless ``devices=False``; asking starts nothing.
+    CUDA generators are included where CUDA is in use already, and that of MPS on a machine that has it, unless
+    ``devices=False``; asking starts nothing.
     """
     # The legacy global generator is what np.random.rand() and most augmentation code draws from.
     state = _plain(random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state())
     if devices and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
         state["cuda_device"] = torch.cuda.current_device()
+    if devices and torch.backends.mps.is_available():
+        state["mps"] = torch.mps.get_rng_state()
     return state
 
 
@@ -184,6 +187,8 @@ def restore(state: dict[str, Any]) -> None:
             states[here] = state["cuda"][there]
         for device, cuda_state in states.items():
             torch.cuda.set_rng_state(cuda_state, device)
+    if "mps" in state and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(state["mps"])
 
 
 @contextmanager

@@ -11,17 +11,19 @@ names of its semaphores do. Only what an unlocked folder of this user names is r
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import glob
 import multiprocessing
 import os
 import shutil
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from trainloop._support.platform import fcntl, user_id
 
 __all__ = ["PREFIX", "Scratch", "name_semaphores", "remove", "remove_dead", "scratch_folder", "temporary_folder"]
 
@@ -32,7 +34,7 @@ _TOKEN = "launch-"
 SHARED_MEMORY = "/dev/shm"
 """Folder in memory where Linux keeps semaphores, too."""
 _SEMAPHORES = "mp-"
-_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_FOLDER_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 
 class Scratch(NamedTuple):
@@ -40,6 +42,7 @@ class Scratch(NamedTuple):
 
     path: str
     lock_fd: int
+    """-1 on Windows, where folders have no locks: a folder whose processes were all killed stays."""
 
 
 @contextlib.contextmanager
@@ -86,6 +89,8 @@ def remove(scratch: Scratch) -> None:
 def _make(prefix: str = PREFIX, parent: str | None = None) -> Scratch:
     while True:
         path = tempfile.mkdtemp(prefix=prefix, dir=parent)
+        if sys.platform == "win32":
+            return Scratch(path, -1)
         try:
             lock_fd = _lock(path)
         except OSError:  # without locks on this file system, nobody can take the folder for a dead launch's
@@ -101,7 +106,8 @@ def _remove(scratch: Scratch, *, own: bool) -> None:
             if name.startswith(_TOKEN):
                 _remove_semaphores(name.removeprefix(_TOKEN), tracked=own)
     shutil.rmtree(scratch.path, ignore_errors=True)
-    os.close(scratch.lock_fd)
+    if scratch.lock_fd >= 0:
+        os.close(scratch.lock_fd)
 
 
 def name_semaphores(token: str) -> None:
@@ -151,6 +157,7 @@ def _lock(path: str) -> int | None:
     ``None`` if another process holds the lock or has removed the folder. Other errors are raised: on file systems
     without locks (``EOPNOTSUPP``; NFS has none for folders, ``EBADF``), or if this process has too many open files.
     """
+    assert fcntl is not None
     with contextlib.ExitStack() as undo:
         try:
             fd = os.open(path, _FOLDER_FLAGS)
@@ -167,6 +174,8 @@ def _lock(path: str) -> int | None:
 
 def remove_dead() -> None:
     """Remove what is left of this user's launches that have no living process."""
+    if sys.platform == "win32":
+        return
     for parent in {tempfile.gettempdir(), SHARED_MEMORY}:
         with contextlib.suppress(OSError), os.scandir(parent) as entries:
             for entry in entries:
@@ -180,5 +189,5 @@ def remove_dead() -> None:
 def _is_own_folder(entry: os.DirEntry[str]) -> bool:
     with contextlib.suppress(OSError):
         status = entry.stat(follow_symlinks=False)
-        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == user_id()
     return False

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from trainloop._support.platform import signals_blocked, unblock_signals
 from trainloop._support.stopping import CHECKPOINT, INTERRUPT, TERMINATE, StopAgreement
 
 __all__ = [
@@ -109,12 +110,9 @@ class _Handlers:
 
     def restore(self) -> None:
         # Blocked: a signal that comes now waits for the handler that was there before, and is not lost between two.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, self._users)
-        try:
+        with signals_blocked(self._users):
             for number, handler in self._users.items():
                 signal.signal(number, handler)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def raise_postponed(self) -> None:
         """Raise what users' handlers raised, and a Ctrl-C that had to wait."""
@@ -285,7 +283,7 @@ def rank_signals(stop: StopAgreement, *, ended: Callable[[], bool], end: type[Ba
     for number in set(_numbers()).difference(ignored):
         signal.signal(number, on_signal)
     # They were blocked while this process was started: until here a Ctrl-C would have been a traceback in an import.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _numbers())
+    unblock_signals(_numbers())
     try:
         yield
     finally:
@@ -325,7 +323,7 @@ class _Mark:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self._fd = -1  # anonymous memory: forked workers have it, spawned ones don't learn of signals
-        if hasattr(os, "memfd_create"):
+        if sys.platform == "linux" and hasattr(os, "memfd_create"):
             with contextlib.suppress(OSError):  # forbidden by a sandbox's filter
                 self._fd = os.memfd_create("trainloop-signals", os.MFD_CLOEXEC)
                 os.ftruncate(self._fd, 1)
@@ -391,7 +389,7 @@ class WorkerInit:
         if _mark is not None:
             for number in _numbers():
                 signal.signal(number, _in_worker)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _numbers())  # see started()
+        unblock_signals(_numbers())  # see started()
         if self._temporary is not None:
             multiprocessing.current_process()._config["tempdir"] = self._temporary  # type: ignore[attr-defined]
         if self.users is not None:
@@ -406,11 +404,8 @@ def started(loader: Any) -> Iterator[Any]:
     """
     if not getattr(loader, "num_workers", 0) or not isinstance(getattr(loader, "worker_init_fn", None), WorkerInit):
         return iter(loader)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _numbers())  # workers inherit that
-    try:
+    with signals_blocked(_numbers()):  # workers inherit that
         return iter(loader)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _in_worker(number: int, frame: FrameType | None) -> None:
@@ -419,7 +414,7 @@ def _in_worker(number: int, frame: FrameType | None) -> None:
     That process says so between two of its Python instructions, hence after a long backward pass only. So the worker
     looks again and again, and loads meanwhile.
     """
-    if number != signal.SIGTERM:
+    if number != signal.SIGTERM or sys.platform == "win32":  # where it would have ended this process
         return
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the second one is meant for the worker
     deadline = time.monotonic() + _SAME_SIGNAL_S

@@ -20,10 +20,11 @@ without a request never waits.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
+
+from trainloop._support.platform import process_exists
 
 __all__ = [
     "CHECKPOINT",
@@ -171,7 +172,9 @@ class SharedStop:
         for rank in self._others:
             pause_s = 20e-6
             while (vote := words[self._VOTES + rank]) >> _BITS < boundary:
-                if self.aborted or (self._pids is not None and pause_s >= 1e-3 and _is_dead(self._pids[rank])):
+                if self.aborted or (
+                    self._pids is not None and pause_s >= 1e-3 and not process_exists(self._pids[rank])
+                ):
                     raise ConnectionAbortedError("another rank failed while this one waited for it at a step boundary")
                 if time.monotonic() > deadline:
                     raise TimeoutError(
@@ -186,17 +189,6 @@ class SharedStop:
                 return 0
             agreed |= reasons
         return agreed
-
-
-def _is_dead(pid: int) -> bool:
-    try:
-        # Signal 0 only asks whether the process is there; one of another user is.
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    return False
 
 
 class GroupStop:

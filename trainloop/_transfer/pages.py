@@ -13,13 +13,16 @@ import tempfile
 import threading
 from collections.abc import Iterable
 
+from trainloop._support.platform import write_at
+
 __all__ = [
     "PAGE",
     "MovedPages",
     "anonymous_file",
-    "anonymous_path",
+    "close_file",
     "drop_unwritten_pages",
     "give_back",
+    "path_of",
     "trim",
     "write_all",
 ]
@@ -34,7 +37,7 @@ _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
 _MADV_DONTNEED = 4
 _PRESENT_AND_OF_FILE = 0b101  # the uppermost bits of an entry of /proc/<pid>/pagemap; the middle one: swapped out
 _PAGES_AT_ONCE = 1 << 17
-_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_READ_WRITE = 0x1 | 0x2
 
 
 def anonymous_file(name: str) -> int:
@@ -42,29 +45,44 @@ def anonymous_file(name: str) -> int:
 
     In memory where the system can (``memfd_create``: not counted against ``/dev/shm``, which is 64 MiB in many
     containers), else an unlinked temporary file. Not inherited by programs that are started unless passed to them.
+    On Windows it has a name, by which ranks open it, until :func:`close_file`.
 
     Parameters
     ----------
     name : str
         The name that ``/proc/<pid>/maps`` shows.
     """
-    if hasattr(os, "memfd_create"):
+    if sys.platform == "linux" and hasattr(os, "memfd_create"):
         with contextlib.suppress(OSError):  # forbidden by a sandbox's filter
             return os.memfd_create(f"trainloop-{name}", os.MFD_CLOEXEC)
     fd, path = tempfile.mkstemp(prefix=f"trainloop-{name}-")
-    os.unlink(path)
+    if sys.platform == "win32":
+        _paths[fd] = path
+    else:
+        os.unlink(path)
     return fd
 
 
-def anonymous_path(fd: int) -> str:
-    """A path by which this process can open the file of ``fd`` again, with a position of its own."""
-    return f"/proc/self/fd/{fd}"
+_paths: dict[int, str] = {}
+
+
+def close_file(fd: int) -> None:
+    """Close the descriptor that :func:`anonymous_file` returned."""
+    os.close(fd)
+    if path := _paths.pop(fd, ""):
+        with contextlib.suppress(OSError):  # a rank that did not end has it open
+            os.unlink(path)
+
+
+def path_of(fd: int) -> str:
+    """Return the path of a file of this process's :func:`anonymous_file`; Windows only."""
+    return _paths[fd]
 
 
 def write_all(fd: int, data: memoryview, place: int) -> None:
     """Write bytes at a place of a file, however many calls it takes."""
     while data.nbytes:
-        written = os.pwrite(fd, data, place)
+        written = write_at(fd, data, place)
         data, place = data[written:], place + written
 
 
@@ -104,7 +122,9 @@ def drop_unwritten_pages(spans: Iterable[tuple[int, int]]) -> int:
     """
     import numpy as np  # `import trainloop` is to be cheap
 
-    libc = _libc() if sys.platform == "linux" else None
+    if sys.platform != "linux":
+        return 0
+    libc = _libc()
     if libc is None:
         return 0
     dropped = 0

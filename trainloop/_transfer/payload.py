@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainloop._transfer.pages import PAGE, MovedPages, anonymous_file, write_all
+from trainloop._transfer.pages import PAGE, MovedPages, anonymous_file, close_file, write_all
 from trainloop._transfer.pickling import IN_STREAM, Pickler, load_device, noting_classes
 from trainloop._transfer.unpicklable import explain
 from trainloop.errors import UnpicklableError
@@ -53,9 +53,9 @@ class Parcel:
         received : mapping of int to int, optional
             This process's descriptors by the sender's numbers, if they were sent and not inherited.
         """
-        # MAP_PRIVATE: writes of a rank (into parameters, say) stay private.
+        # A copy on write: writes of a rank (into parameters, say) stay private.
         fd = (received or {}).get(self.fd, self.fd)
-        mapped = mmap.mmap(fd, self.size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        mapped = mmap.mmap(fd, self.size, access=mmap.ACCESS_COPY)
         view = memoryview(mapped)
         place, count = self.table
         entries = np.frombuffer(mapped, dtype=np.int64, count=3 * count, offset=place).reshape(count, 3).tolist()
@@ -132,7 +132,7 @@ class Payload:
             self._pages.restore()
         finally:
             self._alive.clear()
-            os.close(self.parcel.fd)
+            close_file(self.parcel.fd)
 
     def __enter__(self) -> Payload:
         return self
@@ -179,7 +179,7 @@ def pack(obj: object, *, roots: dict[str, object] | None = None) -> Payload:
             stream_size = file.tell()
         return _lay_out(fd, stream_size, buffers, pickler.copies, inherited)
     except BaseException:
-        os.close(fd)
+        close_file(fd)
         raise
 
 

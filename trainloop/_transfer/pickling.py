@@ -316,13 +316,15 @@ def _own_shared_storage(rebuild: Callable[..., Any], args: tuple[Any, ...]) -> t
     if by_descriptor:
         _, descriptor, nbytes = args
         fd = descriptor.detach()
-        source = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        source = mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY)
         os.close(fd)
         data = np.frombuffer(source, np.uint8)
     else:
         data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(rebuild(*args)).numpy()
     if not data.nbytes:
         return torch.UntypedStorage(0)
+    if sys.platform == "win32":  # where torch shares memory by names
+        return torch.from_numpy(data).clone().share_memory_().untyped_storage()
     own, copied = anonymous_file("shared"), 0
     os.ftruncate(own, data.nbytes)
     for begin in range(0, data.nbytes, _BLOCK):

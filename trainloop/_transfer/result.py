@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainloop._support.platform import read_into
 from trainloop._transfer.pages import give_back, write_all
 from trainloop._transfer.pickling import IN_STREAM, StatePickler, StateUnpickler, load_device
 
@@ -62,7 +63,7 @@ class ResultFile:
             places.append((end - begin, nbytes, shape, dtype))
             end += nbytes
         # One byte more: ranks make the file this long in any order, and none may cut off what another wrote meanwhile.
-        os.pwrite(self._fd, b"\0", end)
+        write_all(self._fd, memoryview(b"\0"), end)
         self._end = end + 1
         mapped = mmap.mmap(self._fd, end + 1 - begin, offset=begin)
         tensors = []
@@ -120,7 +121,7 @@ class ResultFile:
         data = bytearray(nbytes)
         view, at = memoryview(data), place
         while view.nbytes:
-            got = os.preadv(self._fd, [view], at)
+            got = read_into(self._fd, view, at)
             if not got:
                 raise EOFError(f"the ranks' result ends {view.nbytes} bytes early")
             view, at = view[got:], at + got

@@ -15,6 +15,8 @@ import errno
 import os
 import re
 import shutil
+import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +24,7 @@ from typing import Any, BinaryIO, cast
 from uuid import uuid4
 
 from trainloop._support.distribution import pip_install
+from trainloop._support.platform import fcntl
 from trainloop.distributed.hosts import running_system
 from trainloop.errors import ConfigurationError
 
@@ -169,7 +172,7 @@ class _LocalFolder(Folder):
                 if durable:
                     os.fsync(file.fileno())  # before the rename: else a loss of power leaves the name with no content
             # Atomic within a file system, and the temporary name is in the same folder.
-            os.replace(temporary, self.path(name))
+            _patiently(os.replace, temporary, self.path(name))
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
@@ -179,7 +182,7 @@ class _LocalFolder(Folder):
 
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path(name))
+            _patiently(os.unlink, self.path(name))
 
     def remove_unfinished(self, writer: str) -> None:
         with contextlib.suppress(FileNotFoundError), os.scandir(self.location) as entries:
@@ -196,7 +199,7 @@ class _LocalFolder(Folder):
             for entry in entries:
                 if _kernel() and mark.fullmatch(entry.name):
                     with contextlib.suppress(OSError):
-                        file = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW)
+                        file = os.open(entry.path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
                         try:
                             if _lock(file):
                                 os.unlink(entry.path)
@@ -251,6 +254,21 @@ def why_not_writable(location: str) -> str:
     return ""
 
 
+_OPEN_ELSEWHERE_S = 5.0
+
+
+def _patiently(change: Callable[..., None], *paths: str) -> None:
+    """Rename or delete a file. Windows refuses while another process (a reader, a virus scanner) has it open."""
+    deadline = time.monotonic() + _OPEN_ELSEWHERE_S
+    while True:
+        try:
+            return change(*paths)
+        except PermissionError:
+            if sys.platform != "win32" or time.monotonic() > deadline:
+                raise
+        time.sleep(0.02)
+
+
 def _is_there(path: str) -> bool:
     """Whether the name exists, be it that of a broken link; raises for one that no file can have."""
     try:
@@ -262,7 +280,9 @@ def _is_there(path: str) -> bool:
 
 def sync_directory(path: str) -> None:
     """Wait until the names in a folder would survive a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    if sys.platform == "win32":  # where folders can't be opened: the file system keeps names by other means
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         # Some network file systems can't sync a folder; they keep names by other means.
         with contextlib.suppress(OSError):
@@ -382,8 +402,8 @@ def _new_locked(path: str) -> BinaryIO:
 
 def _lock(file: int) -> bool:
     """Whether this process got the file's lock; also ``False`` if the file system has no locks."""
-    import fcntl
-
+    if fcntl is None:
+        return False
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -14,6 +14,7 @@ import sys
 from numbers import Integral
 from typing import TYPE_CHECKING
 
+from trainloop._support.platform import affinity
 from trainloop._support.user_line import warn
 from trainloop.devices.modes import (
     check_num_nodes,
@@ -61,7 +62,7 @@ __all__ = [
 
 def usable_cores() -> int:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(affinity()) or os.cpu_count() or 1
 
 
 def resolve(accelerator: object = "auto", devices: object = "auto") -> list[torch.device]:

@@ -14,6 +14,7 @@ import secrets
 import stat
 from collections.abc import Mapping
 
+from trainloop._support.platform import user_id
 from trainloop.errors import ConfigurationError
 
 __all__ = ["KEY_VARIABLE", "SharedKey", "key_from_environment", "new_key", "run_key", "set_run_key"]
@@ -73,7 +74,8 @@ def _read(path: str) -> str:
             f"{KEY_VARIABLE}={path!r}: {error.strerror}. Give a file that every rank can read, or the key itself; "
             f"{_ADVICE}."
         ) from None
-    if hasattr(os, "getuid") and (found.st_uid not in (os.getuid(), 0) or stat.S_IMODE(found.st_mode) & 0o077):
+    own = user_id()
+    if own is not None and (found.st_uid not in (own, 0) or stat.S_IMODE(found.st_mode) & 0o077):
         raise ConfigurationError(
             f"{KEY_VARIABLE}={path!r} is owned by user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}: other "
             f"users may read or change the key. Make it your own and run: chmod 600 {path}"
@@ -114,6 +116,6 @@ class SharedKey:
             if os.readlink(path) != f"/memfd:{cls._NAME} (deleted)":
                 return None
             with open(path, "rb", buffering=0) as file:
-                return file.read() if os.fstat(file.fileno()).st_uid == os.geteuid() else None
+                return file.read() if os.fstat(file.fileno()).st_uid == user_id() else None
         except OSError:
             return None

@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from trainloop._support.platform import user_id, user_name
+
 __all__ = ["DisturbedStartError", "no_strangers", "owners_are_known"]
 
 _ESTABLISHED, _LISTEN = "01", "0A"
@@ -85,7 +87,7 @@ def _strangers(own: set[int]) -> list[int]:
     taken = [s for s in sockets if s.state != _LISTEN and _port(s.local) in listeners]
     others = [owners.get((s.remote, s.local)) for s in taken if s.inode]
     # Root may look into every process anyway.
-    return [uid for uid in others if uid is not None and uid not in (os.geteuid(), 0)]
+    return [uid for uid in others if uid is not None and uid not in (user_id(), 0)]
 
 
 def _own_sockets() -> set[int]:
@@ -123,9 +125,5 @@ def _port(address: str) -> str:
 
 
 def _user(uid: int) -> str:
-    try:
-        import pwd
-
-        return f"user {pwd.getpwuid(uid).pw_name} (uid {uid})"
-    except (ImportError, KeyError):
-        return f"another user (uid {uid})"
+    name = user_name(uid)
+    return f"another user (uid {uid})" if name is None else f"user {name} (uid {uid})"

@@ -18,6 +18,7 @@ LEAST_SHM = 1 * GIB
 """Below it, workers of a loader that hand on large batches have filled it, in users' reports: Docker gives 64 MiB."""
 LEAST_TEMPORARY = 1 * GIB
 LEAST_DESCRIPTORS = 1024
+_LISTENERS = {"linux": "ss -ltnp", "darwin": "lsof -iTCP -sTCP:LISTEN", "win32": "netstat -ano"}
 
 Status = Literal["ok", "attention", "problem"]
 
@@ -69,7 +70,7 @@ def check_torch(r: Readings) -> Iterator[Check]:
         remedy = "python -m torch.utils.collect_env shows the driver, the GPUs and the build of torch."
         yield Check("gpus", "problem", _line(torch["warnings"][0]), remedy)
     if not torch["gloo"]:
-        yield Check("ddp", "problem", "this torch has no Gloo", "ddp needs it: install torch's own build for Linux.")
+        yield Check("ddp", "problem", "this torch has no Gloo", "ddp needs it: install torch's own build.")
 
 
 def check_cpus(r: Readings) -> Iterator[Check]:
@@ -111,7 +112,9 @@ def _memory(memory: int, limits: list[Limit]) -> Iterator[Check]:
 
 
 def check_places(r: Readings) -> Iterator[Check]:
-    if r.shm is None:
+    if r.platform != "linux":
+        pass  # only Linux has this folder
+    elif r.shm is None:
         yield Check(
             "/dev/shm", "attention", "there is none", "data are shared by files of the temporary folder instead."
         )
@@ -133,6 +136,8 @@ def check_places(r: Readings) -> Iterator[Check]:
         f"{folder}: {free / GIB:.1f} GiB free",
         "data for ranks may go there: set TMPDIR to a larger disk." if low else "",
     )
+    if r.descriptors is None:
+        return
     soft, hard = r.descriptors
     few = 0 <= soft < LEAST_DESCRIPTORS
     yield Check(
@@ -151,7 +156,7 @@ def check_network(r: Readings) -> Iterator[Check]:
             "loopback",
             "problem",
             r.loopback_error,
-            "ranks of one host talk over 127.0.0.1: bring lo up (ip link set lo up), and let no firewall block it.",
+            "ranks of one host talk over 127.0.0.1: bring it up (ip link set lo up), and let no firewall block it.",
         )
     else:
         yield Check("loopback", "ok", "127.0.0.1 answers")
@@ -168,7 +173,7 @@ def check_network(r: Readings) -> Iterator[Check]:
             "port",
             "problem",
             f"MASTER_PORT={port} is taken here",
-            "end the process that holds it (ss -ltnp), or choose another port.",
+            f"end the process that holds it ({_LISTENERS.get(r.platform, 'netstat')}), or choose another port.",
         )
 
 

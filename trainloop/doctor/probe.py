@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainloop._support.distribution import NAME
+from trainloop._support.platform import resource
 from trainloop.resources.machine import available
 from trainloop.resources.quota import Resources
 
@@ -67,8 +68,10 @@ class Readings:
     """Total and free bytes of ``/dev/shm``."""
     temporary: tuple[str, int] = ("/tmp", 2**40)
     """The folder for temporary files, and its free bytes."""
-    descriptors: tuple[int, int] = (1024, 1024)
-    """Soft and hard limit."""
+    descriptors: tuple[int, int] | None = (1024, 1024)
+    """Soft and hard limit; ``None`` on a system without these limits (Windows)."""
+    platform: str = "linux"
+    """``sys.platform``."""
     resources: Resources | None = None
     loopback_error: str = ""
     """Why a connection over 127.0.0.1 failed."""
@@ -92,6 +95,7 @@ def read() -> Readings:
         shm=None if shm is None else (shm.total, shm.free),
         temporary=(folder, shutil.disk_usage(folder).free),
         descriptors=_descriptors(),
+        platform=sys.platform,
         resources=available(num_gpus=0),
         loopback_error=_loopback_error(),
         hostname_error=_hostname_error(),
@@ -163,9 +167,9 @@ def _is_installed(name: str) -> bool:
     return True
 
 
-def _descriptors() -> tuple[int, int]:
-    import resource
-
+def _descriptors() -> tuple[int, int] | None:
+    if resource is None:
+        return None
     return resource.getrlimit(resource.RLIMIT_NOFILE)
 
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from trainloop._support import platform
 from trainloop._support.user_line import warn
 from trainloop.errors import ResourceError
 from trainloop.resources import lease
@@ -162,9 +163,7 @@ def cpu_shares(quota: ResourceQuota | None, ranks: int, cpus: Sequence[int] | No
 
 
 def _affinity() -> list[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
+    return platform.affinity() or list(range(os.cpu_count() or 1))
 
 
 def _threads(quota: ResourceQuota | None, ranks: int) -> int:
@@ -320,9 +319,11 @@ def _narrow_affinity(
         cpus = cpu_shares(quota, ranks, before)[local_rank]
     elif quota is not None and quota.num_cpus != "auto":
         cpus = free_cpus(quota.num_cpus, before, undo)
-    if cpus != before and hasattr(os, "sched_setaffinity"):
+        if not platform.affinity():
+            warn(f"num_cpus={quota.num_cpus} limits threads only: this system can't bind a process to CPUs.")
+    if cpus != before:
         undo.callback(_widen_affinity, before, cpus, _own_threads())
-        os.sched_setaffinity(0, cpus)
+        platform.set_affinity(cpus)
     return len(cpus)
 
 
@@ -338,11 +339,11 @@ def _widen_affinity(before: Sequence[int], narrow: Sequence[int], threads_before
 
     Such are the threads of OpenMP and of autograd: the system gave them the affinity of the thread that started them.
     """
-    os.sched_setaffinity(0, before)
+    platform.set_affinity(before)
     for thread in _own_threads() - threads_before:
         with contextlib.suppress(OSError):  # it has ended
-            if os.sched_getaffinity(thread) == set(narrow):
-                os.sched_setaffinity(thread, before)
+            if platform.affinity(thread) == sorted(narrow):
+                platform.set_affinity(before, thread)
 
 
 def free_cpus(number: int, allowed: list[int], undo: contextlib.ExitStack) -> list[int]:
@@ -410,10 +411,12 @@ def _bound_memory(quota: ResourceQuota, ranks: int, undo: contextlib.ExitStack) 
     RLIMIT_DATA counts reserved pages too, of which an idle interpreter has many, so the limit is the present
     reservation plus the part of the quota that is not yet in use.
     """
-    if quota.memory == "auto" or not sys.platform.startswith("linux"):
+    resource = platform.resource
+    if quota.memory == "auto":
         return
-    import resource
-
+    if not sys.platform.startswith("linux") or resource is None:
+        warn(f"memory={format_bytes(int(quota.memory))} is not enforced here: only Linux can limit a process's memory.")
+        return
     import psutil
 
     share = int(quota.memory) // ranks

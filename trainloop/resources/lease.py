@@ -22,13 +22,13 @@ import os
 import random
 import re
 import stat
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from trainloop._support.platform import fcntl, user_id, user_name
+from trainloop._support.user_line import warn
 from trainloop.errors import ResourceError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def folder() -> Path:
     if named:
         return Path(named)
     # Not gettempdir(): TMPDIR differs between two jobs on one node.
-    return Path(tempfile.gettempdir() if sys.platform == "win32" else "/tmp")
+    return Path("/tmp")
 
 
 def acquire(requests: Mapping[str, Request], *, timeout_s: float | None = None, where: Path | None = None) -> Lease:
@@ -122,6 +122,9 @@ def acquire(requests: Mapping[str, Request], *, timeout_s: float | None = None, 
                 f"{request.enough} of kind {kind!r} can never be had: there are {len(request.pool)} here. "
                 "Ask for fewer."
             )
+    if fcntl is None:
+        warn("CPUs and GPUs are not leased on Windows: keep runs of this machine apart by devices= and num_cpus=.")
+        return Lease({kind: list(request.pool[: request.number]) for kind, request in requests.items()}, [])
     desk = _Desk(folder() if where is None else where)
     timeout_s = _DAY_S if timeout_s is None else timeout_s
     deadline = time.monotonic() + timeout_s
@@ -177,11 +180,11 @@ class _Desk:
     def __init__(self, base: Path) -> None:
         self._base = base
         base.mkdir(parents=True, exist_ok=True)
-        self._where = base / f"{_FOLDER}{_uid()}"
+        self._where = base / f"{_FOLDER}{user_id()}"
         with contextlib.suppress(FileExistsError):
             self._where.mkdir(mode=0o755)
         found = os.lstat(self._where)
-        if not stat.S_ISDIR(found.st_mode) or (hasattr(os, "geteuid") and found.st_uid != os.geteuid()):
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != user_id():
             what = "folder" if stat.S_ISDIR(found.st_mode) else "link or file"
             raise UnsafeFolderError(
                 f"leases would be kept in {str(self._where)!r}, but there is a {what} of {_user(found.st_uid)}, who "
@@ -318,11 +321,11 @@ def _held(device: str) -> str:
 
 def _is_locked(path: Path) -> bool:
     """Whether somebody holds the lock of another user's file; nothing is written, and no link followed."""
+    if fcntl is None:
+        return False
     try:
-        import fcntl
-
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (ImportError, OSError):
+    except OSError:
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a shared lock, so that two processes may look at once
@@ -352,17 +355,8 @@ def _holders(path: Path) -> list[str]:
     return holders
 
 
-def _uid() -> int:
-    return os.geteuid() if hasattr(os, "geteuid") else 0
-
-
 def _user(uid: int) -> str:
-    try:
-        import pwd
-
-        return f"user {pwd.getpwuid(uid).pw_name}"
-    except (ImportError, KeyError):
-        return f"user {uid}"
+    return f"user {user_name(uid) or uid}"
 
 
 @contextlib.contextmanager
@@ -371,6 +365,9 @@ def one_at_a_time(name: str, where: Path | None = None) -> Iterator[None]:
 
     Without a place for locks, or after a minute of waiting, the block runs all the same.
     """
+    if fcntl is None:
+        yield
+        return
     try:
         import filelock
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
+from trainloop._support import platform
 from trainloop.resources.masks import visible_devices
 from trainloop.resources.quota import Limit, Resources
 
@@ -65,8 +66,8 @@ def available(
     # Figures that are given stand for the machine in tests and plans, so nothing is read beside them.
     elif affinity is None:
         cpus.append(Limit(os.cpu_count() or 1, "the machine (os.cpu_count)"))
-        if hasattr(os, "sched_getaffinity"):
-            cpus.append(Limit(len(os.sched_getaffinity(0)), "the affinity mask"))
+        if own := platform.affinity():
+            cpus.append(Limit(len(own), "the affinity mask"))
     if affinity is not None:
         allowed = affinity if isinstance(affinity, int) else len(set(affinity))
         cpus.append(Limit(allowed, "the affinity mask (affinity)"))

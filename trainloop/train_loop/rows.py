@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from trainloop._support.platform import read_into
 from trainloop.distributed.encoding import dumps, loads
 from trainloop.train_loop.evaluating import Predictions, join_rows, on_cpu, rows_at
 
@@ -82,7 +83,7 @@ class RowFiles:
         for path in sorted(folder.glob("*.npy")):
             number = len(self._files)
             # Opened at once, and read by position: the names may go, and readers share no offset.
-            self._files.append(os.open(path.with_suffix(".rows"), os.O_RDONLY | os.O_CLOEXEC))
+            self._files.append(os.open(path.with_suffix(".rows"), os.O_RDONLY | getattr(os, "O_BINARY", 0)))
             for index, size, offset, length in np.load(path).tolist():
                 found.append((index, _Place(number, offset, length, size)))
         self._places = [place for _, place in sorted(found)]
@@ -98,8 +99,8 @@ class RowFiles:
         data = bytearray(place.length)
         done = 0
         while done < place.length:
-            # One call reads 2 GiB at most.
-            done += os.preadv(self._files[place.file], [memoryview(data)[done:]], place.offset + done)
+            # One call reads 1 GiB at most.
+            done += read_into(self._files[place.file], memoryview(data)[done:], place.offset + done)
         # A pickle of this run's own, in a folder that only this user may write to.
         rows: Predictions = loads(memoryview(data))
         return rows

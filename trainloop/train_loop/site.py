@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,7 +60,11 @@ def settled(
         found = [torch.device("cuda", i) for i in find_usable_cuda_devices(wanted)]
     # A quota can mean fewer devices than there are; the mode 'auto' goes by those that are left.
     devices = devices_under(options.quota, found, options.devices)
-    return Site(resolve_mode(options.gpu_mode, len(devices), num_nodes, kind=devices[0].type), devices, num_nodes)
+    mode = resolve_mode(options.gpu_mode, len(devices), num_nodes, kind=devices[0].type)
+    if sys.platform == "win32" and (mode == "fsdp" or num_nodes > 1):
+        what = "gpu_mode='fsdp'" if mode == "fsdp" else f"num_nodes={num_nodes}"
+        raise ConfigurationError(f"{what}: not available on Windows. Use gpu_mode='ddp' on one host, or WSL2 or Linux.")
+    return Site(mode, devices, num_nodes)
 
 
 def as_launched(site: Site, asked: Any, here: Rank) -> Site:

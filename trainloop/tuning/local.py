@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -102,7 +103,7 @@ class Child:
         if process is None:
             return None
         assert process.pid is not None
-        if hasattr(os, "killpg"):
+        if sys.platform != "win32":
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
         process.kill()  # where it has not made its group yet
@@ -140,7 +141,7 @@ def _how(exitcode: int) -> str:
         name = signal.Signals(-exitcode).name
     except ValueError:
         name = f"signal {-exitcode}"
-    killer = ", as the system does when memory runs out" if exitcode == -signal.SIGKILL else ""
+    killer = ", as the system does when memory runs out" if name == "SIGKILL" else ""
     return f"was killed by {name}{killer}"
 
 

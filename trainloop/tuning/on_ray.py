@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trainloop._support.distribution import pip_install
+from trainloop._support.platform import affinity
 from trainloop.errors import ConfigurationError, ResourceError
 from trainloop.resources import Plan, ResourceQuota, available
 from trainloop.resources.enforce import free_cpus
@@ -210,8 +211,8 @@ def _supervise(told: dict[str, Any], work: bytes, params: bytes) -> tuple[int | 
         job = Job(**{**told, "folder": str(folder), "work": str(folder / "work.pkl")})
         job.params = str(folder / "params.pkl")
         with ExitStack() as undo:
-            if hasattr(os, "sched_getaffinity"):
-                job.cpus = free_cpus(int(job.quota[0]), sorted(os.sched_getaffinity(0)), undo)
+            if cpus := affinity():
+                job.cpus = free_cpus(int(job.quota[0]), cpus, undo)
             # In a child, as Ray's worker has imported things already, and must outlive a crash.
             child = Child(job)
             undo.callback(child.end)

@@ -7,6 +7,7 @@ import os
 import sys
 from contextlib import ExitStack
 
+from trainloop._support.platform import affinity
 from trainloop.errors import ResourceError
 from trainloop.resources import Plan, ResourceQuota, available, enforce, gpus, lease
 from trainloop.resources.quota import exact
@@ -27,7 +28,7 @@ def machine_total(total: ResourceQuota | None) -> ResourceQuota:
 
 def lease_total(total: ResourceQuota, timeout_s: float | None, undo: ExitStack) -> tuple[list[int], list[int]]:
     """CPUs and indices of GPUs that this search has for itself."""
-    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    cpus = affinity() or list(range(os.cpu_count() or 1))
     num_cpus, num_gpus = int(total.num_cpus), math.ceil(exact(total.num_gpus))
     names = gpus.names(available().num_gpus) if num_gpus else []
     if lease.inherited():

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainloop import __version__
+from trainloop._support.platform import grp, pwd, user_id, user_name
 from trainloop.errors import CheckpointError, ConfigurationError, UnpicklableError
 
 if TYPE_CHECKING:
@@ -113,10 +114,10 @@ def check_own_folder(folder: Path, *, trusted: bool = False) -> None:
 
 
 def _check_owner(path: Path, found: os.stat_result) -> None:
-    if not hasattr(os, "geteuid"):  # a system whose files have no such owners
+    if user_id() is None:  # a system whose files have no such owners
         return
     is_folder = stat.S_ISDIR(found.st_mode)
-    if found.st_uid not in (os.geteuid(), 0):
+    if found.st_uid not in (user_id(), 0):
         wrong, mend = f"is owned by user {_name(found.st_uid)}", "Copy what you trust into a folder of your own"
     # In a folder that is open to all, such as /tmp, the sticky bit protects files from other users.
     elif is_folder and found.st_mode & stat.S_ISVTX:
@@ -134,9 +135,8 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
 
 def _is_private(found: os.stat_result) -> bool:
     """Whether the group is one that many systems make for each user: of the user's name, with nobody else in it."""
-    import grp
-    import pwd
-
+    assert grp is not None
+    assert pwd is not None
     try:
         user, group = pwd.getpwuid(found.st_uid), grp.getgrgid(found.st_gid)
     except KeyError:
@@ -145,12 +145,8 @@ def _is_private(found: os.stat_result) -> bool:
 
 
 def _name(uid: int) -> str:
-    import pwd
-
-    try:
-        return f"{pwd.getpwuid(uid).pw_name!r}"
-    except KeyError:
-        return str(uid)
+    name = user_name(uid)
+    return str(uid) if name is None else repr(name)
 
 
 def write_bytes(path: Path, data: bytes) -> None:

@@ -19,6 +19,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from trainloop._support import platform
+
 __all__ = ["Job", "seconds_left", "train_fold"]
 
 _OVER_S = 1e-3
@@ -72,14 +74,13 @@ def train_fold(job_file: str, log: str) -> None:
     for number in (1, 2):
         os.dup2(out, number)
     os.close(out)
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
+    platform.unblock_signals(signal.valid_signals())
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with_the_parent, args=(parent.sentinel,), daemon=True).start()
     job = Job(**json.loads(Path(job_file).read_text()))
-    if job.cpus and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, job.cpus)
+    if job.cpus:
+        platform.set_affinity(job.cpus)
     folder = Path(job.folder)
     try:
         _train(job, folder)
@@ -124,7 +125,7 @@ def seconds_left() -> float | None:
 def _end_with_the_parent(sentinel: int) -> None:
     """All of the fold's processes are in one group."""
     connection.wait([sentinel])
-    if os.getpgid(0) == os.getpid():
+    if sys.platform != "win32" and os.getpgid(0) == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
 
@@ -168,7 +169,7 @@ def _train(job: Job, folder: Path) -> None:
             "history": outcome.history,
             "classes": outcome.classes,
             "seconds": time.monotonic() - began,
-            "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else int(quota.num_cpus),
+            "cpus": len(platform.affinity()) or int(quota.num_cpus),
             "gpus": float(quota.num_gpus),
             "cpu_seconds": _cpu_seconds() - used,
             "facts": dict(getattr(outcome.model, "facts", None) or {}),

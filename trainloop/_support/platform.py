@@ -1,0 +1,165 @@
+"""What the operating system offers: the one module that imports what only POSIX systems have.
+
+A module that a system lacks is ``None`` here. The functions do what that system can, as their docstrings say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterable, Iterator
+
+if sys.platform == "win32":
+    fcntl = grp = pwd = resource = None
+else:
+    import fcntl
+    import grp
+    import pwd
+    import resource
+
+__all__ = [
+    "affinity",
+    "blocked_signals",
+    "fcntl",
+    "grp",
+    "kill",
+    "loopback_interface",
+    "process_exists",
+    "pwd",
+    "read_into",
+    "resource",
+    "set_affinity",
+    "set_blocked_signals",
+    "signals_blocked",
+    "unblock_signals",
+    "user_id",
+    "user_name",
+    "write_at",
+]
+
+
+# -- processes and users -----------------------------------------------------------------------------------------------
+
+
+def kill(pid: int) -> None:
+    """End a process at once (SIGKILL; TerminateProcess on Windows)."""
+    if sys.platform == "win32":
+        os.kill(pid, signal.SIGTERM)
+    else:
+        os.kill(pid, signal.SIGKILL)
+
+
+def process_exists(pid: int) -> bool:
+    """Return True if a process has this number."""
+    if sys.platform == "win32":  # where os.kill ends the process, whatever the signal
+        import psutil
+
+        return bool(psutil.pid_exists(pid))
+    try:
+        # Signal 0 only asks whether the process is there; one of another user is.
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def user_id() -> int | None:
+    """Return the number of the user whose rights this process has; ``None`` on Windows."""
+    if sys.platform == "win32":
+        return None
+    return os.geteuid()
+
+
+def user_name(uid: int) -> str | None:
+    """Return the name of a user; ``None`` if the system knows none."""
+    if pwd is not None:
+        with contextlib.suppress(KeyError):
+            return pwd.getpwuid(uid).pw_name
+    return None
+
+
+# -- CPUs --------------------------------------------------------------------------------------------------------------
+
+
+def affinity(thread: int = 0) -> list[int]:
+    """Return the CPUs that a thread may use, in order; none if the system does not report them (macOS, Windows)."""
+    return sorted(os.sched_getaffinity(thread)) if hasattr(os, "sched_getaffinity") else []
+
+
+def set_affinity(cpus: Iterable[int], thread: int = 0) -> None:
+    """Choose the CPUs that a thread may use; does nothing on macOS and Windows."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(thread, cpus)
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+
+def blocked_signals() -> list[int]:
+    """Return the signals that wait while this thread blocks them; none on Windows."""
+    if sys.platform == "win32":
+        return []
+    return sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+
+
+def set_blocked_signals(numbers: Iterable[int]) -> None:
+    """Let exactly these signals wait while this thread blocks them; does nothing on Windows."""
+    if sys.platform != "win32":
+        signal.pthread_sigmask(signal.SIG_SETMASK, numbers)
+
+
+def unblock_signals(numbers: Iterable[int]) -> None:
+    """Let signals reach this thread; on Windows they always do."""
+    if sys.platform != "win32":
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+
+@contextlib.contextmanager
+def signals_blocked(numbers: Iterable[int]) -> Iterator[None]:
+    """Let signals wait for the end of the context, also in processes started in it; not on Windows."""
+    if sys.platform == "win32":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# -- files and the network ---------------------------------------------------------------------------------------------
+
+
+_AT_ONCE = 1 << 30  # bytes of one call; macOS and Windows refuse 2**31
+
+
+def write_at(fd: int, data: memoryview, place: int) -> int:
+    """Write bytes at a place of a file; return how many. On Windows this moves the descriptor's position."""
+    if sys.platform == "win32":
+        os.lseek(fd, place, os.SEEK_SET)
+        return os.write(fd, data[:_AT_ONCE])
+    return os.pwrite(fd, data[:_AT_ONCE], place)
+
+
+def read_into(fd: int, view: memoryview, place: int) -> int:
+    """Read bytes from a place of a file; return how many. On Windows this moves the descriptor's position."""
+    if sys.platform == "win32":
+        os.lseek(fd, place, os.SEEK_SET)
+        data = os.read(fd, min(view.nbytes, _AT_ONCE))
+        view[: len(data)] = data
+        return len(data)
+    return os.preadv(fd, [view[:_AT_ONCE]], place)
+
+
+def loopback_interface() -> str | None:
+    """Return the name of the network interface that stays on this host; ``None`` if the system gives it none."""
+    if sys.platform == "linux":
+        return "lo"
+    if sys.platform == "win32":
+        return None
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
