@@ -94,7 +94,7 @@ _LAST_WORDS_S = 20.0  # before pytest's own limit for a test, which ends the who
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """A test that waits for a child that hangs fails with that child's stack, and the others still run."""
     limit = float(item.config.getini("faulthandler_timeout") or 0) - _LAST_WORDS_S
-    if limit <= 0:
+    if limit <= 0 or not hasattr(signal, "SIGALRM"):  # not on Windows
         return (yield)
     before = signal.signal(signal.SIGALRM, lambda *_: end_children(f"{item.nodeid} runs for {limit:.0f} s"))
     signal.setitimer(signal.ITIMER_REAL, limit)
@@ -121,7 +121,7 @@ def end_children(why: str) -> None:
 # -- how ranks start ---------------------------------------------------------------------------------------------------
 
 # Both ways are users' own; `make test-all` runs all tests with each. Scripts that tests run have it by inheritance.
-os.environ.setdefault(processes.METHOD_VARIABLE, "forkserver")
+os.environ.setdefault(processes.METHOD_VARIABLE, "forkserver" if sys.platform == "linux" else "spawn")
 
 
 @pytest.fixture(params=["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
@@ -215,7 +215,7 @@ _ENVIRONMENT_OF_LIBRARIES = (
     "TENSORBOARD_",
 )
 _THREADS_OF_LIBRARIES = ("IPythonHistorySavingThread", "tqdm_monitor", "ThreadPoolExecutor-AsyncCompile", "pydevd")
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 
 
 def _environment() -> dict[str, str]:
@@ -269,9 +269,9 @@ def _is_resource_tracker(child: psutil.Process) -> bool:
 
 def _shared_memory() -> set[str]:
     """Names in /dev/shm of this user; those that carry another process's number are its own affair."""
-    own = os.getuid()
     found = set()
     if os.path.isdir("/dev/shm"):
+        own = os.getuid()
         with os.scandir("/dev/shm") as entries:
             for entry in entries:
                 try:
@@ -312,8 +312,8 @@ def _descriptors() -> dict[int, str]:
     keep.add(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     if processes._folder is not None:
         keep.add(processes._folder.lock_fd)
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
+    found: dict[int, str] = {}
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:  # the listing's own

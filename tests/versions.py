@@ -54,10 +54,10 @@ def constraints_without_torch() -> str:
 def tried(python: str, torch: str, folder: Path, arguments: list[str]) -> tuple[str, bool]:
     """Run the tests with one pair of versions; return the summary and whether all passed."""
     shutil.rmtree(folder, ignore_errors=True)
-    log = folder.with_suffix(".log")
+    log = Path(f"{folder}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     own = str(folder / "bin" / "python")
-    constraints = folder.with_suffix(".txt")
+    constraints = Path(f"{folder}.txt")
     constraints.write_text(constraints_without_torch())
     steps = [
         [python, "-m", "venv", str(folder)],

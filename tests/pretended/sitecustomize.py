@@ -98,7 +98,7 @@ def without_linux_files(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Sys(types.ModuleType):
-    """The module ``sys`` for multiprocessing, which runs as on Linux."""
+    """The module ``sys`` for libraries that run as on Linux."""
 
     platform = "linux"
 
@@ -109,15 +109,18 @@ class Sys(types.ModuleType):
         setattr(sys, name, value)
 
 
-def keep_multiprocessing() -> None:
-    """Give multiprocessing's modules copies of what is taken away; let processes start by spawn by default."""
+def keep_libraries() -> None:
+    """Give libraries copies of what is taken away, to run as on Linux; let processes start by spawn by default."""
     copies: dict[str, Any] = {"sys": Sys("sys")}
     for module in (os, signal, socket, mmap):
         copies[module.__name__] = types.ModuleType(module.__name__)
         copies[module.__name__].__dict__.update(module.__dict__)
     copies["socket"].socketpair = partial(socket.socketpair, socket.AF_UNIX)
+    shutil.disk_usage = types.FunctionType(  # type: ignore[assignment]
+        shutil.disk_usage.__code__, {**vars(shutil), "os": copies["os"]}
+    )
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "multiprocessing":
+        if name.partition(".")[0] in ("multiprocessing", "filelock", "subprocess"):
             for attribute, copy in copies.items():
                 if isinstance(getattr(module, attribute, None), types.ModuleType):
                     setattr(module, attribute, copy)
@@ -171,20 +174,23 @@ def pretend(system: str) -> None:
     for name in LIBRARIES + ([] if is_rank else OF_CALLERS):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    keep_multiprocessing()
+    keep_libraries()
     if system == "win32":
         refuse_changes_of_open_files()
     take_away(NOT_ON_MACOS)
     builtins.open = io.open = without_linux_files(builtins.open)  # type: ignore[assignment]
     for name in ("open", "listdir", "scandir", "stat", "lstat", "readlink"):
         setattr(os, name, without_linux_files(getattr(os, name)))
-    exists = os.path.exists
+    exists, access = os.path.exists, os.access
+    os.access = lambda path, mode, **kwargs: not is_linux_only(path) and access(path, mode, **kwargs)  # type: ignore[assignment]
     os.path.exists = lambda path: not (is_linux_only(path) and not is_exempt()) and exists(path)  # type: ignore[assignment]
     ctypes.CDLL = WithoutLinuxCalls  # type: ignore[misc]
     if system == "win32":
         take_away(NOT_ON_WINDOWS)
         for name in POSIX_MODULES:
             sys.modules.pop(name, None)
+        torch_signals: Any = sys.modules["torch.utils.data._utils.signal_handling"]
+        torch_signals.IS_WINDOWS = True
         sys.meta_path.insert(0, NoPosixModules)  # type: ignore[arg-type]
     platform.system = lambda: {"darwin": "Darwin", "win32": "Windows"}[system]
     sys.platform = system
