@@ -15,6 +15,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -155,12 +156,8 @@ def ddp(folder: Path) -> None:
 
 def failures(folder: Path) -> None:
     loop = make_loop(gpu_mode="ddp", devices=2)
-    try:
+    with pytest.raises(WorkerFailedError, match="rank 0 of 2 raised RuntimeError: on purpose"):
         loop.fit(num_epochs=1, callbacks=[Raises(folder)])
-    except WorkerFailedError as error:
-        assert "rank 0 of 2 raised RuntimeError: on purpose" in str(error), error
-    else:
-        raise AssertionError("no error")
     loop = make_loop()
     (folder / "has_raised").unlink()
     loop.fit(num_epochs=2, callbacks=[Raises(folder)], max_restarts=1)
@@ -168,15 +165,13 @@ def failures(folder: Path) -> None:
 
 
 def fsdp(folder: Path) -> None:
-    try:
-        loop = make_loop(gpu_mode="fsdp", devices=2)
-        loop.fit(num_epochs=2)
-    except ConfigurationError as error:
-        assert WINDOWS
-        assert str(error).startswith("gpu_mode='fsdp': not available on Windows.")
-    else:
-        assert not WINDOWS
-        assert loop.history["loss"][-1] < loop.history["loss"][0]
+    if WINDOWS:
+        with pytest.raises(ConfigurationError, match=r"^gpu_mode='fsdp': not available on Windows\."):
+            make_loop(gpu_mode="fsdp", devices=2).fit(num_epochs=2)
+        return
+    loop = make_loop(gpu_mode="fsdp", devices=2)
+    loop.fit(num_epochs=2)
+    assert loop.history["loss"][-1] < loop.history["loss"][0]
 
 
 def make_trial(params: dict[str, Any], fold: Any) -> TrainLoop[Net]:

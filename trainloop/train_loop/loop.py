@@ -101,8 +101,8 @@ class TrainLoop(LoopView, Generic[ModelT]):
     pred_transform_fn : callable
         Converts the collected batches into what ``predict_on_*`` returns.
     end_auto_eval : bool or int
-        ``True``: evaluate after each epoch, and on the test set when training ends. ``False``: never. ``n``: after every
-        n-th epoch.
+        ``True``: evaluate after each epoch, and on the test set when training ends. ``False``: never. ``n``: after
+        every n-th epoch.
     gpu_mode : {'single', 'dp', 'ddp', 'fsdp', 'auto'}
         ``'single'``: one process on one device. ``'dp'``: one process with a replica in a thread for each device.
         ``'ddp'``: one process for each device, started by ``fit``, each with a copy of the model. ``'fsdp'``: the same,
@@ -134,9 +134,9 @@ class TrainLoop(LoopView, Generic[ModelT]):
     sync_batchnorm : bool
         Compute the statistics of BatchNorm layers over the samples of all ranks.
     compile : bool, 'step' or dict
-        ``True``: ``torch.compile`` the model. A dict: with these arguments. ``'step'``: compile forward, loss, backward,
-        clipping and the optimizer's step into one graph (``'single'`` only; if that is not possible, a warning says why
-        and steps are not compiled).
+        ``True``: ``torch.compile`` the model. A dict: with these arguments. ``'step'``: compile forward, loss,
+        backward, clipping and the optimizer's step into one graph (``'single'`` only; if that is not possible, a
+        warning says why and steps are not compiled).
     start_method : {'auto', 'forkserver', 'spawn'}
         How ``'ddp'`` and ``'fsdp'`` start their processes: forked from a server that has imported torch once, or as
         fresh interpreters. ``'auto'``: the environment variable ``TRAINLOOP_START_METHOD`` if it is set, else
@@ -267,8 +267,8 @@ class TrainLoop(LoopView, Generic[ModelT]):
         grad_accumulation : int
             Batches whose gradients are accumulated for one optimizer step. The last step of an epoch may have fewer.
         num_nodes, node_rank : int
-            Number of hosts that train together in ``ddp`` or ``fsdp``, and the number of this host. Each host starts its
-            own ranks.
+            Number of hosts that train together in ``ddp`` or ``fsdp``, and the number of this host. Each host starts
+            its own ranks.
         num_gpus : int, optional
             Number of GPUs to use if the loop was made with ``devices='auto'``, in all modes but ``'single'``. 0 trains
             on the CPU. Ignored if the loop was made with other ``devices``.
@@ -276,9 +276,9 @@ class TrainLoop(LoopView, Generic[ModelT]):
             Additional arguments of :class:`TTDataParallel`, :class:`TTDistributedDataParallel` and
             :class:`TTFullyShardedDataParallel`. Evaluation and prediction after ``fit`` use the same ones.
         gather : bool
-            ``False``, in ``fsdp``: the trained weights stay in the checkpoints of a ``ModelCheckpoint``, for models that
-            do not fit into the memory of one host. The returned model is then unchanged, and training, evaluation and
-            prediction raise an error until a checkpoint is resumed from or loaded into the model.
+            ``False``, in ``fsdp``: the trained weights stay in the checkpoints of a ``ModelCheckpoint``, for models
+            that do not fit into the memory of one host. The returned model is then unchanged, and training, evaluation
+            and prediction raise an error until a checkpoint is resumed from or loaded into the model.
         in_process_data_load : AbstractCallback or list of them, optional
             Callbacks whose ``on_multiprocess_start`` makes the loaders inside each rank and assigns them to the loop.
         backend : str, optional
@@ -289,9 +289,9 @@ class TrainLoop(LoopView, Generic[ModelT]):
         on_gpu : bool, optional
             ``True``: raise an error if there is no GPU. ``False``: train on the CPU even if there is one.
         resume_from : 'last' or path, optional
-            Checkpoint to resume from. ``'last'``: the newest valid one of the ``ModelCheckpoint`` in ``callbacks``, or a
-            fresh start if there is none yet. If the checkpoint's run has ended, as planned or by a callback that would
-            end it again, its results are loaded and nothing is trained.
+            Checkpoint to resume from. ``'last'``: the newest valid one of the ``ModelCheckpoint`` in ``callbacks``, or
+            a fresh start if there is none yet. If the checkpoint's run has ended, as planned or by a callback that
+            would end it again, its results are loaded and nothing is trained.
         max_restarts : int
             Number of failures that the run survives. Ranks that are killed, crash, exit, raise, hang or lose a loader's
             worker are restarted from a checkpoint that the run writes for this into a private folder, and the run ends
