@@ -36,6 +36,7 @@ SCRIPTS: dict[str, tuple[list[str], str, float]] = {
     "custom_sampler.py": (["--epochs", "5"], r"test accuracy: ([\d.]+)%", 70),
     "huggingface_style.py": (["--epochs", "4"], r"test accuracy: ([\d.]+)%", 85),
     "resume_after_kill.py": ([], r"(?i)resum|identical", 0),
+    "debug_failed_step.py": ([], r"the replay raises it again(?s:.*)the replay found SqrtBackward0", 0),
     "tabular_predictor.py": (["--models", "LR", "GBM"], r"right on ([\d.]+)% of 142 held-out patients", 90),
     "tabular_multimodal.py": (["--rows", "600"], r"right on ([\d.]+)% of 200 held-out digits", 55),
     "tuning_bagging.py": ([], r"\n +1 +LightGBM +0\.\d+(?s:.*)is right on (\d+)", 90),
