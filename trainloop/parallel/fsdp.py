@@ -153,7 +153,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
                     p.data = p.data.contiguous()  # channels_last, for instance: a shard is cut from plain rows
             # The root is needed again at once when backward begins: torch keeps it whole where nothing is said.
             root = unit is self and reshard_after_forward is True
-            further = {} if root else {"reshard_after_forward": reshard_after_forward}
+            further: dict[str, Any] = {} if root else {"reshard_after_forward": reshard_after_forward}
             try:
                 fully_shard(unit, **further, **options)
             except (ValueError, TypeError, NotImplementedError) as error:
