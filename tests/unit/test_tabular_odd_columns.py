@@ -143,7 +143,7 @@ def test_targets_of_other_types_come_back(values: pd.Series, problem: str) -> No
     assert len(target.classes) == values.nunique()
     assert "np." not in repr(target.classes)
     found = target.decode(np.eye(target.num_outputs)[encoded])
-    assert found.tolist() == values.tolist()
+    assert pd.Series(found).tolist() == values.tolist()
 
 
 def test_rows_without_a_label_are_left_out_and_nan_is_no_class() -> None:

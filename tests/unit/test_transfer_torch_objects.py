@@ -53,6 +53,10 @@ NAMED: dict[str, Callable[[], Any]] = {
 }
 
 
+if not hasattr(torch.backends, "opt_einsum"):  # before 2.7 until something imports it
+    import torch.backends.opt_einsum
+
+
 @pytest.mark.parametrize("name", NAMED)
 def test_module_like_objects_are_found_by_name_there(name: str) -> None:
     thing = NAMED[name]()
@@ -99,9 +103,11 @@ def test_a_compiled_submodule_is_compiled_there_in_the_same_way() -> None:
     x = torch.ones(2, 4)
     assert torch.equal(there.layers(x), model.layers._orig_mod(x))
     context = there.layers.dynamo_ctx
-    from torch._dynamo.eval_frame import innermost_backend
+    from torch._dynamo import eval_frame
 
-    other = innermost_backend(context.callback).compiler_fn
+    innermost_backend = getattr(eval_frame, "innermost_backend", eval_frame.innermost_fn)  # the name before 2.7
+    other = innermost_backend(context.callback)
+    other = getattr(other, "compiler_fn", other)
     assert (other.graphs, backend.graphs) == (1, 0)
     assert list(there.state_dict()) == list(model.state_dict())
     assert there.layers.training

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
+from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import make_data
@@ -21,7 +23,17 @@ from trainloop.callbacks import LearningRateMonitor, LRScheduler, ModelCheckpoin
 from trainloop.errors import ConfigurationError
 from trainloop.train_loop.whole_step import WholeStepTraining
 
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < TorchVersion("2.13"), reason="this torch can't trace a backward pass into a graph"
+)
 CRITERION = nn.CrossEntropyLoss()
+
+
+@contextmanager
+def warnings_are_errors() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        yield
 
 
 class Net(TTModel):
@@ -139,7 +151,7 @@ def test_weights_and_logs_are_those_of_a_loop_by_hand(optimizer_of: Any, norm: f
     """The last batch of each epoch is shorter; a second fit goes on; what get_loss reads may change."""
     counts = Counts()
     loop = make_loop(optimizer_of=optimizer_of, gradient_clip_norm=norm)
-    with warnings.catch_warnings(action="error", category=UserWarning):
+    with warnings_are_errors():
         loop.fit(num_epochs=1, callbacks=[counts])
         loop.model.factor = 2.0
         loop.fit(num_epochs=1)
@@ -161,7 +173,7 @@ def test_logs_go_on_after_an_evaluation() -> None:
 @pytest.mark.slow
 def test_with_inductor_too(starts_processes: None) -> None:
     loop = make_loop(optimizer_of=adam, gradient_clip_norm=0.5)
-    with warnings.catch_warnings(action="error", category=UserWarning):
+    with warnings_are_errors():
         loop.fit(num_epochs=2, callbacks=[Doubles("doubles")])
     check(loop, by_hand(adam, norm=0.5, doubles=True))
 
@@ -218,7 +230,7 @@ class HalvesDecay(AbstractCallback):
 @pytest.mark.parametrize("halves", [Halves, HalvesInABatch])
 def test_a_learning_rate_that_changes_stays_in_the_graph(halves: type[AbstractCallback]) -> None:
     loop, counts = make_loop(), Counts()
-    with warnings.catch_warnings(action="error", category=UserWarning):
+    with warnings_are_errors():
         loop.fit(num_epochs=2, callbacks=[halves("halves"), counts])
     check(loop, by_hand(sgd, lr=0.5))
     assert (counts.began, counts.ended, loop.total_iteration_idx) == (14, 14, 13)
@@ -304,7 +316,7 @@ def test_schedules_stay_in_the_graph(
     loop, steps = make_loop(optimizer_of=optimizer_of, gradient_clip_norm=norm), WholeSteps()
     scheduler = LRScheduler(make_scheduler(loop.optimizer) if made else make_scheduler, interval)
     # A recompilation would be refused after the first three: for train mode, the optimizer's state that is there now.
-    with torch._dynamo.config.patch(recompile_limit=3), warnings.catch_warnings(action="error", category=UserWarning):
+    with torch._dynamo.config.patch(recompile_limit=3), warnings_are_errors():
         loop.fit(num_epochs=2, callbacks=[scheduler, steps])
     check(loop, expected)
     assert steps.rates == rates
@@ -342,7 +354,7 @@ def test_a_run_that_is_resumed_ends_with_the_same_weights(amp: Any, tmp_path: Pa
         loop = make_loop(dtype=dtype, optimizer_of=adam, use_amp=amp, seed=3, gradient_clip_norm=0.5, **options)
         saves = ModelCheckpoint(tmp_path / folder, every_n_epochs=None, every_n_steps=5)
         schedule = LRScheduler(lr_scheduler.ExponentialLR, "step", gamma=0.8)
-        with warnings.catch_warnings(action="error", category=UserWarning):
+        with warnings_are_errors():
             loop.fit(num_iterations=steps, callbacks=[schedule, saves, whole := WholeSteps()], **fits)
         assert bool(whole.count) == (options.get("compile") is not False)
         return loop
@@ -429,14 +441,14 @@ def test_hooks_after_a_gradient_are_called(later: bool) -> None:
 @pytest.mark.long
 def test_fits_of_a_process_do_not_use_up_dynamo_s_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WholeStepTraining, "backend", "eager")
-    with torch._dynamo.config.patch(recompile_limit=2), warnings.catch_warnings(action="error", category=UserWarning):
+    with torch._dynamo.config.patch(recompile_limit=2), warnings_are_errors():
         for _ in range(4):
             make_loop().fit(num_epochs=1)
 
 
 def test_what_only_reads_the_rate_leaves_the_graph(tmp_path: Path) -> None:
     loop, monitor = make_loop(), LearningRateMonitor()
-    with warnings.catch_warnings(action="error", category=UserWarning):
+    with warnings_are_errors():
         loop.fit(num_epochs=2, callbacks=[TensorBoard(tmp_path, 1), monitor])
     check(loop, by_hand(sgd))
     assert loop.history.steps("lr") == [0.1] * 14

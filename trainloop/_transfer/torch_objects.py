@@ -163,7 +163,7 @@ def _reduce_compile_context(pickler: Any, context: Any) -> Any:
         return NotImplemented
     callback: Any = context.callback
     options: dict[str, Any] = {
-        "backend": eval_frame.innermost_backend(callback),
+        "backend": _innermost_backend(callback),
         "nopython": _is_fullgraph(context),
     }
     hooks = getattr(context, "_hooks", None)
@@ -175,6 +175,16 @@ def _reduce_compile_context(pickler: Any, context: Any) -> Any:
     }
     # Only the options that were set: older versions don't know all of them.
     return _compile_context, ({**options, **{name: value for name, value in further.items() if value is not None}},)
+
+
+def _innermost_backend(callback: Any) -> Any:
+    from torch._dynamo import eval_frame
+
+    if hasattr(eval_frame, "innermost_backend"):
+        return eval_frame.innermost_backend(callback)
+    while hasattr(callback, "_torchdynamo_orig_callable"):  # before 2.7
+        callback = callback._torchdynamo_orig_callable
+    return callback
 
 
 def _is_fullgraph(context: Any) -> bool:

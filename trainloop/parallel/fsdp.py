@@ -153,8 +153,9 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
                     p.data = p.data.contiguous()  # channels_last, for instance: a shard is cut from plain rows
             # The root is needed again at once when backward begins: torch keeps it whole where nothing is said.
             root = unit is self and reshard_after_forward is True
+            further: dict[str, Any] = {} if root else {"reshard_after_forward": reshard_after_forward}
             try:
-                fully_shard(unit, reshard_after_forward=None if root else reshard_after_forward, **options)
+                fully_shard(unit, **further, **options)
             except (ValueError, TypeError, NotImplementedError) as error:
                 raise ConfigurationError(f"TTFullyShardedDataParallel: {error}") from error
             for p, data in came if init_sync else ():  # not the module's any more; who made it gets it as it was
