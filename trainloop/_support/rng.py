@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import random
 from collections.abc import Iterator
@@ -75,35 +74,12 @@ def capture(*, devices: bool = True) -> dict[str, Any]:
 
 
 def snapshot() -> tuple[Any, ...]:
-    """The state of all generators as it is cheapest to read, in some 10 microseconds; of GPUs the current one's only.
+    """Return the state of all generators as they give it, without conversion; of GPUs the current one's only.
 
     A GPU's generator has its seed and offset on the host: nothing waits for the device.
     """
     device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return random.getstate(), _state_of_numpy(), torch.get_rng_state(), device
-
-
-_known: tuple[Any, bytes, Any] = (None, b"", None)  # numpy's generator, its memory, and its state
-
-
-def _state_of_numpy() -> Any:
-    """numpy's state, which takes it 40 microseconds to make: the one made before while the generator's memory is equal.
-
-    A normal number that is kept for the next call is not in that memory, but in the state; it is made by draws alone.
-    """
-    global _known
-    from numpy.random import mtrand  # imported late: numpy loads it on first use, which takes 8 ms
-
-    generator = mtrand.get_bit_generator()
-    if type(generator) is not np.random.MT19937:
-        return np.random.get_state(legacy=False)
-    memory = ctypes.string_at(generator.ctypes.state_address, _BYTES_OF_MT19937)
-    if generator is not _known[0] or memory != _known[1] or _known[2]["has_gauss"]:
-        _known = generator, memory, np.random.get_state(legacy=False)
-    return _known[2]
-
-
-_BYTES_OF_MT19937 = 4 * 624 + 4
+    return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state(), device
 
 
 def as_captured(states: tuple[Any, ...]) -> dict[str, Any]:
