@@ -8,8 +8,10 @@
 # make test-simulated-gpu  tests/gpu on two simulated GPUs, in an environment of their own (4.8 GB at first)
 # make test-ecosystem  other projects' models, optimizers and loaders in every mode (large downloads at first)
 # make test-ecosystem-part  each of their libraries but Ray once, in ddp and resumed; four minutes
+# make test-versions  a part of the tests with each Python here, with its oldest and newest torch (hours): ARGS=--dry-run lists them
 # make check     what CI runs: tests, lint, types, documentation
 # make docs      build docs/_build/html
+# make dist      build sdist and wheel of the last commit twice, compare and check them, try the wheel; they are in dist/
 # make soak      disturb hundreds of short trainings at random: make soak ARGS='--trials 300 --seed 1'
 # make soak-restarts  strike runs that have to survive: make soak-restarts ARGS='--failures 1000 --seed 1'
 # make bench     run the benchmarks, write benchmarks/RESULTS.rst
@@ -38,7 +40,7 @@ $(VENV)/$(1).stamp: setup.cfg setup.py pyproject.toml $(CONSTRAINTS) | $(BIN)/py
 	@touch $$@
 endef
 
-.PHONY: help demo test test-long test-unit test-docs test-hosts test-all test-simulated-gpu test-ecosystem test-ecosystem-part lint types docs check bench gpu soak soak-restarts clean
+.PHONY: help demo test test-long test-unit test-docs test-hosts test-all test-simulated-gpu test-ecosystem test-ecosystem-part test-versions lint types docs dist check bench gpu soak soak-restarts clean
 help:
 	@sed -n '1,/^PYTHON/{/^# make/s/^# //p}' Makefile
 
@@ -91,6 +93,9 @@ ECOSYSTEM_PART := test_submitit or (test_ddp and (iterable or torch_geometric or
 test-ecosystem-part: $(VENV)/test-ecosystem-part.stamp
 	$(PYTEST) tests/ecosystem -m ecosystem -k "$(ECOSYSTEM_PART)" -o faulthandler_timeout=600 $(ARGS)
 
+test-versions:
+	$(PYTHON) tests/versions.py $(ARGS)
+
 lint: $(VENV)/lint.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -102,6 +107,9 @@ types: $(VENV)/lint.stamp $(VENV)/examples.stamp
 docs: $(VENV)/docs.stamp
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
+
+dist: $(VENV)/docs.stamp
+	$(BIN)/python .ci/dist.py
 
 check:
 	bash .ci/run
@@ -119,4 +127,4 @@ gpu:
 	$(PYTHON) -m benchmarks.gpu $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(VENV_SIMULATED_GPU) build *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_SIMULATED_GPU) build dist *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -103,13 +103,18 @@ def main() -> int:
     parser.add_argument("--python", action="append", help="only this version of Python, such as 3.12; repeatable")
     parser.add_argument("--torch", help="only this release of torch")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "versions", help="for environments and logs")
+    parser.add_argument("--dry-run", action="store_true", help="only list the pairs")
     options, arguments = parser.parse_known_args()
     rows: list[tuple[str, ...]] = []
     passed = True
     for version, python, torch in pairs(options.python or list(PYTHONS)):
         if python is None:
             rows.append((version, "", "", "no interpreter here"))
-        elif options.torch in (None, torch):
+        elif options.torch not in (None, torch):
+            continue
+        elif options.dry_run:
+            rows.append((version, torch, "", "not run"))
+        else:
             begin = time.monotonic()
             result, ok = tried(python, torch, options.folder / f"{version}-{torch}", arguments)
             passed &= ok
