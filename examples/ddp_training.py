@@ -15,7 +15,7 @@ from trainloop import TrainLoop
 from trainloop.callbacks import ModelCheckpoint, TensorBoard
 from trainloop.distributed import is_global_zero
 
-if __name__ == "__main__":  # each rank is a new Python process that imports this file
+if __name__ == "__main__":  # a spawned loader worker imports this file, and must not train
     args = arguments(__doc__, epochs=12)
     torch.manual_seed(0)
     model = DigitsCNN()

@@ -42,7 +42,7 @@ class Transformer(TTModel):
         return self(pictures.to(device)).argmax(1).cpu(), labels, {}
 
 
-if __name__ == "__main__":  # each rank is a new Python process that imports this file
+if __name__ == "__main__":  # a spawned loader worker imports this file, and must not train
     args = arguments(__doc__)
     torch.manual_seed(0)
     model = Transformer()
