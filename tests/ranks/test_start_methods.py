@@ -414,7 +414,10 @@ class Breaks(AbstractCallback):
 @pytest.mark.long
 def test_fits_of_several_threads_at_once(each_start_method: str) -> None:
     alone = [trained_from(start) for start in (1.0, 2.0)]
-    os.kill(server_pid(), signal.SIGKILL) if server_pid() else None  # all of them ask for one at once
+    if pid := server_pid():  # all of them ask for one at once
+        os.kill(pid, signal.SIGKILL)
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX":
+            time.sleep(0.01)
     before = dict(os.environ)
     with ThreadPoolExecutor(4) as threads:
         together = [threads.submit(trained_from, start) for start in (1.0, 2.0, BROKEN, 1.0)]
