@@ -36,7 +36,7 @@ from trainloop.checkpoint import CheckpointInfo
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.parallel.shards import is_sharded
 
-__all__ = ["FailureRecorder"]
+__all__ = ["FailureRecorder", "named_losses", "recorded_modules"]
 
 # In training BatchNorm and its like write these and don't read them; in evaluation they don't change.
 _WRITTEN_ONLY = ("running_mean", "running_var", "num_batches_tracked")
@@ -170,11 +170,9 @@ class FailureRecorder(AbstractCallback):
         }
         if self._carriers is None:
             self._carriers = [(path, module, name) for path, module, name, _ in places_of(loop.model)]
-            parts = [("model", loop.model), ("criterion", loop.criterion)]
             self._buffers = [
                 (f"{path}.{name}", module, name)
-                for root, part in parts
-                if isinstance(part, nn.Module)
+                for root, part in recorded_modules(loop).items()
                 for path, module in part.named_modules(prefix=root)
                 for name, buffer in module._buffers.items()
                 if buffer is not None and name not in _WRITTEN_ONLY and not buffer.is_inference()
@@ -199,22 +197,17 @@ class FailureRecorder(AbstractCallback):
         now = {path: module._buffers[name] for path, module, name in self._buffers}
         marks = {path: (buffer, buffer._version) for path, buffer in now.items() if buffer is not None}
         if not first:
-            moved = {p for p, (buffer, version) in marks.items() if self._was(p) != (id(buffer), version)}
+            moved = {p for p, (b, _) in marks.items() if p not in self._seen or self._moved(b, self._seen[p])}
             self._restless = moved | (self._restless or set())
         self._seen = marks
         chosen = {p: b for p, (b, _) in marks.items() if first or p in (self._restless or ())}
         small = sum(b.nbytes for b in chosen.values()) <= _MOST_BUFFER_BYTES
         self._copies = {p: b.detach().clone() for p, b in chosen.items()} if small else {}
 
-    def _was(self, path: str) -> tuple[int, int]:
-        buffer, version = self._seen.get(path, (None, 0))
-        return id(buffer), version
-
     def backward_ended(self, loss: Any) -> None:
         """Called by the training right after each backward."""
         self._ended += 1
-        losses = {"": loss} if isinstance(loss, Tensor) else dict(loss)
-        self._losses = {name: value.detach() for name, value in losses.items()}
+        self._losses = named_losses(loss)
         if self._found:
             return
         loop = self.train_loop_obj
@@ -358,8 +351,7 @@ class FailureRecorder(AbstractCallback):
         compares = (stage == "backward" and own and self._ended == len(self._states)) or (
             stage in ("hooks", "step") and loop.world_size == 1 and not alternating
         )
-        parts = {"model": loop.model, "criterion": loop.criterion}
-        modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+        modules = recorded_modules(loop)
         parameters = {f"{r}.{n}": p for r, part in modules.items() for n, p in part.named_parameters()}
         buffers = {f"{r}.{n}": b for r, part in modules.items() for n, b in part.named_buffers()}
         changed = [path for path, mark in self._seen.items() if path in buffers and self._moved(buffers[path], mark)]
@@ -395,6 +387,18 @@ class FailureRecorder(AbstractCallback):
     @staticmethod
     def _moved(buffer: Tensor, mark: tuple[Any, int]) -> bool:
         return buffer is not mark[0] or buffer._version != mark[1]
+
+
+def recorded_modules(loop: Any) -> dict[str, nn.Module]:
+    """Return the modules whose weights and buffers a record holds, by the first name of their paths there."""
+    parts = {"model": loop.model, "criterion": loop.criterion}
+    return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+
+
+def named_losses(loss: Any) -> dict[str, Tensor]:
+    """Return a loss, detached, by the names of a ``MultiLoss``; a single one has the name ``''``."""
+    losses = {"": loss} if isinstance(loss, Tensor) else dict(loss)
+    return {name: value.detach() for name, value in losses.items()}
 
 
 def _are_finite(losses: Mapping[str, Tensor]) -> bool:

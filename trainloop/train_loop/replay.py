@@ -21,6 +21,7 @@ from trainloop._support.carried import places_of
 from trainloop._support.nested import parts_of
 from trainloop._support.stopping import LocalStop
 from trainloop._support.user_line import warn
+from trainloop.callbacks.failure_recorder import named_losses, recorded_modules
 from trainloop.data import StepBatches
 from trainloop.data.batches import move_to
 from trainloop.distributed import Rank
@@ -192,13 +193,8 @@ def _error_of(record: dict[str, Any]) -> str:
 # -- putting the record in place ---------------------------------------------------------------------------------------
 
 
-def _roots(loop: TrainLoop[Any]) -> dict[str, nn.Module]:
-    found = {"model": loop.model, "criterion": loop.criterion}
-    return {name: part for name, part in found.items() if isinstance(part, nn.Module)}
-
-
 def _tensors(loop: TrainLoop[Any]) -> Iterator[tuple[str, Tensor]]:
-    for root, part in _roots(loop).items():
+    for root, part in recorded_modules(loop).items():
         yield from (*part.named_parameters(prefix=root), *part.named_buffers(prefix=root))
 
 
@@ -213,7 +209,7 @@ def _as_recorded(loop: TrainLoop[Any], record: dict[str, Any], device: torch.dev
         undo.callback(_restore, vars(loop), dict(vars(loop)))
         for optimizer in optimizers_of(loop.optimizer):
             undo.callback(move_state, optimizer)  # to where the parameters are again
-        for module in {m for part in _roots(loop).values() for m in part.modules()}:
+        for module in {m for part in recorded_modules(loop).values() for m in part.modules()}:
             undo.callback(_restore, module._buffers, dict(module._buffers))
             undo.callback(setattr, module, "training", module.training)
         for _, module, name, _ in places_of(loop.model):
@@ -271,14 +267,13 @@ class _Repeats:
 
     def backward_ended(self, loss: Any) -> None:
         if self._begun == len(self._states):
-            losses = {"": loss} if isinstance(loss, Tensor) else dict(loss)
-            self.losses = {name: value.detach() for name, value in losses.items()}
+            self.losses = named_losses(loss)
             raise _Reached
 
 
 def _repeated(run: Training, record: dict[str, Any], step: StepBatches, detect: str | None) -> Replay:
     loop, place = run.loop, record["place"]
-    modules = {f"{r}.{n}": m for r, part in _roots(loop).items() for n, m in part.named_modules()}
+    modules = {f"{r}.{n}": m for r, part in recorded_modules(loop).items() for n, m in part.named_modules()}
     for name, module in modules.items():
         module.training = record["training"].get(name, module.training)
     run.gradients = gradients = Gradients(run)
