@@ -164,7 +164,7 @@ def test_imports_go_in_no_circle() -> None:
 
 
 # Own modules that are imported inside functions, and why.
-CHEAP = "`import trainloop` is to be cheap, and few programs come there"
+CHEAP = "keeps `import trainloop` fast; few programs need it"
 RANKS = "only where ranks are started: starting them is a layer above"
 UP = "a way up, taken when it is called"
 IN_TRIAL = "a trial's process has its environment set before it imports torch"

@@ -116,7 +116,7 @@ def name_semaphores(token: str) -> None:
     For a rank, which may be killed. After that only their names can tell which launch they belong to. Libraries rename
     them: joblib's loky does so for the whole process when it is imported.
     """
-    from multiprocessing import synchronize  # `import trainloop` is to be cheap
+    from multiprocessing import synchronize  # keeps `import trainloop` fast
 
     prefix = f"/{_SEMAPHORES}{token}"
     multiprocessing.current_process()._config["semprefix"] = prefix  # type: ignore[attr-defined]

@@ -120,7 +120,7 @@ def drop_unwritten_pages(spans: Iterable[tuple[int, int]]) -> int:
     int
         Bytes that were dropped.
     """
-    import numpy as np  # `import trainloop` is to be cheap
+    import numpy as np  # keeps `import trainloop` fast
 
     if sys.platform != "linux":
         return 0

@@ -44,7 +44,7 @@ def refusals_told(*, tell: bool) -> Iterator[None]:
 
     Ranks that ``fit`` has started need no telling: who started them sees the error, and ends the others.
     """
-    from trainloop._launch.rank_process import started_by_launch  # `import trainloop` is to be cheap
+    from trainloop._launch.rank_process import started_by_launch  # keeps `import trainloop` fast
 
     try:
         yield

@@ -75,7 +75,7 @@ def execute(loop: TrainLoop[Any], work: Callable[..., Any], *args: Any, job: Fit
 
 
 def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, ...], job: FitJob | None) -> Any:
-    # Imported here: `import trainloop` is to be cheap, and most programs never start a rank.
+    # Keeps `import trainloop` fast: most programs never start a rank.
     from trainloop import _launch as launch
     from trainloop.train_loop.handover import Departure
 

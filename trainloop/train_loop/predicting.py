@@ -41,7 +41,7 @@ def predict(
             f"stream=True on {nodes} nodes: the rows are kept in files of the host that predicted them, where other "
             "hosts can't read them. Predict on one node, or save what is needed in on_after_batch_prediction."
         )
-    from trainloop._launch import joined  # `import trainloop` is to be cheap
+    from trainloop._launch import joined  # keeps `import trainloop` fast
 
     if loop.running is not None or (has_ranks(loop.gpu_mode) and joined() is not None):
         return run_now(Run.predict_stream, *work, rows_to)

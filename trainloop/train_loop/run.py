@@ -250,7 +250,7 @@ class Run:
 
     def _receivers(self, rows_to: str | None) -> Sequence[int]:
         """Ranks that get all rows of predictions."""
-        from trainloop._launch.rank_process import started_by_launch  # `import trainloop` is to be cheap
+        from trainloop._launch.rank_process import started_by_launch  # keeps `import trainloop` fast
 
         ranks = range(self.loop.world_size)
         if rows_to == "main":

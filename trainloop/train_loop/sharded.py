@@ -128,7 +128,7 @@ def sharded(
         in the file from which the launching process reads the result. Collective, at the end; where an exception ends
         the run, and with ``'none'``, the model has the values it came with.
     """
-    from trainloop._transfer.pages import drop_unwritten_pages  # `import trainloop` is to be cheap
+    from trainloop._transfer.pages import drop_unwritten_pages  # keeps `import trainloop` fast
 
     originals = dict(model.named_parameters())
     kept = {name: p.data for name, p in originals.items()}  # a unit that goes to its GPU takes its parameters along
@@ -181,7 +181,7 @@ def sharded(
 
 
 def _is_first_of_host() -> bool:
-    from trainloop._launch import place_here  # `import trainloop` is to be cheap
+    from trainloop._launch import place_here  # keeps `import trainloop` fast
 
     return place_here().local_rank == 0
 
@@ -253,7 +253,7 @@ def _give_back(
 
 def _in_file(shards: Sequence[Any], file: ResultFile, *, frees: bool = False) -> list[Tensor]:
     """Write sharded tensors into the file of this host's result; returns them whole, as views of it. Collective."""
-    from trainloop._transfer.pages import trim  # `import trainloop` is to be cheap
+    from trainloop._transfer.pages import trim  # keeps `import trainloop` fast
 
     room = file.room_for((shard.shape, shard.dtype) for shard in shards)
     all_here, kept = _all_here(), 0
@@ -276,14 +276,14 @@ def _in_file(shards: Sequence[Any], file: ResultFile, *, frees: bool = False) ->
 
 
 def _result_file() -> ResultFile | None:
-    from trainloop._launch.rank_process import result_file  # `import trainloop` is to be cheap
+    from trainloop._launch.rank_process import result_file  # keeps `import trainloop` fast
 
     return result_file()
 
 
 def _all_here() -> bool:
     """Whether all ranks are on this host."""
-    from trainloop._launch import place_here  # `import trainloop` is to be cheap
+    from trainloop._launch import place_here  # keeps `import trainloop` fast
 
     here = place_here()
     return here.local_world_size == here.world_size

@@ -97,7 +97,7 @@ def as_launched(site: Site, asked: Any, here: Rank) -> Site:
 
 def about_one_rank(site: Site, asked: Any) -> str:
     """What the run's first line adds where ranks of the CPU were not counted: ``devices='auto'`` is one of them."""
-    from trainloop._launch.rank_process import started_by_launch  # `import trainloop` is to be cheap
+    from trainloop._launch.rank_process import started_by_launch  # keeps `import trainloop` fast
 
     alone = has_ranks(site.mode) and len(site.devices) == site.num_nodes == 1 and site.devices[0].type == "cpu"
     # A launcher's number is the launcher's to change.

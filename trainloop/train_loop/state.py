@@ -222,7 +222,7 @@ def checkpoint_to_resume(loop: TrainLoop[Any], resume_from: Any) -> dict[str, An
             )
         state = keepers[0].last_state(whole=whole)
     else:
-        from trainloop import checkpoint  # when first used: `import trainloop` is to be cheap
+        from trainloop import checkpoint  # keeps `import trainloop` fast
 
         state = checkpoint.load(resume_from, whole=whole)
     if state is not None:
@@ -362,7 +362,7 @@ def take_up_finished(loop: TrainLoop[Any], state: dict[str, Any], why: str) -> N
 
 def _load_parts(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
     """Load the parts of the loop itself, running or not."""
-    from trainloop.checkpoint.sharded import load_model, whole_of  # when first used: `import trainloop` is to be cheap
+    from trainloop.checkpoint.sharded import load_model, whole_of  # keeps `import trainloop` fast
 
     load_model(loop.model, state)
     if isinstance(loop.criterion, nn.Module) and state["criterion"]:

@@ -277,7 +277,7 @@ class Training(Run):
                 try:
                     hook(exception)
                 except Exception as error:  # must not hide what went wrong first
-                    from trainloop._launch.failures import described  # `import trainloop` is to be cheap
+                    from trainloop._launch.failures import described  # keeps `import trainloop` fast
 
                     name = getattr(hook, "__qualname__", "on_exception")
                     _warn(f"{name} failed while handling {described(exception)}: {described(error)}")
