@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         TrainLoopEndSave,
     )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if _other := distribution.overwritten_by():
     from trainloop._support.user_line import warn
