@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainloop._support.nested import map_parts
 from trainloop.errors import ConfigurationError
 
-__all__ = ["ModelWrap", "TTBasicModel", "TTModel", "check_signatures", "yields_losses"]
+__all__ = ["ModelWrap", "TTBasicModel", "TTModel"]
 
 
 class TTModel(nn.Module, ABC):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn, optim
+from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader
 
 from conftest import make_data
@@ -489,3 +490,11 @@ def test_what_stands_for_no_int(wrong: Any) -> None:
 def test_the_loop_that_the_cases_change_works() -> None:
     loop = make()
     assert loop.fit(num_epochs=1) is loop.model
+
+
+def test_fsdp_on_the_cpu_needs_a_torch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.6.0+cu124"))
+    with pytest.raises(
+        ConfigurationError, match=r"^gpu_mode='fsdp' on the CPU: PyTorch 2\.6\.0\+cu124 supports it on GPUs"
+    ):
+        fit(gpu_mode="fsdp", devices=2, accelerator="cpu")
