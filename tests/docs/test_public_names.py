@@ -32,9 +32,8 @@ def listed() -> dict[str, str]:
             elif match := re.match(r"\.\. auto(?:class|function|data):: ([\w.]+)$", line):
                 name = match[1] if "." in match[1] else f"{module}.{match[1]}"
                 found[name] = page.name
-            elif match := re.match(r"   (\w+)$", line):  # of an autosummary
-                if module:
-                    found[f"{module}.{match[1]}"] = page.name
+            elif module and (match := re.match(r"   (\w+)$", line)):  # of an autosummary
+                found[f"{module}.{match[1]}"] = page.name
     return found
 
 

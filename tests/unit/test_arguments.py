@@ -494,7 +494,5 @@ def test_the_loop_that_the_cases_change_works() -> None:
 
 def test_fsdp_on_the_cpu_needs_a_torch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.6.0+cu124"))
-    with pytest.raises(
-        ConfigurationError, match=r"^gpu_mode='fsdp' on the CPU: PyTorch 2\.6\.0\+cu124 supports it on GPUs"
-    ):
-        fit(gpu_mode="fsdp", devices=2, accelerator="cpu")
+    with pytest.raises(ConfigurationError, match=r"^gpu_mode='fsdp' on the CPU: PyTorch 2\.6\.0\+cu124 supports it on"):
+        fit({"gpu_mode": "fsdp", "devices": 2, "accelerator": "cpu"})
