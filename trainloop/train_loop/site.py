@@ -111,7 +111,7 @@ def about_one_rank(site: Site, asked: Any) -> str:
 
 
 def _are_all(asked: Any) -> bool:
-    """Whether the argument ``devices`` leaves their number open."""
+    """Return True if the argument ``devices`` leaves their number open."""
     return (isinstance(asked, str) and asked.strip().lower() in ("auto", "-1")) or whole_number(asked) == -1
 
 
@@ -241,7 +241,7 @@ def check_backend(backend: Any, site: Site) -> str | None:
 
 
 def _serves(part: str, kind: str) -> bool:
-    """Whether a part of a backend's name, ``'gloo'`` or ``'cuda:nccl'``, is for devices of a kind."""
+    """Return True if a part of a backend's name, ``'gloo'`` or ``'cuda:nccl'``, is for devices of a kind."""
     device, _, name = part.rpartition(":")
     # A plugin may leave open for which devices it is.
     return device in ("", kind) and kind in torch.distributed.Backend.backend_capability.get(name, [kind])
