@@ -8,6 +8,7 @@
 # make test-simulated-gpu  tests/gpu on two simulated GPUs, in an environment of their own (4.8 GB at first)
 # make test-ecosystem  other projects' models, optimizers and loaders in every mode (large downloads at first)
 # make test-ecosystem-part  each of their libraries but Ray once, in ddp and resumed; four minutes
+# make test-platforms  each mode once and a part of tests/unit on a pretended macOS and Windows
 # make test-versions  a part of the tests with each Python here, with its oldest and newest torch (hours): ARGS=--dry-run lists them
 # make check     what CI runs: tests, lint, types, documentation
 # make docs      build docs/_build/html
@@ -40,7 +41,7 @@ $(VENV)/$(1).stamp: setup.cfg setup.py pyproject.toml $(CONSTRAINTS) | $(BIN)/py
 	@touch $$@
 endef
 
-.PHONY: help demo test test-long test-unit test-docs test-hosts test-all test-simulated-gpu test-ecosystem test-ecosystem-part test-versions lint types docs dist check bench gpu soak soak-restarts clean
+.PHONY: help demo test test-long test-unit test-docs test-hosts test-all test-simulated-gpu test-ecosystem test-ecosystem-part test-platforms test-versions lint types docs dist check bench gpu soak soak-restarts clean
 help:
 	@sed -n '1,/^PYTHON/{/^# make/s/^# //p}' Makefile
 
@@ -92,6 +93,9 @@ ECOSYSTEM_PART := test_submitit or (test_ddp and (iterable or torch_geometric or
 	or lora or MONAI or schedule-free or AdamW8bit or torchmetrics))
 test-ecosystem-part: $(VENV)/test-ecosystem-part.stamp
 	$(PYTEST) tests/ecosystem -m ecosystem -k "$(ECOSYSTEM_PART)" -o faulthandler_timeout=600 $(ARGS)
+
+test-platforms: $(VENV)/test.stamp
+	bash tests/pretended/run.sh $(BIN)/python
 
 test-versions:
 	$(PYTHON) tests/versions.py $(ARGS)

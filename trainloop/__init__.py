@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         TrainLoopEndSave,
     )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if _other := distribution.overwritten_by():
     from trainloop._support.user_line import warn
@@ -32,7 +32,7 @@ if _other := distribution.overwritten_by():
         f"files overwrite each other. {distribution.REINSTALL}"
     )
 
-# Imported when first asked for: a script that only wants the wrappers pays for nothing else.
+# Imported on first access, so that a script that uses only the wrappers imports nothing else.
 _HOMES = {
     "AbstractCallback": "trainloop.callbacks.base",
     "ModelWrap": "trainloop.model",
@@ -66,7 +66,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # with it, every name would be right
+if not TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         if name in _HOMES:

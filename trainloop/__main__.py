@@ -1,4 +1,4 @@
-"""``python -m trainloop``: what there is, and ``python -m trainloop doctor``."""
+"""``python -m trainloop``: an overview, and the commands ``doctor`` and ``checkpoint export``."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from trainloop.errors import TrainLoopError
 OVERVIEW = f"""\
 trainloop {__version__}: a PyTorch training loop; one script for one device, data parallel and distributed training.
 
-  python -m trainloop doctor          look at this machine and installation; --json for programs
+  python -m trainloop doctor          check this machine and installation; --json for programs
   python -m trainloop checkpoint export CHECKPOINT model.safetensors
-                                      the weights of a checkpoint, of a sharded one too, as one file
+                                      write a checkpoint's weights, sharded or not, to one file
   from trainloop import TrainLoop, TTModel
-  help(trainloop.TrainLoop)           all arguments, with what they do
-  loop.preflight()                    checks before a long job, in seconds
-  print(loop)                         its mode, devices, precision and batch
+  help(trainloop.TrainLoop)           describe all arguments
+  loop.preflight()                    check a loop in seconds, before a long job
+  print(loop)                         show its mode, devices, precision and batch size
 
-README.rst has a first script, docs/ the guides, examples/ a file for each feature."""
+README.rst has a first script, docs/ has the guides, and examples/ has a file for each feature."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit status, 1 if the doctor found a problem."""
+    """Run the command and return its exit status, 1 if the doctor found a problem."""
     parser = argparse.ArgumentParser(prog="python -m trainloop", description=OVERVIEW.split("\n")[0])
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command")
-    doctor = commands.add_parser("doctor", help="look at this machine and installation")
+    doctor = commands.add_parser("doctor", help="check this machine and installation")
     doctor.add_argument("--json", action="store_true", help="for programs")
-    actions = commands.add_parser("checkpoint", help="what is in checkpoints").add_subparsers(
+    actions = commands.add_parser("checkpoint", help="work with checkpoints").add_subparsers(
         dest="action", required=True
     )
-    exporting = actions.add_parser("export", help="the weights of a checkpoint as one safetensors file")
-    exporting.add_argument("checkpoint", help="a checkpoint, or a folder of them for the newest")
+    exporting = actions.add_parser("export", help="write a checkpoint's weights to one safetensors file")
+    exporting.add_argument("checkpoint", help="a checkpoint, or a folder whose newest checkpoint is exported")
     exporting.add_argument("file", help="the file to make")
     given = parser.parse_args(arguments)
     if given.command is None:

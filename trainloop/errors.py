@@ -3,15 +3,15 @@
 ::
 
     TrainLoopError(Exception)
-    ├── ConfigurationError(ValueError)   arguments that can't work, found before any process starts
+    ├── ConfigurationError(ValueError)   invalid arguments, found before any process starts
     │   ├── DeviceError                  devices that don't exist or can't be parsed
     │   ├── ResourceError                quotas that can't be met
     │   └── UnknownArgumentError(TypeError)  a keyword that the function doesn't have
-    ├── UnpicklableError(TypeError)      something that can't be sent to another process
+    ├── UnpicklableError(TypeError)      an object that can't be sent to another process
     ├── WorkerFailedError(RuntimeError)  a rank raised, was killed, or hung
-    └── CheckpointError(RuntimeError)    nothing loadable, or it belongs to another model
+    └── CheckpointError(RuntimeError)    no loadable checkpoint, or one of another model
 
-Every message says what was wrong, what was given, and what to do.
+Every message says what is wrong, what was given, and what to do.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TrainLoopError(Exception):
 
 
 class ConfigurationError(TrainLoopError, ValueError):
-    """Arguments that can't work; raised before any process starts."""
+    """Invalid arguments; raised before any process starts."""
 
 
 class DeviceError(ConfigurationError):
@@ -45,11 +45,11 @@ class ResourceError(ConfigurationError):
 
 
 class UnknownArgumentError(ConfigurationError, TypeError):
-    """An unknown keyword: a ``TypeError``, as for any function; the message has the nearest name."""
+    """An unknown keyword. It is a ``TypeError``, as for any function; the message suggests the nearest name."""
 
 
 class UnpicklableError(TrainLoopError, TypeError):
-    """Something that can't be sent to another process; the message names its attribute path and type."""
+    """An object that can't be sent to another process; the message names its attribute path and type."""
 
 
 class CheckpointError(TrainLoopError, RuntimeError):
@@ -57,20 +57,20 @@ class CheckpointError(TrainLoopError, RuntimeError):
 
 
 class WorkerFailedError(TrainLoopError, RuntimeError):
-    """A rank raised, exited, was killed or hung; the other ranks were ended because of it.
+    """A rank raised an exception, exited, was killed or hung, so the other ranks were ended.
 
     Parameters
     ----------
     message : str
-        What happened, in one or more lines; the traceback is added to it.
+        Description of the failure, in one or more lines; the traceback is appended to it.
     rank : int
         Global rank of the process that failed first.
     exitcode : int or None
-        Exit code of that process; negative is a signal's number; None where it hung.
+        Exit code of that process; the negative of a signal's number if it was killed; None if it hung.
     traceback : str
-        The failed rank's own traceback as text, empty where the process died without one.
+        Text of the failed rank's traceback; empty if the process died without one.
     recorded : str or None
-        The file of a ``FailureRecorder`` that repeats the step: ``tl.replay(error.recorded)``.
+        File of a ``FailureRecorder``, from which ``tl.replay(error.recorded)`` repeats the step; None without one.
     """
 
     def __init__(

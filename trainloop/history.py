@@ -1,4 +1,4 @@
-"""The record of a training: each metric's values by epoch, and by step where they were logged so."""
+"""The record of a training: each metric's values by epoch, and by step if it was logged per step."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ class History(Mapping[str, list[float]]):
         self._step_indices: dict[str, array[int]] = {}
         self._step_values: dict[str, array[float]] = {}
         self._unagreed: dict[str, list[int]] = {}
-        """Positions of values that the other ranks don't know yet; only the loop writes here."""
+        """Positions of the values that have not been sent to the other ranks yet; only the loop writes here."""
 
     def __getitem__(self, name: str) -> list[float]:
         try:
             return list(self._values[name])
         except KeyError:
-            raise KeyError(f"{name!r} is not in the history; there are: {', '.join(self._values) or 'none'}") from None
+            raise KeyError(f"{name!r} is not in the history, which has: {', '.join(self._values) or 'none'}") from None
 
     if not TYPE_CHECKING:  # checkers know the attributes
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Called for an attribute that there is none of: many look for a metric so."""
-            known = vars(self).get("_values", ())  # a copy that is being made has none yet
-            hint = f'. A metric is read by its name in brackets: history["{name}"]' if name in known else ""
+            """Raise an error with a hint, since many users try to read a metric as an attribute."""
+            known = vars(self).get("_values", ())  # missing while a copy is being made
+            hint = f'. Read a metric by its name in brackets: history["{name}"]' if name in known else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def __iter__(self) -> Iterator[str]:
@@ -60,15 +60,15 @@ class History(Mapping[str, list[float]]):
         return len(self._values)
 
     def steps(self, name: str) -> list[float]:
-        """Step-level values of a metric, in order; empty where it has none."""
+        """Return the step-level values of a metric, in order; an empty list if it has none."""
         return list(self._step_values.get(name, ()))
 
     def step_indices(self, name: str) -> list[int]:
-        """The optimizer steps, counted from 1, to which :meth:`steps` belongs."""
+        """Return the optimizer step, counted from 1, of each value of :meth:`steps`."""
         return list(self._step_indices.get(name, ()))
 
     def epochs(self, name: str) -> list[int]:
-        """The epoch, counted from 0, of each of a metric's values; empty where it has none."""
+        """Return the epoch, counted from 0, of each of a metric's values; an empty list if it has none."""
         return list(self._epochs.get(name, ()))
 
     @property
@@ -77,7 +77,7 @@ class History(Mapping[str, list[float]]):
         return list(self._step_values)
 
     def to_dict(self) -> dict[str, list[float]]:
-        """A copy as plain lists, for JSON or pandas."""
+        """Return a copy as plain lists, for JSON or pandas."""
         return {name: list(values) for name, values in self._values.items()}
 
     def plot(self, path: str | None = None) -> Any:
@@ -86,7 +86,7 @@ class History(Mapping[str, list[float]]):
         Parameters
         ----------
         path : str, optional
-            File to write; its ending gives the format.
+            File to write; its suffix sets the format. Default: no file.
 
         Returns
         -------
@@ -125,7 +125,7 @@ class History(Mapping[str, list[float]]):
         return figure
 
     def rows(self) -> list[dict[str, float]]:
-        """One dict an epoch, with ``epoch`` counted from 1 among its keys; metrics without a value are left out."""
+        """Return one dict per epoch: ``epoch``, counted from 1, and each metric that has a value in it."""
         rows: dict[int, dict[str, float]] = {}
         for name, values in self._values.items():
             for epoch, value in zip(self._epochs[name], values, strict=True):
@@ -135,7 +135,7 @@ class History(Mapping[str, list[float]]):
         return [rows[epoch] for epoch in sorted(rows)]
 
     def row(self, epoch: int) -> dict[str, float]:
-        """The row of one epoch, counted from 0, as in :meth:`rows`."""
+        """Return the row of one epoch, counted from 0, as in :meth:`rows`."""
         found: dict[str, float] = {"epoch": epoch + 1}
         for name, epochs in self._epochs.items():
             i = bisect_right(epochs, epoch) - 1
@@ -154,7 +154,7 @@ class History(Mapping[str, list[float]]):
     # -- written by the loop only ------------------------------------------------------------------------------------
 
     def record(self, name: str, value: float, epoch: int, *, replace: bool = False) -> None:
-        """Add an epoch's value; with ``replace`` a second value in one epoch takes the place of the first."""
+        """Add an epoch's value; with ``replace``, a second value in one epoch replaces the first."""
         values, epochs = self._values.setdefault(name, []), self._epochs.setdefault(name, [])
         if replace and epochs and epochs[-1] == epoch:
             values[-1] = value
@@ -163,17 +163,17 @@ class History(Mapping[str, list[float]]):
             epochs.append(epoch)
 
     def record_own(self, name: str, value: float, epoch: int) -> None:
-        """Add this rank's own value of an epoch, until ranks agree on one."""
+        """Add this rank's value of an epoch; it is averaged with the other ranks' values later."""
         self._unagreed.setdefault(name, []).append(len(self._values.get(name, ())))
         self.record(name, value, epoch)
 
     @property
     def has_own(self) -> bool:
-        """Whether there are values that ranks have to agree on."""
+        """Return True if there are per-rank values that have not been averaged over ranks yet."""
         return bool(self._unagreed)
 
     def take_own(self) -> dict[str, list[tuple[int, float]]]:
-        """Take out the values, with their epochs, that ranks have to agree on."""
+        """Remove and return the per-rank values that have not been averaged yet, with their epochs."""
         taken = {}
         for name, places in self._unagreed.items():
             values, epochs = self._values[name], self._epochs[name]
@@ -184,7 +184,7 @@ class History(Mapping[str, list[float]]):
         return taken
 
     def put_agreed(self, everyone: Sequence[Mapping[str, Sequence[tuple[int, float]]]]) -> None:
-        """Add what :meth:`take_own` returned on all ranks, averaged: first values, second values and so on."""
+        """Average the results of :meth:`take_own` over ranks, first with first values and so on, and add the means."""
         for name in dict.fromkeys(name for theirs in everyone for name in theirs):
             for same in zip_longest(*(theirs[name] for theirs in everyone if name in theirs)):
                 entries = [entry for entry in same if entry is not None]
@@ -199,7 +199,7 @@ class History(Mapping[str, list[float]]):
             self._step_values[name].frombytes(values.tobytes())
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as plain types and tensors."""
+        """Return the whole history, as plain types and tensors."""
         return {
             "values": self.to_dict(),
             "epochs": {name: list(epochs) for name, epochs in self._epochs.items()},
@@ -208,7 +208,7 @@ class History(Mapping[str, list[float]]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replace the content by that of :meth:`state_dict`."""
+        """Replace the content by a result of :meth:`state_dict`."""
         self._unagreed = {}
         self._values = {name: list(values) for name, values in state["values"].items()}
         self._epochs = {name: list(epochs) for name, epochs in state["epochs"].items()}
@@ -217,7 +217,7 @@ class History(Mapping[str, list[float]]):
 
 
 def _mean(values: Sequence[float]) -> float:
-    # Equal values stay exact: their mean may round.
+    # Equal values stay exact; computing their mean could round.
     return values[0] if all(value == values[0] for value in values) else sum(values) / len(values)
 
 
@@ -231,7 +231,7 @@ def html_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def format_table(rows: Sequence[Mapping[str, float]]) -> str:
-    """Rows as an aligned text table, in the columns' order of appearance."""
+    """Return the rows as an aligned text table, with columns in the order in which they first appear."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [names, *([_cell(row, name) for name in names] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
@@ -246,7 +246,7 @@ def _cell(row: Mapping[str, float], name: str) -> str:
 
 
 def _let_notebook_show(figure_type: type) -> None:
-    """A notebook shows figures as pictures only once a cell has drawn one by pyplot, which this module doesn't use."""
+    """Make notebooks show figures as pictures; by default they do so only after a cell has used pyplot."""
     shell = sys.modules["IPython"].get_ipython() if "ipykernel" in sys.modules and "IPython" in sys.modules else None
     if shell is None or any(figure_type in formatter for formatter in shell.display_formatter.formatters.values()):
         return

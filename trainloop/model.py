@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from trainloop._support.nested import map_parts
 from trainloop.errors import ConfigurationError
 
-__all__ = ["ModelWrap", "TTBasicModel", "TTModel", "check_signatures", "yields_losses"]
+__all__ = ["ModelWrap", "TTBasicModel", "TTModel"]
 
 
 class TTModel(nn.Module, ABC):
-    """An ``nn.Module`` that also says how a batch becomes a loss and predictions.
+    """An ``nn.Module`` that also computes the loss and the predictions of a batch.
 
-    Write ``forward``, :meth:`get_loss` and :meth:`get_predictions`. The same class trains in every mode; batches may be
-    moved to ``device`` by hand or not, they are there already.
+    Write ``forward``, :meth:`get_loss` and :meth:`get_predictions`. The same class trains in every mode. Batches are
+    already on ``device``; moving them there yourself does no harm.
 
     Examples
     --------
@@ -42,72 +42,72 @@ class TTModel(nn.Module, ABC):
     """
 
     carried_state: Mapping[str, int] = {}
-    """Attributes that hold what is carried from batch to batch, such as ``{"hidden": 1}``, each with the dimension of
-    its columns. They are each rank's own, and checkpoints keep them; see :class:`trainloop.data.SplitBatches`."""
+    """Attributes that carry state from batch to batch, such as ``{"hidden": 1}``, each with the dimension of its
+    columns. Each rank has its own values, and checkpoints keep them; see :class:`trainloop.data.SplitBatches`."""
 
     # torch.jit.script can't read these annotations.
     __jit_ignored_attributes__ = ("carried_state", "loss_reduction")
 
     loss_reduction: str | None = None
-    """``'sum'`` or ``'mean'``: what :meth:`get_loss` makes of a batch's samples. ``None``: what the criterion's
-    ``reduction`` says, a mean where it says nothing."""
+    """``'sum'`` or ``'mean'``: how :meth:`get_loss` reduces a batch's samples. ``None``: as the criterion's
+    ``reduction`` says, or the mean if it has none."""
 
     def __init__(self) -> None:
         super().__init__()
-        # Old code lists here what its wrapper should pass on. Every attribute is passed on: nothing reads it.
+        # Old code lists the attributes for its wrapper to pass on. All are passed on, so nothing reads this.
         self.transfer_model_attributes: list[str] = []
 
     @abstractmethod
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
-        """Loss of one batch.
+        """Return the loss of one batch.
 
         Parameters
         ----------
         batch_data
-            What the loader yields.
+            A batch of the loader.
         criterion
-            What was passed to the loop.
+            The loop's ``criterion``.
         device : torch.device
-            Where the model is.
+            The model's device.
 
         Returns
         -------
         Tensor, tuple of (Tensor, weight), or MultiLoss
-            A 0-d loss that is a mean over the batch's samples (or their sum, where the criterion's ``reduction`` or
-            :attr:`loss_reduction` says so); or with the number of units (tokens, say) it is a mean over, by which
-            micro-batches and ranks are then weighed.
+            A 0-d loss: the mean over the batch's samples, or their sum if the criterion's ``reduction`` or
+            :attr:`loss_reduction` says so. A tuple adds the number of units (such as tokens) that the loss is a mean
+            over; micro-batches and ranks are then weighted by it.
 
         Yields
         ------
         tuple of (name or index, loss), or loss
-            Written as a generator, it yields losses in the order of their steps: after each ``yield`` the optimizer of
-            that name has stepped, and what follows is computed with its new weights. A loss is a Tensor or
+            Written as a generator, it yields losses in the order of their steps: after each ``yield``, the optimizer
+            of that name has stepped, and the code that follows uses the new weights. A loss is a Tensor or
             ``(Tensor, weight)``; with one optimizer it needs no name.
         """
 
     def get_loss_eval(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
-        """Loss in evaluation. Default: :meth:`get_loss`."""
+        """Return the loss of one batch in evaluation. Default: :meth:`get_loss`."""
         return self.get_loss(batch_data, criterion, device)
 
     @abstractmethod
     def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        """Predictions of one batch: ``(y_pred, y_true, metadata)``, a row each sample; ``y_true`` None without labels.
+        """Return ``(y_pred, y_true, metadata)`` of one batch, a row per sample; ``y_true`` is None without labels.
 
         Rows may be tensors, arrays, lists of anything, or nested dicts and tuples of these; ``metadata`` is a dict.
         Tensors and arrays whose rows differ in shape from batch to batch end up as a list of rows.
         """
 
     def on_epoch_begin(self) -> None:
-        """Before an epoch's first batch: the place to reset what the model carries from batch to batch.
+        """Reset the state that the model carries from batch to batch; called before an epoch's first batch.
 
-        Not called where a resumed run goes on in the middle of an epoch.
+        Not called if a run resumes in the middle of an epoch.
         """
 
     def on_evaluation_begin(self, dataset_info: dict[str, Any]) -> None:
-        """Before a pass over a dataset for its loss or its predictions, in ``fit`` or outside of it.
+        """Called before a pass over a dataset for its loss or its predictions, in ``fit`` or outside of it.
 
-        A model that carries state from batch to batch, such as a recurrent network trained on one long text, puts the
-        training's aside here and begins with a new one. Called before the same hook of callbacks, with the same
+        A model that carries state from batch to batch, such as a recurrent network trained on one long text, saves the
+        training's state here and starts with a new one. Called before the same hook of callbacks, with the same
         ``dataset_info``: see :meth:`~.AbstractCallback.on_evaluation_begin`.
 
         Examples
@@ -122,7 +122,7 @@ class TTModel(nn.Module, ABC):
         """
 
     def on_evaluation_end(self, dataset_info: dict[str, Any]) -> None:
-        """After the pass's last batch, unless it ended by an exception."""
+        """Called after the pass's last batch, unless the pass ended with an exception."""
 
     def log(
         self,
@@ -137,36 +137,36 @@ class TTModel(nn.Module, ABC):
         prog_bar: bool = False,
         rank_zero_only: bool = False,
     ) -> None:
-        """Record a metric, from any method of the model; outside a running loop it does nothing.
+        """Record a metric, from any method of the model. Outside a running loop it does nothing.
 
-        The value is copied on its device, where it stays until logs are flushed: a call costs a microsecond or two and
-        never waits. What is done to the tensor afterwards doesn't show.
+        The value is copied on its device, where it stays until logs are flushed: a call takes a microsecond or two and
+        never waits. Later changes to the tensor have no effect on the metric.
 
         Parameters
         ----------
         name : str
-            Name in ``history`` and TensorBoard. In validation and test it is prefixed by ``val_`` and ``test_``.
+            Name in ``history`` and TensorBoard. In validation and test it gets the prefix ``val_`` or ``test_``.
         value : 0-d Tensor or number
-            A tensor of one element counts as 0-d.
+            Value to record; a tensor with one element counts as 0-d.
         on_step, on_epoch : bool, optional
-            Keep each step's value; keep the epoch's. Default: both in a training step, the epoch's elsewhere.
+            Keep each step's value; keep the epoch's value. Default: both in a training step, elsewhere the epoch's.
         reduce : {'mean', 'sum', 'min', 'max'}
-            How values become one, over micro-batches, steps and ranks. A mean is weighed by ``batch_size``.
+            How values are reduced over micro-batches, steps and ranks. A mean is weighted by ``batch_size``.
         sync_dist : bool
-            Over all ranks; else each rank keeps its own.
+            Reduce over all ranks; if False, each rank keeps its own value.
         batch_size : int or 0-d Tensor, optional
-            Weight of the value; with 0 it doesn't count, even where it is nan. Default: the number of samples in the
-            batch; 1 between steps.
+            Weight of the value; with 0 it doesn't count, even if it is nan. Default: the number of samples in the
+            batch, or 1 between steps.
         prog_bar : bool
-            Show this rank's newest value in the progress bar.
+            Show this rank's latest value in the progress bar.
         rank_zero_only : bool
-            Keep rank 0's values, with no exchange. Such a metric can't be monitored.
+            Keep only rank 0's values and exchange none. Such a metric can't be monitored.
 
         Raises
         ------
         ConfigurationError
-            If the value is no scalar, the name is one the loop records itself, as ``loss``, or it was logged with other
-            options before.
+            If the value is not a scalar, the loop itself records a metric of this name (such as ``loss``), or the
+            metric was logged with other options before.
         """
         sink = self.__dict__.get("_log_sink")
         if sink is not None:
@@ -175,9 +175,9 @@ class TTModel(nn.Module, ABC):
             sink(name, value, (on_step, on_epoch, reduce, sync_dist, prog_bar, rank_zero_only), batch_size)
 
     @property
-    @torch.jit.unused  # or a script would have to compile it
+    @torch.jit.unused  # torch.jit.script would compile it otherwise
     def device(self) -> torch.device:
-        """Where the model's parameters (or else buffers) are now; the CPU where it has none."""
+        """Device of the model's parameters, or of its buffers; the CPU if it has neither."""
         for module in self.modules():
             # Replicas of nn.DataParallel keep their parameters under another name.
             for tensors in (module._parameters, module.__dict__.get("_former_parameters", {}), module._buffers):
@@ -187,18 +187,18 @@ class TTModel(nn.Module, ABC):
         return torch.device("cpu")
 
     def all_gather(self, value: Any, *, concat: bool = False) -> Any:
-        """``value`` of every rank: nested tensors and numbers, with a new leading axis of world size.
+        """Return ``value`` of every rank: nested tensors and numbers, with a new leading axis of world size.
 
-        Collective: every rank calls it, with equal shapes; or with ``concat=True``, which joins along the first axis,
-        where that may differ. In one process the new axis has length 1. Gradients flow back to every rank's tensors,
-        so that a loss over all ranks' rows trains as in one process; see :func:`trainloop.distributed.all_gather`.
+        Collective: every rank must call it, with equal shapes. With ``concat=True`` values are joined along their
+        first axis, whose length may differ. In one process the new axis has length 1. Gradients flow back to every
+        rank's tensors: a loss over all ranks' rows trains as in one process; see :func:`~.distributed.all_gather`.
         """
         from trainloop.distributed import all_gather
 
         return all_gather(value, concat=concat)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The listener belongs to the running loop, not to a copy of the model.
+        # The log's receiver belongs to the running loop, not to a copy of the model.
         return {key: value for key, value in self.__dict__.items() if key not in ("_log_sink", "_log_batch_size")}
 
 
@@ -206,17 +206,17 @@ class TTBasicModel(TTModel, ABC):
     """A model for batches shaped ``(*inputs, target)``: write ``forward(*inputs)`` only."""
 
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
-        """``criterion(self(*inputs), target)``."""
+        """Return ``criterion(self(*inputs), target)``."""
         inputs, target = _inputs_and_target(batch_data)
         if criterion is None:
             raise ConfigurationError(
-                f"{type(self).__name__}.get_loss needs a criterion, but got None: pass "
-                "TrainLoop(criterion=nn.CrossEntropyLoss()), or write a get_loss that needs none."
+                f"{type(self).__name__}.get_loss needs a criterion, but criterion is None. Pass "
+                "TrainLoop(criterion=nn.CrossEntropyLoss()), or write a get_loss that does not use one."
             )
         return criterion(self(*(_to(x, device) for x in inputs)), _to(target, device))
 
     def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        """The model's outputs as they are, the targets, and no metadata."""
+        """Return the model's outputs unchanged, the targets, and no metadata."""
         inputs, target = _inputs_and_target(batch_data)
         return self(*(_to(x, device) for x in inputs)), target, {}
 
@@ -227,10 +227,10 @@ class ModelWrap(TTModel):
     Parameters
     ----------
     module : nn.Module
-        Any module; found as ``.model`` afterwards.
+        Module to train; available as ``.model``.
     feed : object
-        Has ``get_loss(model, batch_data, criterion, device)``, ``get_predictions(model, batch_data, device)`` and, if
-        wanted, ``get_loss_eval``; for instance a
+        Object with ``get_loss(model, batch_data, criterion, device)``, ``get_predictions(model, batch_data, device)``
+        and optionally ``get_loss_eval``; for example a
         :class:`trainloop.data.batch_model_feed_defs.AbstractModelFeedDefinition`.
     """
 
@@ -240,17 +240,17 @@ class ModelWrap(TTModel):
             raise ConfigurationError(f"module={module!r}: must be an nn.Module.")
         missing = [name for name in ("get_loss", "get_predictions") if not callable(getattr(feed, name, None))]
         if missing:
-            raise ConfigurationError(f"feed={feed!r} has no {' and no '.join(missing)}: define them, see ModelWrap.")
+            raise ConfigurationError(f"feed={feed!r} has no {' and no '.join(missing)}. Define them: see ModelWrap.")
         self.model = module
         self.batch_model_feed_def = feed
         self.loss_reduction = getattr(feed, "loss_reduction", None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's output."""
+        """Return the wrapped module's output."""
         return self.model(*args, **kwargs)
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """Return what ``torch.jit.script`` compiles: the wrapped module, as a script takes no ``*args``."""
+        """Return the wrapped module for ``torch.jit.script``, which can't compile ``*args``."""
         return self.model
 
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
@@ -258,25 +258,25 @@ class ModelWrap(TTModel):
         return self.batch_model_feed_def.get_loss(self.model, batch_data, criterion, device)
 
     def get_loss_eval(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
-        """The feed's loss in evaluation, its ``get_loss`` where it has no other."""
+        """Return the feed's loss in evaluation, from its ``get_loss`` if it has no ``get_loss_eval``."""
         feed = self.batch_model_feed_def
         return getattr(feed, "get_loss_eval", feed.get_loss)(self.model, batch_data, criterion, device)
 
     def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        """The feed's predictions."""
+        """Return the feed's predictions."""
         return self.batch_model_feed_def.get_predictions(self.model, batch_data, device)
 
 
 def yields_losses(model: Any, method: str = "get_loss") -> bool:
-    """Whether a model's ``get_loss`` is a generator, which yields a loss for each optimizer step."""
+    """Return True if a model's ``get_loss`` is a generator, which yields a loss for each optimizer step."""
     if method == "get_loss_eval" and getattr(type(model), method, None) is TTModel.get_loss_eval:
         method = "get_loss"
     function = getattr(model, method, None)
-    # Its own get_loss returns what the feed's returns, and is no generator function itself.
+    # ModelWrap.get_loss returns the result of the feed's, and is not a generator function itself.
     if isinstance(model, ModelWrap):
         feed = model.batch_model_feed_def
         function = getattr(feed, method, feed.get_loss)
-    # Told by the function and not by a call: it decides which kind of training is made.
+    # Decided from the function, without a call, since the kind of training depends on it.
     return callable(function) and inspect.isgeneratorfunction(inspect.unwrap(function))
 
 
@@ -288,12 +288,12 @@ _CALLED_WITH = {
 
 
 def check_signatures(model: Any) -> None:
-    """Refuse a method of the model, or of its feed, that can't be called as the loop calls it.
+    """Raise an error if a method of the model, or of its feed, can't be called with the loop's arguments.
 
     Raises
     ------
     ConfigurationError
-        If one certainly can't; what has no signature of its own, a decorator's wrapper say, is called and not judged.
+        If one certainly can't. A method without a signature of its own, such as a decorator's wrapper, is accepted.
     """
     owner, before = (model.batch_model_feed_def, ("model",)) if isinstance(model, ModelWrap) else (model, ())
     for name, given in _CALLED_WITH.items():
@@ -301,7 +301,7 @@ def check_signatures(model: Any) -> None:
         function = getattr(method, "__func__", method)
         if not isinstance(function, types.FunctionType) or hasattr(function, "__signature__") or _is_stub(function):
             continue
-        # A decorator may hand on other arguments than it gets: its wrapper counts, not what it wraps.
+        # A decorator may pass on other arguments than it receives: check its wrapper, not the wrapped function.
         signature = inspect.signature(method, follow_wrapped=False)  # type: ignore[arg-type]
         given = (*before, *given)
         try:
@@ -309,9 +309,9 @@ def check_signatures(model: Any) -> None:
         except TypeError as error:
             raise ConfigurationError(
                 f"{type(owner).__name__}.{name} takes {signature}, but is called with ({', '.join(given)}): {error}. "
-                f"Write it as {name}({', '.join(('self', *given))})."
+                f"Define it as {name}({', '.join(('self', *given))})."
             ) from None
-        # It may be called only once all epochs are done.
+        # Checked now, since it may not be called before all epochs are done.
         sizes = _sizes_returned(function) - {3} if name == "get_predictions" else ()
         for size in sizes:
             raise ConfigurationError(
@@ -321,12 +321,12 @@ def check_signatures(model: Any) -> None:
 
 
 def _is_stub(function: types.FunctionType) -> bool:
-    """Whether a function reads none of its arguments, as one that only raises: it stands for what is never called."""
+    """Return True if a function reads none of its arguments, such as one that only raises an error."""
     return not any(step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) for step in dis.get_instructions(function))
 
 
 def _sizes_returned(function: types.FunctionType) -> set[int]:
-    """Return the lengths of tuples that are written out in a function's ``return``, such as ``return a, b``."""
+    """Return the lengths of the tuple displays, such as ``return a, b``, that a function returns."""
     steps = list(dis.get_instructions(function))
     return {
         made.argval for made, then in pairwise(steps) if (made.opname, then.opname) == ("BUILD_TUPLE", "RETURN_VALUE")
@@ -337,13 +337,13 @@ def _inputs_and_target(batch_data: Any) -> tuple[list[Any], Any]:
     if not isinstance(batch_data, (list, tuple)) or len(batch_data) < 2:
         size = f" of {len(batch_data)}" if isinstance(batch_data, (list, tuple)) else ""
         raise ConfigurationError(
-            f"TTBasicModel got a batch that is a {type(batch_data).__name__}{size}: it takes (*inputs, target). "
+            f"TTBasicModel needs batches (*inputs, target), but got a {type(batch_data).__name__}{size}. "
             "For other batches subclass TTModel, and write get_loss and get_predictions."
         )
     return list(batch_data[:-1]), batch_data[-1]
 
 
 def _to(value: Any, device: torch.device) -> Any:
-    if hasattr(value, "to"):  # asked first: a PackedSequence is a tuple, too
+    if hasattr(value, "to"):  # checked first: a PackedSequence is also a tuple
         return value.to(device)
     return map_parts(lambda part: _to(part, device), value)

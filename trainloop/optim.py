@@ -1,4 +1,4 @@
-"""Several losses, several optimizers, in one training step."""
+"""Several losses and several optimizers in one training step."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class MultiLoss(Mapping[str, Tensor]):
     loss_dict : mapping of str to 0-d Tensor
     loss_optimizer_map : mapping of str to int or str, optional
         Index or name of each loss's optimizer; several losses may share one. Default: a loss belongs to the optimizer
-        of its own name, so that with several optimizers these must have names (see :class:`MultiOptimizer`).
+        of the same name; several optimizers must then have names (see :class:`MultiOptimizer`).
     retain_graph_until_last : bool
-        Keep the autograd graph for the losses that follow, which mostly share parts of it.
+        Keep the autograd graph for the losses that follow, which often share parts of it.
 
     Raises
     ------
     ConfigurationError
-        If it holds no loss, or something that is none, or the map is of other names. And, in the first step, if there
-        are several optimizers and it isn't clear which a loss belongs to.
+        If it has no losses, a value is not a loss, or the map has other names. In the first step also if there are
+        several optimizers and it isn't clear which of them a loss belongs to.
 
     Examples
     --------
@@ -56,7 +56,7 @@ class MultiLoss(Mapping[str, Tensor]):
         for name, loss in loss_dict.items():
             if not isinstance(loss, Tensor):
                 raise ConfigurationError(
-                    f"loss_dict[{name!r}]={loss!r}: must be a 0-d tensor, as a criterion gives it."
+                    f"loss_dict[{name!r}]={loss!r}: must be a 0-d tensor, such as a criterion returns."
                 )
         if loss_optimizer_map is not None and loss_optimizer_map.keys() != loss_dict.keys():
             raise ConfigurationError(
@@ -77,19 +77,19 @@ class MultiLoss(Mapping[str, Tensor]):
         return len(self.loss_dict)
 
     def assigned_to(self, optimizer: MultiOptimizer) -> MultiLoss:
-        """The same losses, each with the index of its optimizer.
+        """Return the same losses, each with the index of its optimizer.
 
         Raises
         ------
         ConfigurationError
-            For a loss that no optimizer would minimise, or that could belong to several.
+            If no optimizer would minimise a loss, or several could.
         """
         named = self.loss_optimizer_map
         if named is None:
             if optimizer.names is None:
                 raise ConfigurationError(
-                    f"get_loss returned the losses {_listed(self)} for {len(optimizer)} optimizers, and nothing says "
-                    "which loss drives which optimizer. Give MultiLoss a map, "
+                    f"get_loss returned the losses {_listed(self)} for {len(optimizer)} optimizers, but not which "
+                    "loss belongs to which optimizer. Give MultiLoss a map, "
                     f"loss_optimizer_map={ {name: i for i, name in enumerate(self)} }, or name the optimizers after "
                     f"the losses: MultiOptimizer({{{', '.join(f'{name!r}: ...' for name in self)}}})."
                 )
@@ -100,7 +100,7 @@ class MultiLoss(Mapping[str, Tensor]):
         return self if indices == self.loss_optimizer_map else self._like(self.loss_dict, indices)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> MultiLoss:
-        """The same losses, with ``function`` applied to each."""
+        """Return the same losses, with ``function`` applied to each."""
         return self._like({name: function(loss) for name, loss in self.loss_dict.items()}, self.loss_optimizer_map)
 
     def _like(self, losses: dict[str, Tensor], loss_optimizer_map: Mapping[str, int | str] | None) -> MultiLoss:
@@ -115,11 +115,11 @@ class MultiLoss(Mapping[str, Tensor]):
     __rmul__ = __mul__
 
     def detach(self) -> MultiLoss:
-        """The values, without their graphs."""
+        """Return the losses, detached from their graphs."""
         return self.map(Tensor.detach)
 
     def item(self) -> dict[str, float]:
-        """The values as Python floats; waits for the device."""
+        """Return the values as Python floats; waits for the device."""
         return {name: loss.item() for name, loss in self.loss_dict.items()}
 
     def total(self) -> Tensor:
@@ -128,23 +128,23 @@ class MultiLoss(Mapping[str, Tensor]):
         return sum(others, first)
 
     def for_optimizer(self, optimizer_idx: int) -> Tensor | None:
-        """Sum of the losses of one optimizer, ``None`` if it has none."""
+        """Return the sum of one optimizer's losses, or ``None`` if it has none."""
         indices = self._indices()
         own = [loss for name, loss in self.loss_dict.items() if indices[name] == optimizer_idx]
         return sum(own[1:], own[0]) if own else None
 
     def backward(self, optimizer_idx: int | None = None, inputs: Sequence[Tensor] | None = None) -> None:
-        """Gradients of one optimizer's losses, or of the sum of all.
+        """Compute the gradients of one optimizer's losses, or of the sum of all losses.
 
         Parameters
         ----------
         optimizer_idx : int, optional
-            Whose losses. Default: all, added up.
+            Optimizer whose losses are differentiated. Default: the sum of all losses.
         inputs : sequence of Tensor, optional
-            Only these get gradients. Default: every leaf of the graph.
+            Tensors that get gradients. Default: every leaf of the graph.
         """
         loss = self.total() if optimizer_idx is None else self.for_optimizer(optimizer_idx)
-        if loss is None or (inputs is not None and not inputs):  # torch refuses to differentiate by nothing
+        if loss is None or (inputs is not None and not inputs):  # torch refuses an empty list of inputs
             return
         last = optimizer_idx is None or optimizer_idx == max(self._indices().values())
         loss.backward(
@@ -155,8 +155,8 @@ class MultiLoss(Mapping[str, Tensor]):
         indices = {name: which for name, which in (self.loss_optimizer_map or {}).items() if isinstance(which, int)}
         if len(indices) < len(self):
             raise ConfigurationError(
-                f"the losses {_listed(self)} have the loss_optimizer_map {self.loss_optimizer_map}: for one "
-                "optimizer's losses it must hold the index of each loss's optimizer. Give it, or call "
+                f"the losses {_listed(self)} have loss_optimizer_map={self.loss_optimizer_map}. To select one "
+                "optimizer's losses it must have the index of each loss's optimizer. Pass such a map, or call "
                 "assigned_to(optimizer) first."
             )
         return indices
@@ -169,18 +169,18 @@ class MultiLoss(Mapping[str, Tensor]):
 
 
 class MultiOptimizer:
-    """Several optimizers that step together, each with the losses a :class:`MultiLoss` gives it.
+    """Several optimizers that step together, each for its own losses of a :class:`MultiLoss`.
 
     Parameters
     ----------
     optimizer_list : mapping of str to torch.optim.Optimizer, or sequence of torch.optim.Optimizer
-        Over disjoint sets of parameters. With names, a loss finds its optimizer by its own name.
+        Optimizers of disjoint sets of parameters. In a mapping, a loss belongs to the optimizer of the same name.
 
     Attributes
     ----------
     optimizer_list : list of torch.optim.Optimizer
     names : tuple of str or None
-        Names of the optimizers, in their order; ``None`` where a sequence was given.
+        Names of the optimizers, in order; ``None`` if a sequence was given.
 
     Examples
     --------
@@ -196,7 +196,7 @@ class MultiOptimizer:
         if isinstance(optimizer_list, Mapping):
             self.names, optimizers = tuple(optimizer_list), list(optimizer_list.values())
             if not all(isinstance(name, str) for name in self.names):
-                raise ConfigurationError(f"optimizer_list has the names {list(self.names)}: each must be a text.")
+                raise ConfigurationError(f"optimizer_list has the names {list(self.names)}: each must be a string.")
         elif isinstance(optimizer_list, (list, tuple)):
             optimizers = list(optimizer_list)
         if not optimizers or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
@@ -206,7 +206,7 @@ class MultiOptimizer:
         seen: dict[int, int] = {}
         for i, optimizer in enumerate(optimizers):
             for parameter in parameters_of(optimizer):
-                # Two optimizers would step it in turn, each with the other's gradients gone.
+                # Two optimizers would step it in turn, each after the other has cleared its gradient.
                 if seen.setdefault(id(parameter), i) != i:
                     raise ConfigurationError(
                         f"optimizers {seen[id(parameter)]} and {i} share a parameter of shape "
@@ -215,12 +215,12 @@ class MultiOptimizer:
         self.optimizer_list = optimizers
 
     def index(self, which: int | str, whose: str = "which", way_out: str = "Give one of these.") -> int:
-        """Place of the optimizer of this name or index.
+        """Return the index of the optimizer with this name or index.
 
         Raises
         ------
         ConfigurationError
-            If there is none; the message begins with ``whose`` it should be, and ends with the ``way_out``.
+            If there is no such optimizer; the message begins with ``whose`` and ends with ``way_out``.
         """
         if isinstance(which, int) and not isinstance(which, bool) and which in range(len(self)):
             return which
@@ -242,19 +242,19 @@ class MultiOptimizer:
             optimizer.step()
 
     def zero_grad(self, optimizer_idx: int | str | None = None, set_to_none: bool = True) -> None:
-        """Drop the gradients of one optimizer's parameters, or of all."""
+        """Clear the gradients of one optimizer's parameters, or of all."""
         for optimizer in self._chosen(optimizer_idx):
             optimizer.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """One state dict an optimizer."""
+        """Return a list with each optimizer's state dict."""
         return [optimizer.state_dict() for optimizer in self.optimizer_list]
 
     def load_state_dict(self, state_dict_list: Sequence[dict[str, Any]]) -> None:
-        """Load what :meth:`state_dict` gave."""
+        """Load a result of :meth:`state_dict`."""
         if len(state_dict_list) != len(self.optimizer_list):
             raise ConfigurationError(
-                f"{len(state_dict_list)} state dicts for {len(self.optimizer_list)} optimizers: they must be as many."
+                f"got {len(state_dict_list)} state dicts for {len(self.optimizer_list)} optimizers: pass one for each."
             )
         for optimizer, state in zip(self.optimizer_list, state_dict_list, strict=True):
             optimizer.load_state_dict(state)
@@ -278,7 +278,7 @@ class MultiOptimizer:
         return f"MultiOptimizer({inside!r})"
 
 
-_BY_MAP = "Give one of these, for instance by MultiLoss(..., loss_optimizer_map={'the loss': 0})."
+_BY_MAP = "Give one of these, for example with MultiLoss(..., loss_optimizer_map={'the loss': 0})."
 
 
 def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
@@ -286,21 +286,21 @@ def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
 
 
 def optimizers_of(optimizer: Optimizer | MultiOptimizer | None) -> list[Optimizer]:
-    """The torch optimizers, as a list: one, or those of a :class:`MultiOptimizer`."""
+    """Return the torch optimizers as a list: the optimizer itself, or those of a :class:`MultiOptimizer`."""
     if optimizer is None:
         return []
     return list(optimizer) if isinstance(optimizer, MultiOptimizer) else [optimizer]
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """All parameters an optimizer steps."""
+    """Return all parameters that an optimizer steps."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def drop_gradients(optimizer: Optimizer) -> None:
-    """Do what ``optimizer.zero_grad()`` does, a seventh faster for a small model: without torch's mark for profilers.
+    """Clear gradients like ``optimizer.zero_grad()``, but without torch's profiler mark: a seventh faster if small.
 
-    An optimizer that has a ``zero_grad`` of its own, or one that was put in its place, is asked to do it.
+    An optimizer whose ``zero_grad`` was overridden or replaced has that method called.
     """
     if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
         optimizer.zero_grad(set_to_none=True)
@@ -311,10 +311,10 @@ def drop_gradients(optimizer: Optimizer) -> None:
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether its ``step`` can't do without a closure: it takes one that has no default, as that of LBFGS does.
+    """Return True if the optimizer's ``step`` requires a closure: the argument has no default, as with LBFGS.
 
-    One whose closure has a default all the same (many of sharpness-aware minimisation, SAM) says so by an attribute
-    ``needs_closure = True``.
+    An optimizer that needs a closure although the argument has a default (many implementations of sharpness-aware
+    minimisation, SAM) declares it with an attribute ``needs_closure = True``.
     """
     if getattr(optimizer, "needs_closure", False):
         return True
@@ -327,7 +327,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 def is_watched(optimizer: Optimizer) -> bool:
-    """Whether somebody is to see each of the optimizer's steps: hooks, a profiler, a wrapper that is no scheduler's."""
+    """Return True if hooks, a profiler or a wrapper other than a scheduler's must see each step."""
     return bool(
         ("step" in vars(optimizer) and not is_scheduled(optimizer))
         or optimizer._optimizer_step_pre_hooks
@@ -339,7 +339,7 @@ def is_watched(optimizer: Optimizer) -> bool:
 
 
 def is_scheduled(optimizer: Optimizer) -> bool:
-    """Whether a scheduler of torch's, and nobody else, wraps ``step``; it only notes that there was one."""
+    """Return True if only a torch scheduler wraps ``step``; that wrapper just records that a step was taken."""
     step = vars(optimizer).get("step")
     if step is None or not hasattr(step, "_wrapped_by_lr_sched"):
         return False

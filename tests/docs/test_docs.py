@@ -269,7 +269,6 @@ NOT_COMPARED = {
 NOT_RUN = {
     "trainloop.callbacks.nan.NonFinite",
     "trainloop.callbacks.nan.TerminateOnNaN",
-    "trainloop.compat.callbacks.DistributedSamplerSetEpoch",
     "trainloop.callbacks.model_load.ModelLoadContinueTraining",
 }
 

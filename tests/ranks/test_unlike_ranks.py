@@ -170,7 +170,7 @@ FITS: dict[str, tuple[Callable[[int], Any], str]] = {
     ),
     "epochs behind them": (
         lambda rank: loop_of(rows()).fit(1, callbacks=[AtEpoch("at epoch")]),
-        "rank 1 would go on after epoch 1 and step 0, rank 0 after epoch 0 and step 0",
+        "rank 1 would resume after epoch 1 and step 0, rank 0 after epoch 0 and step 0",
     ),
     "a validation_loader's length": (
         lambda rank: loop_of(rows(), rows(21 + rank, shuffle=True)).fit(1),
@@ -253,5 +253,5 @@ def test_loops_of_ranks_say_what_differs_before_the_first_step(tmp_path: Path) -
         assert predicted == [40, 40]
     assert everyone[0][0] == everyone[1][0]
     for name, (_, message) in REFUSED.items():
-        assert "rank 1 can't train with what it was given" in everyone[0][1][name], name
+        assert "rank 1 refused its arguments" in everyone[0][1][name], name
         assert message in everyone[1][1][name], name

@@ -199,13 +199,13 @@ class Odd(TTBasicModel):
 @pytest.mark.parametrize(
     ("give", "accumulation", "message"),
     [
-        (lambda model, loss, size: [loss], 1, r"for one of 2 optimizers, and didn't say which"),
+        (lambda model, loss, size: [loss], 1, r"without saying for which of 2 optimizers"),
         (lambda model, loss, size: [("c", loss)], 1, r"is for optimizer 'c', but there are 2"),
-        (lambda model, loss, size: [("a", MultiLoss({"x": loss}))], 1, r"yielded a MultiLoss: yield the losses one by"),
+        (lambda model, loss, size: [("a", MultiLoss({"x": loss}))], 1, r"yielded a MultiLoss. Yield the losses one by"),
         (lambda model, loss, size: [("a", 0.5)], 1, r"get_loss returned a float"),
         (lambda model, loss, size: [("a", loss.detach())], 1, r"without a graph"),
         (lambda model, loss, size: [], 1, r"yielded no loss for a batch"),
-        (lambda model, loss, size: [("a", loss), ("b", loss)], 1, r"goes back to before an earlier yield"),
+        (lambda model, loss, size: [("a", loss), ("b", loss)], 1, r"begins before an earlier yield"),
         (lambda model, loss, size: [("a" if size > 5 else "b", loss)], 2, r"must yield the same sequence for all"),
         (lambda model, loss, size: [("a", loss)] * (size > 5), 2, r"must yield the same sequence for all"),
     ],
@@ -232,7 +232,7 @@ def test_what_else_can_not_be() -> None:
     with pytest.raises(ConfigurationError, match=r"LBFGS .* get_loss yields its losses"):
         loop_of(repeats, loader, optim.LBFGS(repeats.parameters())).fit(num_epochs=1)
     mixed = Odd(lambda model, loss, size: [loss, ("a", loss)])
-    with pytest.raises(ConfigurationError, match=r"yielded losses for optimizers 'a', and some that say for none"):
+    with pytest.raises(ConfigurationError, match=r"yielded losses for optimizers 'a', and others without an optimizer"):
         loop_of(mixed, loader, None, nn.CrossEntropyLoss()).evaluate_loss_on_train_set()
     unnamed = Odd(lambda model, loss, size: [("a", loss)])
     optimizer = MultiOptimizer([optim.SGD(part.parameters(), lr=0.1) for part in (unnamed.a, unnamed.b)])

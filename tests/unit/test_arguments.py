@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn, optim
+from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader
 
 from conftest import make_data
@@ -149,10 +150,10 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "use_amp is a number": (lambda: make(use_amp=16), ["use_amp", "16"]),
     "use_amp with a scale of text": (
         lambda: make(use_amp={"init_scale": "a"}),
-        ["use_amp", "'a'", "init_scale above 0"],
+        ["use_amp", "'a'", "init_scale > 0"],
     ),
     "use_amp with no scale": (lambda: make(use_amp={"init_scale": 0.0}), ["use_amp", "0.0", "not finite"]),
-    "use_amp that never grows": (lambda: make(use_amp={"growth_factor": 0.5}), ["use_amp", "growth_factor above 1"]),
+    "use_amp that never grows": (lambda: make(use_amp={"growth_factor": 0.5}), ["use_amp", "growth_factor > 1"]),
     "use_amp with an interval of text": (lambda: make(use_amp={"growth_interval": "x"}), ["'x'", "growth_interval"]),
     "use_amp with an unknown option": (lambda: make(use_amp={"init_scales": 2.0}), ["use_amp", "init_scales"]),
     "end_auto_eval negative": (lambda: make(end_auto_eval=-1), ["end_auto_eval", "-1"]),
@@ -169,7 +170,11 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     # arguments in another library's order
     "optimizer and criterion fourth and fifth": (
         lambda: TrainLoop(Net(), [], [], other_optimizer(), nn.CrossEntropyLoss()),
-        ["test_loader is an optimizer (SGD)", "optimizer=..., criterion=... by name", "the fourth is test_loader"],
+        [
+            "test_loader is an optimizer (SGD)",
+            "optimizer=..., criterion=... by name",
+            "the fourth argument is test_loader",
+        ],
     ),
     "several optimizers fourth": (
         lambda: TrainLoop(Net(), [], [], MultiOptimizer([other_optimizer()])),
@@ -202,7 +207,10 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     # fit
     "neither epochs nor iterations": (lambda: fit(num_epochs=0), ["num_epochs", "num_iterations"]),
     "both epochs and iterations": (lambda: fit(num_iterations=5), ["num_epochs", "num_iterations"]),
-    "num_epochs negative": (lambda: fit(num_epochs=-1), ["num_epochs=-1", "positive in one of"]),
+    "num_epochs negative": (
+        lambda: fit(num_epochs=-1),
+        ["num_epochs=-1", "One of num_epochs and num_iterations must be positive"],
+    ),
     "callbacks in num_iterations' place": (
         lambda: make().fit(1, [AbstractCallback("one")]),
         ["num_iterations=[", "callbacks=[...]"],
@@ -489,3 +497,9 @@ def test_what_stands_for_no_int(wrong: Any) -> None:
 def test_the_loop_that_the_cases_change_works() -> None:
     loop = make()
     assert loop.fit(num_epochs=1) is loop.model
+
+
+def test_fsdp_on_the_cpu_needs_a_torch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.6.0+cu124"))
+    with pytest.raises(ConfigurationError, match=r"^gpu_mode='fsdp' on the CPU: PyTorch 2\.6\.0\+cu124 supports it on"):
+        fit({"gpu_mode": "fsdp", "devices": 2, "accelerator": "cpu"})

@@ -18,7 +18,6 @@ from trainloop import AbstractCallback, TrainLoop
 from trainloop.callbacks import (
     AllPredictionsSame,
     DataSubsetTestRun,
-    DistributedSamplerSetEpoch,
     EarlyStopping,
     FunctionOnTrainLoop,
     InMultiProcessDataLoad,
@@ -151,20 +150,6 @@ def test_function_that_was_not_asked_for_costs_nothing() -> None:
     assert table.on_batch_end == table.on_batch_begin == table.on_after_optimizer_step == ()
 
 
-class Sampler:
-    def __init__(self) -> None:
-        self.epochs: list[int] = []
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epochs.append(epoch)
-
-
-def test_set_epoch_of_samplers_that_the_loop_cannot_see() -> None:
-    samplers = Sampler(), Sampler()
-    make_loop().fit(num_epochs=3, callbacks=[DistributedSamplerSetEpoch(samplers[0], None, samplers[1])])
-    assert [sampler.epochs for sampler in samplers] == [[0, 1, 2], [0, 1, 2]]
-
-
 class MakesLoaders(InMultiProcessDataLoad):
     """As a subclass, with ``True``."""
 
@@ -189,8 +174,7 @@ def test_loaders_that_are_made_in_the_rank() -> None:
 MODULES = (
     "callbacks.abstract callbacks.basic callbacks.ddp callbacks.early_stopping callbacks.ema callbacks.gradient "
     "callbacks.history_report callbacks.mlflow callbacks.model_load callbacks.monitor callbacks.nan "
-    "callbacks.performance_eval callbacks.tensorboard callbacks.train_schedule callbacks.wandb "
-    "compat.callbacks schedulers.basic schedulers.warmup"
+    "callbacks.performance_eval callbacks.tensorboard callbacks.train_schedule callbacks.wandb schedulers.warmup"
 ).split()
 
 
@@ -200,6 +184,12 @@ def test_every_name_is_documented_with_an_example(module: str) -> None:
     for name in home.__all__:
         # Python 3.13 takes the indentation away.
         assert "Examples\n--------\n" in inspect.cleandoc(getattr(home, name).__doc__ or ""), name
+
+
+def test_names_of_aitoolbox_say_what_replaces_them() -> None:
+    for name in trainloop.callbacks._REMOVED:
+        with pytest.raises(ImportError, match=rf"no {name} since 0\.2\.0\. .*import trainloop\.compat\.aitoolbox"):
+            getattr(trainloop.callbacks, name)
 
 
 def test_every_exported_name_is_there() -> None:

@@ -1,4 +1,4 @@
-"""AIToolbox's callbacks that save into, and load from, an experiment's folder."""
+"""Callbacks that save into, and load from, an experiment's folder."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 from small_loop import STEPS_PER_EPOCH, Counts, make_loop
 from trainloop.callbacks import (
     ModelCheckpoint,
-    ModelIterationCheckpoint,
     ModelLoadContinueTraining,
-    ModelTrainEndSave,
 )
+from trainloop.callbacks.tracking import Experiment, ExperimentCheckpoint, ExperimentEndSave
 from trainloop.errors import CheckpointError, ConfigurationError
 
 PROJECT = ("digits", "cnn")
@@ -23,7 +22,7 @@ PROJECT = ("digits", "cnn")
 def run_once(folder: Path) -> str:
     """Two epochs with a checkpoint every four steps; the experiment's time stamp."""
     loop = make_loop(seed=0, shuffle=True)
-    loop.fit(num_epochs=2, callbacks=[ModelIterationCheckpoint(4, *PROJECT, folder)])
+    loop.fit(num_epochs=2, callbacks=[ExperimentCheckpoint(Experiment(*PROJECT, folder), iteration_save_freq=4)])
     [experiment] = (folder / "digits").iterdir()
     return experiment.name.removeprefix("cnn_")
 
@@ -70,7 +69,7 @@ def test_nothing_to_continue_from(tmp_path: Path) -> None:
 
 
 def test_end_save(tmp_path: Path) -> None:
-    end = ModelTrainEndSave(*PROJECT, tmp_path, {"lr": 0.1}, val_result_package=Counts())
+    end = ExperimentEndSave(Experiment(*PROJECT, tmp_path, {"lr": 0.1}, ()), Counts(), None)
     make_loop().fit(num_epochs=1, callbacks=[end])
     [experiment] = (tmp_path / "digits").iterdir()
     assert (experiment / "model.pt").exists()

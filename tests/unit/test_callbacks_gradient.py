@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from small_loop import STEPS_PER_EPOCH, Net, make_loop
+from small_loop import Net, make_loop
 from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TTModel
 from trainloop.callbacks import (
-    GradDistributionPlot,
     GradientClipping,
     GradientStats,
-    GradientStatsPrint,
-    GradNormClip,
-    GradValueClip,
 )
 from trainloop.errors import ConfigurationError
 
@@ -41,9 +35,11 @@ def by_hand(model: Net, loop: Any, change_gradients: Any) -> nn.Module:
     "callback, change",
     [
         (GradientClipping(max_norm=0.1), lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.1)),
-        (GradNormClip(0.1), lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.1)),
-        (GradNormClip(0.1, norm_type=math.inf), lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.1, math.inf)),
-        (GradValueClip(0.01), lambda m: nn.utils.clip_grad_value_(m.parameters(), 0.01)),
+        (
+            GradientClipping(max_norm=0.1, norm_type=math.inf),
+            lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.1, math.inf),
+        ),
+        (GradientClipping(max_value=0.01), lambda m: nn.utils.clip_grad_value_(m.parameters(), 0.01)),
         (
             GradientClipping(max_norm=0.02, max_value=0.01),
             lambda m: (
@@ -52,7 +48,7 @@ def by_hand(model: Net, loop: Any, change_gradients: Any) -> nn.Module:
             ),
         ),
     ],
-    ids=["norm", "GradNormClip", "inf norm", "GradValueClip", "both"],
+    ids=["norm", "inf norm", "value", "both"],
 )
 def test_clipping_is_torch_s_own(callback: AbstractCallback, change: Any) -> None:
     loop = make_loop()
@@ -116,8 +112,8 @@ def test_clipping_needs_a_limit(make: Any) -> None:
     "make, words",
     [
         (lambda: GradientClipping(max_norm=0), "GradientClipping: max_norm=0: must be above zero"),
-        (lambda: GradNormClip(-1.0), "GradNormClip: max_norm=-1.0: must be above zero"),
-        (lambda: GradValueClip(math.nan), "GradValueClip: max_value=nan: must be above zero"),
+        (lambda: GradientClipping(-1.0), "GradientClipping: max_norm=-1.0: must be above zero"),
+        (lambda: GradientClipping(max_value=math.nan), "GradientClipping: max_value=nan: must be above zero"),
         (lambda: GradientStats(every_n_steps=0), "GradientStats: every_n_steps=0: must be 1 or more"),
     ],
 )
@@ -159,47 +155,6 @@ def test_gradient_stats() -> None:
 def test_looking_changes_nothing() -> None:
     loops = [make_loop(), make_loop()]
     loops[0].fit(num_epochs=2)
-    loops[1].fit(num_epochs=2, callbacks=[GradientStats(1, per_parameter=True), GradientStatsPrint(lambda m: [m.fc])])
+    loops[1].fit(num_epochs=2, callbacks=[GradientStats(1, per_parameter=True)])
     for plain, watched in zip(loops[0].model.parameters(), loops[1].model.parameters(), strict=True):
         assert torch.equal(plain, watched)
-
-
-@pytest.mark.parametrize("every_update, reports", [(False, 2), (True, 2 * STEPS_PER_EPOCH)])
-def test_gradient_stats_print(every_update: bool, reports: int, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = KeepsGradients()
-    printer = GradientStatsPrint(lambda model: [model.fc, model.unused], on_every_grad_update=every_update)
-    model = Net()
-    model.unused = nn.Linear(2, 2).requires_grad_(False)
-    loop = make_loop(model)
-    kept.on_after_gradient_update = lambda: kept.steps.append({"fc.weight": model.fc.weight.grad.clone()})  # type: ignore[method-assign]
-    loop.fit(num_epochs=2, callbacks=[printer, kept])
-    out = capsys.readouterr().out
-    assert out.count("---> Model layers gradients stats") == reports
-    line = [text for text in out.splitlines() if text.startswith("Layer 0")][-1]
-    last = kept.steps[-1]["fc.weight"]
-    assert float(line.split("std ")[1].split(";")[0]) == pytest.approx(last.std(correction=0).item(), rel=1e-5)
-    assert float(line.split("mean ")[1].split(";")[0]) == pytest.approx(last.mean().item(), abs=1e-7)
-    assert "zeros 0.00%" in line
-    assert "Layer 1 has no gradient" in out
-
-
-def test_gradient_distribution_plot(tmp_path: Path, may_leave: Callable[..., None]) -> None:
-    pytest.importorskip("matplotlib")
-    may_leave(".ttf")  # matplotlib keeps its fonts open
-    loop = make_loop()
-    loop.fit(
-        num_epochs=2,
-        callbacks=[GradDistributionPlot(lambda m: [m.fc], "svg", "project", "experiment", str(tmp_path))],
-    )
-    plots = sorted(path.relative_to(tmp_path).parts for path in tmp_path.rglob("*.svg"))
-    assert [plot[0] for plot in plots] == ["project", "project"]
-    assert plots[0][1].startswith("experiment")
-    assert [plot[2:] for plot in plots] == [
-        ("results", "grad_distribution", f"epoch_{epoch}", "Layer_0.svg") for epoch in (0, 1)
-    ]
-
-
-def test_where_to_plot_must_be_known() -> None:
-    pytest.importorskip("matplotlib")
-    with pytest.raises(ConfigurationError, match="GradDistributionPlot has no project_name, and neither has the Train"):
-        make_loop().fit(num_epochs=1, callbacks=[GradDistributionPlot(lambda m: [m.fc])])

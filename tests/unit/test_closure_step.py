@@ -256,6 +256,6 @@ def test_where_it_can_not_be() -> None:
     with pytest.raises(ConfigurationError, match=r"LBFGS evaluates .* one of 2 optimizers.* Give it all parameters"):
         fit(model, loader, both)
     for amp in ("fp16", {"init_scale": 4.0}):
-        with pytest.raises(ConfigurationError, match=r"LBFGS evaluates .* GradScaler .* Use use_amp='bf16'"):
+        with pytest.raises(ConfigurationError, match=r"LBFGS evaluates .* GradScaler.* Use use_amp='bf16'"):
             fit(model, loader, optim.LBFGS(model.parameters()), use_amp=amp)
     fit(model, loader, optim.LBFGS(model.parameters(), max_iter=2), use_amp="bf16", epochs=1)

@@ -70,11 +70,11 @@ def test_no_samples_is_an_error() -> None:
 @pytest.mark.parametrize(
     "output, message",
     [
-        (0.5, r"get_loss returned a float: return a 0-d tensor, \(loss, weight\) or a MultiLoss."),
-        (None, r"get_loss returned a NoneType: return a 0-d tensor"),
-        ((0.5, 3), r"get_loss returned a float as the loss: return a 0-d tensor"),
-        ((torch.tensor(1.0),), r"get_loss returned a tuple of 1: return a loss, or \(loss, weight\), for instance"),
-        (torch.ones(4), r"get_loss returned a tensor of shape \(4,\): return a 0-d loss, for instance its .mean\(\)."),
+        (0.5, r"get_loss returned a float. Return a 0-d tensor, \(loss, weight\) or a MultiLoss."),
+        (None, r"get_loss returned a NoneType. Return a 0-d tensor"),
+        ((0.5, 3), r"get_loss returned a float as the loss. Return a 0-d tensor"),
+        ((torch.tensor(1.0),), r"get_loss returned a tuple of 1. Return a loss, or \(loss, weight\), for example"),
+        (torch.ones(4), r"get_loss returned a tensor of shape \(4,\). Return a 0-d loss, for example its .mean\(\)."),
     ],
     ids=["number", "nothing", "number and weight", "tuple", "unreduced"],
 )

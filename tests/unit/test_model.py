@@ -133,16 +133,16 @@ def test_basic_model_takes_inputs_and_target() -> None:
 @pytest.mark.parametrize(
     "batch, described",
     [
-        (torch.ones(4, 2), "is a Tensor"),
-        ({"x": torch.ones(2), "y": torch.ones(2)}, "is a dict"),
-        ((torch.ones(2),), "is a tuple of 1"),
-        ([], "is a list of 0"),
+        (torch.ones(4, 2), "a Tensor"),
+        ({"x": torch.ones(2), "y": torch.ones(2)}, "a dict"),
+        ((torch.ones(2),), "a tuple of 1"),
+        ([], "a list of 0"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_basic_model_refuses_other_batches(batch: Any, described: str) -> None:
     message = (
-        rf"TTBasicModel got a batch that {described}: it takes \(\*inputs, target\). "
+        rf"TTBasicModel needs batches \(\*inputs, target\), but got {described}. "
         "For other batches subclass TTModel, and write get_loss and get_predictions."
     )
     for method, arguments in (("get_loss", (batch, nn.MSELoss(), CPU)), ("get_predictions", (batch, CPU))):
@@ -212,6 +212,6 @@ def test_wrap_refuses_what_it_can_not_train() -> None:
         ModelWrap(lambda x: x, Feed())  # type: ignore[arg-type]
     with pytest.raises(
         ConfigurationError,
-        match=r"feed=<object .*> has no get_loss and no get_predictions: define them, see ModelWrap.",
+        match=r"feed=<object .*> has no get_loss and no get_predictions. Define them: see ModelWrap.",
     ):
         ModelWrap(nn.Linear(1, 1), object())

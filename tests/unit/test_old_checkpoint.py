@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
+from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import TrainLoop, TTModel
+from trainloop import TrainLoop, TTModel, checkpoint
 from trainloop.callbacks import EarlyStopping, LRScheduler, ModelCheckpoint
 
 DATA = Path(__file__).parent.parent / "data"
@@ -79,6 +80,10 @@ def test_a_checkpoint_of_an_earlier_commit_goes_on(written_by: str, tmp_path: Pa
     assert (resumed.epoch, resumed.global_step) == (whole.epoch, whole.global_step) == (3, 15)
     assert list(resumed.history) == list(whole.history)
     if written_by == "ddp":  # dropout on two ranks draws other numbers than on one
+        return
+    written = checkpoint.load(DATA / "checkpoint_single.pt")["history"]["values"]["loss"]
+    if whole.history["loss"][:1] != pytest.approx(written, rel=1e-4):  # PyTorch 2.6 draws other numbers for dropout
+        assert torch.__version__ < TorchVersion("2.7")
         return
     for name, value in whole.model.state_dict().items():
         torch.testing.assert_close(resumed.model.state_dict()[name], value, msg=name)

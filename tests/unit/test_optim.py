@@ -92,7 +92,7 @@ def test_without_retaining_a_shared_graph_is_gone() -> None:
     [
         (({},), r"loss_dict=\{\}: must be a dict with at least one named loss."),
         (([1.0],), r"loss_dict=\[1.0\]: must be a dict"),
-        (({"a": 0.5},), r"loss_dict\['a'\]=0.5: must be a 0-d tensor, as a criterion gives it."),
+        (({"a": 0.5},), r"loss_dict\['a'\]=0.5: must be a 0-d tensor, such as a criterion returns."),
         (
             ({"a": torch.tensor(0.0)}, {"b": 0}),
             r"loss_optimizer_map names \['b'\], the losses are \['a'\]: give each loss the index or the name of its",
@@ -113,7 +113,7 @@ def test_a_loss_finds_its_optimizer() -> None:
     by_name = MultiLoss(dict(losses(x=1.0, y=3.0)), {"x": "b", "y": "a"})
     for given in (by_name, losses(b=1.0, a=3.0)):
         assert given.assigned_to(named).for_optimizer(1).item() == 1.0  # type: ignore[union-attr]
-        with pytest.raises(ConfigurationError, match=r"must hold the index of each loss's optimizer"):
+        with pytest.raises(ConfigurationError, match=r"must have the index of each loss's optimizer"):
             given.for_optimizer(1)
 
 
@@ -123,7 +123,7 @@ def test_a_loss_finds_its_optimizer() -> None:
         (
             {},
             False,
-            r"losses 'a', 'c' for 2 optimizers, and nothing says which .* loss_optimizer_map=\{'a': 0, 'c': 1\}",
+            r"losses 'a', 'c' for 2 optimizers, but not which loss .* loss_optimizer_map=\{'a': 0, 'c': 1\}",
         ),
         ({}, False, r"or name the optimizers after the losses: MultiOptimizer\(\{'a': ..., 'c': ...\}\)"),
         ({}, True, r"loss 'c' is for optimizer 'c', but there are 2, counted from 0, named 'a', 'b'."),
@@ -186,7 +186,7 @@ def test_state_goes_into_another() -> None:
     _, _, other = two()
     other.load_state_dict(pickle.loads(pickle.dumps(both.state_dict())))
     assert other[1].state_dict()["state"][0]["step"] == 1
-    with pytest.raises(ConfigurationError, match=r"1 state dicts for 2 optimizers: they must be as many."):
+    with pytest.raises(ConfigurationError, match=r"got 1 state dicts for 2 optimizers: pass one for each."):
         both.load_state_dict(both.state_dict()[:1])
 
 

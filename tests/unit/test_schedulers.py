@@ -16,10 +16,10 @@ from torch.optim import lr_scheduler
 from conftest import make_data
 from small_loop import STEPS_PER_EPOCH, Net, Scores, make_loop
 from trainloop import AbstractCallback, MultiOptimizer
-from trainloop.callbacks import LearningRateMonitor, LRScheduler, ModelCheckpoint
+from trainloop.callbacks import AbstractScheduler, LearningRateMonitor, LRScheduler, ModelCheckpoint
 from trainloop.checkpoint.plain import plain
 from trainloop.errors import ConfigurationError
-from trainloop.schedulers import basic, warmup
+from trainloop.schedulers import warmup
 
 # Most tests here are not about lengths; those that are ask for the warning, or make it an error.
 pytestmark = pytest.mark.filterwarnings("ignore:.*the schedule ends after:UserWarning")
@@ -168,48 +168,11 @@ def test_plateau() -> None:
         if value is not None:  # an epoch without a value is no epoch without improvement
             by_hand.step(value)
         expected.append(optimizer.param_groups[0]["lr"])
-    for make in (
-        lambda: LRScheduler(lr_scheduler.ReduceLROnPlateau, monitor="score", mode="max", patience=1, factor=0.5),
-        lambda: basic.ReduceLROnPlateauMetricScheduler("score", mode="max", patience=1, factor=0.5),
-    ):
-        loop, rates = make_loop(validation=False), Rates()
-        loop.fit(num_epochs=6, callbacks=[make(), Scores(values), rates])
-        assert rates.epochs == expected
+    plateau = LRScheduler(lr_scheduler.ReduceLROnPlateau, monitor="score", mode="max", patience=1, factor=0.5)
+    loop, rates = make_loop(validation=False), Rates()
+    loop.fit(num_epochs=6, callbacks=[plateau, Scores(values), rates])
+    assert rates.epochs == expected
     assert expected[3] < expected[0]
-
-
-@pytest.mark.parametrize("auto_eval", [True, False, 2])
-def test_plateau_of_the_validation_loss(auto_eval: Any) -> None:
-    """AIToolbox's evaluates it where the loop does not."""
-
-    def never_better(loop: Any) -> None:
-        for group in loop.optimizer.param_groups:
-            group["lr"] = 0.0
-
-    loop = make_loop(end_auto_eval=auto_eval)
-    never_better(loop)
-    loop.optimizer.param_groups[0]["initial_lr"] = 0.0
-    plateau = basic.ReduceLROnPlateauScheduler(patience=1)
-    loop.fit(num_epochs=4, callbacks=[plateau])
-    assert plateau.scheduler.num_bad_epochs in (1, 2)
-    assert plateau.scheduler.last_epoch == 4
-    assert plateau.scheduler.best == pytest.approx(loop.evaluate_loss_on_validation_set(), abs=1e-4)
-
-
-@pytest.mark.parametrize("main, value", [(None, 2.0), ("a", 1.0), ("b", 3.0)])
-def test_plateau_of_several_losses(main: str | None, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = make_loop(end_auto_eval=False)
-    monkeypatch.setattr(loop, "evaluate_loss_on_validation_set", lambda: {"a": 1.0, "b": 3.0})
-    plateau = basic.ReduceLROnPlateauScheduler(main_multi_loss=main)
-    loop.fit(num_epochs=1, callbacks=[plateau])
-    assert plateau.scheduler.best == value
-
-
-def test_plateau_of_a_loss_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = make_loop(end_auto_eval=False)
-    monkeypatch.setattr(loop, "evaluate_loss_on_validation_set", lambda: {"a": 1.0, "b": 3.0})
-    with pytest.raises(ConfigurationError, match="main_multi_loss='c': the model's losses are 'a', 'b'"):
-        loop.fit(num_epochs=1, callbacks=[basic.ReduceLROnPlateauScheduler(main_multi_loss="c")])
 
 
 def two_optimizers() -> tuple[Net, MultiOptimizer]:
@@ -265,10 +228,6 @@ def test_another_optimizer_s_scheduler() -> None:
         ),
         (lambda: LRScheduler(lr_scheduler.ReduceLROnPlateau, "step"), "metrics are known once an epoch: interval must"),
         (lambda: LearningRateMonitor(0), "LearningRateMonitor: every_n_steps=0: must be 1 or more"),
-        (
-            lambda: basic.LambdaLRScheduler(float, execute_epoch_end=True, execute_batch_end=True),
-            "execute_epoch_end=True, execute_batch_end=True: exactly one must be True",
-        ),
         (lambda: warmup.ConstantWithWarmupScheduler(-1), "num_warmup_steps=-1: must be 0 or more"),
         (
             lambda: warmup.LinearWithWarmupScheduler(5, 4),
@@ -309,31 +268,7 @@ def test_weights_are_those_of_a_plain_loop() -> None:
     assert torch.equal(model.fc.weight, loop.model.fc.weight)
 
 
-# -- names of AIToolbox ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "make, by_hand",
-    [
-        (lambda: basic.StepLRScheduler(2, gamma=0.5), lambda o: lr_scheduler.StepLR(o, 2, gamma=0.5)),
-        (lambda: basic.MultiStepLRScheduler([1, 3]), lambda o: lr_scheduler.MultiStepLR(o, [1, 3])),
-        (lambda: basic.LambdaLRScheduler(lambda n: 0.5**n), lambda o: lr_scheduler.LambdaLR(o, lambda n: 0.5**n)),
-        (
-            lambda: basic.GeneralLRSchedulerCallback(lr_scheduler.ExponentialLR, gamma=0.5),
-            lambda o: lr_scheduler.ExponentialLR(o, 0.5),
-        ),
-    ],
-    ids=["StepLRScheduler", "MultiStepLRScheduler", "LambdaLRScheduler", "GeneralLRSchedulerCallback"],
-)
-def test_aitoolbox_names(make: Any, by_hand: Any) -> None:
-    loop, rates = make_loop(), Rates()
-    loop.fit(num_epochs=4, callbacks=[make(), rates])
-    assert rates.epochs == rates_by_hand(by_hand, 5)[1:]
-    assert basic.GeneralLRScheduler is basic.GeneralLRSchedulerCallback
-    assert isinstance(make(), basic.AbstractScheduler)
-
-
-class Own(basic.AbstractScheduler, AbstractCallback):
+class Own(AbstractScheduler, AbstractCallback):
     """As AIToolbox's users write them: the scheduler is put into ``self.scheduler``, and stepped by hand."""
 
     def on_train_loop_registration(self) -> None:

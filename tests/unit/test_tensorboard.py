@@ -10,7 +10,6 @@ import re
 import struct
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +37,6 @@ from trainloop.callbacks import (
     LRScheduler,
     ModelCheckpoint,
     TensorBoard,
-    TensorboardFullTracking,
-    TensorboardTrainBatchLoss,
-    TensorboardTrainHistoryMetric,
     tensorboard,
 )
 from trainloop.callbacks.tensorboard import EventFile
@@ -531,31 +527,3 @@ def test_arguments_that_cannot_work(arguments: dict[str, Any], words: str) -> No
     with pytest.raises(ConfigurationError) as error:
         TensorBoard(**arguments)
     assert words in str(error.value)
-
-
-# -- AIToolbox's names -------------------------------------------------------------------------------------------------
-
-
-def test_aitoolbox_names(tmp_path: Path, folder: Path) -> None:
-    def run(callback: Callable[..., AbstractCallback], name: str, **kwargs: Any) -> dict[str, list[tuple[int, float]]]:
-        make_loop().fit(num_epochs=1, callbacks=[callback(log_dir=tmp_path / name, is_project=False, **kwargs)])
-        return read(tmp_path / name)
-
-    assert set(run(TensorboardTrainBatchLoss, "batch", batch_log_frequency=3)) == {"loss", "accuracy", "lr"}
-    assert set(run(TensorboardTrainHistoryMetric, "history", metric_names=["val_loss"])) == {"val_loss"}
-    full = run(TensorboardFullTracking, "full", metric_names=["loss"], batch_log_frequency=2)
-    assert steps(full["loss"]) == [2, 4, 6]
-    assert set(full) == {"loss", "accuracy", "lr", "epoch/loss"}
-
-
-def test_in_an_experiment_s_folder(tmp_path: Path) -> None:
-    board = TensorboardFullTracking(
-        project_name="project", experiment_name="first", local_model_result_folder_path=str(tmp_path)
-    )
-    loop = make_loop()
-    for _ in range(2):
-        loop.fit(num_epochs=1, callbacks=[board])
-    [logs] = (tmp_path / "project").glob("first*/tensorboard")
-    assert steps(read(logs)["epoch/loss"]) == [7, 14]
-    with pytest.raises(ConfigurationError, match="has no project_name, and neither has the TrainLoop"):
-        make_loop().fit(num_epochs=1, callbacks=[TensorboardFullTracking()])

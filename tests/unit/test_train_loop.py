@@ -331,7 +331,7 @@ def test_a_weight_now_and_then_is_refused() -> None:
             return loss if len(batch_data[0]) < 10 else (loss, weight)
 
     model = Moody().double()
-    with pytest.raises(ConfigurationError, match="Return a weight always or never"):
+    with pytest.raises(ConfigurationError, match="Return a weight for all batches or for none"):
         make(model=model, dataset=token_data(15)).fit(num_epochs=1, grad_accumulation=2)
 
 

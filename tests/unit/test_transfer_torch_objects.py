@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
+from torch.torch_version import TorchVersion
 
 from trainloop._transfer import Payload, pack
 from trainloop.errors import UnpicklableError
@@ -129,11 +130,17 @@ def test_compiled_functions_and_methods_travel() -> None:
     def twice(x: torch.Tensor) -> torch.Tensor:
         return 2 * x
 
+    def of_script(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return ((x - y) ** 2).mean()
+
+    # PyTorch 2.6 can't compile a function of its own.
+    squared = F.mse_loss if torch.__version__ >= TorchVersion("2.7") else of_script
+
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.fc = nn.Linear(4, 4)
-            self.criterion = torch.compile(F.mse_loss, backend="eager")
+            self.criterion = torch.compile(squared, backend="eager")
             self.bound = torch.compile(self.scaled, backend="eager")
 
         def scaled(self, x: torch.Tensor) -> torch.Tensor:

@@ -75,11 +75,11 @@ class Failure:
     exitcode: int | None = None
     """Exit code; negative is a signal's number; ``None`` if the process did not end by itself."""
     consequence: bool = False
-    """Whether it looks like the loss of another rank, and so is not the cause."""
+    """True if the failure looks like a consequence of losing another rank, so that it is not the cause."""
     timeout: bool = False
-    """Whether a collective, or the wait at a step boundary, timed out: some rank hangs."""
+    """True if a collective, or the wait at a step boundary, timed out: some rank hangs."""
     final: bool = False
-    """Whether it would come again in a new process: this package refused something, or somebody interrupted the run."""
+    """True if it would come again in a new process: this package refused something, or somebody interrupted the run."""
     recorded: str | None = None
     """The file in which a ``FailureRecorder`` has recorded the step."""
 
@@ -144,7 +144,7 @@ def explain_shared_memory(error: RuntimeError) -> None:
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether a collective, or the wait at a step boundary, ran out of time."""
+    """Return True if a collective, or the wait at a step boundary, ran out of time."""
     return any(
         (isinstance(e, TimeoutError) and "step boundary" in str(e))
         or (_is_communication(e) and bool(_TIMEOUT.search(str(e))))

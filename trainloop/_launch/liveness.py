@@ -25,7 +25,7 @@ class Sign(NamedTuple):
     boundary: int
     """The step boundaries it has reached."""
     working: bool
-    """Whether its work has neither succeeded nor failed yet."""
+    """True if its work has neither succeeded nor failed yet."""
 
 
 class Liveness:

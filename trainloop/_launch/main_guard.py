@@ -67,7 +67,7 @@ def _main_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def _is_guarded(tree: ast.Module, line: int) -> bool:
-    """Whether the statement at ``line`` runs only where ``__name__`` is ``'__main__'``."""
+    """Return True if the statement at ``line`` runs only where ``__name__`` is ``'__main__'``."""
     for statement in tree.body:
         if statement.lineno > line:
             break

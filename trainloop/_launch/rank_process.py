@@ -94,7 +94,7 @@ class RankSpec:
     settings: bytes = b""
     """The caller's :func:`~trainloop._launch.settings.dumped_settings`."""
     outlives_work: bool = False
-    """Whether a rank waits for further work after the first."""
+    """True if a rank waits for further work after the first."""
     main: tuple[str | None, str | None] = (None, None)
     """The script that runs, see :func:`~trainloop._launch.main_guard.main_place`."""
 
@@ -147,7 +147,7 @@ _result_file: ResultFile | None = None
 
 
 def started_by_launch() -> bool:
-    """Whether this process is a rank that ``launch`` started."""
+    """Return True if this process is a rank that ``launch`` started."""
     return _started_as is not None
 
 
@@ -377,7 +377,7 @@ _parent: list[int] = []  # descriptors that become readable at its end
 
 
 def parent_is_gone() -> bool:
-    """Whether the process that started this one has ended."""
+    """Return True if the process that started this one has ended."""
     return bool(_parent and connection.wait(_parent, 0))
 
 

@@ -10,6 +10,7 @@ To add one, add a line to :data:`SETTINGS`.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import logging
 import multiprocessing
@@ -146,7 +147,9 @@ def _attribute(path: str) -> Setting:
 
     def owner() -> Any:
         found: Any = torch
-        for part in owners[1:]:
+        for i, part in enumerate(owners[1:], 2):
+            if not hasattr(found, part):  # PyTorch 2.6 does not import torch.backends.opt_einsum itself
+                importlib.import_module(".".join(owners[:i]))
             found = getattr(found, part)
         return found
 

@@ -203,7 +203,7 @@ class Ranks:
                 self.fail()
 
     def are_up(self) -> bool:
-        """Whether all ranks wait for more work."""
+        """Return True if all ranks wait for more work."""
         return self._spec.outlives_work and len(self._alive()) == self._spec.local_world_size
 
     def begin_again(self) -> None:
@@ -272,7 +272,7 @@ class Ranks:
         return bool(self._failures)
 
     def _ended_by_watchdog(self, local_rank: int) -> bool:
-        """Whether NCCL's watchdog, a native thread, aborted a rank: a collective timed out or lost its other end."""
+        """Return True if NCCL's watchdog thread aborted a rank: a collective timed out or lost its connection."""
         if "nccl" not in self._spec.backend or self._processes[local_rank].exitcode != -signal.SIGABRT:
             return False
         # Where a thread of Python's aborts, its stack is marked as that of the current one.

@@ -44,7 +44,7 @@ class Exchange(Protocol):
     """Collective: every rank makes the same calls in the same order."""
 
     carries_objects: bool
-    """Whether an attachment may be large: it goes along with the logs; else small ones that are mostly the same."""
+    """True if an attachment may be large: it goes along with the logs; else small ones that are mostly the same."""
 
     def __call__(
         self, steps: Mapping[str, OwnSteps], totals: Mapping[str, OwnTotal] | None = None, attachment: Any = None

@@ -304,7 +304,7 @@ class Recorder:
 
     @property
     def has_logs(self) -> bool:
-        """Whether anything was logged since the epoch was finished."""
+        """True if anything was logged since the epoch was finished."""
         return any(series.pending or series.count or series.steps for series in self._series.values())
 
     def drop(self, names: Container[str]) -> None:

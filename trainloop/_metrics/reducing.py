@@ -40,7 +40,7 @@ class Options(NamedTuple):
     on_epoch: bool
     reduce: str
     shared: bool
-    """Whether the value is over all ranks; else each rank keeps its own."""
+    """True if the value is over all ranks; else each rank keeps its own."""
     part: str | None
     """For the loop's own loss: the part's name, empty for the whole. ``None`` for the user's metrics."""
 

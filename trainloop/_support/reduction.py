@@ -32,10 +32,10 @@ class SumRule:
     """Tells of each loss whether it is a sum over samples; made by :func:`sum_rule`."""
 
     certain: bool
-    """Whether the model itself says so; else it is the criterion, whose sum ``get_loss`` may have divided."""
+    """True if the model itself says so; else it is the criterion, whose sum ``get_loss`` may have divided."""
 
     def __call__(self, loss: Tensor | Mapping[str, Tensor]) -> bool:
-        """Whether this loss is a sum. Where the criterion says so, its graph is looked at, if it has one."""
+        """Return True if this loss is a sum. Where the criterion says so, its graph is looked at, if it has one."""
         if self.certain:
             return True
         return not any(map(_is_divided, [loss] if isinstance(loss, Tensor) else loss.values()))
@@ -84,7 +84,7 @@ def _reductions(criterion: Any) -> set[str]:
 
 
 def _is_divided(loss: Tensor) -> bool:
-    """Whether a scalar was divided by a plain number on the way to this loss: ``criterion(...) / len(x)`` is a mean.
+    """Return True if a scalar was divided by a plain number to get this loss: ``criterion(...) / len(x)`` is a mean.
 
     Division by something learned (weighting by uncertainty) does not count.
     """
@@ -103,7 +103,7 @@ def _is_divided(loss: Tensor) -> bool:
 
 
 def _is_of_scalar(node: Any) -> bool:
-    """Whether a node of autograd's graph made one number; what lies before is the model, where divisions mean nothing.
+    """Return True if a node of autograd's graph made one number; before it is the model, where divisions don't count.
 
     ``_input_metadata`` is of torch 2.1 to 2.13; in a torch without it no division is seen, and the criterion's word
     holds.

@@ -1,4 +1,4 @@
-"""Whether anybody sees a progress bar on stderr, and how wide it may be."""
+"""Find out if a progress bar on stderr is visible, and how wide it may be."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _WIDTH_UNKNOWN, _HEIGHT_UNKNOWN = 80, 24
 
 
 def has_screen() -> bool:
-    """Whether stderr is a terminal or a notebook."""
+    """Return True if stderr is a terminal or a notebook."""
     return in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
 
 
 def in_notebook() -> bool:
-    """Whether this process is a notebook's kernel."""
+    """Return True if this process is a notebook's kernel."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return shell is not None and "IPKernelApp" in shell.config
 

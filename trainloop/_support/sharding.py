@@ -277,7 +277,7 @@ class StepWeights(NamedTuple):
     """Samples of all ranks in the step."""
 
     ragged: bool
-    """Whether ranks differ in their number of micro-batches."""
+    """True if ranks differ in their number of micro-batches."""
 
 
 def weigh_step(sizes: Sequence[Sequence[int]], rank: int) -> StepWeights:

@@ -303,7 +303,7 @@ def _nothing(number: int, frame: FrameType | None) -> None:
 
 
 def _handled_for(stop: StopAgreement) -> bool:
-    """Whether this rank's signals have been requests to ``stop`` since its start."""
+    """Return True if this rank's signals have been requests to ``stop`` since its start."""
     return getattr(signal.getsignal(signal.SIGTERM), "stop", None) is stop
 
 

@@ -136,7 +136,7 @@ class SharedStop:
 
     @property
     def aborted(self) -> bool:
-        """Whether the launching process has given the run up."""
+        """True if the launching process has given the run up."""
         return bool(self._words[self._ABORTED])
 
     def boundary_of(self, rank: int) -> int:

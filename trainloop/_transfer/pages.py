@@ -279,7 +279,7 @@ def _movable_memory() -> tuple[list[int], list[int]]:
 
 
 def _locked_memory() -> bool:
-    """Whether this process has locked memory (mlock); a device may use its physical address."""
+    """Return True if this process has locked memory (mlock); a device may use its physical address."""
     try:
         with open("/proc/self/status") as file:
             return any(line.startswith("VmLck:") and int(line.split()[1]) for line in file)

@@ -252,7 +252,7 @@ def _view(address: int, nbytes: int) -> memoryview:
 
 
 def _pinned(address: int, nbytes: int) -> bool:
-    """Whether the memory is pinned, so that a GPU uses its physical address."""
+    """Return True if the memory is pinned, so that a GPU uses its physical address."""
     if not torch.cuda.is_initialized():
         return False
     return torch.frombuffer(_view(address, nbytes), dtype=torch.uint8).is_pinned()

@@ -83,7 +83,7 @@ class Pickler(cloudpickle.Pickler):
     """
 
     keeps_shared = True
-    """Whether the reader shares memory that the user shares between processes, with its own children."""
+    """True if the reader shares memory that the user shares between processes, with its own children."""
 
     def __init__(self, file: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
@@ -145,7 +145,7 @@ class Pickler(cloudpickle.Pickler):
                     cloudpickle.register_pickle_by_value(module)
 
     def is_importable(self, module: types.ModuleType) -> bool:
-        """Whether a new process with this one's ``sys.path`` finds the module; the file system is asked."""
+        """Return True if a new process with this one's ``sys.path`` finds the module; the file system is asked."""
         spec = getattr(module, "__spec__", None)
         if spec is not None and (spec.origin in ("built-in", "frozen") or spec.name in sys.builtin_module_names):
             return True

@@ -43,23 +43,6 @@ if TYPE_CHECKING:
     from trainloop.callbacks.train_schedule import LRScheduler as LRScheduler
     from trainloop.callbacks.wandb import AlertConfig as AlertConfig
     from trainloop.callbacks.wandb import WandBTracking as WandBTracking
-    from trainloop.compat.callbacks import DistributedSamplerSetEpoch as DistributedSamplerSetEpoch
-    from trainloop.compat.callbacks import GradDistributionPlot as GradDistributionPlot
-    from trainloop.compat.callbacks import GradientStatsPrint as GradientStatsPrint
-    from trainloop.compat.callbacks import GradNormClip as GradNormClip
-    from trainloop.compat.callbacks import GradValueClip as GradValueClip
-    from trainloop.compat.callbacks import ModelIterationCheckpoint as ModelIterationCheckpoint
-    from trainloop.compat.callbacks import ModelTrainEndSave as ModelTrainEndSave
-    from trainloop.compat.callbacks import TensorboardFullTracking as TensorboardFullTracking
-    from trainloop.compat.callbacks import TensorboardTrainBatchLoss as TensorboardTrainBatchLoss
-    from trainloop.compat.callbacks import TensorboardTrainHistoryMetric as TensorboardTrainHistoryMetric
-    from trainloop.schedulers.basic import GeneralLRScheduler as GeneralLRScheduler
-    from trainloop.schedulers.basic import GeneralLRSchedulerCallback as GeneralLRSchedulerCallback
-    from trainloop.schedulers.basic import LambdaLRScheduler as LambdaLRScheduler
-    from trainloop.schedulers.basic import MultiStepLRScheduler as MultiStepLRScheduler
-    from trainloop.schedulers.basic import ReduceLROnPlateauMetricScheduler as ReduceLROnPlateauMetricScheduler
-    from trainloop.schedulers.basic import ReduceLROnPlateauScheduler as ReduceLROnPlateauScheduler
-    from trainloop.schedulers.basic import StepLRScheduler as StepLRScheduler
 
 _HOMES = {
     name: f"trainloop.{module}"
@@ -83,13 +66,28 @@ _HOMES = {
         "callbacks.tensorboard": "TensorBoard",
         "callbacks.train_schedule": "AbstractScheduler LearningRateMonitor LRScheduler",
         "callbacks.wandb": "AlertConfig WandBTracking",
-        "compat.callbacks": "DistributedSamplerSetEpoch GradDistributionPlot GradientStatsPrint GradNormClip "
-        "GradValueClip ModelIterationCheckpoint ModelTrainEndSave TensorboardFullTracking TensorboardTrainBatchLoss "
-        "TensorboardTrainHistoryMetric",
-        "schedulers.basic": "GeneralLRScheduler GeneralLRSchedulerCallback LambdaLRScheduler MultiStepLRScheduler "
-        "ReduceLROnPlateauMetricScheduler ReduceLROnPlateauScheduler StepLRScheduler",
     }.items()
     for name in names.split()
+}
+# Names of AIToolbox that were here until 0.2.0; trainloop.compat.aitoolbox has them.
+_REMOVED = {
+    "DistributedSamplerSetEpoch": "fit calls set_epoch of a loader's samplers itself.",
+    "GeneralLRScheduler": "Use LRScheduler(scheduler_class, ...).",
+    "GeneralLRSchedulerCallback": "Use LRScheduler(scheduler_class, ...).",
+    "GradDistributionPlot": "Use TensorBoard(histograms_every_n_epochs=1).",
+    "GradNormClip": "Use GradientClipping(max_norm=...).",
+    "GradValueClip": "Use GradientClipping(max_value=...).",
+    "GradientStatsPrint": "Use GradientStats().",
+    "LambdaLRScheduler": "Use LRScheduler(LambdaLR, lr_lambda=...).",
+    "ModelIterationCheckpoint": "Use ModelCheckpoint(dirpath, every_n_epochs=None, every_n_steps=...).",
+    "ModelTrainEndSave": "Use trainloop.TrainLoopEndSave.",
+    "MultiStepLRScheduler": "Use LRScheduler(MultiStepLR, milestones=...).",
+    "ReduceLROnPlateauMetricScheduler": "Use LRScheduler(ReduceLROnPlateau, monitor=...).",
+    "ReduceLROnPlateauScheduler": "Use LRScheduler(ReduceLROnPlateau).",
+    "StepLRScheduler": "Use LRScheduler(StepLR, step_size=...).",
+    "TensorboardFullTracking": "Use TensorBoard(log_dir).",
+    "TensorboardTrainBatchLoss": "Use TensorBoard(log_dir).",
+    "TensorboardTrainHistoryMetric": "Use TensorBoard(log_dir, log_every_n_steps=None).",
 }
 __all__ = ["AbstractCallback", *_HOMES]  # a test compares them with the imports above
 
@@ -100,6 +98,11 @@ if not TYPE_CHECKING:  # with it, every name would be right
             value = getattr(importlib.import_module(_HOMES[name]), name)
             globals()[name] = value
             return value
+        if name in _REMOVED:  # an AttributeError's text would not reach `from trainloop.callbacks import ...`
+            raise ImportError(
+                f"trainloop.callbacks has no {name} since 0.2.0. {_REMOVED[name]} A script written for AIToolbox keeps "
+                "its imports: add `import trainloop.compat.aitoolbox` above them."
+            )
         raise AttributeError(f"module 'trainloop.callbacks' has no attribute {name!r}")
 
 

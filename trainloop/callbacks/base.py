@@ -164,7 +164,7 @@ class AbstractCallback:
         self.train_loop_obj.end_training(self, reason)
 
     def ends_again(self, state: dict[str, Any]) -> bool:
-        """Whether the callback, with its present arguments, would end a resumed run that it ended. Default: yes.
+        """Return True if the callback, with its present arguments, would end a resumed run that it ended. Default: yes.
 
         Parameters
         ----------
@@ -306,7 +306,7 @@ class HookTable:
 
 
 def overrides(callback: AbstractCallback, name: str) -> bool:
-    """Whether a hook does anything; one set on the instance, ``callback.on_epoch_end = function``, counts too."""
+    """Return True if a hook is overridden, in the class or on the instance (``callback.on_epoch_end = function``)."""
     return name in callback.__dict__ or getattr(type(callback), name) is not getattr(AbstractCallback, name)
 
 

@@ -464,7 +464,7 @@ class ModelCheckpoint(AbstractCallback):
         self._asked = (self._saved_time, self.train_loop_obj.global_step)
 
     def _time_is_up(self, interval_s: float) -> bool:
-        """Whether rank 0's clock says so; all ranks call it at each step.
+        """Return True if rank 0's clock says so; all ranks call it at each step.
 
         Asking is an exchange between ranks. So rank 0 also tells, by the time that steps have taken, at which step
         to ask again: some twenty times an interval, and at its end.

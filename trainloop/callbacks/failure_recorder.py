@@ -417,7 +417,7 @@ def _not_finite(tensors: Mapping[str, Tensor | None]) -> list[str]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a checkpoint gives it back as it was, of the same types."""
+    """Return True if a checkpoint gives it back as it was, of the same types."""
     kind = type(value)
     if kind is Tensor:
         return not (value.requires_grad or value.is_meta or value.is_quantized)

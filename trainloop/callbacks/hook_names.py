@@ -93,7 +93,7 @@ def _remedy(kind: type, here: str) -> str:
 
 
 def _is_named_in(name: str, classes: Iterable[type]) -> bool:
-    """Whether a method of another name mentions it: as an attribute, or as text for ``getattr``."""
+    """Return True if a method of another name mentions it: as an attribute, or as text for ``getattr``."""
     functions = {
         value.__code__
         for kind in classes

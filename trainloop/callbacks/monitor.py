@@ -66,14 +66,14 @@ class Monitor:
 
     @property
     def minimize(self) -> bool:
-        """Whether lower is better."""
+        """True if lower is better."""
         if self._minimize is None:
             raise self._undirected()
         return self._minimize
 
     @property
     def has_read(self) -> bool:
-        """Whether there has been any value."""
+        """True if there has been any value."""
         return self._seen > 0
 
     def _undirected(self, meant: str | None = None, hint: str = "") -> ConfigurationError:
@@ -141,7 +141,7 @@ class Monitor:
         return self.name.startswith("val_") and every is not True and loop.epoch + 1 < every
 
     def improves(self, value: float, best: float | None, min_delta: float = 0.0) -> bool:
-        """Whether ``value`` is better than ``best`` by more than ``min_delta``; never where ``value`` is NaN."""
+        """Return True if ``value`` is better than ``best`` by more than ``min_delta``; never where ``value`` is NaN."""
         if best is None:
             return value == value
         return value < best - min_delta if self.minimize else value > best + min_delta

@@ -318,7 +318,7 @@ class TrainHistoryFormatter(AbstractCallback):
         self.train_loop_obj.insert_metric_result_into_history(name, value)
 
     def check_if_history_updated(self, train_end_phase: bool) -> bool:
-        """Whether the list has a value for each epoch so far; at the end of training, whether it has one value.
+        """Return True if the list has a value for each epoch so far; at the end of training, whether it has one value.
 
         Raises
         ------

@@ -19,8 +19,6 @@ This module knows no loop: it takes and gives dicts.
 :func:`save`, :func:`load`, :func:`read_info`             one checkpoint
 :func:`checkpoints`, :func:`load_newest`                  those of a folder
 :func:`save_weights`, :func:`load_weights`                a model's weights alone, in the safetensors format
-:func:`plain`, :class:`HostCopy`                          what may stand in a checkpoint, and a copy of it
-:func:`folder`                                            a folder on a disk or behind a URL, written to atomically
 ========================================================  =====================================================
 """
 
@@ -46,18 +44,11 @@ from trainloop.checkpoint.storage import Folder, folder
 __all__ = [
     "Checkpoint",
     "CheckpointInfo",
-    "Folder",
-    "HostCopy",
-    "checkpoint_name",
     "checkpoints",
-    "folder",
     "load",
     "load_newest",
     "load_weights",
-    "mark_newest",
-    "plain",
     "read_info",
-    "require_safetensors",
     "save",
     "save_weights",
 ]

@@ -110,7 +110,7 @@ def save(
     path : str or path
         File or fsspec URL to make or to replace. Its folder is made where it is missing.
     state : mapping
-        Nested containers of tensors (on any device), numbers and strings: see :func:`plain`.
+        Nested containers of tensors (on any device), numbers and strings.
     info : CheckpointInfo, optional
         Kept in the file's end.
     durable : bool
@@ -203,7 +203,7 @@ def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor], *,
     weights : mapping from str to Tensor
         On any device. Tied weights are written once for each of their names, so that a strict load finds them all.
     run : str
-        The run that writes, as in :func:`mark_newest`.
+        The run that writes, which may remove its own half-written files.
     """
     data = require_safetensors(f"writing {os.fspath(path)!r}").save(
         {name: t.detach().cpu().clone().contiguous() for name, t in weights.items()}

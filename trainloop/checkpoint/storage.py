@@ -270,7 +270,7 @@ def _patiently(change: Callable[..., None], *paths: str) -> None:
 
 
 def _is_there(path: str) -> bool:
-    """Whether the name exists, be it that of a broken link; raises for one that no file can have."""
+    """Return True if the name exists, be it that of a broken link; raises for one that no file can have."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -401,7 +401,7 @@ def _new_locked(path: str) -> BinaryIO:
 
 
 def _lock(file: int) -> bool:
-    """Whether this process got the file's lock; also ``False`` if the file system has no locks."""
+    """Return True if this process got the file's lock; also ``False`` if the file system has no locks."""
     if fcntl is None:
         return False
     try:

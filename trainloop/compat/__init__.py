@@ -1,4 +1,4 @@
 """Names and behaviour of other libraries, for scripts that were written for them.
 
-Nothing else here imports these modules, but for :mod:`trainloop.callbacks`, which looks some names up when asked.
+No other module of this package imports them.
 """

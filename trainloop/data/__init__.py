@@ -3,10 +3,10 @@
 A *source* (``sources.py``, ``indexed.py``) gives a rank's part of one global batch after another; which part
 its rule says (``samplers.py``, ``whole_batches.py``). Training groups them into steps, evaluation does not.
 
-* :func:`train_feed`: an epoch as optimizer steps, each rank's part of every global batch in them.
-* :func:`eval_feed`: the batches that one process would see, each on one rank.
+* ``train_feed``: an epoch as optimizer steps, each rank's part of every global batch in them.
+* ``eval_feed``: the batches that one process would see, each on one rank.
 * :class:`SplitBatches`: each rank takes its own columns of every batch, for state carried from batch to batch.
-* :func:`count_samples`, :func:`move_to`: of batches of any shape.
+* ``count_samples``, ``move_to``: of batches of any shape.
 """
 
 from trainloop.data.batches import count_samples, move_to
@@ -15,13 +15,4 @@ from trainloop.data.evaluation import EvalFeed, eval_feed
 from trainloop.data.steps import StepBatches
 from trainloop.data.train import TrainFeed, train_feed
 
-__all__ = [
-    "EvalFeed",
-    "SplitBatches",
-    "StepBatches",
-    "TrainFeed",
-    "count_samples",
-    "eval_feed",
-    "move_to",
-    "train_feed",
-]
+__all__ = ["SplitBatches"]

@@ -13,7 +13,7 @@ from trainloop.data.twins import twin
 
 
 def is_split(dataset: Any) -> bool | None:
-    """Whether a stream, or a loader of one, gives each rank its own share already; None where it doesn't say.
+    """Return True if a stream, or a loader of one, gives each rank its own share already; None where it doesn't say.
 
     Recognised are the user's own attribute ``is_distributed``, Hugging Face's ``split_dataset_by_node``, a litdata
     dataset made inside a rank, and webdataset pipelines with ``split_by_node`` or resampled shards.
@@ -41,7 +41,7 @@ def is_split(dataset: Any) -> bool | None:
 
 
 def loads(dataset: Any) -> bool:
-    """Whether an iterable dataset really is a loader that yields batches: webdataset's ``WebLoader``."""
+    """Return True if an iterable dataset really is a loader that yields batches: webdataset's ``WebLoader``."""
     return any(isinstance(stage, DataLoader) or loads(stage) for stage in pipeline_of(dataset))
 
 
@@ -93,12 +93,12 @@ class _GlobalRandom:
 
 
 def is_torchdata(loader: Any) -> bool:
-    """Whether a loader is torchdata's ``StatefulDataLoader``."""
+    """Return True if a loader is torchdata's ``StatefulDataLoader``."""
     return _is_of(loader, "torchdata")
 
 
 def goes_on_exactly(dataset: Any) -> bool:
-    """Whether a dataset's state describes its position completely.
+    """Return True if a dataset's state describes its position completely.
 
     Hugging Face's state omits the shuffle buffer, which is then refilled with other samples.
     """
@@ -148,7 +148,7 @@ def plain_sampler(loader: Any, sampler: Any) -> Any:
 
 
 def cuts_batches(batch_sampler: Any) -> bool:
-    """Whether a batch sampler of another library cuts a sampler's order into batches and does nothing else."""
+    """Return True if a batch sampler of another library cuts a sampler's order into batches and does nothing else."""
     return type(batch_sampler).__name__ == "BatchSampler" and type(batch_sampler).__module__.startswith(
         "torchdata.stateful_dataloader"
     )

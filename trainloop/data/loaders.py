@@ -21,17 +21,17 @@ from trainloop.errors import ConfigurationError
 
 
 def is_stream(loader: Any) -> bool:
-    """Whether a loader's dataset can only be read from its beginning on."""
+    """Return True if a loader's dataset can only be read from its beginning on."""
     return isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
 
 
 def iterates_itself(loader: Any) -> bool:
-    """Whether a loader's class has its own ``__iter__``, which may not pass on what the dataset yields."""
+    """Return True if a loader's class has its own ``__iter__``, which may not pass on what the dataset yields."""
     return type(loader).__iter__ is not DataLoader.__iter__
 
 
 def is_indexed(loader: Any, given: bool) -> bool:
-    """Whether a loader reads the indices that its sampler yields, so that another sampler can split it.
+    """Return True if a loader reads the indices that its sampler yields, so that another sampler can split it.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ def distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
 
 
 def is_distributed(loader: Any) -> bool:
-    """Whether a loader gives each rank its own share already."""
+    """Return True if a loader gives each rank its own share already."""
     if distributed_sampler(loader) is not None:
         return True
     return bool(is_split(loader) or is_split(getattr(loader, "dataset", None)))

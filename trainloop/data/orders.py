@@ -92,7 +92,7 @@ def generators_of(loader: Any) -> dict[str, torch.Generator]:
 
 
 def is_there_at_once(sampler: Any) -> bool:
-    """Whether a sampler's whole order exists, or torch's own sampler draws it before it yields the first index."""
+    """Return True if a sampler's full order exists, or torch's sampler draws it before yielding the first index."""
     if type(sampler) is RandomSampler:
         return not sampler.replacement
     return type(sampler) in (WeightedRandomSampler, SubsetRandomSampler, list, tuple, range, np.ndarray)

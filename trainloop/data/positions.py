@@ -32,7 +32,7 @@ _ARRAY = "__array__"
 
 
 def is_stateful(thing: Any) -> bool:
-    """Whether a dataset or loader can say where it stands, and go on from there exactly."""
+    """Return True if a dataset or loader can report its position, and resume exactly from there."""
     if thing is None or isinstance(thing, (type, nn.Module)):
         return False
     save, load = getattr(thing, "state_dict", None), getattr(thing, "load_state_dict", None)
@@ -103,7 +103,7 @@ class Position(Protocol):
     """
 
     goes_on: bool
-    """Whether the next items are the rest of an epoch, so that none must be skipped."""
+    """True if the next items are the rest of an epoch, so that none must be skipped."""
 
     def now(self) -> Any:
         """The position now; :meth:`state` takes it later, after further batches."""

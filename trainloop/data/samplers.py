@@ -62,7 +62,7 @@ class RankShard:
     """A checksum of the order, once read, which must agree on all ranks; None where it can't differ."""
 
     sizes_known: bool = True
-    """Whether :meth:`batches` yields the sizes of all ranks; else only this rank's."""
+    """True if :meth:`batches` yields the sizes of all ranks; else only this rank's."""
 
     @property
     def rule(self) -> str:
@@ -71,7 +71,7 @@ class RankShard:
 
     @property
     def draws_order(self) -> bool:
-        """Whether the order may depend on the seed."""
+        """True if the order may depend on the seed."""
         return True
 
     def set_epoch(self, epoch: int) -> None:

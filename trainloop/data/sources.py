@@ -38,10 +38,10 @@ class Source:
     """The loader that is read: the user's own, or its twin for this rank."""
 
     shares: bool = True
-    """Whether ranks share one order out, rather than each reading its own."""
+    """True if ranks share one order out, rather than each reading its own."""
 
     sizes_known: bool = True
-    """Whether items carry the samples of all ranks, ``(sizes, batch)``, or of this rank only, ``(size, batch)``."""
+    """True if items carry the samples of all ranks, ``(sizes, batch)``, or of this rank only, ``(size, batch)``."""
 
     num_batches: int | None = None
     """Global batches of a pass; None where only reading tells."""
@@ -62,7 +62,7 @@ class Source:
 
     @property
     def draws_order(self) -> bool:
-        """Whether a pass's order may depend on the seed."""
+        """True if a pass's order may depend on the seed."""
         return True
 
     @property

@@ -32,7 +32,7 @@ class StepBatches(NamedTuple):
     """Samples of all ranks in this step."""
 
     ragged: bool
-    """Whether ranks differ in their number of micro-batches, so that gradients can't be reduced in backward."""
+    """True if ranks differ in their number of micro-batches, so that gradients can't be reduced in backward."""
 
 
 def steps_of_known(items: Iterator[tuple[RankSizes, Any]], grad_accumulation: int, rank: int) -> Iterator[StepBatches]:

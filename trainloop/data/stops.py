@@ -78,7 +78,7 @@ def _entries(entry: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _is_loading(entry: TracebackType) -> bool:
-    """Whether a frame fetches samples or re-raises a worker's exception: no loader's own end comes from there."""
+    """Return True if a frame fetches samples or re-raises a worker's exception; a loader never ends there."""
     frame: FrameType = entry.tb_frame
     code = frame.f_code
     if code is _IterableDatasetFetcher.fetch.__code__:

@@ -292,11 +292,11 @@ class _WatchedWorkerInfo:
 
     @property
     def asked(self) -> bool:
-        """Whether anybody asked."""
+        """True if anybody asked."""
         return bool(self.__dict__["_asked"])
 
     def takes(self, group_index: int) -> bool:
-        """Whether this worker yields the global batch ``group_index`` of its stream."""
+        """Return True if this worker yields the global batch ``group_index`` of its stream."""
         info = self.__dict__["_info"]
         return self.__dict__["_asked"] or group_index % info.num_workers == info.id
 

@@ -98,7 +98,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def loads_batches_here(loader: Any) -> bool:
-    """Whether this process makes each batch by ``collate_fn`` from the rows that ``batch_sampler`` names."""
+    """Return True if this process makes each batch by ``collate_fn`` from the rows that ``batch_sampler`` names."""
     return (
         type(loader) is DataLoader
         and not loader.num_workers

@@ -265,7 +265,7 @@ class TrainFeed:
         return items
 
     def _goes_on(self, resumed: dict[str, Any], *, begins: bool) -> bool:
-        """Whether the source continues from a checkpoint's position; if not, says that the epoch is read again."""
+        """Return True if the source resumes from a checkpoint's position; if not, warn that the epoch is read again."""
         same_ranks = resumed["world_size"] == self._world_size
         size = resumed["global_batch_size"]
         same_batches = same_ranks if size is None else size == self.global_batch_size

@@ -87,7 +87,7 @@ def end_workers(loader: Any) -> None:
 
 
 def _spawned_by_inheritance() -> bool:
-    """Whether workers would be spawned for no other reason than that this rank was.
+    """Return True if workers would be spawned for no other reason than that this rank was.
 
     Python hands the method that started a process on to its children as their default. Spawned workers import
     everything anew (seconds), copy the data, and need it to be picklable. Outside of ranks the same loader has forked

@@ -2,7 +2,7 @@
 
 ``requests.py`` and ``modes.py`` are arithmetic on their arguments. Two functions
 here look at the machine: :func:`resolve` counts devices, :func:`find_usable_cuda_devices` tries them.
-:func:`visible_devices` and :func:`child_mask`, of ``trainloop.resources.masks``, are re-exported.
+:func:`visible_devices`, of ``trainloop.resources.masks``, is re-exported.
 
 An index always counts within ``CUDA_VISIBLE_DEVICES``, as torch's own do.
 """
@@ -42,21 +42,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DeviceChoice",
-    "check_num_nodes",
-    "child_mask",
-    "choose_devices",
-    "dp_chunks",
     "effective_batch_size",
     "find_usable_cuda_devices",
-    "global_rank",
-    "has_ranks",
-    "most_cpu_processes",
     "parse_devices",
     "resolve",
-    "resolve_mode",
     "visible_devices",
-    "whole_number",
-    "world_size",
 ]
 
 

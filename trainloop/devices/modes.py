@@ -79,7 +79,7 @@ def resolve_mode(name: object, num_devices: int, num_nodes: int = 1, *, kind: st
 
 
 def has_ranks(mode: object) -> bool:
-    """Whether a mode runs as one process a device."""
+    """Return True if a mode runs as one process a device."""
     return mode in ("ddp", "fsdp")
 
 

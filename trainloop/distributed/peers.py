@@ -35,7 +35,7 @@ class _Socket(NamedTuple):
 
 
 def owners_are_known() -> bool:
-    """Whether this host's kernel tells the owners of connections, which :func:`no_strangers` needs."""
+    """Return True if this host's kernel tells the owners of connections, which :func:`no_strangers` needs."""
     return os.access("/proc/self/fd", os.R_OK) and any(os.access(table, os.R_OK) for table in _TABLES)
 
 

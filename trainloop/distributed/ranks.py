@@ -56,7 +56,7 @@ class Rank:
 
 
 def has_group() -> bool:
-    """Whether this process is in a process group."""
+    """Return True if this process is in a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -138,7 +138,7 @@ def get_world_size() -> int:
 
 
 def is_global_zero() -> bool:
-    """Whether this process has global rank 0: true in exactly one process of all nodes."""
+    """Return True if this process has global rank 0: true in exactly one process of all nodes."""
     return get_rank() == 0
 
 

@@ -86,7 +86,7 @@ class _Agreed(NamedTuple):
     dtype: torch.dtype
     """The common dtype."""
     direct: bool
-    """Whether the device's own backend can exchange it."""
+    """True if the device's own backend can exchange it."""
     shapes: list[tuple[int, ...]]
     """The shape on each rank."""
 

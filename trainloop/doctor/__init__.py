@@ -27,7 +27,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether no check found a problem; ``attention`` is none."""
+        """True if no check found a problem; ``attention`` is none."""
         return all(check.status != "problem" for check in self.checks)
 
     def __getitem__(self, name: str) -> Check:

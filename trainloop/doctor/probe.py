@@ -78,7 +78,7 @@ class Readings:
     hostname_error: str = ""
     """Why this host's own name has no address."""
     port_taken: bool = False
-    """Whether ``MASTER_PORT`` is taken on this host, which is ``MASTER_ADDR``."""
+    """True if ``MASTER_PORT`` is taken on this host, which is ``MASTER_ADDR``."""
 
 
 def read() -> Readings:

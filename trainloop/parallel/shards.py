@@ -45,17 +45,17 @@ MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether it is a ``DTensor``."""
+    """Return True if it is a ``DTensor``."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
 
 
 def stays_whole(parameter: Tensor) -> bool:
-    """Whether each rank is to hold all of a parameter: a scalar, or one without elements, which torch can't divide."""
+    """Return True if every rank holds all of a parameter: scalars and empty tensors, which torch can't divide."""
     return parameter.ndim == 0 or parameter.numel() == 0
 
 
 def is_mark_of_sharding(name: str) -> bool:
-    """Whether an attribute of a module is one that ``fully_shard`` leaves there while it lasts."""
+    """Return True if an attribute of a module is one that ``fully_shard`` leaves there while it lasts."""
     return name in MARKS or name.startswith("__composable_api")
 
 
@@ -100,7 +100,7 @@ def shard_like(value: Tensor, like: Any) -> Any:
 
 
 def is_first_replica(tensor: Any) -> bool:
-    """Whether no other rank before this one has the same part of a sharded tensor."""
+    """Return True if no other rank before this one has the same part of a sharded tensor."""
     coordinates = zip(tensor.placements, tensor.device_mesh.get_coordinate(), strict=True)
     return all(place == 0 or placement.is_shard() for placement, place in coordinates)
 

@@ -126,7 +126,7 @@ class Transparent(nn.Module):
 
 
 def model_has(wrapper: nn.Module, name: str) -> bool:
-    """Whether the wrapped model has such an attribute; evaluates no property."""
+    """Return True if the wrapped model has such an attribute; evaluates no property."""
     module = _wrapped(wrapper)
     if module is None:
         return False

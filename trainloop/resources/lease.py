@@ -320,7 +320,7 @@ def _held(device: str) -> str:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether somebody holds the lock of another user's file; nothing is written, and no link followed."""
+    """Return True if a process holds the lock of another user's file; write nothing and follow no link."""
     if fcntl is None:
         return False
     try:
@@ -389,5 +389,5 @@ def inherit() -> None:
 
 
 def inherited() -> bool:
-    """Whether this process works within its parent's lease."""
+    """Return True if this process works within its parent's lease."""
     return _inherited

@@ -117,7 +117,7 @@ def _visible_gpus() -> int:
 
 
 def _driver_is_there() -> bool:
-    """Whether torch could find a GPU: CUDA calls this library of the driver's, ROCm opens this device."""
+    """Return True if torch could find a GPU: CUDA calls this library of the driver's, ROCm opens this device."""
     if not sys.platform.startswith("linux") or os.path.exists("/dev/kfd"):
         return True
     try:

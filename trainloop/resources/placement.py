@@ -129,7 +129,7 @@ def _as_packed(sizes: list[int], rooms: list[int], full: int) -> list[list[int]]
 
 
 def _packs(loads: Sequence[int], parts: Sequence[int], full: int) -> bool:
-    """Whether ``parts`` fit the room that ``loads`` leave."""
+    """Return True if ``parts`` fit the room that ``loads`` leave."""
     if len(set(parts)) == 1:  # Trials and folds ask for equal shares, and may be many.
         return sum((full - load) // parts[0] for load in loads) >= len(parts)
     return _packing(loads, parts, full) is not None

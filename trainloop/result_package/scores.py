@@ -114,7 +114,7 @@ def no_scikit_learn() -> ConfigurationError:
 
 
 def _are_finite(numbers: Array) -> bool:
-    """Whether no score is NaN: a diverged model scores NaN, and must not end in scikit-learn's error."""
+    """Return True if no score is NaN: a diverged model scores NaN, for which scikit-learn would raise an error."""
     return bool(np.isfinite(numbers).all())
 
 

@@ -1,9 +1,8 @@
-"""Learning rate schedules as callbacks; thin bridges to ``torch.optim.lr_scheduler``."""
+"""Learning rate schedules as callbacks: warm-ups. ``callbacks.LRScheduler`` takes any scheduler of torch."""
 
 from __future__ import annotations
 
-from trainloop.schedulers import basic, warmup
-from trainloop.schedulers.basic import *  # noqa: F403
+from trainloop.schedulers import warmup
 from trainloop.schedulers.warmup import *  # noqa: F403
 
-__all__ = [*basic.__all__, *warmup.__all__]
+__all__ = warmup.__all__

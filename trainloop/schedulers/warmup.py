@@ -9,8 +9,10 @@ import math
 from functools import partial
 from typing import Any
 
+from torch.optim.lr_scheduler import LambdaLR
+
+from trainloop.callbacks.train_schedule import LRScheduler
 from trainloop.errors import ConfigurationError
-from trainloop.schedulers.basic import LambdaLRScheduler
 
 __all__ = [
     "ConstantWithWarmupScheduler",
@@ -20,12 +22,12 @@ __all__ = [
 ]
 
 
-class _WarmupScheduler(LambdaLRScheduler):
+class _WarmupScheduler(LRScheduler):
     def __init__(self, factor: Any, num_warmup_steps: int, last_epoch: int, **kwargs: Any) -> None:
         if not num_warmup_steps >= 0:
             raise ConfigurationError(f"{type(self).__name__}: num_warmup_steps={num_warmup_steps}: must be 0 or more.")
         lr_lambda = partial(_warmed_up, factor, num_warmup_steps)
-        super().__init__(lr_lambda, execute_epoch_end=False, execute_batch_end=True, last_epoch=last_epoch, **kwargs)
+        super().__init__(LambdaLR, "step", lr_lambda=lr_lambda, last_epoch=last_epoch, **kwargs)
 
 
 class _CurveWithWarmup(_WarmupScheduler):

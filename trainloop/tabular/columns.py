@@ -159,7 +159,7 @@ def _kind_of(series: pd.Series) -> Kind:
 
 
 def _identifies_rows(name: str, series: pd.Series, kind: Kind, distinct: int) -> bool:
-    """Whether the column is an identifier. Numbers that all differ may be a measurement, so their name decides."""
+    """Return True if the column is an identifier; for numbers that all differ, the column's name decides."""
     if not distinct == len(series) >= _FEW:
         return False
     numbered = kind == "number" and re.search(_ROW_NUMBER, name) is not None

@@ -31,7 +31,7 @@ class Given:
     target: Target
     params: Mapping[str, Any]
     gpu: bool
-    """Whether a GPU was asked for and granted."""
+    """True if a GPU was asked for and granted."""
 
 
 class Adapter:

@@ -33,7 +33,7 @@ class LearningRates:
     losses: tuple[float, ...]
     """The loss of each step, over all ranks, before the step."""
     diverged: bool
-    """Whether the loss ran away before the largest rate."""
+    """True if the loss ran away before the largest rate."""
 
     @property
     def smoothed(self) -> list[float]:

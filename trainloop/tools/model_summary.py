@@ -42,7 +42,7 @@ class Layer:
     flops: int
     """FLOPs of its forward pass: two for a multiplication with an addition."""
     counted: bool = True
-    """Whether ``flops`` are all: ``torch.utils.flop_counter`` doesn't count recurrent layers."""
+    """True if ``flops`` are all: ``torch.utils.flop_counter`` doesn't count recurrent layers."""
 
 
 @dataclass(frozen=True)

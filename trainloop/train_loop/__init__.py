@@ -1,7 +1,4 @@
-"""The loops: :class:`TrainLoop`, and those that keep an experiment's folder.
-
-Its files are on the map in ``CONTRIBUTING.rst``, with the way of a batch. Begin with ``loop.py``.
-"""
+"""The loops: :class:`TrainLoop`, and those that keep an experiment's folder."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ if TYPE_CHECKING:
 __all__ = ["PredictionStream", "TrainLoop", "TrainLoopCheckpoint", "TrainLoopCheckpointEndSave", "TrainLoopEndSave"]
 
 
-if not TYPE_CHECKING:  # with it, every name would be right
+if not TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
-        # Imported when first asked for, with the callbacks that do their work: most programs need none of them.
+        # Imported on first access, with the callbacks that they use: most programs need none of them.
         if name in __all__:
             return getattr(importlib.import_module("trainloop.train_loop.tracking"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,8 @@
-"""What the ranks of a training must have in common, compared before one of them waits for another.
+"""Check that all ranks of a training have the same settings, before any rank waits for another.
 
-Ranks that a ``fit`` starts have what it has. Those of torchrun and Slurm, and those of several hosts, come from scripts
-that each ran for itself. With other arguments, loaders or checkpoints a rank would wait for steps and exchanges that
-never come, and see no more of it than another rank's closed connection.
+Ranks that a ``fit`` starts have its settings. With torchrun, Slurm or several hosts, each script runs independently.
+A rank with other arguments, loaders or checkpoints would wait for steps and exchanges that never happen, and then
+report only another rank's closed connection.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["asked_of", "compare_ranks", "refusals_told"]
 
-# What ranks compare is a list of integers: the arguments, as users write them; the place to go on from; how many
-# callbacks may log at the ends; and the loaders.
+# Ranks compare a list of integers: the arguments, as users write them; the position to resume from; how many
+# callbacks may log at the end of an epoch; and the loaders.
 _ARGUMENTS = (
     "fit(num_epochs={})",
     "fit(num_iterations={})",
@@ -40,9 +40,9 @@ _SHARED = _TURNS + 2
 
 @contextmanager
 def refusals_told(*, tell: bool) -> Iterator[None]:
-    """Around what comes before :func:`compare_ranks`: ranks there learn of a ``ConfigurationError`` of this one.
+    """Report a ``ConfigurationError`` in the block to the ranks that already wait in :func:`compare_ranks`.
 
-    Ranks that ``fit`` has started need no telling: who started them sees the error, and ends the others.
+    Ranks that ``fit`` has started need no report: the process that started them sees the error and ends the others.
     """
     from trainloop._launch.rank_process import started_by_launch  # keeps `import trainloop` fast
 
@@ -50,22 +50,22 @@ def refusals_told(*, tell: bool) -> Iterator[None]:
         yield
     except ConfigurationError:
         if tell and not started_by_launch():
-            with suppress(Exception):  # others that failed in another way are gone
+            with suppress(Exception):  # ranks that failed in another way are gone
                 distributed.exchange_ints([])
         raise
 
 
 def asked_of(run: Training, *, gather: bool, resume: dict[str, Any] | None) -> list[int]:
-    """What this rank was asked to do, for :func:`compare_ranks`.
+    """Return the settings of this rank, for :func:`compare_ranks`.
 
     Parameters
     ----------
     run : Training
-        With its feed.
+        The training, after its feed was made.
     gather : bool
-        As given to ``fit``.
+        Argument of ``fit``.
     resume : dict, optional
-        The state to go on from.
+        State to resume from.
     """
     loop = run.loop
     arguments = (
@@ -92,24 +92,24 @@ def compare_ranks(mine: list[int]) -> bool:
     Parameters
     ----------
     mine : list of int
-        By :func:`asked_of`.
+        Result of :func:`asked_of`.
 
     Returns
     -------
     bool
-        Whether all ranks have as many callbacks that may log at an epoch's end.
+        True if all ranks have the same number of callbacks that may log at an epoch's end.
 
     Raises
     ------
     ConfigurationError
-        Naming the first difference, and the first rank that has it.
+        If settings differ; the message names the first difference, and the first rank that has it.
     """
     everyone = distributed.exchange_ints(mine)
     refused = next((rank for rank, theirs in enumerate(everyone) if not theirs), None)
     if refused is not None:
         raise ConfigurationError(
-            f"rank {refused} can't train with what it was given; its own error says why. Mend that one: ranks make "
-            "each step together."
+            f"rank {refused} refused its arguments; see that rank's own error, and fix its cause. All ranks stop, "
+            "since they make each step together."
         )
     _check_arguments([theirs[:_PLACE] for theirs in everyone])
     _check_places([theirs[_PLACE:_TURNS] for theirs in everyone])
@@ -126,7 +126,7 @@ def _word(value: float | None) -> int:
 
 
 def _written(word: int) -> float | None:
-    """The number, as a user wrote it."""
+    """Return the number as a user wrote it."""
     value: float = struct.unpack("d", struct.pack("q", word))[0]
     return None if value != value else int(value) if value.is_integer() else value
 
@@ -143,8 +143,8 @@ def _check_arguments(everyone: list[list[int]]) -> None:
         for i in range(len(first)):
             if theirs[i] != first[i]:
                 raise ConfigurationError(
-                    f"{_call(theirs, i)} on rank {rank}, {_call(first, i)} on rank 0: ranks make each step together. "
-                    "Pass the same on every rank."
+                    f"{_call(theirs, i)} on rank {rank}, {_call(first, i)} on rank 0. Ranks make each step together: "
+                    "pass the same value on every rank."
                 )
 
 
@@ -153,7 +153,7 @@ def _check_places(everyone: list[list[int]]) -> None:
     for rank, (other_epoch, other_step) in enumerate(everyone):
         if (other_epoch, other_step) != (epoch, step):
             raise ConfigurationError(
-                f"rank {rank} would go on after epoch {other_epoch} and step {other_step}, rank 0 after epoch {epoch} "
-                f"and step {step}: ranks make each step together. Resume from the same checkpoint on every rank (for "
-                "resume_from='last' in a folder that all hosts share), and call fit equally often on each."
+                f"rank {rank} would resume after epoch {other_epoch} and step {other_step}, rank 0 after epoch {epoch} "
+                f"and step {step}. Ranks make each step together: resume from the same checkpoint on every rank (with "
+                "resume_from='last', in a folder that all hosts share), and call fit equally often on each."
             )

@@ -4,12 +4,12 @@
 
     def get_loss(self, batch_data, criterion, device):
         ...
-        yield "discriminator", detects       # backward, gradients reduced, clipped, the discriminator's step
-        ...                                  # here it is the new one
+        yield "discriminator", detects       # backward, reduce and clip gradients, step the discriminator
+        ...                                  # here the discriminator has its new weights
         yield "generator", fools
 
-With several micro-batches in a step their generators run side by side: every micro-batch's first loss, then one
-optimizer step for them all, then every second loss. So the step is that of one batch that holds them all.
+With several micro-batches in a step, their generators run side by side: the first loss of every micro-batch, one
+optimizer step for all of them, then the second losses. The step equals that of one batch with all their samples.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ENDED, _NONE, _DIFFER = -1, -2, -3
 
 
 class AlternatingTraining(Training):
-    """For each loss that a step's micro-batches yield: backward, and its optimizer's step. Counted as one step."""
+    """Run backward and the optimizer's step for each loss that micro-batches yield; all of it counts as one step."""
 
     _sizes: list[int]
 
@@ -50,19 +50,19 @@ class AlternatingTraining(Training):
         counts = self.micro_batches_of_ranks(step) if step.ragged else None
         count = max(counts) if counts else len(step.batches)
         recorder.step = loop.global_step + 1
-        # Where this rank has no batch, what hooks log weighs nothing.
+        # If this rank has no batch, values that hooks log have weight 0.
         self._sizes = [*step.sizes, *[0] * (count - len(step.sizes))]
         for recorder.batch_size in self._sizes:
             loop.total_iteration_idx += 1
             self.epoch_batches += 1
             for hook in hooks.on_batch_begin:
                 hook()
-        # In ddp the model itself: its gradients are reduced by hand, as DDP's reducer expects one backward a forward.
+        # In ddp without the wrapper: DDP's reducer expects one backward per forward, so gradients are reduced later.
         batches = step.batches
-        if counts and place.collective:  # every rank runs as many
+        if counts and place.collective:  # every rank must run the same number
             given = [self.idle.given(batches, counts, i) for i in range(count)]
             batches = [*batches, *given[len(batches) :]]
-        # Nothing runs yet: a generator begins at its first next().
+        # Nothing runs yet: a generator starts at its first next().
         generators = [place.evaluated.get_loss(batch, loop.criterion, place.device) for batch in batches]
         shown: list[list[Yielded]] = [[] for _ in step.batches]
         found_inf: list[torch.Tensor] = []
@@ -82,7 +82,7 @@ class AlternatingTraining(Training):
             loop.last_loss = recorder.add_loss(loss, size if weight is None else weight)
 
     def step(self) -> None:
-        """The optimizers have stepped already, each after its loss."""
+        """Finish the step; the optimizers have already stepped, each after its loss."""
         self.count_step()
         recorder = self.recorder
         for recorder.batch_size in self._sizes:
@@ -96,7 +96,7 @@ class AlternatingTraining(Training):
         counts: list[int] | None,
         shown: list[list[Yielded]],
     ) -> int | None:
-        """Backward of each generator's next loss; returns their optimizer's index, None once all ended."""
+        """Run backward of each generator's next loss; return their optimizer's index, None once all have ended."""
         sums = self.gradients.sums
         indices: set[int] = set()
         self.gradients.apart, self.gradients.ragged = True, step.ragged
@@ -126,7 +126,7 @@ class AlternatingTraining(Training):
                     self.watch.backward_ended(yielded.loss)
             value = per_sample(yielded.loss, step.sizes[i]) if is_sum else yielded.loss.detach()
             shown[i].append(yielded._replace(loss=value))
-        # One exchange for all that may go wrong: a rank that raised alone would leave the others in the next
+        # One exchange for all errors: if one rank raised alone, the others would wait for it in the next
         # collective.
         mine = _NONE if not indices else indices.pop() if len(indices) == 1 else _DIFFER
         everyone = {mine}
@@ -135,9 +135,9 @@ class AlternatingTraining(Training):
         everyone.discard(_NONE)
         if len(everyone) > 1 or everyone == {_DIFFER}:
             raise ConfigurationError(
-                "the batches of one step (micro-batches, or those of several ranks) yielded losses of different "
-                "optimizers at the same place, or not equally many: get_loss must yield the same sequence for all of "
-                "them. Let it depend on nothing but what is the same for all, such as the step's number."
+                "the batches of one step (micro-batches, or those of several ranks) yielded losses for different "
+                "optimizers at the same position, or different numbers of losses. get_loss must yield the same "
+                "sequence for all: let it depend only on values that are equal for all, such as the step's number."
             )
         (index,) = everyone
         return None if index == _ENDED else index
@@ -152,23 +152,23 @@ class AlternatingTraining(Training):
             explain_backward(loss, error)
             if "a second time" in str(error) or "modified by an inplace operation" in str(error):
                 raise ConfigurationError(
-                    "get_loss yielded a loss whose graph goes back to before an earlier yield: that graph is used up, "
-                    "and the weights it was made with have been stepped. Compute after a yield all that a later loss "
-                    f"needs, or detach() what is to be kept. torch says: {error}"
+                    "get_loss yielded a loss whose graph begins before an earlier yield. That graph has been freed, "
+                    "and its weights have been stepped. Compute everything that a loss needs after the previous yield, "
+                    f"or detach() the tensors that are kept. torch says: {error}"
                 ) from error
             raise
 
     def _differentiate(self, index: int, loss: torch.Tensor) -> None:
-        """A loss reaches the parameters of its own optimizer: those of others, which it passes through, keep none."""
+        """Compute a loss's gradients, only for the parameters of its own optimizer."""
         optimizers = self.gradients.optimizers
         backward = self.place.scaler.scale(loss).backward
         if len(optimizers) == 1:
             backward()
-        elif any(p.requires_grad for p in parameters_of(optimizers[index])):  # torch refuses to differentiate by none
+        elif any(p.requires_grad for p in parameters_of(optimizers[index])):  # torch refuses an empty list of inputs
             self.gradients.backward_into(backward, optimizers[index])
 
     def _nothing_of(self, generator: Generator[Any, None, None]) -> None:
-        """The next loss of a batch that is another rank's, with gradients of zero."""
+        """Run the next loss of another rank's batch, with gradients of zero."""
         with self.place.autocast:
             item = next(generator, None)
         if item is not None:
@@ -177,8 +177,8 @@ class AlternatingTraining(Training):
 
 
 _BY_YIELD = (
-    "Yield one of these before the loss, as `yield 0, loss`; or name the optimizers, as "
-    "MultiOptimizer({'d': ..., 'g': ...}) does for `yield 'd', loss`."
+    "Yield one of these before the loss, as in `yield 0, loss`; or name the optimizers, for example "
+    "MultiOptimizer({'d': ..., 'g': ...}) for `yield 'd', loss`."
 )
 
 
@@ -188,7 +188,7 @@ def _index_of(multi_optimizer: Any, optimizer: int | str | None) -> int:
             return multi_optimizer.index(optimizer, "a loss that get_loss yielded", _BY_YIELD)
         if len(multi_optimizer) > 1:
             raise ConfigurationError(
-                f"get_loss yielded a loss for one of {len(multi_optimizer)} optimizers, and didn't say which: put its "
-                "name, or its index, before it, as `yield 'generator', loss`."
+                f"get_loss yielded a loss without saying for which of {len(multi_optimizer)} optimizers it is. Yield "
+                "the optimizer's name or index before the loss, as in `yield 'generator', loss`."
             )
     return 0

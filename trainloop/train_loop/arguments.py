@@ -1,4 +1,4 @@
-"""Arguments of ``TrainLoop`` and ``fit``, checked where they enter; inside they are trusted."""
+"""Check the arguments of ``TrainLoop`` and ``fit``; code behind these checks trusts them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from trainloop.train_loop.options import AmpOptions, RestartOptions
 
 
 def check_model(model: Any) -> Any:
-    """Return the model; refuse a wrapped or incomplete one."""
+    """Return the model; raise an error for a wrapped or incomplete one."""
     if isinstance(model, type):
         raise ConfigurationError(f"model={model.__name__}: this is a class. Pass an instance, {model.__name__}(...).")
-    # Its gradients would be exchanged twice, and its checkpoints have a prefix on each key.
+    # Gradients of a wrapped model would be exchanged twice, and its checkpoints would have a prefix on each key.
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise ConfigurationError(
-            f"model is a {type(model).__name__} already. Pass the model itself; gpu_mode='dp', 'ddp' or 'fsdp' "
+            f"model is already a {type(model).__name__}. Pass the model itself; gpu_mode='dp', 'ddp' or 'fsdp' "
             "wraps it."
         )
     if not isinstance(model, nn.Module):
@@ -53,14 +53,14 @@ def check_model(model: Any) -> Any:
     reduction = getattr(model, "loss_reduction", None)
     if reduction not in (None, "mean", "sum"):
         raise ConfigurationError(
-            f"{type(model).__name__}.loss_reduction={short(reduction)}: must be 'mean' or 'sum', what get_loss makes "
-            "of a batch's samples, or None to leave it to the criterion."
+            f"{type(model).__name__}.loss_reduction={short(reduction)}: must be 'mean' or 'sum', the way in which "
+            "get_loss reduces a batch's samples, or None to let the criterion decide."
         )
     return model
 
 
 def check_loader(loader: Any, name: str, *, optional: bool = True) -> Any:
-    """Return the loader; refuse one that can be iterated only once."""
+    """Return the loader; raise an error for one that can be iterated only once."""
     if loader is None and optional:
         return None
     if _belongs_elsewhere(loader):
@@ -70,44 +70,44 @@ def check_loader(loader: Any, name: str, *, optional: bool = True) -> Any:
         raise ConfigurationError(
             f"{name} is a {type(loader).__name__}, which has no batches. Pass DataLoader(dataset, batch_size=32)."
         )
-    # It would train the first epoch and find the second empty.
+    # The first epoch would exhaust it, and the second would be empty.
     if isinstance(loader, Iterator):
         raise ConfigurationError(
             f"{name} is a {type(loader).__name__}, which ends after one epoch. "
-            "Pass a DataLoader, or an object whose __iter__ begins anew each time."
+            "Pass a DataLoader, or an object whose __iter__ starts from the beginning each time."
         )
     if loader is None and name != "data_loader":
-        raise ConfigurationError(f"{name}=None: the loop was made without one. Pass it to TrainLoop({name}=...).")
+        raise ConfigurationError(f"{name}=None: the loop has no {name}. Pass one to TrainLoop({name}=...).")
     if isinstance(loader, (str, bytes, dict, type)) or not isinstance(loader, Iterable):
         kinds = "a torch DataLoader or None" if optional else "a torch DataLoader"
         raise ConfigurationError(f"{name}={short(loader)}: must be {kinds}.")
     if isinstance(loader, (list, tuple)) and not all(isinstance(b, (list, tuple, dict, torch.Tensor)) for b in loader):
-        raise ConfigurationError(f"{name} is a {type(loader).__name__} of no batches: pass a torch DataLoader.")
+        raise ConfigurationError(f"{name} is a {type(loader).__name__}, which has no batches. Pass a torch DataLoader.")
     return loader
 
 
 _ORDER = (
-    "The order is TrainLoop(model, train_loader, validation_loader, test_loader): the fourth is test_loader. "
+    "The order is TrainLoop(model, train_loader, validation_loader, test_loader): the fourth argument is test_loader. "
     "Pass optimizer=..., criterion=... by name."
 )
 
 
 def _belongs_elsewhere(loader: Any) -> bool:
-    """Whether it is an optimizer, a model or a loss; some of them can be iterated, but over no batches."""
+    """Return True for an optimizer, a model or a loss; some of them can be iterated, but they yield no batches."""
     if isinstance(loader, (torch.optim.Optimizer, MultiOptimizer, TTModel, nn.Sequential, nn.ModuleList)):
         return True
     return not isinstance(loader, (Iterable, type, Dataset)) and callable(loader)
 
 
 def check_criterion(criterion: Any) -> Any:
-    """Accept anything, as it only goes to ``get_loss``; but refuse a loss's class in place of a loss."""
+    """Return the criterion. Any object is accepted, since only ``get_loss`` uses it, except the class of a loss."""
     if isinstance(criterion, type) and issubclass(criterion, nn.Module):
         raise ConfigurationError(f"criterion={criterion.__name__}: this is a class. Pass {criterion.__name__}().")
     return criterion
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> Any:
-    """Return the optimizer; refuse one that steps no parameter of the model."""
+    """Return the optimizer; raise an error for one that steps no parameter of the model."""
     if optimizer is None:
         return None
     if isinstance(optimizer, type):
@@ -115,23 +115,23 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> Any:
             f"optimizer={optimizer.__name__}: this is a class. Pass {optimizer.__name__}(model.parameters(), lr=...)."
         )
     if isinstance(optimizer, (list, tuple)):
-        raise ConfigurationError(f"optimizer is a {type(optimizer).__name__}: pass MultiOptimizer([...]) instead.")
+        raise ConfigurationError(f"optimizer is a {type(optimizer).__name__}. Pass MultiOptimizer([...]) instead.")
     if not isinstance(optimizer, (torch.optim.Optimizer, MultiOptimizer)):
         raise ConfigurationError(f"optimizer={short(optimizer)}: must be a torch optimizer or a MultiOptimizer.")
-    # The commonest slip: the model is made anew (a fold, a notebook cell run twice) and the optimizer is not.
+    # The most common mistake: a new model is created (a fold, a notebook cell run twice), but no new optimizer.
     own = {id(parameter) for parameter in model.parameters()}
     for i, single in enumerate(optimizers_of(optimizer)):
         if not any(id(parameter) in own for parameter in parameters_of(single)):
             which = f"optimizer {i} of the MultiOptimizer" if isinstance(optimizer, MultiOptimizer) else "optimizer"
             raise ConfigurationError(
-                f"{which}, a {type(single).__name__}, holds none of the model's parameters: "
-                "make it from model.parameters() of the very model that is passed."
+                f"{which}, a {type(single).__name__}, has none of the model's parameters. "
+                "Create it from model.parameters() of the same model object that is passed."
             )
     return optimizer
 
 
 def check_amp(use_amp: Any) -> AmpOptions:
-    """``use_amp`` as options."""
+    """Return ``use_amp`` as options."""
     if use_amp is False:
         return AmpOptions()
     if use_amp is True:
@@ -141,18 +141,18 @@ def check_amp(use_amp: Any) -> AmpOptions:
     if use_amp == "fp16":
         return AmpOptions(torch.float16)
     if isinstance(use_amp, dict):
-        # The two that the loop decides on.
+        # The loop sets these two itself.
         known = [p for p in inspect.signature(torch.amp.GradScaler).parameters if p not in ("device", "enabled")]
         unknown = [key for key in use_amp if key not in known]
         if unknown:
             raise ConfigurationError(
-                f"use_amp={use_amp!r}: GradScaler has no {unknown[0]!r}; it has {', '.join(known)}."
+                f"use_amp={use_amp!r}: GradScaler has no argument {unknown[0]!r}. Its arguments are {', '.join(known)}."
             )
         why = _why_not_scaling(use_amp)
         if why:
             raise ConfigurationError(
-                f"use_amp={short(use_amp)}: a GradScaler of these takes no step ({why}). Give init_scale above 0, "
-                "growth_factor above 1, backoff_factor below 1 and a growth_interval of 1 or more, or leave them out."
+                f"use_amp={short(use_amp)}: a GradScaler with these arguments takes no step ({why}). Use "
+                "init_scale > 0, growth_factor > 1, backoff_factor < 1 and growth_interval >= 1, or leave them out."
             )
         return AmpOptions(torch.float16, dict(use_amp))
     raise ConfigurationError(
@@ -161,9 +161,9 @@ def check_amp(use_amp: Any) -> AmpOptions:
 
 
 def _why_not_scaling(scaler_args: dict[str, Any]) -> str:
-    """What a ``GradScaler`` of these arguments says to a step; empty if it takes it.
+    """Return the reason why a ``GradScaler`` with these arguments can't take a step; empty if it can.
 
-    It reads most of them only then, so it is tried, on one number and on the CPU.
+    It reads most arguments only in a step, so a step is tried, with one number on the CPU.
     """
     p = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)
     try:
@@ -172,26 +172,26 @@ def _why_not_scaling(scaler_args: dict[str, Any]) -> str:
         p.grad = scaler.scale(torch.ones(1, dtype=torch.float32, device="cpu"))
         scaler.step(optimizer)
         scaler.update()
-    except Exception as error:  # assertions and whatever else torch raises for what it can't use
+    except Exception as error:  # torch raises assertions and other errors for invalid arguments
         return " ".join(str(error).split()) or type(error).__name__
-    # Not exactly: scales that are no powers of two round.
+    # Not exactly equal: scales that are not powers of two round.
     return "" if math.isclose(p.item(), -1.0, rel_tol=1e-3) else "the scaled gradient is not finite"
 
 
 def check_auto_eval(end_auto_eval: Any) -> int:
-    """Every how many epochs to evaluate; 0: never."""
+    """Return the number of epochs between evaluations; 0 for no evaluation."""
     if isinstance(end_auto_eval, bool):
         return int(end_auto_eval)
     epochs = whole_number(end_auto_eval)
     if epochs is not None and epochs >= 1:
         return epochs
     raise ConfigurationError(
-        f"end_auto_eval={short(end_auto_eval)}: must be True, False, or after how many epochs, an int of 1 or more."
+        f"end_auto_eval={short(end_auto_eval)}: must be True, False, or the number of epochs between evaluations."
     )
 
 
 def check_positive(value: Any, name: str, *, optional: bool = True) -> Any:
-    """A finite number above 0."""
+    """Return the value, a finite number above 0."""
     if value is None and optional:
         return None
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -201,7 +201,7 @@ def check_positive(value: Any, name: str, *, optional: bool = True) -> Any:
 
 
 def check_seed(seed: Any) -> int | None:
-    """An int from 0 to 2**63 - 1, or None."""
+    """Return the seed, an int from 0 to 2**63 - 1, or None."""
     if seed is None:
         return None
     number = whole_number(seed)
@@ -211,14 +211,14 @@ def check_seed(seed: Any) -> int | None:
 
 
 def check_bool(value: Any, name: str) -> bool:
-    """True or False, and nothing that merely counts as one."""
+    """Return the value; raise an error unless it is True or False, rather than just truthy."""
     if not isinstance(value, bool):
         raise ConfigurationError(f"{name}={short(value)}: must be True or False.")
     return value
 
 
 def check_compile(value: Any) -> dict[str, Any] | None:
-    """Arguments of ``torch.compile``, or None for no compiling of the model."""
+    """Return the arguments of ``torch.compile``, or None if the model is not compiled."""
     if value == "step":
         return None
     if isinstance(value, bool):
@@ -245,7 +245,7 @@ def check_callable(value: Any, name: str) -> Any:
 
 
 def check_callbacks(callbacks: Any, name: str = "callbacks") -> list[AbstractCallback]:
-    """The callbacks as a list."""
+    """Return the callbacks as a list."""
     if callbacks is None:
         return []
     if not isinstance(callbacks, (list, tuple)):
@@ -256,21 +256,21 @@ def check_callbacks(callbacks: Any, name: str = "callbacks") -> list[AbstractCal
                 f"{name}[{i}]={short(callback)}: must be an AbstractCallback.{_callback_hint(callback)}"
             )
         if any(callback is other for other in callbacks[:i]):
-            raise ConfigurationError(f"{name}[{i}]={short(callback)} stands in the list twice. Remove one.")
+            raise ConfigurationError(f"{name}[{i}]={short(callback)} is in the list twice. Remove one.")
     return list(callbacks)
 
 
 def _callback_hint(given: Any) -> str:
-    """What to do with what is no callback; empty if unknown."""
+    """Return advice for an object that is not a callback; empty if there is none."""
     kind = given if isinstance(given, type) else type(given)
-    if issubclass(kind, (LRScheduler, ReduceLROnPlateau)):  # of old versions of torch the second is none of the first
+    if issubclass(kind, (LRScheduler, ReduceLROnPlateau)):  # the second is not a subclass of the first in old torch
         rest = ", ..." if isinstance(given, type) else "(...)"
-        return f" A scheduler is stepped by trainloop.callbacks.LRScheduler({kind.__name__}{rest})."
-    return " It is a class: call it." if isinstance(given, type) else ""
+        return f" Use trainloop.callbacks.LRScheduler({kind.__name__}{rest}), which steps a scheduler."
+    return " It is a class: pass an instance." if isinstance(given, type) else ""
 
 
 def check_quota(resources: Any) -> Any:
-    """A ResourceQuota or None."""
+    """Return the quota, a ResourceQuota or None."""
     if resources is None:
         return None
     if not isinstance(resources, ResourceQuota):
@@ -283,17 +283,17 @@ def check_quota(resources: Any) -> Any:
 def check_devices(
     gpu_mode: Any, accelerator: Any, devices: Any, cuda_device_idx: Any, auto_select_gpus: bool
 ) -> tuple[Any, Any]:
-    """Accelerator and devices, with ``cuda_device_idx`` translated into them."""
+    """Return accelerator and devices, with ``cuda_device_idx`` translated into them."""
     if cuda_device_idx is not None:
         cuda_device_idx = check_count(cuda_device_idx, "cuda_device_idx", 0)
         if gpu_mode != "single" or devices != "auto":
             raise ConfigurationError(
-                f"cuda_device_idx={cuda_device_idx} is for gpu_mode='single' without devices. "
+                f"cuda_device_idx={cuda_device_idx} works only with gpu_mode='single' and without devices. "
                 f"Use devices=[{cuda_device_idx}] instead."
             )
         return "cuda", [cuda_device_idx]
     if auto_select_gpus and devices == 0:
-        raise ConfigurationError("auto_select_gpus=True with devices=0: no GPU to select. Use devices=1 or more.")
+        raise ConfigurationError("auto_select_gpus=True with devices=0 selects no GPU. Use devices=1 or more.")
     number = whole_number(devices)
     return accelerator, devices if number is None else number
 
@@ -302,7 +302,7 @@ def check_devices(
 
 
 def check_count(value: Any, name: str, least: int) -> int:
-    """An int of at least ``least``."""
+    """Return the value, an int of at least ``least``."""
     number = whole_number(value)
     if number is None or number < least:
         raise ConfigurationError(f"{name}={short(value)}: must be an int of {least} or more.")
@@ -316,16 +316,16 @@ def check_restarts(
     most = whole_number(max_restarts)
     if most is None or most < -1:
         raise ConfigurationError(
-            f"max_restarts={short(max_restarts)}: must be an int of 0 or more, or -1 for as many as it takes."
+            f"max_restarts={short(max_restarts)}: must be an int of 0 or more, or -1 for no limit."
         )
     if restart_every_steps is not None:
         restart_every_steps = check_count(restart_every_steps, "restart_every_steps", 1)
     if not most:
         return None
     if num_nodes > 1 and (gpu_mode == "fsdp" or (init_method or "").startswith("file:")):
-        why = "gpu_mode='fsdp', where no host has all of the state" if gpu_mode == "fsdp" else f"{init_method=}"
+        why = "gpu_mode='fsdp', where no host has the whole state" if gpu_mode == "fsdp" else f"{init_method=}"
         raise ConfigurationError(
-            f"max_restarts={max_restarts} with num_nodes={num_nodes} and {why}: the ranks can't be started again from "
+            f"max_restarts={max_restarts} with num_nodes={num_nodes} and {why}: ranks can't be restarted from "
             "here. Use torchrun --max-restarts, Slurm or Kubernetes, with a ModelCheckpoint in callbacks on storage "
             "that all hosts share, and fit(resume_from='last')."
         )
@@ -333,17 +333,17 @@ def check_restarts(
 
 
 def check_length(num_epochs: Any, num_iterations: Any) -> tuple[int, int]:
-    """The two as ints, of which exactly one says how long to train."""
+    """Return both as ints; exactly one of them is positive and sets the length of the training."""
     for name, value in (("num_epochs", num_epochs), ("num_iterations", num_iterations)):
         held = value if isinstance(value, (list, tuple)) else [value]
         if any(isinstance(item, AbstractCallback) for item in held):
             raise ConfigurationError(
-                f"{name}={short(value)}: must be an int. Callbacks are given by name: fit(..., callbacks=[...])."
+                f"{name}={short(value)}: must be an int. Pass callbacks by keyword: fit(..., callbacks=[...])."
             )
         if (number := whole_number(value)) is None or number < 0:
             raise ConfigurationError(
-                f"{name}={short(value)}: must be an int, positive in one of num_epochs and num_iterations and 0 in the "
-                "other."
+                f"{name}={short(value)}: must be an int. One of num_epochs and num_iterations must be positive, and "
+                "the other 0."
             )
     num_epochs, num_iterations = int(num_epochs), int(num_iterations)
     if (num_epochs > 0) == (num_iterations > 0):
@@ -356,13 +356,13 @@ def check_length(num_epochs: Any, num_iterations: Any) -> tuple[int, int]:
 def check_fit_parts(
     train_loader: Any, optimizer: Any, validation_loader: Any, test_loader: Any, *, made_in_ranks: bool
 ) -> None:
-    """Refuse to train without the parts that only training needs."""
+    """Raise an error if a part that only training needs is missing."""
     if train_loader is None and not made_in_ranks:
         raise ConfigurationError("fit needs a train_loader, but the loop was made with train_loader=None. Pass one.")
     if optimizer is None:
         raise ConfigurationError(
             "fit needs an optimizer, but the loop was made with optimizer=None. "
-            "Pass one, for instance torch.optim.Adam(model.parameters())."
+            "Pass one, for example torch.optim.Adam(model.parameters())."
         )
     loaders = {"train_loader": train_loader, "validation_loader": validation_loader, "test_loader": test_loader}
     for name, loader in loaders.items():
@@ -374,32 +374,32 @@ def check_fit_parts(
 
 
 def check_step(model: Any, optimizer: Any, amp: AmpOptions, device: torch.device) -> None:
-    """Refuse a combination of optimizer, model and AMP that can't take steps."""
+    """Raise an error for a combination of optimizer, model and AMP that can't take steps."""
     optimizers = optimizers_of(optimizer)
     asking = next((type(single).__name__ for single in optimizers if needs_closure(single)), None)
     if asking is None:
         return
     if len(optimizers) > 1:
         raise ConfigurationError(
-            f"{asking} evaluates the loss again and again in a step (step(closure)), but it is one of "
-            f"{len(optimizers)} optimizers, whose weights would change meanwhile. Give it all parameters, or choose "
-            "others that need no closure, such as Adam."
+            f"{asking} evaluates the loss several times in a step (step(closure)), but it is one of "
+            f"{len(optimizers)} optimizers, whose weights would change in between. Give it all parameters, or use "
+            "optimizers that need no closure, such as Adam."
         )
     if yields_losses(model):
         raise ConfigurationError(
-            f"{asking} evaluates the loss again and again in a step (step(closure)), but get_loss yields its losses, "
-            "and what came before a loss can't be run again. Return the loss, or choose an optimizer that needs no "
+            f"{asking} evaluates the loss several times in a step (step(closure)), but get_loss yields its losses, "
+            "and the code before a yielded loss can't be run again. Return the loss, or use an optimizer that needs no "
             "closure, such as Adam."
         )
     if amp.on(device).scales:
         raise ConfigurationError(
-            f"{asking} evaluates the loss again and again in a step (step(closure)), which torch's GradScaler does not "
-            "support: fp16 needs one. Use use_amp='bf16' or use_amp=False."
+            f"{asking} evaluates the loss several times in a step (step(closure)). torch's GradScaler, which fp16 "
+            "needs, does not support that. Use use_amp='bf16' or use_amp=False."
         )
 
 
 def check_wrapper_args(given: Any, name: str, wrapper: type) -> dict[str, Any]:
-    """Keyword arguments of a wrapper's constructor."""
+    """Return the keyword arguments of a wrapper's constructor."""
     if given is None:
         return {}
     if not isinstance(given, dict):
@@ -414,7 +414,7 @@ def check_wrapper_args(given: Any, name: str, wrapper: type) -> dict[str, Any]:
     return dict(given)
 
 
-# Of DistributedDataParallel, whose ranks would fail at 'x', and take 'False' for true.
+# Flags of DistributedDataParallel: its ranks would fail with 'x', and treat 'False' as true.
 _DDP_FLAGS = frozenset(
     """broadcast_buffers init_sync find_unused_parameters check_reduction gradient_as_bucket_view static_graph
     skip_all_reduce_unused_params""".split()
@@ -435,18 +435,18 @@ def _check_ddp_args(given: dict[str, Any], name: str) -> None:
 
 
 def short(value: Any) -> str:
-    """``repr`` cut to a line, for messages."""
+    """Return ``repr(value)`` shortened to a line, for messages."""
     text = repr(value)
     if len(text) <= 80 and "\n" not in text:
         return text
-    # These print a line for each group or module.
+    # The repr of these has a line for each group or module.
     if isinstance(value, (nn.Module, torch.optim.Optimizer, MultiOptimizer)):
         return f"{type(value).__name__}(...)"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _described(value: Any) -> str:
-    """What stands in the place of something else, by its kind and class, or a function by its name."""
+    """Return a value passed for the wrong argument as text: its kind and class, or a function's name."""
     name = getattr(value, "__name__", type(value).__name__)
     if isinstance(value, (torch.optim.Optimizer, MultiOptimizer)):
         return f"an optimizer ({name})"
@@ -456,7 +456,7 @@ def _described(value: Any) -> str:
 
 
 def loader_length(loader: Any) -> int | None:
-    """Batches in an epoch, or ``None`` where it can't be known."""
+    """Return the number of batches in an epoch, or ``None`` if it is unknown."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -464,7 +464,7 @@ def loader_length(loader: Any) -> int | None:
 
 
 def loader_batch_size(loader: Any) -> int | None:
-    """Samples in a full batch of one process, or ``None`` where the loader doesn't say."""
+    """Return the number of samples in a full batch of one process, or ``None`` if it is unknown."""
     if not isinstance(loader, DataLoader):
         return None
     size = loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)

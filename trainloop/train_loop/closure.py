@@ -1,4 +1,4 @@
-"""Steps of an optimizer that evaluates the loss as often as it likes: ``optimizer.step(closure)``."""
+"""Steps of an optimizer that evaluates the loss several times: ``optimizer.step(closure)``."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = ["ClosureTraining"]
 
 
 class ClosureTraining(Training):
-    """The optimizer gets a closure that runs the step's micro-batches each time; only the first run is logged.
+    """Pass the optimizer a closure that runs the step's micro-batches each time; only the first run is logged.
 
-    Each run is a whole :meth:`Training.forward_backward`: as in a loop by hand, dropout draws anew. All ranks get the
-    same gradients and the same loss, so that a line search does the same on all of them.
+    Each run is a whole :meth:`Training.forward_backward`: as in a hand-written loop, dropout draws new masks. All ranks
+    get the same gradients and the same loss, so a line search takes the same decisions on all of them.
     """
 
     _batches: StepBatches
 
     def forward_backward(self, step: StepBatches, **_: Any) -> None:
-        """Keep the batches; the optimizer's step runs them."""
+        """Store the batches; the optimizer's step runs them."""
         self._batches = step
 
     def step(self) -> None:
-        """Step the optimizer, which evaluates the closure as often as it likes."""
+        """Step the optimizer, which evaluates the closure as often as it needs to."""
         gradients = self.gradients
         (optimizer,) = gradients.optimizers
         forward_backward = super().forward_backward
@@ -39,17 +39,17 @@ class ClosureTraining(Training):
         def closure() -> Tensor:
             nonlocal first
             drop_gradients(optimizer)
-            # Optimizers call their closure under no_grad. Repetitions log into a recorder that nobody reads.
+            # Optimizers call their closure under no_grad. Repetitions log into a recorder that is never read.
             with torch.enable_grad(), nullcontext() if first else self.listening(Recorder()):
                 value = forward_backward(self._batches, first=first, wants_loss=True)
-                # In every run, not once a step: otherwise a line search would compare clipped gradients with others.
+                # In every run, not once per step: else a line search would compare clipped with unclipped gradients.
                 gradients.show_and_clip(enumerate(gradients.optimizers), gradients.parameters)
             first = False
-            assert value is not None  # as asked for
+            assert value is not None  # because of wants_loss
             return value
 
         if getattr(optimizer, "needs_closure", False):
-            closure()  # its step begins with gradients, and asks for further ones
+            closure()  # its step needs gradients at the start, and then calls the closure again
         optimizer.step(closure)  # type: ignore[arg-type]  # torch says float, and calls float() on what it gets
         drop_gradients(optimizer)
         self.count_step()

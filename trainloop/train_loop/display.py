@@ -1,4 +1,4 @@
-"""The output of a run: its first lines, a bar for each epoch, a table that grows by a row an epoch."""
+"""The output of a run: its first lines, a bar for each epoch, and a table with a row per epoch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _KNOWN_LENGTH = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed
 
 
 class Progress:
-    """Shows a run; disabled, as on all ranks but 0, every call returns at once.
+    """Show a run's progress. If disabled, as on all ranks but 0, every call returns at once.
 
-    The bar goes to stderr, and only where that is a terminal or a notebook; the table goes to stdout.
+    The bar goes to stderr, and only if that is a terminal or a notebook; the table goes to stdout.
 
     Parameters
     ----------
@@ -29,17 +29,17 @@ class Progress:
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
         self.next_look = math.inf
-        """When, by ``time.perf_counter()``, the loop is to call :meth:`look`."""
+        """Value of ``time.perf_counter()`` at which the loop calls :meth:`look` next."""
         self._bar: Any = None
         self.columns: list[str] = []
-        """The table's columns, as its head was printed last."""
+        """Columns of the table, as in the header that was printed last."""
         self._epoch_began = 0.0
 
     def say(self, text: str) -> None:
-        """Print lines without tearing the bar."""
+        """Print lines without breaking the bar."""
         if self.enabled:
             if self._bar is not None:
-                # Else the line would be written behind the bar.
+                # Otherwise the line would be appended to the bar.
                 self._bar.clear()
             print(text, flush=True)
 
@@ -49,11 +49,11 @@ class Progress:
         Parameters
         ----------
         epoch : int
-            Counted from 0.
+            Number of the epoch, counted from 0.
         num_epochs, num_batches : int, optional
-            Of how many; 0 or ``None`` if unknown.
+            Totals; 0 or ``None`` if unknown.
         batches_done : int
-            Of this epoch, before the run was resumed.
+            Batches of this epoch that were done before the run was resumed.
         """
         if not self.enabled:
             return
@@ -67,7 +67,7 @@ class Progress:
             initial=batches_done,
             desc=f"epoch {epoch + 1}/{num_epochs}" if num_epochs else f"epoch {epoch + 1}",
             leave=False,
-            # Without tqdm's rate of batches, which would push samples a second off a narrow screen.
+            # Without tqdm's batch rate, which would push samples per second off a narrow screen.
             bar_format=_KNOWN_LENGTH if num_batches else "{desc}: {n_fmt}batch [{elapsed}{postfix}]",
             mininterval=0,  # this class decides when to draw
             **bar_size(),
@@ -75,16 +75,16 @@ class Progress:
         self.next_look = time.perf_counter() + REDRAW_S
 
     def look(self, batches: int, values: Callable[[], Mapping[str, float]], timings: Callable[[], Timings]) -> None:
-        """Redraw.
+        """Redraw the bar.
 
         Parameters
         ----------
         batches : int
             Batches done in this epoch.
         values : callable
-            Gives the metrics to show: it waits for the device.
+            Returns the metrics to show; waits for the device.
         timings : callable
-            Gives what the epoch's steps have taken so far.
+            Returns the timings of the epoch's steps so far.
         """
         if self._bar is not None:
             shown = {name: f"{value:.4g}" for name, value in values().items()}
@@ -100,13 +100,13 @@ class Progress:
         self.next_look = math.inf
 
     def row(self, row: Mapping[str, float], timings: Timings) -> None:
-        """Print an epoch's row, and the head of the table where its columns are new."""
+        """Print an epoch's row, and the header of the table if its columns have changed."""
         if not self.enabled:
             return
         cells = {name: str(value) if isinstance(value, int) else f"{value:.5g}" for name, value in row.items()}
         cells["seconds"] = f"{time.perf_counter() - self._epoch_began:.1f}"
         cells |= _speed(timings)
-        # A metric may be new from some epoch on, with every-n-epochs evaluation for one.
+        # A metric may first appear in a later epoch, for example if evaluation runs every n epochs.
         if list(cells) != self.columns:
             self.columns = list(cells)
             print("  ".join(name.rjust(_width(name)) for name in cells), flush=True)

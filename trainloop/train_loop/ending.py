@@ -1,4 +1,4 @@
-"""Why a training ended early, and whether a checkpoint leaves anything to do."""
+"""Find out why a training ended early, and if a checkpoint leaves anything to do."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class End(NamedTuple):
     """The callback's class; with the name it identifies the callback in checkpoints."""
     name: str
     reason: str = ""
-    """In words, if it gave one."""
+    """Reason as text; empty if the callback gave none."""
 
 
 def who_asks(loop: LoopView) -> End | None:
-    """The callback whose hook is setting ``early_stop``; ``None`` if no callback's is.
+    """Return the callback whose hook is setting ``early_stop``; ``None`` if it is set elsewhere.
 
     Callbacks set a plain attribute, so only the stack shows whose hook is running.
     """
@@ -42,21 +42,21 @@ def who_asks(loop: LoopView) -> End | None:
 
 
 def described(ends: Sequence[End], epoch: int) -> str:
-    """One line for one or several ends after an epoch, counted from 1."""
+    """Describe in one line why training ended after an epoch, counted from 1."""
     names = " and ".join(dict.fromkeys(end.name for end in ends)) or "early_stop, which no callback set"
     reasons = "; ".join(dict.fromkeys(end.reason for end in ends if end.reason))
     return f"Training ended after epoch {epoch} by {names}{': ' if reasons else '.'}{reasons}"
 
 
 def end_that_holds(loop: TrainLoop[Any], state: dict[str, Any]) -> list[End]:
-    """The callbacks that ended a checkpoint's run, if they are still here and would end it again.
+    """Return the callbacks that ended a checkpoint's run, if they are still here and would end it again.
 
-    None if this call asks for more epochs or iterations than that run did.
+    Empty if this call asks for more epochs or iterations than that run did.
     """
     place = state["place"]
     if any(getattr(loop, name) > place.get(name, 0) for name in ("num_epochs", "num_iterations")):
         return []
-    # An EarlyStopping with more patience than the last run's would go on, so each is asked.
+    # An EarlyStopping with more patience than in the last run would continue, so each one is asked.
     states = {(saved["type"], saved["name"]): saved["state"] for saved in state["callbacks"]}
     present = {(type(callback).__name__, callback.callback_name): callback for callback in loop.callbacks}
     ends = [End(*saved) for saved in place.get("ends", ())]
@@ -66,21 +66,21 @@ def end_that_holds(loop: TrainLoop[Any], state: dict[str, Any]) -> list[End]:
 
 
 def nothing_left(loop: TrainLoop[Any], state: dict[str, Any]) -> str:
-    """The reason, for a line, why nothing is left to do after a checkpoint; empty if there is something."""
+    """Return the reason why nothing is left to do after a checkpoint; empty if there is something."""
     place = state["place"]
     if place["epoch_steps"] or (has_work_at_end(loop) and not place.get("finished", False)):
         return ""
     ends = end_that_holds(loop, state)
     if ends:
-        return f"{described(ends, place['epoch']).rstrip('.')}. More epochs, or other callbacks, would go on."
+        return f"{described(ends, place['epoch']).rstrip('.')}. To continue, ask for more epochs or change callbacks."
     begun, what = (place["start_epoch"], "epoch") if loop.num_epochs else (place["start_iteration"], "iteration")
     done = (place["epoch"] if loop.num_epochs else place["total_iteration_idx"]) - begun
     asked = loop.num_epochs or loop.num_iterations
-    return f"{done} of {asked} {what}s are done. More of them would go on." if done >= asked else ""
+    return f"{done} of {asked} {what}s are done. To continue, ask for more." if done >= asked else ""
 
 
 def has_work_at_end(loop: TrainLoop[Any]) -> bool:
-    """Whether something follows the last epoch: a test, or callbacks' hooks."""
+    """Return True if work follows the last epoch: a test, or hooks of callbacks."""
     if loop.end_auto_eval and loop.test_loader is not None:
         return True
     return any(overrides(callback, "on_train_end") and not _only_saves(callback) for callback in loop.callbacks)

@@ -1,7 +1,7 @@
-"""Loss and predictions over a whole loader, each sample once, the same in every mode.
+"""Compute loss and predictions over a whole loader: each sample counts once, and all modes give the same result.
 
-Each rank takes whole batches of the sequence one process would see; their results are joined in that order, so the
-result depends neither on the number of ranks nor on which finishes first.
+Each rank takes whole batches of the sequence that one process would see. Results are joined in that order, so they
+depend neither on the number of ranks nor on which of them finishes first.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ __all__ = [
 Predictions = tuple[Any, Any, Any]
 Gather = Callable[[Any], list[Any] | None]
 
-# What a batch logs is a few numbers, which would add up over a long loader; reading them waits for the device.
+# Each batch logs a few numbers, which would add up over a long loader; reading them waits for the device.
 BATCHES_BETWEEN_READINGS = 128
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards each module is in the mode it was in, frozen ones included."""
+    """Switch to evaluation mode without gradients; at the end each module, frozen or not, has its old mode again."""
     training = [module for module in model.modules() if module.training]
     try:
-        model.eval()  # a Ctrl-C may strike in it
+        model.eval()  # a Ctrl-C may interrupt it
         with torch.no_grad():
             yield
     finally:
@@ -60,9 +60,9 @@ def mean_loss(
     name: str,
     sums: SumRule | None = None,
 ) -> EpochEnd:
-    """Mean loss over all samples of a loader (over all units where the loss has a weight), and the logged values.
+    """Return the mean loss over all samples of a loader (over all units if the loss has a weight), and logged values.
 
-    Collective where there are several ranks: one exchange, at the end.
+    Collective if there are several ranks: one exchange, at the end.
 
     Parameters
     ----------
@@ -71,11 +71,11 @@ def mean_loss(
     get_loss : callable
         ``get_loss(batch)`` -> loss, ``(loss, weight)`` or MultiLoss.
     recorder : Recorder
-        An empty one; emptied again.
+        An empty recorder; it is empty again afterwards.
     name : str
         Name of the loader, for messages.
     sums : SumRule, optional
-        Which losses are sums over samples.
+        Rule for which losses are sums over samples.
 
     Raises
     ------
@@ -86,7 +86,7 @@ def mean_loss(
     calls_functions: list[bool] = []
     for number, (_, batch, size) in enumerate(batches, start=1):
         recorder.batch_size = size
-        # Only a graph tells whether get_loss divides the criterion's sum; the first batch's speaks for all.
+        # Only a graph shows if get_loss divides the criterion's sum; the first batch's graph decides for all.
         functions = functional_losses(calls_functions) if number == 1 or calls_functions else _NOTHING
         with torch.set_grad_enabled(summed is None and not getattr(sums, "certain", True)), functions:
             loss, weight = split_loss(get_loss(batch))
@@ -108,23 +108,23 @@ def mean_loss(
 
 
 def keep_all_batches(y_batch: Any, collected: list[Any]) -> list[Any]:
-    """The usual ``collate_batch_pred_fn``: append the batch."""
+    """Append the batch: the default ``collate_batch_pred_fn``."""
     collected.append(y_batch)
     return collected
 
 
 def join_rows(batches: list[Any], empty: Any = None) -> Any:
-    """Batches of rows as one: the usual ``pred_transform_fn``.
+    """Join batches of rows: the default ``pred_transform_fn``.
 
-    Tensors and arrays are concatenated, lists chained, dicts and tuples joined by their entries; dtypes are kept.
-    Tensors whose rows differ in shape become a list of rows, and so do tuples of rows: tuples that hold text or
-    numbers, or differ in length between batches. Values without rows (a number a batch) become a list.
+    Tensors and arrays are concatenated, lists chained, dicts and tuples joined entry by entry; dtypes are kept.
+    Tensors whose rows differ in shape become a list of rows, and so do tuples of rows: tuples that contain text or
+    numbers, or differ in length between batches. Values without rows (one number per batch) become a list.
 
     Parameters
     ----------
     batches : list
     empty : object, optional
-        The result for no batches. Default: a tensor without rows.
+        Result for no batches. Default: a tensor without rows.
 
     Examples
     --------
@@ -150,11 +150,11 @@ def join_rows(batches: list[Any], empty: Any = None) -> Any:
         return map_together(join_rows, batches)
     if isinstance(first, (list, tuple, Tensor, np.ndarray)):
         return [row for batch in batches for row in batch]
-    return list(batches)  # one value a batch: numbers, text, objects
+    return list(batches)  # one value per batch: numbers, text, objects
 
 
 def _has_rows(batches: list[tuple[Any, ...]]) -> bool:
-    """Whether the entries of tuples are rows, rather than columns that hold the rows."""
+    """Return True if the entries of tuples are rows, rather than columns that contain the rows."""
     if hasattr(batches[0], "_fields"):
         return False
     # A tuple of (name, score) is a row; a tuple of tensors is columns.
@@ -170,9 +170,9 @@ def predictions(
     collate: Callable[[Any, list[Any]], list[Any]] = keep_all_batches,
     transform: Callable[[list[Any]], Any] = join_rows,
 ) -> Predictions:
-    """``(y_pred, y_true, metadata)`` of a whole loader, rows in dataset order, on the ranks that get them.
+    """Return ``(y_pred, y_true, metadata)`` of a whole loader, rows in dataset order, on the ranks that get them.
 
-    Collective where ``gather`` is: one exchange, at the end.
+    Collective if ``gather`` is: one exchange, at the end.
 
     Parameters
     ----------
@@ -181,19 +181,19 @@ def predictions(
     get_predictions : callable
         ``get_predictions(batch, size)`` -> the batch's (y_pred, y_true, metadata).
     gather : callable
-        Every rank's object as a list, or ``None`` on a rank that gets no rows; called once.
+        Returns every rank's object as a list, or ``None`` on a rank that gets no rows; called once.
     row_order : callable
-        From the sizes of all batches in order to the permutation that puts rows into dataset order, or ``None``.
+        Takes the sizes of all batches, in order; returns the permutation into dataset order, or ``None``.
     collate : callable
         ``collate(y_batch, collected) -> collected``, for each batch of y_pred and of y_true.
     transform : callable
-        From what was collected to what is returned.
+        Takes the collected batches; returns the result.
     """
     mine = [(index, size, *on_cpu(get_predictions(batch, size))) for index, batch, size in batches]
     parts = gather(mine)
     if parts is None:
         return None, None, None
-    # Ranks took whole batches in turn, so the batches' numbers give the order of one process.
+    # Ranks took whole batches in turn, so the batch numbers give the order of one process.
     rows = sorted((row for part in parts for row in part), key=lambda row: row[0])
     results: list[Any] = []
     for column in (2, 3):
@@ -208,7 +208,7 @@ def predictions(
 
 
 def check_rows(output: Any) -> None:
-    """Refuse what ``get_predictions`` must not return for a batch."""
+    """Raise an error if ``get_predictions`` returned an invalid result for a batch."""
     if not isinstance(output, tuple) or len(output) != 3:
         what = f"a tuple of {len(output)}" if isinstance(output, tuple) else f"a {type(output).__name__}"
         raise ConfigurationError(
@@ -218,30 +218,30 @@ def check_rows(output: Any) -> None:
     rows = [len(y) if isinstance(y, (Tensor, np.ndarray)) and y.ndim else None for y in (y_pred, y_true)]
     if None not in rows and rows[0] != rows[1]:
         raise ConfigurationError(
-            f"get_predictions returned {rows[0]} predictions and {rows[1]} targets for one batch: return a row of each "
-            "for each sample."
+            f"get_predictions returned {rows[0]} predictions and {rows[1]} targets for one batch. Return one row of "
+            "each per sample."
         )
 
 
 def on_cpu(value: Any) -> Any:
-    """The same nested value with its tensors on the CPU, so that predictions don't fill the device."""
+    """Return the nested value with its tensors on the CPU, so that predictions don't fill the device."""
     if isinstance(value, Tensor):
         here = value.detach().cpu()
-        # A slice would keep its whole tensor, and send all of it to the other ranks.
+        # A slice would keep its whole tensor alive, and send all of it to the other ranks.
         whole = here.layout is not torch.strided or here.untyped_storage().nbytes() <= here.nbytes
         return here if whole else here.clone()
     if isinstance(value, Mapping):
-        value = dict(value)  # joined by its keys; other ranks need not know the type
+        value = dict(value)  # joined by its keys; other ranks may not know the type
     return map_parts(on_cpu, value)
 
 
 def rows_at(value: Any, places: Sequence[int], length: int) -> Any:
-    """The rows at some places, of a value that has ``length`` rows; one that has not is left as it is."""
+    """Return the rows at ``places`` of a value with ``length`` rows; return any other value unchanged."""
     if isinstance(value, Tensor) and value.ndim and len(value) == length:
         return value[torch.as_tensor(places)]
     if isinstance(value, np.ndarray) and value.ndim and len(value) == length:
         return value[np.asarray(places)]
     if isinstance(value, list) and len(value) == length:
         return [value[i] for i in places]
-    # The entries of other lists may be anything.
+    # Entries of other lists may not be rows.
     return value if isinstance(value, list) else map_parts(lambda part: rows_at(part, places, length), value)

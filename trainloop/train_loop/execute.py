@@ -1,7 +1,7 @@
-"""Do a piece of a loop's work: in this process, in ranks started for it, or as a rank that others have started.
+"""Do a piece of a loop's work: in this process, in ranks started for it, or as a rank that a launcher has started.
 
-:func:`execute` is the only way from a :class:`~trainloop.TrainLoop` to a run: in one process the run is made here; for
-``ddp`` and ``fsdp`` the loop is sent to the ranks, each makes a run of its own, and their state comes back.
+:func:`execute` is the only way from a :class:`~trainloop.TrainLoop` to a run. In one process the run is made here; for
+``ddp`` and ``fsdp`` the loop is sent to the ranks, each makes its own run, and their state is sent back.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def execute(loop: TrainLoop[Any], work: Callable[..., Any], *args: Any, job: Fit
     Parameters
     ----------
     loop : TrainLoop
-        Ranks get a copy, whose state comes back into this one.
+        Ranks get a copy, whose state is written back into this one.
     work : callable
-        A method of :class:`~trainloop.train_loop.run.Run`; it is sent to ranks by its name.
+        A method of :class:`~trainloop.train_loop.run.Run`; it is sent to ranks by name.
     *args
         Further arguments of ``work``.
     job : FitJob, optional
@@ -58,7 +58,7 @@ def execute(loop: TrainLoop[Any], work: Callable[..., Any], *args: Any, job: Fit
     Returns
     -------
     object
-        What ``work`` returned: here, or on the first of this host's ranks.
+        Result of ``work``: here, or on the first of this host's ranks.
     """
     if loop.gpu_mode != "fsdp":
         check_values(loop.model)
@@ -80,10 +80,10 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
     from trainloop.train_loop.handover import Departure
 
     _initialize_lazy_parameters(loop)
-    # Without a seed ranks still need a common one. It is only looked at: a second process must not change what the
+    # Without a seed ranks still need a common one. It is derived without drawing, so that ranks don't change what the
     # caller's generators draw next.
     loop.drawn_seed = rng.peek_seed()
-    # Before the loop is packed: it notes which of the caller's objects are which, so that the answer names them.
+    # Before the loop is packed: it records the caller's objects, so that the result can refer to them.
     departure = Departure(loop)
     site = loop.site
     options = {"timeout_s": loop.timeout, "backend": site.backend, "init_method": site.init_method}
@@ -92,12 +92,12 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
         loop.site = site = as_launched(site, loop.options.devices, here)
         if job is not None and job.restarts is not None and here.rank == 0:
             warn(
-                f"max_restarts={job.restarts.most} has no effect here: these ranks are torchrun's or Slurm's to start "
-                "again. Use torchrun --max-restarts with a ModelCheckpoint in callbacks and resume_from='last'."
+                f"max_restarts={job.restarts.most} has no effect here: only torchrun or Slurm can restart these ranks. "
+                "Use torchrun --max-restarts with a ModelCheckpoint in callbacks and resume_from='last'."
             )
         as_rank = partial(_as_rank, loop, work, args, job, departure.paths, joined=True)
         return launch.join(as_rank, devices=site.devices, **options)
-    # single and dp come here with max_restarts only: one process that may die without taking the caller along.
+    # single and dp use a rank only for max_restarts: one process that may die without ending the caller.
     ranks, quota = len(site.devices) if has_ranks(loop.gpu_mode) else 1, loop.options.quota
     with _supervisor(loop, job, ranks) as supervisor, applied(quota, local_rank=None, ranks=ranks):
         data = launch.launch(
@@ -140,15 +140,15 @@ def _supervisor(loop: TrainLoop[Any], job: FitJob | None, ranks: int) -> Iterato
 
 
 class CallersRandomness(NamedTuple):
-    """The caller's random states, from which a run without a seed draws in ``single`` and ``dp``."""
+    """The caller's random states, which a run without a seed uses in ``single`` and ``dp``."""
 
     states: dict[str, Any]
     generators: list[dict[str, torch.Tensor]]
-    """The states of each loader's generators."""
+    """States of each loader's generators."""
 
     @classmethod
     def of(cls, loop: TrainLoop[Any]) -> CallersRandomness:
-        """The states in this process."""
+        """Return the states in this process."""
         found = [generators_of(loader) for loader in _loaders(loop)]
         return cls(rng.capture(), [{name: own.get_state() for name, own in each.items()} for each in found])
 
@@ -177,26 +177,26 @@ def _as_rank(
     folder: RestartFolder | None = None,
     caller: CallersRandomness | None = None,
 ) -> Any:
-    """In a rank: do the work; returns the loop's state with the work's result and, in one process, random states.
+    """Do the work in a rank; return the loop's state with the work's result and, in one process, random states.
 
     Parameters
     ----------
     loop, work, args, job
         As in :func:`execute`.
     paths : tuple of str
-        Of the :class:`~trainloop.train_loop.handover.Departure`.
+        Paths of the :class:`~trainloop.train_loop.handover.Departure`.
     stop : StopAgreement
     joined : bool
-        Whether others started the rank, so that there is no caller to send state to.
+        True if a launcher started the rank, so that there is no caller to send state to.
     folder : RestartFolder, optional
-        The private folder of a run that restarts after failures.
+        Private folder of a run that restarts after failures.
     caller : CallersRandomness, optional
-        For the one process of ``single`` and ``dp``.
+        Random states for the one process of ``single`` and ``dp``.
     """
     from trainloop._launch import place_here
     from trainloop.train_loop.handover import Arrival
 
-    # The loop came from a process that is no rank: its own place is not this one's.
+    # The loop was sent by a process that is not a rank, so its rank attributes are not this process's.
     loop.process = process = place_here()
     loop.drawn_seed = distributed.broadcast_object(loop.drawn_seed)
     arrival = None if joined else Arrival(loop, paths)
@@ -227,7 +227,7 @@ def _as_rank(
 
 @contextmanager
 def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None, *, joined: bool = False) -> Iterator[Run]:
-    """Make a run in this process, for training (``job``) or evaluation only; it is ``loop.running`` while it lasts."""
+    """Make a run in this process, for training (``job``) or only evaluation; in the block it is ``loop.running``."""
     # Only dp uses several devices in one process.
     devices = loop.site.devices if loop.gpu_mode == "dp" else [loop.site.devices[loop.process.local_rank]]
     wrapper_args, over_ranks = loop.fsdp_model_args if loop.gpu_mode == "fsdp" else None, False
@@ -274,13 +274,13 @@ def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None, *, jo
 
 def _kind_of_training(loop: TrainLoop[Any]) -> type[Training]:
     own: type[Training] | None = getattr(loop.optimizer, "training_class", None)
-    if own is not None:  # an optimizer may bring its own kind of step
+    if own is not None:  # an optimizer may define its own kind of step
         return own
     kind, peculiar = Training, ""
     if yields_losses(loop.model):
-        kind, peculiar = AlternatingTraining, "get_loss yields its losses, with the optimizers' steps in between"
+        kind, peculiar = AlternatingTraining, "get_loss yields its losses, and the optimizers step in between"
     elif any(map(needs_closure, optimizers_of(loop.optimizer))):
-        kind, peculiar = ClosureTraining, "the optimizer evaluates the loss as often as it likes"
+        kind, peculiar = ClosureTraining, "the optimizer evaluates the loss several times in a step"
     if not loop.options.compiles_step:
         return kind
     if peculiar:
@@ -293,7 +293,7 @@ def _kind_of_training(loop: TrainLoop[Any]) -> type[Training]:
 
 @contextmanager
 def _own_randomness(loop: TrainLoop[Any]) -> Iterator[None]:
-    """A seeded run draws from generators of its own; without a seed, the caller's go on as in any PyTorch loop."""
+    """Give a seeded run its own generators; a run without a seed uses the caller's, as in any PyTorch loop."""
     seed = loop.seed if loop.seed is not None or not has_ranks(loop.gpu_mode) else loop.drawn_seed
     if seed is None:
         yield
@@ -307,22 +307,22 @@ def _seed_of_run(loop: TrainLoop[Any], seed: int) -> int:
 
 
 def sent_parts(loop: TrainLoop[Any]) -> dict[str, Any]:
-    """The parts of a loop that are sent to ranks, by the names that errors use for them."""
+    """Return the parts of a loop that are sent to ranks, by the names that errors use for them."""
     names = ("model", "train_loader", "validation_loader", "test_loader", "optimizer", "criterion", "callbacks")
     return {name: getattr(loop, name) for name in names}
 
 
 def _loader_workers(loop: TrainLoop[Any], ranks: int) -> int:
-    """Workers that load beside a rank, under the quota."""
+    """Return the number of loader workers of a rank, under the quota."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the loader will warn itself
+        warnings.simplefilter("ignore")  # the loader itself will warn
         return max(cap_workers(getattr(one, "num_workers", 0), loop.options.quota, ranks) for one in _loaders(loop))
 
 
 def _initialize_lazy_parameters(loop: TrainLoop[Any]) -> None:
-    """Lazy modules take their shapes from a batch, before ranks or replicas are made: all have the same weights.
+    """Initialize lazy modules from a batch before ranks or replicas are made, so that all have the same weights.
 
-    These are those of ``single``, where the first step's forward draws them, unless that draws others before (dropout).
+    The weights are those that ``single`` draws in its first forward, unless that draws other numbers before (dropout).
     """
     lazy = [p for p in loop.model.parameters() if torch.nn.parameter.is_lazy(p)]
     loader = next((loader for loader in _loaders(loop) if loader is not None), None)

@@ -1,8 +1,8 @@
-"""From the losses of a step's micro-batches to its gradients, and from these to the optimizers' steps.
+"""Compute a step's gradients from the losses of its micro-batches, and take the optimizers' steps.
 
-The gradients of a step are those of one mean over all its samples (or units, where ``get_loss`` gives a weight), over
-micro-batches and ranks. Backward of each micro-batch adds its part; :meth:`Gradients.complete` does what can be done
-only when all parts are there.
+The gradients of a step are those of one mean over all its samples (or units, if ``get_loss`` returns a weight), over
+micro-batches and ranks. Backward of each micro-batch adds its part; :meth:`Gradients.complete` does the rest when all
+parts have been added.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TINY = 1e-12
 
 
 class _Part:
-    """One loss of a ``MultiLoss`` in a step: its weight so far, and its gradients."""
+    """Weight so far and gradients of one loss of a ``MultiLoss`` in a step."""
 
     def __init__(self) -> None:
         self.weight: Any = 0.0
@@ -42,7 +42,7 @@ class _Part:
 
 
 class Gradients:
-    """From losses to optimizer steps: which parameters a rank trains, and how their gradients are made.
+    """Compute gradients from losses, for the parameters that a rank trains, and step the optimizers.
 
     Parameters
     ----------
@@ -52,23 +52,23 @@ class Gradients:
     Attributes
     ----------
     apart, ragged : bool
-        Set for each step: whether its gradients are reduced after backward; whether ranks differ in their number of
+        Set for each step. ``apart``: gradients are reduced after backward. ``ragged``: ranks have different numbers of
         micro-batches.
     given : list of bool
-        For each micro-batch of the step whether ``get_loss`` gave a weight.
+        For each micro-batch of the step, True if ``get_loss`` returned a weight.
     sums : SumRule or None
-        Tells which losses are sums over samples; ``None`` where none is.
+        Rule for which losses are sums over samples; ``None`` if none is.
     optimizers : list of Optimizer
     parameters : list of Tensor
-        The model's.
+        Parameters of the model.
     learned : list of Tensor
-        These, and those of the criterion.
+        Parameters of the model and the criterion.
     trained : TrainedParameters or None
-        In ``ddp``: watches what is frozen or unfrozen.
+        In ``ddp``: watches for parameters that are frozen or unfrozen.
     ranks : int
-        Ranks whose gradients are averaged.
+        Number of ranks whose gradients are averaged.
     shares_buffers : bool
-        Whether a step begins with rank 0's buffers on all ranks, as DDP's forward sees to it by itself.
+        True if rank 0's buffers are sent to all ranks before each step, as DDP's forward does by itself.
     """
 
     def __init__(self, training: Training) -> None:
@@ -81,39 +81,39 @@ class Gradients:
         self._known_numbers: dict[tuple[float, float], Tensor] = {}
         self.apart = self.ragged = False
         self.given: list[bool] = []
-        # Of the step's micro-batches so far.
+        # Sums over the step's micro-batches so far.
         self._weighted, self._weight, self._uneven = False, 0.0, 0.0
         self._parts: dict[str, _Part] = {}
         self._joined: dict[str, _Part] = {}
         self.optimizers = optimizers_of(loop.optimizer)
-        # Several optimizers make several backwards.
+        # Several optimizers need several backward passes.
         self.several = self.ranks > 1 and len(self.optimizers) > 1
         self.shares_buffers = place.collective and self.ranks > 1 and next(loop.model.buffers(), None) is not None
         self.trained = TrainedParameters(loop.model, loop.criterion, loop.timeout) if has_ranks(loop.gpu_mode) else None
         self._take_parameters()
-        if place.collective:  # into the second step: a copy of a network equals it until then
+        if place.collective:  # until the second step: up to then a copy of a network equals the original
             place.wrapper.watch_forwards(loop.grad_accumulation + 1)
 
     def _take_parameters(self) -> None:
         loop = self._training.loop
         self.parameters: list[Tensor] = list(loop.model.parameters())
-        # A criterion may learn too (a margin, class weights), and its parameters are in no wrapper.
+        # A criterion may have parameters too (a margin, class weights), and they are in no wrapper.
         beside = loop.criterion.parameters() if isinstance(loop.criterion, nn.Module) else ()
         self.learned: list[Tensor] = [*self.parameters, *beside]
         self._beside: set[int] = set()
-        if self._place.collective:  # what the wrapper knows nothing of
+        if self._place.collective:  # parameters outside of the wrapper
             known = {id(p) for p in self._place.wrapper.whole_parameters}
             self._beside = {id(p) for p in self.learned if not is_sharded(p) and id(p) not in known}
 
     # -- parameters that are frozen, unfrozen or added while ranks train ---------------------------------------------
 
     def follow_at_epoch_begin(self) -> None:
-        """Wrap anew where other parameters train than before. Collective."""
+        """Wrap the model again if other parameters train than before. Collective."""
         if self.trained is not None and self.trained.agree():
             self._follow(self.trained)
 
     def follow_at_step_begin(self) -> None:
-        """Wrap anew within an epoch: a rank that sees a change waits for the others."""
+        """Wrap the model again within an epoch: a rank that sees a change waits for the others."""
         if self.trained is not None and self.trained.changed():
             self.trained.meet()
             self._follow(self.trained)
@@ -136,32 +136,32 @@ class Gradients:
         """Scale a micro-batch's loss so that the sum of the gradients, averaged over ranks, is that of the step.
 
         A mean over samples is scaled to its share of the step's mean. A mean over other units is scaled to their sum,
-        divided by the step's samples; :meth:`complete` divides by the units of a sample, when those of all are known.
+        divided by the step's samples; :meth:`complete` divides by the units per sample, once all units are known.
 
         Parameters
         ----------
         loss : Tensor or MultiLoss
         weight : Tensor, float, dict or None
-            The one that ``get_loss`` gave, or the divisor of its criterion (:mod:`trainloop._support.reduction`); for a
-            ``MultiLoss`` with such losses, of each.
+            Weight that ``get_loss`` returned, or the divisor of its criterion (:mod:`trainloop._support.reduction`);
+            a dict for the losses of a ``MultiLoss``.
         scale : float or None
-            The micro-batch's weight by samples, if the step's micro-batches differ in their number.
+            Weight of the micro-batch by samples, if the step's micro-batches differ in size.
         count : int
-            Micro-batches of the step.
+            Number of micro-batches of the step.
         size : int
-            Samples of the micro-batch.
+            Number of samples of the micro-batch.
         is_sum : bool
-            Whether the loss is a sum over its batch's samples, rather than a mean; :attr:`sums` decides.
+            True if the loss is a sum over its batch's samples, rather than a mean; :attr:`sums` decides.
         """
         self._weighted = self._weighted or weight is not None
-        if is_sum:  # micro-batches add up by themselves, ranks are averaged
+        if is_sum:  # micro-batches add up without scaling, ranks are averaged
             return loss if self.ranks == 1 else loss * self.ranks
         if self.ranks == 1 and count == 1:
-            return loss  # the mean over the step's units already: multiplied and divided, it would only be rounded
+            return loss  # already the mean over the step's units: multiplying and dividing would only round it
         share = 1 / count if scale is None else scale
         if isinstance(weight, dict):
             return self._scaled_parts(loss, weight, share, count, size)
-        # As many units as samples: the same bits as without a weight.
+        # With as many units as samples, the bits are the same as without a weight.
         if weight is None or (not isinstance(weight, Tensor) and weight == size):
             self._add(share, 0.0)
             if scale is not None:
@@ -172,7 +172,7 @@ class Gradients:
         return loss * _like(loss, units)
 
     def _add(self, weight: Any, uneven: float) -> None:
-        """Add a micro-batch's weight to the step's; ``uneven`` is 1 if it is not that by samples."""
+        """Add a micro-batch's weight to the step's; ``uneven`` is 1 if it differs from the number of samples."""
         self._weight, self._uneven = self._weight + weight, self._uneven + uneven
         carrier = self._carrier
         if carrier is not None:
@@ -180,12 +180,12 @@ class Gradients:
 
     @property
     def _carrier(self) -> WeighingDataParallel | None:
-        """The wrapper that averages the step's weight along with the gradients."""
+        """Return the wrapper that averages the step's weight along with the gradients."""
         wrapper = self._place.wrapper
         return wrapper if isinstance(wrapper, WeighingDataParallel) and not self.apart else None
 
     def _numbers(self, weight: Any, uneven: float) -> Tensor:
-        """The two numbers that ranks average, on the device."""
+        """Return the two numbers that ranks average, on the device."""
         if isinstance(weight, Tensor):
             return torch.stack([weight, torch.full_like(weight, uneven)])
         known = self._known_numbers.get((weight, uneven))
@@ -197,10 +197,10 @@ class Gradients:
         return known
 
     def _scaled_parts(self, losses: MultiLoss, weights: dict[str, Any], share: float, count: int, size: int) -> Any:
-        """Scale each loss of a ``MultiLoss`` by its own weight; once backward has run, no factor can do it.
+        """Scale each loss of a ``MultiLoss`` by its own weight; after backward, no single factor could do it.
 
-        So the ranks exchange the weights before the backward of a step's only micro-batch; in a step of several, each
-        loss gets gradients of its own, which :meth:`complete` adds up.
+        Ranks therefore exchange the weights before the backward of a step's only micro-batch; in a step of several
+        micro-batches, each loss gets its own gradients, which :meth:`complete` adds up.
         """
         if count == 1 and not self.ragged:
             self._add(share, 0.0)
@@ -208,7 +208,7 @@ class Gradients:
             factors = own / distributed.all_reduce(own, "mean").clamp(min=_TINY)
             return _times(losses, dict(zip(weights, factors)))
         if not self.ragged and self.ranks > 1 and not self._place.collective:
-            # DDP's reducer would reduce the sum of these gradients: from here on, they are reduced afterwards.
+            # DDP's reducer would reduce the sum of these gradients: from now on they are reduced after backward.
             self.several = self.apart = True
         units = {name: self._exact(weight) * (share / size) for name, weight in weights.items()}
         for name, weight in units.items():
@@ -217,7 +217,7 @@ class Gradients:
         return _times(losses, units)
 
     def backward(self, loss: Tensor | MultiLoss) -> None:
-        """Backward of a scaled loss; the parts of a ``MultiLoss`` reach the parameters of their own optimizers."""
+        """Run backward of a scaled loss; each part of a ``MultiLoss`` reaches only its own optimizer's parameters."""
         scaler = self._place.scaler
         if isinstance(loss, Tensor):
             scaler.scale(loss).backward()
@@ -231,10 +231,10 @@ class Gradients:
                 self.backward_into(partial(loss.backward, i), optimizer)
 
     def _backward_of_parts(self, losses: MultiLoss) -> None:
-        """Backward of each loss into gradients of its own."""
+        """Run backward of each loss into gradients of its own."""
         several = len(self.optimizers) > 1
         own = losses.assigned_to(self._multi_optimizer) if several else losses
-        # Of a micro-batch whose losses were all means over samples.
+        # Gradients of a micro-batch whose losses were all means over samples.
         added_up = [(parameter, parameter.grad) for parameter in self.learned]
         for parameter in self.learned:
             parameter.grad = None
@@ -254,7 +254,7 @@ class Gradients:
             parameter.grad = gradient
 
     def so_far(self, parameter: Tensor) -> Tensor | None:
-        """Return a parameter's gradient of the step's backward passes so far, with those that are kept apart."""
+        """Return a parameter's gradient from the step's backward passes so far, including separate gradients."""
         own = [part.gradients[parameter] for part in self._parts.values() if parameter in part.gradients]
         if parameter.grad is not None:
             own.insert(0, parameter.grad)
@@ -262,7 +262,7 @@ class Gradients:
 
     def _join_parts(self) -> None:
         """Add up the parts' gradients, each divided by its weight over all ranks. Collective."""
-        if self.ragged and self.ranks > 1:  # a rank without a batch knows no names
+        if self.ragged and self.ranks > 1:  # a rank without a batch does not know the names
             names = dict.fromkeys(name for names in distributed.gather_object(list(self._parts)) for name in names)
             self._parts = {name: self._parts.get(name) or _Part() for name in names}
         weights = torch.stack([self._zero() + part.weight for part in self._parts.values()])
@@ -276,12 +276,12 @@ class Gradients:
             part.gradients.clear()
 
     def backward_into(self, backward: Callable[..., None], optimizer: torch.optim.Optimizer) -> None:
-        """``backward(inputs=...)`` of a loss that reaches one optimizer's parameters; those of others keep theirs."""
+        """Call ``backward(inputs=...)`` for one optimizer's parameters; other parameters keep their gradients."""
         own = [p for p in parameters_of(optimizer) if p.requires_grad]
         if not self._place.collective:
             backward(inputs=own)
             return
-        # The graph has a unit's whole parameters, which stand for the optimizer's shards: it can't be told the inputs.
+        # The graph has a unit's whole parameters in place of the optimizer's shards, so shards can't be its inputs.
         its = {id(p) for p in own}
         others = [(p, p.grad) for p in self.learned if id(p) not in its]
         for p, _ in others:
@@ -291,7 +291,7 @@ class Gradients:
             p.grad = gradient
 
     def backward_of_nothing(self, batch: Any) -> None:
-        """Forward and backward of a batch that is another rank's, with gradients of zero."""
+        """Run forward and backward of another rank's batch, with gradients of zero."""
         place = self._place
         with place.autocast:
             output = place.wrapper.get_loss(batch, self._training.loop.criterion, place.device)
@@ -304,19 +304,19 @@ class Gradients:
     # -- of the step -------------------------------------------------------------------------------------------------
 
     def complete(self, parameters: Sequence[Tensor]) -> Tensor | float | None:
-        """Reduce gradients where backward didn't, and divide them by the step's weight if that is not by samples.
+        """Reduce gradients that backward didn't, and divide them by the step's weight unless that is by samples.
 
-        Returns the factor they were multiplied by, ``None`` if it is 1.
+        Returns the factor that they were multiplied by, ``None`` if it is 1.
         """
         given, weighted, weight, uneven = self.given, self._weighted, self._weight, self._uneven
         self.given, self._weighted, self._weight, self._uneven = [], False, 0.0, 0.0
         if True in given and False in given:
             raise ConfigurationError(
                 f"get_loss returned (loss, weight) for {sum(given)} of {len(given)} micro-batches of a step. Return a "
-                "weight always or never."
+                "weight for all batches or for none."
             )
         in_parts = bool(self._parts)
-        if self.ragged and self.ranks > 1:  # a rank without a batch knows of no weight
+        if self.ragged and self.ranks > 1:  # a rank without a batch has seen no weight
             flags = distributed.exchange_ints([int(weighted), int(in_parts)])
             weighted, in_parts = (any(column) for column in zip(*flags))
         if in_parts:
@@ -336,7 +336,7 @@ class Gradients:
             weight, uneven = self._over_ranks(weight, uneven, weighted=weighted)
         if not uneven:
             return None
-        # Where all weights are 0 (every token is padding), so are all gradients: only a division by 0 would make NaN.
+        # If all weights are 0 (every token is padding), so are all gradients; dividing by 0 would make them NaN.
         factor: Tensor | float = 1 / (weight.clamp(min=_TINY) if isinstance(weight, Tensor) else max(weight, _TINY))
         for parameter in parameters:
             if parameter.grad is not None:
@@ -345,7 +345,7 @@ class Gradients:
         return factor
 
     def _over_ranks(self, weight: Any, uneven: float, *, weighted: bool) -> tuple[Any, float]:
-        """The step's weight over all ranks, divided by its samples; and 0 if that is 1."""
+        """Return the step's weight over all ranks, divided by its samples; and 0 if that is 1."""
         carrier = self._carrier
         averages = None if carrier is None else carrier.averaged_numbers()
         if not weighted and (averages is None or not averages.is_cpu):
@@ -358,14 +358,14 @@ class Gradients:
         return averages[0], 1.0  # reading the other would wait for the device
 
     def loss_over_ranks(self, scaled_losses: list[Any], factor: Tensor | float | None) -> Tensor:
-        """A step's loss over all ranks, from this rank's micro-batches; the same bits on every rank."""
+        """Return a step's loss over all ranks, from this rank's micro-batches; the same bits on every rank."""
         if self._joined:
             scaled_losses = [
                 _times(loss, {n: 1 / part.weight for n, part in self._joined.items()}) for loss in scaled_losses
             ]
         parts = [loss.total() if isinstance(loss, MultiLoss) else loss for loss in scaled_losses]
         if self.ranks == 1 and factor is None:
-            return sum(parts[1:], parts[0])  # in the order in which a loop by hand adds them up
+            return sum(parts[1:], parts[0])  # in the order in which a hand-written loop adds them up
         value = self._zero() + sum(part.reshape(()) for part in parts)
         if self.ranks > 1:
             torch.distributed.all_reduce(value)
@@ -373,7 +373,7 @@ class Gradients:
         return value if factor is None else value * factor
 
     def _exact(self, weight: Any) -> Any:
-        """The weight in float64: token counts of a large global batch are not exact in float32 above 2**24."""
+        """Return the weight in float64: counts of tokens above 2**24 are not exact in float32."""
         return weight.detach().reshape(()).to(self._zero().dtype) if isinstance(weight, Tensor) else weight
 
     def _zero(self) -> Tensor:
@@ -383,7 +383,7 @@ class Gradients:
     def show_and_clip(
         self, optimizers: Iterable[tuple[int, torch.optim.Optimizer]], parameters: Sequence[Tensor]
     ) -> None:
-        """Complete gradients are unscaled, shown to callbacks, and clipped."""
+        """Unscale the complete gradients, call ``on_after_gradient_update``, and clip them."""
         training = self._training
         for i, optimizer in optimizers:
             self._place.scaler.unscale_(optimizer)  # before clipping: torch's notes on AMP
@@ -391,7 +391,7 @@ class Gradients:
                 for hook in training.hooks.on_after_gradient_update:
                     hook(i)
         if training.loop.gradient_clip_norm is not None:
-            # torch's own can't stack norms of sharded and whole gradients.
+            # torch's function can't stack norms of sharded and whole gradients.
             clip = clip_gradients if self._place.collective else nn.utils.clip_grad_norm_
             clip(parameters, training.loop.gradient_clip_norm)
 
@@ -404,7 +404,7 @@ class Gradients:
             return
         for optimizer in optimizers:
             scaler.step(optimizer)
-        # Private in torch 2.6 to 2.13, which tell of a skipped step in no other way that does not wait for the device.
+        # Private in torch 2.6 to 2.13, which report a skipped step in no other way without waiting for the device.
         states = scaler._per_optimizer_states
         self._training.loop.found_inf = [
             found for optimizer in optimizers for found in states[id(optimizer)]["found_inf_per_device"].values()
@@ -413,13 +413,13 @@ class Gradients:
 
 
 def _like(loss: Tensor | MultiLoss, weight: Any) -> Any:
-    """The weight in the loss's precision. (Dividing an integer tensor would give float32.)"""
+    """Return the weight in the loss's precision. (Dividing an integer tensor would give float32.)"""
     if not isinstance(weight, Tensor):
         return weight
     return weight.to(loss.dtype if isinstance(loss, Tensor) else next(iter(loss.values())).dtype)
 
 
 def _times(losses: MultiLoss, factors: Mapping[str, Any]) -> MultiLoss:
-    """Each loss multiplied by its own factor."""
+    """Return each loss multiplied by its own factor."""
     scaled = {name: loss * _like(loss, factors[name]) for name, loss in losses.items()}
     return MultiLoss(scaled, losses.loss_optimizer_map, losses.retain_graph_until_last)

@@ -37,9 +37,9 @@ _TORCH_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"_log_sink", "_lo
 
 
 def known_objects(loop: TrainLoop[Any]) -> list[object]:
-    """The objects of a loop that both sides have, in the same order on both.
+    """Return the objects of a loop that both sides have, in the same order on both.
 
-    References to them travel as references, so that a callback that comes back still holds the caller's own model.
+    References to them are sent as references, so that a callback that is sent back still has the caller's own model.
     """
     found: dict[int, object] = {}
 
@@ -62,7 +62,7 @@ def known_objects(loop: TrainLoop[Any]) -> list[object]:
 
 
 def _parts(loop: TrainLoop[Any]) -> dict[str, Any]:
-    """The objects reached from optimizers, criterion, callbacks and modules' attributes, by their path."""
+    """Return the objects reached from optimizers, criterion, callbacks and modules' attributes, by their path."""
     roots: dict[str, object] = {"optimizer": loop.optimizer, "criterion": loop.criterion}
     for i, callback in enumerate(loop.callbacks):
         roots.update((f"callbacks.{i}.{name}", value) for name, value in kept_attributes(callback).items())
@@ -76,7 +76,7 @@ def _parts(loop: TrainLoop[Any]) -> dict[str, Any]:
 
 
 class Departure:
-    """The caller's side of a run in ranks: the parts of the loop into which contents come back."""
+    """The caller's side of a run in ranks: the parts of the loop that receive the ranks' state."""
 
     def __init__(self, loop: TrainLoop[Any]) -> None:
         self._loop = loop
@@ -84,39 +84,39 @@ class Departure:
         self._parts = _parts(loop)
         self._callbacks = list(loop.callbacks)
         self.paths = tuple(self._parts)
-        """Of the parts, for :class:`Arrival`: both sides number them alike."""
+        """Paths of the parts, for :class:`Arrival`: both sides number the parts alike."""
 
     def receive(self, data: PackedState) -> Any:
-        """Put a rank's end state into the caller's own objects; returns the ``result`` that came with it."""
+        """Write a rank's end state into the caller's own objects; return the ``result`` sent with it."""
         state = unpack_state(data, [*self._known, *self._parts.values()])
         _receive(self._loop, state, self._callbacks)
-        # What shares a parameter's memory has its values already; a rank with shards sends those that it came with.
+        # Tensors that share a parameter's memory have its values already; a rank with shards sends its initial values.
         own = {_address(tensor) for _, tensor in _tensors(self._loop)} - {0}
         views = {path for path, part in self._parts.items() if isinstance(part, torch.Tensor) and _address(part) in own}
         put_into(self._parts, {path: value for path, value in state["parts"].items() if path not in views})
         result = state["result"]
-        del state  # a whole model, of which nothing is to stay
+        del state  # free the model's memory now
         trim()
         return result
 
 
 class Arrival:
-    """The rank's side: the state in which the loop arrived, so that only changes go back."""
+    """The rank's side: the state in which the loop arrived, so that only changes are sent back."""
 
     def __init__(self, loop: TrainLoop[Any], paths: Iterable[str] = ()) -> None:
         self._loop = loop
         found = _parts(loop)
         self.parts = {path: found[path] for path in paths if path in found}
-        """What has an identity on both sides, by its path."""
+        """Objects that exist on both sides, by their path."""
         self.callbacks = list(loop.callbacks)
-        """Those that were sent, whatever hooks make of the loop's list."""
-        # A part that is not found here keeps its number.
+        """Callbacks that were sent, even if hooks change the loop's list."""
+        # A part that does not exist here keeps its number.
         self.known = [*known_objects(loop), *(found.get(path, object()) for path in paths)]
-        """What both sides have, in the same order."""
+        """Objects that both sides have, in the same order."""
         self._stateful = [
             (i, name) for i, callback in enumerate(loop.callbacks) for name in _stateful_attributes(callback)
         ]
-        # A pickled optimizer loses the mark by which torch's schedulers recognise it, and they would warn about it.
+        # A pickled optimizer loses a mark set by torch's schedulers, which would then warn about it.
         warnings.filterwarnings("ignore", message=r"Seems like `optimizer\.step\(\)` has been overridden")
         self._modules = _modules(loop)
         self._attributes = {
@@ -125,10 +125,10 @@ class Arrival:
         self._arrived = fingerprints(self.parts, self.known)
 
     def end_state(self, result: Any, *, sent: bool = True) -> PackedState | None:
-        """The loop's state now, and ``result``, for :meth:`Departure.receive` on the caller's side.
+        """Return the loop's present state, and ``result``, for :meth:`Departure.receive` on the caller's side.
 
-        Of each host one rank's is sent, the live memory of its tensors beside it. The others only ask callbacks for
-        their state, which may be an exchange of all ranks.
+        One rank of each host sends its state, with its tensors' live memory. The others only ask callbacks for their
+        state, since that may be an exchange of all ranks.
         """
         loop = self._loop
         callbacks = [_callback_state(callback) for callback in self.callbacks]
@@ -136,7 +136,7 @@ class Arrival:
         if not sent:
             return None
         modules = _modules(loop)
-        # The topmost of those that a callback has added: each has all in it. References to the caller's own stay such.
+        # Only the outermost modules that a callback has added. References to the caller's objects stay references.
         added = {key for key, module in modules.items() if self._modules.get(key) is not module}
         added -= {(root, path) for root, path in added if (root, path.rpartition(".")[0]) in added}
         changed: dict[Any, Any] = {}
@@ -146,7 +146,7 @@ class Arrival:
             mark = fingerprint(value, self.known)
             if mark is None:
                 if self._attributes.get(key) is not None:
-                    message = f"model attribute {key[2]!r} can't be pickled any more: the caller's stays as it was."
+                    message = f"model attribute {key[2]!r} can no longer be pickled; the caller keeps its old value."
                     warn(message)
             elif mark != self._attributes.get(key):
                 changed[key] = value
@@ -169,13 +169,13 @@ class Arrival:
     def _can_send(self, key: tuple[int, str], module: nn.Module) -> bool:
         can = fingerprint(module, self.known) is not None
         if not can:
-            warn(f"{key[1]}, a module added in training, can't be pickled: the caller's model stays without it.")
+            warn(f"{key[1]}, a module added in training, can't be pickled; the caller's model does not get it.")
         return can
 
     def _changed_list(self) -> list[Any] | None:
-        """The loop's callbacks, if a hook has added or removed some; ``None`` if they are those that were sent.
+        """Return the loop's callbacks if a hook has added or removed some; ``None`` if they are those that were sent.
 
-        Of the new ones the caller gets copies.
+        The caller gets copies of new callbacks.
         """
         now = self._loop.callbacks
         if len(now) == len(self.callbacks) and all(map(operator.is_, now, self.callbacks)):
@@ -183,8 +183,8 @@ class Arrival:
         lost = [callback for callback in now if fingerprint(callback, self.known) is None]
         for callback in lost:
             warn(
-                f"callback {callback.callback_name!r}, added in training, can't be pickled: the caller's list is "
-                "without it."
+                f"callback {callback.callback_name!r}, added in training, can't be pickled; the caller's list "
+                "does not get it."
             )
         return [callback for callback in now if all(callback is not other for other in lost)]
 
@@ -193,21 +193,21 @@ class Arrival:
             return state
         can = {name: value for name, value in state.items() if fingerprint(value, self.known) is not None}
         lost = ", ".join(str(name) for name in state if name not in can)
-        warn(f"{callback!r}: {lost} can't be pickled any more: the caller's stays as it was.")
+        warn(f"{callback!r}: {lost} can no longer be pickled; the caller keeps its old value.")
         return can
 
 
 def _plain_attributes(loop: TrainLoop[Any]) -> dict[tuple[int, str, str], Any]:
-    """Attributes of the root modules and all in them, by root, the module's name in it, and theirs."""
+    """Return the attributes of all modules, by root module, the module's name in it, and the attribute's name."""
     return {
         (root, path, name): value
         for (root, path), module in _modules(loop).items()
         for name, value in kept_attributes(module).items()
-        # Attributes that the module leaves out of its state, or replaces in it, are each process's own.
+        # Attributes that the module leaves out of its state, or replaces in it, belong to one process only.
         if name not in _TORCH_OWN
         and not is_mark_of_sharding(name)
         and module.__dict__.get(name, _MISSING) is value
-        and name not in names_of(module)  # rank 0's columns are not the caller's
+        and name not in names_of(module)  # rank 0's columns are not those of the caller
     }
 
 
@@ -233,7 +233,7 @@ def _receive(loop: TrainLoop[Any], state: dict[str, Any], callbacks: list[Any]) 
 
 
 def _put_tensors(loop: TrainLoop[Any], values: Mapping[tuple[int, str], tuple[torch.Tensor, bool]]) -> None:
-    """Values, and whether they require a gradient, into a loop's own parameters and buffers."""
+    """Write values, and whether they require a gradient, into a loop's own parameters and buffers."""
     tensors = dict(_tensors(loop))
     with torch.no_grad():
         for key, (value, requires_grad) in values.items():
@@ -242,14 +242,14 @@ def _put_tensors(loop: TrainLoop[Any], values: Mapping[tuple[int, str], tuple[to
                 own.copy_(value)
                 if own.requires_grad != requires_grad:
                     own.requires_grad_(requires_grad)
-            elif not requires_grad:  # a buffer that was made or reshaped on the way
+            elif not requires_grad:  # a buffer that was made or reshaped during the run
                 root, path = key
                 owner, _, name = path.rpartition(".")
                 _root_modules(loop)[root].get_submodule(owner).register_buffer(name, value)
 
 
 def _put_plain_attributes(loop: TrainLoop[Any], values: Mapping[tuple[int, str, str], Any]) -> None:
-    """Write the other side's :func:`_plain_attributes` into this side's modules; those of modules it lacks are left."""
+    """Write the other side's :func:`_plain_attributes` into this side's modules; skip modules that it lacks."""
     modules = _modules(loop)
     for (root, path, name), value in values.items():
         if (root, path) in modules:
@@ -257,7 +257,7 @@ def _put_plain_attributes(loop: TrainLoop[Any], values: Mapping[tuple[int, str, 
 
 
 def _put_modules(loop: TrainLoop[Any], added: Mapping[tuple[int, str], nn.Module]) -> None:
-    """Put modules that the other side has been given, or has in the place of others, where they are there."""
+    """Add or replace modules as on the other side."""
     for (root, path), module in added.items():
         owner, _, name = path.rpartition(".")
         _root_modules(loop)[root].get_submodule(owner)._modules[name] = module
@@ -272,7 +272,7 @@ def _put_callback_state(callback: Any, saved: Any) -> None:
 
 
 def _modules(loop: TrainLoop[Any]) -> dict[tuple[int, str], nn.Module]:
-    """All modules, by root and name in it: places in a list would move when a callback adds a module."""
+    """Return all modules, by root and name in it; list positions would shift when a callback adds a module."""
     roots = enumerate(_root_modules(loop))
     return {(root, path): module for root, top in roots for path, module in top.named_modules()}
 
@@ -282,14 +282,14 @@ def _root_modules(loop: TrainLoop[Any]) -> list[nn.Module]:
 
 
 def _tensors(loop: TrainLoop[Any]) -> Iterable[tuple[tuple[int, str], torch.Tensor]]:
-    """Parameters and buffers (tied ones once, those that no state dict holds too), by root module and name."""
+    """Yield parameters and buffers, tied ones once and non-persistent ones too, by root module and name."""
     for root, module in enumerate(_root_modules(loop)):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             yield (root, name), tensor
 
 
 def _stateful_attributes(callback: Any) -> dict[str, Any]:
-    """A callback's schedulers, metrics and the like: they load state, and stay the caller's own objects."""
+    """Return a callback's schedulers, metrics and the like, which load state and stay the caller's own objects."""
     return {
         name: value
         for name, value in vars(callback).items()
@@ -297,12 +297,12 @@ def _stateful_attributes(callback: Any) -> dict[str, Any]:
         and not isinstance(value, type)
         and callable(getattr(value, "state_dict", None))
         and callable(getattr(value, "load_state_dict", None))
-        and not isinstance(value, (Mapping, nn.Module, torch.optim.Optimizer))  # their parts come back
+        and not isinstance(value, (Mapping, nn.Module, torch.optim.Optimizer))  # their parts are sent back
     }
 
 
 def _callback_state(callback: Any) -> Any:
-    """The part of a callback that its ``__getstate__`` sends to another process."""
+    """Return the part of a callback that its ``__getstate__`` sends to another process."""
     get_state = getattr(type(callback), "__getstate__", None)
     if get_state is not None and get_state is not getattr(object, "__getstate__", None):
         return callback.__getstate__()

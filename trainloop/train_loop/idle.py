@@ -1,4 +1,4 @@
-"""Ranks without a batch where others have one, and a forward is an exchange of all ranks (``fsdp``)."""
+"""Dummy forward passes of ranks without a batch, for modes in which each forward is an exchange (``fsdp``)."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ __all__ = ["Idle", "together"]
 
 
 class Idle:
-    """A rank's forward for nothing: a batch of another rank, of which nothing shows.
+    """A dummy forward pass for a rank that has no batch, with a batch of another rank. It has no side effects.
 
-    No log, no step of BatchNorm's statistics, no random number, no state that is carried on. Its gradients are zero: it
-    runs the very batch that another rank runs at the time, so that all gather the same units, and where that one's loss
-    is infinite or NaN, so are the gradients all the same.
+    It logs nothing, updates no BatchNorm statistics, draws no random number and carries no state. Its gradients are
+    zero. It uses the batch that another rank runs at the same time, so that all ranks gather the same units; if that
+    batch's loss is infinite or NaN, its gradients are too.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
 
     def given(self, batches: list[Any], counts: list[int], i: int) -> Any:
-        """On ranks that have no ``i``-th batch, that of the first rank that has; else ``None``. Collective."""
+        """Return, on ranks without an ``i``-th batch, that of the first rank with one; else ``None``. Collective."""
         if min(counts) > i:
             return None
-        # Rank 0 may be one that has none.
+        # Rank 0 may have none.
         source = next(rank for rank, n in enumerate(counts) if n > i)
         mine = i < len(batches)
         theirs = distributed.broadcast_object(batches[i] if mine else None, source)
@@ -44,12 +44,12 @@ class Idle:
 
     @contextmanager
     def nothing_shows(self) -> Iterator[None]:
-        """Around such a forward, and its backward."""
+        """Suppress all side effects of such a forward and its backward."""
         run = self._run
         model = run.loop.model
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         carried = carried_state_of(model)
-        # They would wait for each other: the ranks that have a batch normalise among themselves.
+        # Synchronized BatchNorm would wait for all ranks; here the ranks that have a batch normalise among themselves.
         synced = [part for part in model.modules() if isinstance(part, (CpuSyncBatchNorm, nn.SyncBatchNorm))]
         training = [part.training for part in synced]
         for part in synced:
@@ -69,14 +69,14 @@ class Idle:
 def together(
     batches: Iterator[tuple[int, Any, int]], forward: Callable[[Any], Any], idle: Idle
 ) -> Iterator[tuple[int, Any, int]]:
-    """This rank's batches of an evaluation; where others have more, ``forward`` runs for nothing. Collective."""
+    """Yield this rank's batches of an evaluation; while others have more, run a dummy ``forward``. Collective."""
     last: Any = None
     while True:
         item = next(batches, None)
         counts = [n for (n,) in distributed.exchange_ints([int(item is not None)])]
         if not any(counts):
             return
-        if last is None and not all(counts):  # this rank may never have had one; in the first round all see it alike
+        if last is None and not all(counts):  # this rank may never have had one; all ranks decide alike
             last = idle.given([item[1]] if item is not None else [], counts, 0)
         if item is not None:
             last = item[1]

@@ -1,4 +1,4 @@
-"""Names for the types of a loop's arguments, so that its signature can be read."""
+"""Names for the types of a loop's arguments, which keep its signature readable."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from trainloop.optim import MultiOptimizer, Optimizer
 __all__ = "Accelerator Amp Collate Devices GpuMode Loader ModelT Modules Optimizers StartMethod Transform".split()
 
 ModelT = TypeVar("ModelT", bound=TTModel, default=TTModel)
-"""The user's own class of model: what the loop was made with is what ``fit`` returns."""
+"""Class of the user's model: ``fit`` returns the model object that was passed to the loop."""
 
 Loader = Iterable[Any]
-"""A ``DataLoader``, or anything whose iteration begins anew each time."""
+"""A ``DataLoader``, or any object whose iteration starts from the beginning each time."""
 
 Optimizers = Optimizer | MultiOptimizer
 """One optimizer, or several."""
 
 GpuMode = Literal["single", "dp", "ddp", "fsdp", "auto", "ddp_spawn", "ddp_notebook", "ddp_fork"]
-"""``'auto'`` is ``'single'`` for one device, else ``'ddp'``; the last three are Lightning's names for ``'ddp'``."""
+"""Mode: ``'auto'`` is ``'single'`` for one device, else ``'ddp'``; the last three are Lightning's names for that."""
 
 Accelerator = Literal["auto", "cpu", "gpu", "cuda", "mps"]
-"""The best there is, or one by its name."""
+"""Kind of device: ``'auto'`` for the best one available, or its name."""
 
 StartMethod = Literal["auto", "forkserver", "spawn"]
-"""How ranks are started."""
+"""Method by which ranks are started."""
 
 Devices = int | str | Sequence[int]
-"""A number, indices, or ``'auto'``; see :func:`trainloop.devices.parse_devices`."""
+"""Number or indices of devices, or ``'auto'``; see :func:`trainloop.devices.parse_devices`."""
 
 Amp = bool | Literal["bf16", "fp16"] | dict[str, Any]
-"""Mixed precision; a dict holds arguments of ``GradScaler``."""
+"""Mixed precision; a dict has arguments of ``GradScaler``."""
 
 Modules = type[nn.Module] | str | Callable[[str, nn.Module], bool]
-"""Modules by their class, by name (``'encoder.layers.*'``), or by a function of name and module."""
+"""Modules, chosen by class, by name (``'encoder.layers.*'``), or by a function of name and module."""
 
 Collate = Callable[[Any, list[Any]], list[Any]]
 """``(batch, collected) -> collected``."""

@@ -1,7 +1,7 @@
-"""The results of ``get_loss``: a loss, a loss with its weight, or losses that it yields one by one.
+"""Check the results of ``get_loss``: a loss, a loss with its weight, or losses that it yields one by one.
 
-A loss is told apart from its weight here, and refused where it can't be differentiated;
-:mod:`trainloop.train_loop.gradients` makes gradients of it.
+A loss is separated from its weight here, and refused if it can't be differentiated;
+:mod:`trainloop.train_loop.gradients` computes its gradients.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ __all__ = [
 
 
 def per_sample(loss: Any, size: int) -> Any:
-    """The mean, for the history, of a loss that is a sum over ``size`` samples."""
+    """Return the mean, for the history, of a loss that is a sum over ``size`` samples."""
     return loss.detach() / max(size, 1)
 
 
 def split_loss(output: Any) -> tuple[Any, Any]:
-    """A loss and its weight, ``None`` where ``get_loss`` gave no weight."""
+    """Return a loss and its weight, ``None`` if ``get_loss`` returned no weight."""
     if isinstance(output, tuple):
         if len(output) != 2:
             raise ConfigurationError(
-                f"get_loss returned a tuple of {len(output)}: return a loss, or (loss, weight), for instance with the "
-                "number of tokens the loss is a mean over."
+                f"get_loss returned a tuple of {len(output)}. Return a loss, or (loss, weight), for example with the "
+                "number of tokens that the loss is a mean over."
             )
         loss, weight = output
     else:
         loss, weight = output, None
-    # A subclass that returns super().get_loss(...) of a get_loss with yield in it.
+    # A method that returns super().get_loss(...), where that has a yield in it.
     if isinstance(loss, Generator):
         raise ConfigurationError(
-            "get_loss returned a generator, but is none itself, so that it was called as any other method. Write it "
-            "with yield: `yield from super().get_loss(...)`, for instance."
+            "get_loss returned a generator, but is not a generator function itself, so it was called like any other "
+            "method. Write it with yield, for example `yield from super().get_loss(...)`."
         )
     if not isinstance(loss, (Tensor, MultiLoss)):
         raise ConfigurationError(
-            f"get_loss returned a {type(loss).__name__}{' as the loss' if weight is not None else ''}: "
-            "return a 0-d tensor, (loss, weight) or a MultiLoss."
+            f"get_loss returned a {type(loss).__name__}{' as the loss' if weight is not None else ''}. "
+            "Return a 0-d tensor, (loss, weight) or a MultiLoss."
         )
     _check_scalar(loss)
     return loss, weight
 
 
 def weights_of_parts(losses: MultiLoss, size: int) -> dict[str, Any] | None:
-    """Return the weight of each loss, ``None`` if all are means over their ``size`` samples."""
+    """Return the weight of each loss, ``None`` if all of them are means over their ``size`` samples."""
     divisors = {name: divisor_of(loss) for name, loss in losses.items()}
     if all(divisor is None for divisor in divisors.values()):
         return None
@@ -75,46 +75,46 @@ def weights_of_parts(losses: MultiLoss, size: int) -> dict[str, Any] | None:
 def _check_scalar(loss: Any) -> None:
     if isinstance(loss, Tensor) and loss.numel() != 1:
         raise ConfigurationError(
-            f"get_loss returned a tensor of shape {tuple(loss.shape)}: return a 0-d loss, for instance its .mean()."
+            f"get_loss returned a tensor of shape {tuple(loss.shape)}. Return a 0-d loss, for example its .mean()."
         )
 
 
 def explain_backward(loss: Any, error: RuntimeError) -> None:
-    """After an error of backward: raise one that names ``get_loss`` where its loss can't be differentiated."""
+    """After an error of backward, raise one that names ``get_loss`` if its loss can't be differentiated."""
     _check_scalar(loss)
     explain_sharded(error)
     if isinstance(loss, Tensor) and not loss.requires_grad:
         raise ConfigurationError(
-            "get_loss returned a loss without a graph, so there is nothing to differentiate: compute it from the "
-            "model's output, without .detach(), .item() or torch.no_grad(), with parameters that require gradients."
+            "get_loss returned a loss without a graph, so it can't be differentiated. Compute it from the model's "
+            "output, without .detach(), .item() or torch.no_grad(), with parameters that require gradients."
         )
 
 
 def explain_no_criterion(error: TypeError) -> None:
-    """Add to the text of a call of None inside ``get_loss`` that the loop was made without a criterion."""
+    """If ``get_loss`` called None, add to the error's text that the loop has no criterion."""
     text = str(error)
     if "'NoneType' object is not callable" not in text:
         return
-    # From a thread of dp comes an error of its own, with the first one's traceback in its text.
+    # A thread of dp raises its own error, with the first one's traceback in its text.
     called = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     if called & {"get_loss", "get_loss_eval"} or "in get_loss" in text:
         # Python 3.10 has no add_note.
         error.args = (
-            f"{text}. get_loss was given criterion=None, as the loop was made without one: if that is what it called, "
+            f"{text}. get_loss was given criterion=None, since the loop has no criterion. If get_loss called it, "
             "pass TrainLoop(criterion=nn.CrossEntropyLoss()).",
         )
 
 
 def explain_batch_of_one(error: ValueError) -> None:
-    """Add to torch's text about a BatchNorm that got one sample how to avoid such a batch."""
+    """Add to torch's error about a BatchNorm that got one sample how to avoid such a batch."""
     if "Expected more than 1 value per channel when training" in str(error):
         error.args = (f"{error}. {ONE_SAMPLE}",)
 
 
 ONE_SAMPLE = (
-    "A BatchNorm in training can't take statistics of a batch of one sample, as an epoch's last batch may be, and with "
-    "several ranks or replicas a rank's share of it. DataLoader(drop_last=True) leaves that batch out; "
-    "TrainLoop(sync_batchnorm=True) takes the statistics over all ranks."
+    "In training, BatchNorm can't compute statistics of a batch with one sample. An epoch's last batch may be so "
+    "small, or a rank's or replica's shard of it. DataLoader(drop_last=True) leaves that batch out; "
+    "TrainLoop(sync_batchnorm=True) computes the statistics over all ranks."
 )
 
 
@@ -122,40 +122,40 @@ ONE_SAMPLE = (
 
 
 class Yielded(NamedTuple):
-    """One loss of a ``get_loss`` that yields them."""
+    """One loss of a ``get_loss`` that yields its losses."""
 
     optimizer: int | str | None
-    """Name or index of its optimizer; ``None`` where there is only one."""
+    """Name or index of the loss's optimizer; ``None`` if there is only one."""
     loss: Any
     """A tensor."""
     weight: Any
-    """``None`` where ``get_loss`` gave none."""
+    """Weight of the loss; ``None`` if ``get_loss`` gave none."""
 
 
 def split_yielded(item: Any) -> Yielded:
-    """Split what a ``get_loss`` yielded: a loss or ``(loss, weight)``, alone or after its optimizer's name or index."""
+    """Split an item that ``get_loss`` yielded: a loss or ``(loss, weight)``, alone or after its optimizer's name."""
     optimizer = None
     if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], (str, int)):
         optimizer, item = item
     loss, weight = split_loss(item)
     if not isinstance(loss, Tensor):
         raise ConfigurationError(
-            "get_loss yielded a MultiLoss: yield the losses one by one, each behind its optimizer's name, as "
+            "get_loss yielded a MultiLoss. Yield the losses one by one, each after its optimizer's name, as in "
             "`yield 'generator', loss`; or return the MultiLoss."
         )
     return Yielded(optimizer, loss, weight)
 
 
 def joined_losses(losses: Sequence[Yielded]) -> tuple[Tensor | MultiLoss, Any]:
-    """The losses that one batch yielded, as one with its weight: the mean of each optimizer's, by its name or index."""
+    """Join the losses that one batch yielded, with their weight: the mean for each optimizer, by name or index."""
     groups: dict[int | str | None, list[Tensor]] = {}
     for optimizer, loss, _ in losses:
         groups.setdefault(optimizer, []).append(loss.reshape(()))
     if not groups:
         raise ConfigurationError(
-            "get_loss yielded no loss for a batch. It is a generator, as there is a yield in it: yield one at least."
+            "get_loss yielded no loss for a batch. It is a generator, since it contains yield: yield at least one loss."
         )
-    # By mean(): a division would look as if a sum over samples had been made a mean; see trainloop._support.reduction.
+    # With mean(): a division would look as if a sum over samples were made a mean; see trainloop._support.reduction.
     means = {optimizer: torch.stack(group).mean() for optimizer, group in groups.items()}
     weight = next((weight for *_, weight in losses if weight is not None), None)
     if None not in means:
@@ -163,14 +163,14 @@ def joined_losses(losses: Sequence[Yielded]) -> tuple[Tensor | MultiLoss, Any]:
     if len(means) > 1:
         names = ", ".join(repr(name) for name in means if name is not None)
         raise ConfigurationError(
-            f"get_loss yielded losses for optimizers {names}, and some that say for none. Put the optimizer's name or "
-            "index before each, `yield 'generator', loss`, or before none."
+            f"get_loss yielded losses for optimizers {names}, and others without an optimizer. Put the optimizer's "
+            "name or index before each, as in `yield 'generator', loss`, or before none."
         )
     return means[None], weight
 
 
 def run_through(output: Any) -> Any:
-    """The loss that ``get_loss`` returned; a generator is run to its end, and its losses become one with its weight."""
+    """Return the loss of ``get_loss``; a generator is run to its end, and its losses are joined into one."""
     if not isinstance(output, Generator):
         return output
     loss, weight = joined_losses([split_yielded(item) for item in output])

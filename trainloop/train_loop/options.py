@@ -27,7 +27,7 @@ class AmpOptions:
     scaler: dict[str, Any] = field(default_factory=dict)
     """Arguments of the ``GradScaler``."""
     chosen: bool = True
-    """Whether the user chose the dtype; else it depends on the device, see :meth:`on`."""
+    """True if the user chose the dtype; else it depends on the device, see :meth:`on`."""
 
     def on(self, device: torch.device) -> AmpOptions:
         """The options on this device: bf16 where it is fast, else fp16.
@@ -67,7 +67,7 @@ class AmpOptions:
 
     @property
     def scales(self) -> bool:
-        """Whether gradients need a ``GradScaler``: fp16 does."""
+        """True if gradients need a ``GradScaler``: fp16 does."""
         return self.dtype == torch.float16
 
 
@@ -88,7 +88,7 @@ class Options:
     start_method: str = "auto"
     """How ranks start: ``'auto'``, ``'forkserver'`` or ``'spawn'``."""
     compiles_step: bool = False
-    """Whether a whole step is to be one graph."""
+    """True if a whole step is to be one graph."""
     checkpoint_modules: Any = None
     """Modules that compute their activations anew in the backward pass; ``None``: none."""
 

@@ -37,12 +37,12 @@ class Placement:
     scaler: torch.amp.GradScaler
     """Disabled, and then a no-op, unless the dtype is fp16."""
     syncs_batchnorm: bool = False
-    """Whether BatchNorm is over all ranks."""
+    """True if BatchNorm is over all ranks."""
     wrap: Callable[..., Any] | None = None
     """Makes the wrapper; takes further arguments of its constructor."""
 
     collective: ClassVar[bool] = False
-    """Whether each forward is an exchange of all ranks, so that all run equally many."""
+    """True if each forward is an exchange of all ranks, so that all run equally many."""
     scaler_type: ClassVar[type[torch.amp.GradScaler]] = torch.amp.GradScaler
 
     def wrap_again(self) -> None:

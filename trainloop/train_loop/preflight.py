@@ -56,7 +56,7 @@ class Finding:
     check: str
     """The subject of the check."""
     ok: bool
-    """Whether the check passed."""
+    """True if the check passed."""
     detail: str
     """The finding, and what to do about it."""
     seconds: float
@@ -73,7 +73,7 @@ class PreflightReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every check passed."""
+        """True if every check passed."""
         return all(finding.ok for finding in self.findings)
 
     def __getitem__(self, check: str) -> Finding:

@@ -87,7 +87,7 @@ class Run:
         self.history_epoch = max(loop.epoch - 1, 0)
         """The epoch that logs belong to now; outside of training, the last one."""
         self.records_evaluations = False
-        """Whether values of evaluations go into the history: those inside a training do."""
+        """True if values of evaluations go into the history: those inside a training do."""
         self.epoch_steps = 0
         """Steps since the epoch began."""
         self.undo = ExitStack()

@@ -282,7 +282,7 @@ def _result_file() -> ResultFile | None:
 
 
 def _all_here() -> bool:
-    """Whether all ranks are on this host."""
+    """Return True if all ranks are on this host."""
     from trainloop._launch import place_here  # keeps `import trainloop` fast
 
     here = place_here()
@@ -347,7 +347,7 @@ class LeftBehind:
         self._note(state["left"])
 
     def any_in(self, model: nn.Module) -> bool:
-        """Whether the model still has one of them, or a parameter on the meta device."""
+        """Return True if the model still has one of them, or a parameter on the meta device."""
         left = set(map(id, self._left()))
         return any(p.is_meta or id(p) in left for p in model.parameters())
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 from trainloop._support.user_line import warn
 from trainloop.devices import find_usable_cuda_devices, has_ranks, resolve, resolve_mode, whole_number
@@ -64,6 +65,11 @@ def settled(
     if sys.platform == "win32" and (mode == "fsdp" or num_nodes > 1):
         what = "gpu_mode='fsdp'" if mode == "fsdp" else f"num_nodes={num_nodes}"
         raise ConfigurationError(f"{what}: not available on Windows. Use gpu_mode='ddp' on one host, or WSL2 or Linux.")
+    if mode == "fsdp" and devices[0].type == "cpu" and torch.__version__ < TorchVersion("2.7"):
+        raise ConfigurationError(
+            f"gpu_mode='fsdp' on the CPU: PyTorch {torch.__version__} supports it on GPUs only. Install PyTorch 2.7 or "
+            "newer, or use gpu_mode='ddp'."
+        )
     return Site(mode, devices, num_nodes)
 
 
@@ -105,7 +111,7 @@ def about_one_rank(site: Site, asked: Any) -> str:
 
 
 def _are_all(asked: Any) -> bool:
-    """Whether the argument ``devices`` leaves their number open."""
+    """Return True if the argument ``devices`` leaves their number open."""
     return (isinstance(asked, str) and asked.strip().lower() in ("auto", "-1")) or whole_number(asked) == -1
 
 
@@ -235,7 +241,7 @@ def check_backend(backend: Any, site: Site) -> str | None:
 
 
 def _serves(part: str, kind: str) -> bool:
-    """Whether a part of a backend's name, ``'gloo'`` or ``'cuda:nccl'``, is for devices of a kind."""
+    """Return True if a part of a backend's name, ``'gloo'`` or ``'cuda:nccl'``, is for devices of a kind."""
     device, _, name = part.rpartition(":")
     # A plugin may leave open for which devices it is.
     return device in ("", kind) and kind in torch.distributed.Backend.backend_capability.get(name, [kind])

@@ -231,7 +231,7 @@ def checkpoint_to_resume(loop: TrainLoop[Any], resume_from: Any) -> dict[str, An
 
 
 def check_checkpoint(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
-    """Whether a checkpoint belongs to this loop's model and optimizers.
+    """Return True if a checkpoint belongs to this loop's model and optimizers.
 
     Raises
     ------

@@ -69,7 +69,7 @@ class TrainedParameters:
         self._frozen = [p for p in self._parameters if not p.requires_grad]
 
     def changed(self) -> bool:
-        """Whether a parameter was frozen or unfrozen since; asked before each step."""
+        """Return True if a parameter was frozen or unfrozen since; asked before each step."""
         return [p.requires_grad for p in self._parameters] != self._flags
 
     def agree(self) -> bool:

@@ -86,7 +86,7 @@ class Training(Run):
     feed: Any
     gradients: Gradients
     step_taken = False
-    """Whether the optimizer has stepped already when a backward is reported as done, as in one graph."""
+    """True if the optimizer has stepped already when a backward is reported as done, as in one graph."""
     losses_stepped = 0
     """Losses of the step in work whose own optimizer has stepped."""
 
@@ -98,9 +98,9 @@ class Training(Run):
         self.epoch_batches = 0
         self.epoch_finished = False
         self.ended = False
-        """Whether a callback ended the training before the checkpoint that is resumed."""
+        """True if a callback ended the training before the checkpoint that is resumed."""
         self.finished = False
-        """Whether everything at the end is done, except for the last checkpoint."""
+        """True if everything at the end is done, except for the last checkpoint."""
         self.skip_steps = 0
         """Steps of the next epoch that are done already, by a loaded checkpoint."""
         self.began_with: dict[str, dict[str, bool]] = {}
@@ -218,7 +218,7 @@ class Training(Run):
         return self.start_iteration + self.loop.num_iterations if self.loop.num_iterations else math.inf
 
     def is_done(self) -> bool:
-        """Whether only the end is left: no step, and no rest of an epoch from a loaded state."""
+        """Return True if only the end of the training is left: no step, and no rest of a resumed epoch."""
         if self.loop.num_epochs:
             return self.loop.epoch >= self.start_epoch + self.loop.num_epochs
         # A state from after the last iteration may still need the end of its epoch.

@@ -108,7 +108,7 @@ class LoopView:
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is the process that prints and writes: true in one process of all nodes."""
+        """True if this is the process that prints and writes: true in one process of all nodes."""
         return self.process.rank == 0
 
     def is_main_process(self) -> bool:
@@ -117,7 +117,7 @@ class LoopView:
 
     @property
     def early_stop(self) -> bool:
-        """Whether training is to end after this step; any callback may set it, on any rank."""
+        """True if training is to end after this step; any callback may set it, on any rank."""
         return self.asked_to_end
 
     @early_stop.setter
@@ -144,7 +144,7 @@ class LoopView:
 
     @property
     def step_skipped(self) -> bool:
-        """Whether AMP skipped the last optimizer step. Waits for the device where there is a scaler."""
+        """True if AMP skipped the last optimizer step. Waits for the device where there is a scaler."""
         return any(bool(found.item()) for found in self.found_inf)
 
     @property

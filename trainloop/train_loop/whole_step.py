@@ -160,7 +160,7 @@ class WholeStepTraining(Training):
         return steps
 
     def _may_go_on(self, error: Exception) -> bool:
-        """Whether a step that failed has changed nothing: while it was compiled, and not while it ran."""
+        """Return True if a failed step has changed nothing: it failed while it was compiled, before it ran."""
         module = type(error).__module__
         return not self._settings or module.startswith(("torch._dynamo", "torch._inductor", "torch.fx"))
 
@@ -179,7 +179,7 @@ class WholeStepTraining(Training):
         return [{**group, "params": [p.requires_grad for p in group["params"]]} for group in optimizer.param_groups]
 
     def _is_scheduled(self) -> bool:
-        """Whether a learning rate is likely to change, and not a tensor, which graphs read anyway."""
+        """Return True if a learning rate is likely to change and is not a tensor, which graphs always read."""
         (optimizer,) = self.gradients.optimizers
         return is_scheduled(optimizer) and not any(isinstance(g["lr"], Tensor) for g in optimizer.param_groups)
 

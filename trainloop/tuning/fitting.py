@@ -337,5 +337,5 @@ def _targets_of(dataset: Any) -> Any:
 
 
 def is_number(score: float | None) -> bool:
-    """Whether there is a score and it can be compared."""
+    """Return True if there is a score and it can be compared."""
     return score is not None and not math.isnan(score)

@@ -50,7 +50,7 @@ class Child:
     def __init__(self, job: Job, modules: Sequence[str] = ()) -> None:
         self.job = job
         self.served = bool(modules)
-        """Whether the process was forked from the server."""
+        """True if the process was forked from the server."""
         self.no_server: processes.NoServerError | None = None
         """Why it was not, although there are modules to import."""
         self.modules = modules

@@ -34,7 +34,7 @@ class Running:
     facts: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     interrupted: bool = False
-    """Whether the search ended before it."""
+    """True if the search ended before it."""
 
     @property
     def over(self) -> bool:

@@ -96,7 +96,7 @@ class TuneResult:
         """The bag's folds; None without bagging."""
         self._trusted = trusted
         self.interrupted = interrupted
-        """Whether the search was stopped before its end."""
+        """True if the search was stopped before its end."""
 
     @property
     def best_trial(self) -> Trial:

@@ -50,7 +50,7 @@ class Uniform:
     high: float
     """Greatest value."""
     log: bool = False
-    """Whether its logarithm is uniform instead, as suits a learning rate."""
+    """True if its logarithm is uniform instead, as suits a learning rate."""
 
     def __post_init__(self) -> None:
         _check_bounds(self, 0.0)
@@ -72,7 +72,7 @@ class Integers:
     high: int
     """Greatest value."""
     log: bool = False
-    """Whether small values are as likely as large ones by order of magnitude."""
+    """True if small values are as likely as large ones by order of magnitude."""
 
     def __post_init__(self) -> None:
         _check_bounds(self, 1)

@@ -134,7 +134,7 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
 
 
 def _is_private(found: os.stat_result) -> bool:
-    """Whether the group is one that many systems make for each user: of the user's name, with nobody else in it."""
+    """Return True if it is a private group, which many systems create per user: same name, no other members."""
     assert grp is not None
     assert pwd is not None
     try:

@@ -50,7 +50,7 @@ class Job:
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that must be there before its libraries are loaded."""
     trusted: bool = False
-    """Whether the files are read whoever may have written them."""
+    """True if the files are read whoever may have written them."""
     until: float | None = None
     """Seconds of the epoch at which the model should have ended by itself; None without a time limit."""
     probe: bool = False

@@ -17,7 +17,6 @@ from trainloop.callbacks.basic import DataSubsetTestRun
 from trainloop.callbacks.basic import FunctionOnTrainLoop as CoreFunctionOnTrainLoop
 from trainloop.callbacks.ddp import InMultiProcessDataLoad
 from trainloop.compat.aitoolbox.optim import MultiOptimizer
-from trainloop.compat.callbacks import DistributedSamplerSetEpoch
 
 __all__ = [
     "AbstractCallback",
@@ -338,3 +337,18 @@ class GradientStatsPrint(AbstractCallback):
                 continue
             print(f"Layer {i} grads: Mean: {gradient.mean().item()}; Std {gradient.std(correction=0).item()}")
             print(f"\tRatio of zero gradients: {(gradient == 0).float().mean().item()}")
+
+
+class DistributedSamplerSetEpoch(AbstractCallback):
+    """Calls ``set_epoch`` of samplers before each epoch; those of the loop's loaders need no callback."""
+
+    def __init__(self, train_sampler: Any = None, validation_sampler: Any = None, test_sampler: Any = None) -> None:
+        super().__init__("Distributed sampler set epoch", execution_order=-100)
+        self.train_sampler = train_sampler
+        self.validation_sampler = validation_sampler
+        self.test_sampler = test_sampler
+
+    def on_epoch_begin(self) -> None:
+        for sampler in (self.train_sampler, self.validation_sampler, self.test_sampler):
+            if sampler is not None:
+                sampler.set_epoch(self.train_loop_obj.epoch)

@@ -186,7 +186,7 @@ class TrainLoop(core.TrainLoop):
 
     @property
     def ddp_training_mode(self) -> bool:
-        """Whether this is a rank of ``ddp``."""
+        """True if this is a rank of ``ddp``."""
         return self.gpu_mode == "ddp"
 
     @property
@@ -195,7 +195,7 @@ class TrainLoop(core.TrainLoop):
         return self.rank if self.gpu_mode == "ddp" else None
 
     def should_execute_optimizer_update(self) -> bool:
-        """Whether this batch is the last of an optimizer step."""
+        """Return True if this batch is the last of an optimizer step."""
         if (self.iteration + 1) % self.grad_accumulation == 0:
             return True
         try:

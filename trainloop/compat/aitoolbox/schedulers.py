@@ -1,19 +1,14 @@
-"""AIToolbox's learning rate schedulers: those of trainloop, but for two that read its history."""
+"""AIToolbox's learning rate schedulers, which are :class:`LRScheduler` with other arguments."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.optim import lr_scheduler
+from torch.optim import Optimizer, lr_scheduler
 
-from trainloop.callbacks.train_schedule import AbstractScheduler
+from trainloop.callbacks.train_schedule import AbstractScheduler, LRScheduler
 from trainloop.errors import ConfigurationError
-from trainloop.schedulers.basic import (
-    GeneralLRSchedulerCallback,
-    LambdaLRScheduler,
-    MultiStepLRScheduler,
-    StepLRScheduler,
-)
 from trainloop.schedulers.warmup import (
     ConstantWithWarmupScheduler,
     CosineWithWarmupScheduler,
@@ -34,6 +29,46 @@ __all__ = [
     "ReduceLROnPlateauScheduler",
     "StepLRScheduler",
 ]
+
+
+class GeneralLRSchedulerCallback(LRScheduler):
+    """A scheduler class of torch, stepped once an epoch."""
+
+    def __init__(self, scheduler_class: Any, optimizer_idx: int | Optimizer | None = None, **kwargs: Any) -> None:
+        super().__init__(scheduler_class, optimizer_idx=optimizer_idx, **kwargs)
+
+
+class LambdaLRScheduler(GeneralLRSchedulerCallback):
+    """Multiplies the initial rates by a function of the number of epochs, or of steps."""
+
+    def __init__(
+        self,
+        lr_lambda: Callable[[int], float] | Sequence[Callable[[int], float]],
+        execute_epoch_end: bool = True,
+        execute_batch_end: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if bool(execute_epoch_end) == bool(execute_batch_end):
+            raise ConfigurationError(
+                f"{type(self).__name__}: execute_epoch_end={execute_epoch_end}, execute_batch_end={execute_batch_end}: "
+                "exactly one must be True."
+            )
+        interval = "step" if execute_batch_end else "epoch"
+        super().__init__(lr_scheduler.LambdaLR, interval=interval, lr_lambda=lr_lambda, **kwargs)
+
+
+class StepLRScheduler(GeneralLRSchedulerCallback):
+    """Multiplies rates by ``gamma`` every ``step_size`` epochs."""
+
+    def __init__(self, step_size: int, **kwargs: Any) -> None:
+        super().__init__(lr_scheduler.StepLR, step_size=step_size, **kwargs)
+
+
+class MultiStepLRScheduler(GeneralLRSchedulerCallback):
+    """Multiplies rates by ``gamma`` at given epochs."""
+
+    def __init__(self, milestones_list: Sequence[int], **kwargs: Any) -> None:
+        super().__init__(lr_scheduler.MultiStepLR, milestones=list(milestones_list), **kwargs)
 
 
 class _Plateau(GeneralLRSchedulerCallback):

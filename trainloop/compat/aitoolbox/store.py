@@ -51,7 +51,7 @@ class ModelPredictionStore:
         return self.prediction_store[name]
 
     def has(self, name: str, iteration_idx: int) -> bool:
-        """Whether there is such a result of this iteration."""
+        """Return True if there is such a result of this iteration."""
         return name in self.prediction_store and self.prediction_store["iteration_idx"] == iteration_idx
 
     def auto_purge(self, iteration_idx: int) -> None:

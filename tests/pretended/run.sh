@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Use every mode once and run a part of tests/unit on the pretended macOS and Windows, side by side: run.sh PYTHON
+set -u
+cd "$(dirname "$0")/../.."
+python=$1
+unit=(callbacks_early_stopping checkpoint checkpoint_storage evaluation history metrics platform rng)
+try() {
+  export PRETEND_PLATFORM=$1 PYTHONPATH=tests/pretended
+  "$python" tests/pretended/modes.py && "$python" -m pytest -q -p no:cacheprovider "${unit[@]/#/tests/unit/test_}"
+}
+unit=("${unit[@]/%/.py}")
+log=$(mktemp)
+failed=()
+try darwin >"$log" 2>&1 &
+try win32 || failed+=(Windows)
+wait $! || failed+=(macOS)
+cat "$log"
+rm -f "$log"
+if [ ${#failed[@]} -gt 0 ]; then
+  echo "failed on the pretended ${failed[*]}" >&2
+  exit 1
+fi
