@@ -33,7 +33,7 @@ def never(*_: Any) -> None:
         (tune, {"num_trails": 5}, "Did you mean num_trials=?"),
         (tune, {"pruner": None}, "'pruner': a trial trains to its end; fit_args="),
         (plan, {"per_trial": ResourceQuota()}, "plan() got an unexpected keyword argument 'per_trial'. Did you mean "
-         "per_bag=?"),
+         "per_bag=, or per_model= without bagging?"),
         (ResourceQuota, {"gpus": 1}, "ResourceQuota() got an unexpected keyword argument 'gpus'. Did you mean num_"),
         (ResourceQuota, {"memory_limit": 16}, "Did you mean memory='16GB'?"),
         (TTDataParallel, {"default_model_methods": []}, "'default_model_methods': every attribute and method of the"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import pickle
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ import torch
 
 import trainloop
 from small_loop import make_loop
-from trainloop import TrainLoop, callbacks
+from trainloop import TrainLoop, TTDataParallel, TTDistributedDataParallel, TTFullyShardedDataParallel, callbacks
+from trainloop._support import keywords
+from trainloop._support.keywords import keywords_of
 from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError
-from trainloop.resources import ResourceQuota
+from trainloop.resources import ResourceQuota, plan
 from trainloop.train_loop import names
 from trainloop.train_loop.site import Site, as_launched
+from trainloop.tuning import tune
 
 
 def typed_names(module: Any) -> set[str]:
@@ -47,20 +51,20 @@ def test_type_checkers_read_the_names_there_are() -> None:
 KEYWORDS = {
     "val_loader": "validation_loader=",
     "strategy": "gpu_mode=",
-    "max_epochs": "fit(num_epochs=)",
-    "epochs": "fit(num_epochs=)",
+    "max_epochs": "fit(num_epochs=...)",
+    "epochs": "fit(num_epochs=...)",
     "precision": "use_amp=",
     "callbacks": "fit(callbacks=",
     "logger": "TensorBoard",
     "ckpt_path": "fit(resume_from=",
-    "accumulate_grad_batches": "fit(grad_accumulation=)",
+    "accumulate_grad_batches": "fit(grad_accumulation=...)",
     "num_epochs": "fit(num_epochs=",
     "optimiser": "optimizer=",
     "resume_form": "fit(resume_from=",
 }
 FIT_KEYWORDS = {
-    "epochs": "fit(num_epochs=)",
-    "ckpt_path": "fit(resume_from=",
+    "epochs": "mean num_epochs=?",
+    "ckpt_path": "mean resume_from='last' or a path?",
     "gpu_mode": "TrainLoop(gpu_mode=",
     "precision": "TrainLoop(use_amp=",
     "val_loader": "TrainLoop(validation_loader=",
@@ -88,14 +92,18 @@ def test_a_wrong_keyword_of_fit_says_the_right_one(name: str, meant: str) -> Non
 
 def test_every_hint_names_what_there_is() -> None:
     """A hint that leads to another unknown name would be worse than none."""
-    fit = set(inspect.signature(TrainLoop.fit).parameters)
-    own = set(inspect.signature(TrainLoop.__init__).parameters)
-    assert "unknown" not in fit | own
-    for known, here in names.KEYWORDS.items():
-        assert not set(known.split()) & (fit | own), known
-        inner = here[4:].partition("=")[0] if here.startswith("fit(") else here.partition("=")[0]
-        if "DataLoader" not in here and "Adam" not in here and not here.startswith("the "):
-            assert inner in (fit if here.startswith("fit(") else own), here
+    classes = [value for name in callbacks.__all__ if isinstance(value := getattr(callbacks, name), type)]
+    wrappers = [TTDataParallel, TTDistributedDataParallel, TTFullyShardedDataParallel]
+    functions = [TrainLoop.__init__, TrainLoop.fit, tune, plan, ResourceQuota]
+    signatures = [set(inspect.signature(f).parameters) for f in (*functions, *classes)]
+    signatures += [set(keywords_of(wrapper)) for wrapper in wrappers]
+    known = set().union(*signatures)
+    assert "unknown" not in known
+    for foreign, *here in keywords._ROWS:
+        for alternative in here:
+            argument = re.match(r"\w+", alternative)[0]  # type: ignore[index]
+            assert argument in known, alternative
+            assert any(argument in own and set(foreign.split()) - own for own in signatures), (foreign, alternative)
     loop = make_loop()
     for known, here in names.ATTRIBUTES.items():
         assert not [name for name in known.split() if hasattr(loop, name)], known

@@ -1,26 +1,131 @@
-"""Keywords that nothing here has: an error that names the right one, also for the names of other libraries."""
+"""Unknown keywords: an error that names the right one, also for the names of other libraries."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from trainloop.errors import UnknownArgumentError
 
-__all__ = [
-    "keywords_of",
-    "knows_foreign_names",
-    "meant",
-    "nearest",
-    "refuse",
-    "suggested",
-    "table_of",
-]
+__all__ = ["hint", "keywords_of", "nearest", "refuse", "refuses_unknown", "table_of"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Names that people type, and what they may mean here: the first alternative whose argument the function has. Text after
+# a colon replaces "Did you mean". A name may be in several rows.
+_ROWS: list[tuple[str, ...]] = [
+    # TrainLoop and fit
+    ("train_dataloader train_dataloaders train_dl trainloader training_loader dataloader data_loader", "train_loader"),
+    ("val_loader valid_loader val_dataloader val_dataloaders val_dl valloader eval_loader", "validation_loader"),
+    ("test_dataloader test_dataloaders test_dl testloader", "test_loader"),
+    ("loss loss_fn loss_func loss_function", "criterion"),
+    ("optim optimizers opt", "optimizer=, with a MultiOptimizer([...]) if there are several"),
+    ("strategy mode distributed_backend parallel_mode", "gpu_mode='single', 'dp', 'ddp' or 'fsdp'"),
+    ("precision amp mixed_precision autocast dtype fp16 bf16", "use_amp=True, 'bf16' or 'fp16'"),
+    ("device", "accelerator='cpu' or 'cuda', with devices=[0] for a certain GPU"),
+    ("gpus num_devices num_processes nproc_per_node nprocs", "devices"),
+    ("epochs max_epochs n_epochs nb_epoch num_train_epochs", "num_epochs"),
+    ("max_steps num_steps steps max_iterations iterations max_iter", "num_iterations=, which counts batches"),
+    ("accumulate_grad_batches gradient_accumulation_steps gradient_accumulation accumulation_steps grad_accum",
+     "grad_accumulation"),
+    ("gradient_clip_val clip_grad_norm max_grad_norm grad_clip gradient_clip", "gradient_clip_norm"),
+    ("ckpt_path checkpoint resume resume_from_checkpoint", "resume_from='last' or a path"),
+    ("find_unused_parameters", "ddp_model_args={'find_unused_parameters': True}"),
+    ("check_val_every_n_epoch validation_freq eval_every", "end_auto_eval=, after how many epochs"),
+    ("enable_progress_bar verbose", "progress_bar=True or False"),
+    ("sync_bn", "sync_batchnorm"),
+    ("random_seed seed_everything random_state", "seed"),
+    ("torch_compile", "compile"),
+    ("gradient_checkpointing activation_checkpointing", "checkpoint_modules"),
+    ("nnodes", "num_nodes"),
+    ("lr learning_rate", "optimizer: an argument of the optimizer, torch.optim.Adam(model.parameters(), lr=...)."),
+    ("batch_size shuffle num_workers", "train_loader: an argument of the loader, DataLoader(data, batch_size=...)."),
+    # callbacks
+    ("metric metric_name quantity metric_to_monitor score_name key", "monitor", "metric_name", "metric_names"),
+    ("save_top_k max_to_keep n_saved save_total_limit keep_last top_k", "keep"),
+    ("filepath path dirname dir directory folder checkpoint_dir save_dir output_dir save_path root_dir",
+     "dirpath", "log_dir", "path"),
+    ("logdir tensorboard_dir", "log_dir"),
+    ("every_n_train_steps save_steps step_interval every_n_batches", "every_n_steps"),
+    ("period save_freq every_epoch epoch_interval check_every", "every_n_epochs"),
+    ("train_time_interval", "every_n_minutes"),
+    ("delta min_change threshold_delta", "min_delta"),
+    ("wait tolerance early_stopping_patience", "patience"),
+    ("direction goal objective", "mode='min' or 'max'"),
+    ("log_interval log_freq update_freq logging_steps", "log_every_n_steps", "every_n_steps"),
+    ("log_graph", "graph_input"),
+    ("hparams config params", "hyperparameters"),
+    ("beta ema_decay momentum alpha", "decay"),
+    ("clip_norm grad_norm max_grad_norm gradient_clip_val", "max_norm"),
+    ("clip_value gradient_clip_value", "max_value"),
+    ("duration max_time timeout time_limit max_seconds", "seconds", "time_limit_s"),
+    ("swa_lrs", "swa_lr"),
+    ("swa_epoch_start swa_start", "start"),
+    ("logging_interval", "every_n_steps"),
+    ("step_size_up step_on", "interval"),
+    ("labels classes display_labels", "class_names"),
+    ("save_last", "keep: the newest checkpoint is always kept."),
+    ("filename", "keep: files are named by epoch and step; .best_path and .last_path are the best and the newest."),
+    ("save_weights_only",
+     "keep: torch.save(model.state_dict(), path) after fit does that, and so does safetensors=True."),
+    ("save_best_only", "keep: monitor=..., with every_n_epochs=None and keep=1, writes only the best."),
+    ("restore_best_weights",
+     "patience: ModelCheckpoint(dirpath, monitor=...) keeps the best weights; call its load_best() after fit."),
+    ("stopping_threshold baseline", "patience: ThresholdEarlyStopping ends training at a value."),
+    ("verbose", "patience: the callback that ended the training is always printed."),
+    # what a callback does here
+    ("logger loggers log_dir tensorboard", "callbacks=[TensorBoard()]"),
+    ("log_every_n_steps", "callbacks=[TensorBoard(log_every_n_steps=...)]"),
+    ("default_root_dir save_dir output_dir enable_checkpointing checkpoint_dir",
+     "callbacks=[ModelCheckpoint(dirpath)]"),
+    ("scheduler schedulers lr_scheduler", "callbacks=[LRScheduler(...)]",
+     "fit_args: a trial trains to its end; fit_args={'callbacks': [EarlyStopping(...)]} ends it sooner."),
+    ("pruner", "fit_args: a trial trains to its end; fit_args={'callbacks': [EarlyStopping(...)]} ends it sooner."),
+    ("early_stopping patience", "callbacks=[EarlyStopping(...)]"),
+    ("max_time", "callbacks=[TimeLimit(...)]"),
+    # tune, plan and ResourceQuota
+    ("objective func fun train_fn trainable model_fn make_model", "make_loop"),
+    ("search_space param_space param_grid param_distributions params parameters grid", "space"),
+    ("num_samples n_trials trials n_iter max_trials", "num_trials"),
+    ("sampler search_alg algo strategy", "searcher"),
+    ("cv splitter splits", "folds=, or num_bag_folds=5", "num_bag_folds"),
+    ("num_folds n_folds n_splits k_folds folds", "num_bag_folds"),
+    ("num_rows n_rows rows labels y stratify", "targets=, a target for each row"),
+    ("x dataset", "data=(x, y)"),
+    ("resources quota run per_run", "total"),
+    ("resources_per_trial per_trial trial", "per_bag=, or per_model= without bagging"),
+    ("per_fold fold model", "per_model"),
+    ("num_cpus num_gpus", "per_model=ResourceQuota(...), or total= for all models together"),
+    ("n_jobs max_concurrent_trials num_workers", "per_model=: as many train at once as fit into total="),
+    ("parallel", "parallel_folds"),
+    ("monitor score scoring", "metric"),
+    ("storage_path local_dir path folder output_dir dirpath save_dir", "storage"),
+    ("num_epochs epochs max_epochs callbacks num_iterations grad_accumulation", "fit_args={...}, which fit gets"),
+    ("verbose progress_bar", "progress"),
+    ("cpus cpu num_cpu n_cpus cores num_cores num_threads threads", "num_cpus"),
+    ("gpus gpu num_gpu n_gpus devices", "num_gpus"),
+    ("mem ram memory_limit mem_gb memory_gb", "memory='16GB'"),
+    # the wrappers, and their arguments in fit
+    ("default_model_methods transfer_model_attributes",
+     "module: every attribute and method of the model is reachable through the wrapper, none is named."),
+    ("find_unused find_unused_params unused_parameters", "find_unused_parameters"),
+    ("device device_id gpus gpu gpu_ids local_rank rank", "device_ids=, a list"),
+    ("replicas_count num_replicas num_devices", "devices"),
+    ("auto_wrap_policy wrap_policy wrap wrap_cls units", "shard=[Block], the classes of blocks"),
+    ("sharding_strategy", "reshard_after_forward=, and replicas= for copies that are sharded each"),
+    ("mixed_precision", "mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy(...)"),
+    ("cpu_offload", "offload_policy=torch.distributed.fsdp.CPUOffloadPolicy()"),
+    ("device_mesh", "mesh"),
+]  # fmt: skip
+
+_MEANT: dict[str, list[str]] = {}
+for _names, *_here in _ROWS:
+    for _name in _names.split():
+        _MEANT.setdefault(_name, []).extend(_here)
 
 
 def table_of(foreign: Mapping[str, str]) -> dict[str, str]:
@@ -29,46 +134,61 @@ def table_of(foreign: Mapping[str, str]) -> dict[str, str]:
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name that is most like a name; ``None`` if none is as like it as ``cutoff``, 1 being the same."""
+    """Return the most similar known name, of at least the similarity ``cutoff`` (1: the same); else ``None``."""
     return next(iter(get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
-def suggested(name: str, own: Iterable[str]) -> str:
-    """The end of a message: the nearest of a function's own arguments, or else all of them."""
-    own = list(own)
-    close = nearest(name.lower(), own)
-    if close is not None:
-        return f". Did you mean {close}=?"
+def hint(name: str, own: Sequence[str], others: Mapping[str, Sequence[str]] | None = None) -> str:
+    """Return the end of a message about an unknown keyword.
+
+    Parameters
+    ----------
+    name : str
+        The keyword.
+    own : sequence of str
+        The arguments of the function that it was given to.
+    others : mapping of str to sequence of str, optional
+        Functions that it may have been meant for, with their arguments.
+    """
+    others = others or {}
+    for function, arguments in others.items():
+        if name in arguments:
+            return f": it belongs to {function}({name}=...)."
+    for here in _MEANT.get(name.lower(), ()):
+        argument, sign, text = re.fullmatch(r"(\w+)([:=]?)(.*)", here).groups()  # type: ignore[union-attr]
+        if argument in own:
+            return f":{text}" if sign == ":" else f". Did you mean {argument}={text}?"
+        for function, arguments in others.items():
+            if argument in arguments:
+                return f":{text}" if sign == ":" else f". Did you mean {function}({argument}={text or '...'})?"
+    for function, arguments in {"": own, **others}.items():
+        close = nearest(name.lower(), arguments)
+        if close is not None:
+            return f". Did you mean {function}({close}=...)?" if function else f". Did you mean {close}=?"
     return f". It has: {', '.join(own)}." if own else ". It has no arguments."
 
 
-def meant(name: str, own: Iterable[str], foreign: Mapping[str, str]) -> str:
-    """The end of a message: what another library's argument is here, if that is one of ``own``; else the nearest.
-
-    A hint that begins with a colon is not about an argument.
-    """
-    own = list(own)
-    here = foreign.get(name.lower(), "")
-    if here.startswith(":"):
-        return f"{here}."
-    return f". Did you mean {here}?" if here.partition("=")[0] in own else suggested(name, own)
-
-
-def refuse(function: str, unknown: Iterable[str], meaning: Callable[[str], str]) -> None:
-    """Raise for unknown keywords of a function, each with what it may have meant.
+def refuse(
+    function: str, given: Iterable[str], own: Sequence[str], others: Mapping[str, Sequence[str]] | None = None
+) -> None:
+    """Raise for unknown keywords of a function, each with a :func:`hint`.
 
     Raises
     ------
     UnknownArgumentError
-        If there is any.
+        If one of ``given`` is not in ``own``.
     """
-    messages = [f"{function}() got an unexpected keyword argument {name!r}{meaning(name)}" for name in unknown]
+    messages = [
+        f"{function}() got an unexpected keyword argument {name!r}{hint(name, own, others)}"
+        for name in given
+        if name not in own
+    ]
     if messages:
         raise UnknownArgumentError("\n".join(messages))
 
 
 def keywords_of(kind: type) -> list[str]:
-    """What a class takes by keyword, also where it hands ``**kwargs`` up to its bases."""
+    """Return what a class takes by keyword, also where it hands ``**kwargs`` up to its bases."""
     known: dict[str, None] = {}
     for cls in kind.__mro__[:-1]:
         if "__init__" in vars(cls):
@@ -79,42 +199,14 @@ def keywords_of(kind: type) -> list[str]:
     return list(known)
 
 
-def knows_foreign_names(foreign: Mapping[str, str]) -> Callable[[Function], Function]:
-    """Make a function refuse unknown keywords with a hint, before it is called.
+def refuses_unknown(function: Function) -> Function:
+    """Make a function refuse unknown keywords with a hint, before it is called."""
+    own = [name for name in inspect.signature(function).parameters if name != "self"]
+    shown = function.__qualname__.removesuffix(".__init__")
 
-    Parameters
-    ----------
-    foreign : mapping of str to str
-        Other libraries' names, several with spaces between, to the argument here: ``{"n_trials": "num_trials="}``.
-    """
-    table = table_of(foreign)
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        refuse(shown, kwargs, own)
+        return function(*args, **kwargs)
 
-    def decorate(function: Function) -> Function:
-        own = [p.name for p in inspect.signature(function).parameters.values() if p.name != "self"]
-        name = function.__qualname__.removesuffix(".__init__")
-
-        @functools.wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            refuse(name, [key for key in kwargs if key not in own], lambda key: meant(key, own, table))
-            return function(*args, **kwargs)
-
-        return checked  # type: ignore[return-value]  # of the same signature
-
-    return decorate
-
-
-# Of the wrappers, and of `fit(ddp_model_args=...)` and its like. Those of FSDP are of torch's first version of it.
-WRAPPERS = table_of(
-    {
-        "default_model_methods transfer_model_attributes":
-            ": every attribute and method of the model is reachable through the wrapper, none is named",
-        "find_unused find_unused_params unused_parameters": "find_unused_parameters=",
-        "device device_id gpus gpu gpu_ids local_rank rank": "device_ids=, a list",
-        "num_devices replicas_count num_replicas": "devices=",
-        "auto_wrap_policy wrap_policy wrap wrap_cls units": "shard=[Block], the classes of blocks",
-        "sharding_strategy": "reshard_after_forward=, and replicas= for copies that are sharded each",
-        "mixed_precision": "mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy(...)",
-        "cpu_offload": "offload_policy=torch.distributed.fsdp.CPUOffloadPolicy()",
-        "device_mesh": "mesh=",
-    }
-)  # fmt: skip
+    return checked  # type: ignore[return-value]  # of the same signature

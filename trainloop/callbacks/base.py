@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
-from trainloop.callbacks.keywords import OwnSignature, refuse_unknown_keywords
+from trainloop._support.keywords import refuse
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel
 
@@ -24,6 +24,14 @@ HookT = TypeVar("HookT", bound=Hook)
 
 # Hooks that a model may have itself, to reset the state it carries from batch to batch.
 MODEL_HOOKS = ("on_epoch_begin", "on_evaluation_begin", "on_evaluation_end")
+
+
+class _OwnSignature:
+    """For a class attribute ``__signature__``: that of the class's own ``__init__``, where a base has a ``__new__``."""
+
+    def __get__(self, instance: Any, kind: type) -> inspect.Signature:
+        signature = inspect.signature(kind.__init__)  # type: ignore[misc]  # of a class, not of an instance
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 class AbstractCallback:
@@ -87,12 +95,13 @@ class AbstractCallback:
     device_idx_execution: int | None = None
 
     if not TYPE_CHECKING:  # checkers read __init__
-        __signature__ = OwnSignature()
+        __signature__ = _OwnSignature()
 
         def __new__(cls, *args: Any, **kwargs: Any) -> AbstractCallback:
             """Other libraries' names of arguments get an error that says what they are here."""
-            if kwargs:
-                refuse_unknown_keywords(cls, kwargs)
+            parameters = inspect.signature(cls.__init__).parameters
+            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+                refuse(cls.__name__, kwargs, list(parameters)[1:])
             return super().__new__(cls)
 
     def __init__(

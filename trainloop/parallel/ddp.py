@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainloop._support.forks import guard_forks
-from trainloop._support.keywords import WRAPPERS, keywords_of, meant, refuse
+from trainloop._support.keywords import keywords_of, refuse
 from trainloop._support.reduction import attach_divisor, divisor_of
 from trainloop.errors import ConfigurationError
 from trainloop.model import yields_losses
@@ -79,12 +79,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     to_kwargs = SharedName("to_kwargs", DistributedDataParallel.to_kwargs)
 
     def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, **ddp_args: Any) -> None:
-        own = keywords_of(TTDistributedDataParallel)
-        refuse(
-            "TTDistributedDataParallel",
-            [name for name in ddp_args if name not in own],
-            lambda name: meant(name, own, WRAPPERS),
-        )
+        refuse("TTDistributedDataParallel", ddp_args, keywords_of(TTDistributedDataParallel))
         check_not_lazy(module, "TTDistributedDataParallel")
         # DDP asserts the same, in words that name no module.
         trained = [p for p in module.parameters() if p.requires_grad]

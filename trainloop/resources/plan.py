@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from trainloop._support.keywords import knows_foreign_names
+from trainloop._support.keywords import refuses_unknown
 from trainloop._support.user_line import warn
 from trainloop.errors import ResourceError
 from trainloop.resources.placement import place
@@ -119,16 +119,7 @@ class Plan:
         )
 
 
-@knows_foreign_names(
-    {
-        "resources quota run per_run": "total=",
-        "n_trials trials max_trials num_samples": "num_trials=",
-        "n_folds num_folds folds cv n_splits k_fold": "num_bag_folds=",
-        "per_trial resources_per_trial trial": "per_bag=",
-        "per_fold fold model": "per_model=",
-        "parallel": "parallel_folds=",
-    }
-)
+@refuses_unknown
 def plan(
     total: ResourceQuota | Resources,
     *,

@@ -13,7 +13,7 @@ from fractions import Fraction
 from numbers import Integral, Rational, Real
 from typing import Literal, NamedTuple
 
-from trainloop._support.keywords import knows_foreign_names
+from trainloop._support.keywords import refuses_unknown
 from trainloop.errors import ResourceError
 
 __all__ = [
@@ -115,13 +115,7 @@ class ResourceQuota:
         return ResourceQuota(*(b if a == "auto" else a for a, b in zip(own, theirs)))
 
 
-ResourceQuota.__init__ = knows_foreign_names(  # type: ignore[method-assign]
-    {
-        "cpus cpu num_cpu n_cpus cores num_cores num_threads threads": "num_cpus=",
-        "gpus gpu num_gpu n_gpus devices": "num_gpus=",
-        "mem ram memory_limit mem_gb memory_gb": "memory='16GB'",
-    }
-)(ResourceQuota.__init__)
+ResourceQuota.__init__ = refuses_unknown(ResourceQuota.__init__)  # type: ignore[method-assign]
 
 
 def _checked_cpus(value: object) -> int:

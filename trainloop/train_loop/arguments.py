@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
-from trainloop._support.keywords import WRAPPERS, keywords_of, meant
+from trainloop._support.keywords import hint, keywords_of
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.data.libraries import loads
 from trainloop.devices import whole_number
@@ -407,8 +407,7 @@ def check_wrapper_args(given: Any, name: str, wrapper: type) -> dict[str, Any]:
     known = [key for key in keywords_of(wrapper) if key != "module"]
     unknown = [key for key in given if key not in known]
     if unknown:
-        hint = meant(unknown[0], known, WRAPPERS)
-        raise ConfigurationError(f"{name}={given!r}: {wrapper.__name__} has no {unknown[0]!r}{hint}")
+        raise ConfigurationError(f"{name}={given!r}: {wrapper.__name__} has no {unknown[0]!r}{hint(unknown[0], known)}")
     if issubclass(wrapper, nn.parallel.DistributedDataParallel):
         _check_ddp_args(given, name)
     return dict(given)

@@ -6,47 +6,11 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from trainloop._support.keywords import nearest, refuse, table_of
+from trainloop._support.keywords import refuse, table_of
 
 __all__ = ["attribute_hint", "hides_unknown", "refuse_unknown"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-# What a keyword of Lightning, Accelerate, Keras or a hand-written loop is here. Both doors read the one table.
-KEYWORDS = {
-    "train_dataloader train_dataloaders train_dl trainloader training_loader dataloader data_loader": "train_loader=",
-    "val_loader valid_loader val_dataloader val_dataloaders val_dl valloader eval_loader": "validation_loader=",
-    "test_dataloader test_dataloaders test_dl testloader": "test_loader=",
-    "loss loss_fn loss_func loss_function": "criterion=",
-    "optim optimizers opt": "optimizer=, with a MultiOptimizer([...]) where there are several",
-    "strategy mode distributed_backend parallel_mode": "gpu_mode='single', 'dp', 'ddp' or 'fsdp'",
-    "precision amp mixed_precision autocast dtype fp16 bf16": "use_amp=True, 'bf16' or 'fp16'",
-    "device": "accelerator='cpu' or 'cuda', with devices=[0] for a certain GPU",
-    "gpus num_devices num_processes nproc_per_node nprocs": "devices=",
-    "epochs max_epochs n_epochs nb_epoch num_train_epochs": "fit(num_epochs=)",
-    "max_steps num_steps steps max_iterations iterations max_iter": "fit(num_iterations=), which counts batches",
-    "accumulate_grad_batches gradient_accumulation_steps gradient_accumulation accumulation_steps grad_accum":
-        "fit(grad_accumulation=)",
-    "gradient_clip_val clip_grad_norm max_grad_norm grad_clip gradient_clip": "gradient_clip_norm=",
-    "ckpt_path checkpoint resume resume_from_checkpoint": "fit(resume_from='last' or a path)",
-    "logger loggers log_dir tensorboard": "fit(callbacks=[TensorBoard()]), or MLflowTracking, WandBTracking",
-    "log_every_n_steps": "fit(callbacks=[TensorBoard(log_every_n_steps=)])",
-    "default_root_dir save_dir output_dir enable_checkpointing checkpoint_dir":
-        "fit(callbacks=[ModelCheckpoint(dirpath)])",
-    "scheduler schedulers lr_scheduler": "fit(callbacks=[LRScheduler(...)])",
-    "early_stopping patience": "fit(callbacks=[EarlyStopping(...)])",
-    "check_val_every_n_epoch validation_freq eval_every": "end_auto_eval=, after how many epochs",
-    "enable_progress_bar verbose": "progress_bar=True or False",
-    "sync_bn": "sync_batchnorm=",
-    "random_seed seed_everything": "seed=",
-    "torch_compile": "compile=",
-    "find_unused_parameters": "fit(ddp_model_args={'find_unused_parameters': True})",
-    "max_time": "fit(callbacks=[TimeLimit(...)])",
-    "gradient_checkpointing activation_checkpointing": "checkpoint_modules=",
-    "nnodes": "fit(num_nodes=)",
-    "lr learning_rate": "the optimizer's: torch.optim.Adam(model.parameters(), lr=...)",
-    "batch_size shuffle num_workers": "the loader's: DataLoader(data, batch_size=..., shuffle=...)",
-}  # fmt: skip
 
 ATTRIBUTES = {
     "test": "evaluate_loss_on_test_set() and predict_on_test_set()",
@@ -75,7 +39,7 @@ ATTRIBUTES = {
     "state_dict": "checkpoint_state() in a callback; ModelCheckpoint keeps it",
 }
 
-_KEYWORD, _ATTRIBUTE = table_of(KEYWORDS), table_of(ATTRIBUTES)
+_ATTRIBUTE = table_of(ATTRIBUTES)
 
 
 def refuse_unknown(unknown: Iterable[str], door: str, doors: dict[str, Callable[..., Any]]) -> None:
@@ -95,25 +59,8 @@ def refuse_unknown(unknown: Iterable[str], door: str, doors: dict[str, Callable[
     UnknownArgumentError
         If there is any.
     """
-    refuse(doors[door].__qualname__, unknown, lambda name: _meant(name, door, doors))
-
-
-def _meant(name: str, door: str, doors: dict[str, Callable[..., Any]]) -> str:
     names = {key: [p for p in inspect.signature(function).parameters if p != "self"] for key, function in doors.items()}
-    elsewhere = [key for key in doors if key != door and name in names[key]]
-    if elsewhere:
-        return f": it belongs to {elsewhere[0]}({name}=...)."
-    here = _KEYWORD.get(name.lower())
-    if here is not None:
-        # A hint without brackets names an argument of the constructor.
-        if door != "TrainLoop" and here[:1].isalpha() and here.partition("=")[0].isidentifier():
-            here = f"TrainLoop({here.partition(',')[0]}...)"
-        return f". Did you mean {here}?"
-    for key in (door, *doors):
-        close = nearest(name.lower(), names[key])
-        if close is not None:
-            return f". Did you mean {close}=?" if key == door else f". Did you mean {key}({close}=...)?"
-    return f". It has: {', '.join(names[door])}."
+    refuse(doors[door].__qualname__, unknown, names.pop(door), names)
 
 
 def hides_unknown(function: Function) -> Function:

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from trainloop._support.keywords import knows_foreign_names
+from trainloop._support.keywords import refuses_unknown
 from trainloop._support.scratch import remove, temporary_folder
 from trainloop._support.user_line import warn
 from trainloop.errors import ConfigurationError
@@ -45,30 +45,7 @@ class Backend(Protocol):
     def close(self) -> list[Job]: ...
 
 
-@knows_foreign_names(
-    {
-        "objective func fun train_fn trainable model_fn make_model": "make_loop=",
-        "search_space param_space param_grid param_distributions params parameters grid": "space=",
-        "num_samples n_trials trials n_iter max_trials": "num_trials=",
-        "sampler search_alg algo strategy": "searcher=",
-        "num_folds n_folds n_splits k_folds": "num_bag_folds=",
-        "cv splitter splits": "folds=, or num_bag_folds=5",
-        "num_rows n_rows rows labels y stratify": "targets=, a target for each row",
-        "x X dataset": "data=(x, y)",
-        "resources quota": "total=",
-        "resources_per_trial per_trial": "per_bag=, or per_model= without bagging",
-        "num_cpus num_gpus": "per_model=ResourceQuota(...), or total= for all models together",
-        "n_jobs max_concurrent_trials num_workers parallel": "per_model=: as many train at once as fit into total=",
-        "monitor score scoring": "metric=",
-        "direction goal": "mode='min' or 'max'",
-        "storage_path local_dir path folder output_dir dirpath save_dir": "storage=",
-        "timeout max_time time_limit": "time_limit_s=",
-        "num_epochs epochs max_epochs callbacks num_iterations grad_accumulation": "fit_args={...}, which fit gets",
-        "random_state random_seed": "seed=",
-        "verbose progress_bar": "progress=",
-        "scheduler pruner": ": a trial trains to its end; fit_args={'callbacks': [EarlyStopping(...)]} ends it sooner",
-    }
-)
+@refuses_unknown
 def tune(
     make_loop: Callable[[dict[str, Any], Fold | None], Any],
     space: Mapping[str, Any],
