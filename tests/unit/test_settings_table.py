@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from trainloop._launch import settings
 from trainloop._launch.settings import SETTINGS, Setting, apply_settings, dumped_settings, read_settings
@@ -50,6 +51,8 @@ def test_each_can_be_written_as_it_was_read(setting: Setting) -> None:
         assert not torch.backends.cudnn.is_available()
     setting.write(value)
     assert setting.read() == value
+    if setting.name == "torch.set_default_device" and torch.__version__ < TorchVersion("2.7"):
+        del torch._GLOBAL_DEVICE_CONTEXT.device_context  # None, which that version's get_default_device() can't read
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)
