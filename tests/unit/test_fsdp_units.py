@@ -9,6 +9,7 @@ import pytest
 import torch
 from sharded_models import Block, Tower
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from trainloop import TrainLoop
 from trainloop.errors import ConfigurationError
@@ -18,6 +19,9 @@ from trainloop.parallel.undoing import can_undo
 from trainloop.parallel.units import units_of
 from trainloop.resources.quota import format_bytes
 from trainloop.train_loop.preflight import preflight_shards
+
+# The loop refuses fsdp on the CPU with an older one, see tests/unit/test_arguments.py.
+pytestmark = pytest.mark.skipif(torch.__version__ < TorchVersion("2.7"), reason="fsdp on the CPU needs PyTorch 2.7")
 
 
 class Nested(nn.Module):

@@ -9,10 +9,14 @@ import pytest
 import torch
 from sharded_models import Tower, words
 from torch import nn
+from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import TrainLoop
 from trainloop.errors import ConfigurationError
+
+# The loop refuses fsdp on the CPU with an older one, see tests/unit/test_arguments.py.
+pytestmark = pytest.mark.skipif(torch.__version__ < TorchVersion("2.7"), reason="fsdp on the CPU needs PyTorch 2.7")
 
 
 def hooked(model: Tower) -> None:
