@@ -118,17 +118,17 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
         return
     is_folder = stat.S_ISDIR(found.st_mode)
     if found.st_uid not in (user_id(), 0):
-        wrong, remedy = f"is owned by user {_name(found.st_uid)}", "Copy what you trust into a folder of your own"
+        wrong, mend = f"is owned by user {_name(found.st_uid)}", "Copy what you trust into a folder of your own"
     # In a folder that is open to all, such as /tmp, the sticky bit protects files from other users.
     elif is_folder and found.st_mode & stat.S_ISVTX:
         return
     elif stat.S_IMODE(found.st_mode) & 0o002 or (stat.S_IMODE(found.st_mode) & 0o020 and not _is_private(found)):
-        wrong, remedy = f"may be written by others (mode {stat.S_IMODE(found.st_mode):o})", f"chmod go-w {str(path)!r}"
+        wrong, mend = f"may be written by others (mode {stat.S_IMODE(found.st_mode):o})", f"chmod go-w {str(path)!r}"
     else:
         return
     what = "folder" if is_folder else "file"
     raise ConfigurationError(
-        f"{str(path)!r}: this {what} {wrong}, and what is read from it can run any code. {remedy}, or pass trusted=True "
+        f"{str(path)!r}: this {what} {wrong}, and what is read from it can run any code. {mend}, or pass trusted=True "
         "if you know who wrote it."
     )
 
@@ -207,11 +207,11 @@ def read_checked(path: Path, what: str, layout: int, writer: str, *, trusted: bo
     if found is None:
         raise CheckpointError(f"{str(path)!r} is no {what}. Give a file that {writer} wrote.")
     by = f"trainloop {found[2]}" if found[2] else "an earlier version of trainloop"
-    remedy = "Load it with the version that wrote it, or train again and save with this one."
+    mend = "Load it with the version that wrote it, or train again and save with this one."
     if int(found[1]) != layout:
         raise CheckpointError(
             f"{str(path)!r} was written by {by}, in layout {found[1]}; this is trainloop {__version__}, which reads "
-            f"layout {layout}. {remedy}"
+            f"layout {layout}. {mend}"
         )
     start = len(head) + 1
     digest, body = data[start : start + 64], data[start + 65 :]
@@ -222,7 +222,7 @@ def read_checked(path: Path, what: str, layout: int, writer: str, *, trusted: bo
     except Exception as error:  # a class that has moved, a library that is not here
         raise CheckpointError(
             f"{str(path)!r} was written by {by}, and trainloop {__version__} can't read it here "
-            f"({type(error).__name__}: {error}). Install what its models need. {remedy}"
+            f"({type(error).__name__}: {error}). Install what its models need. {mend}"
         ) from error
 
 
