@@ -23,7 +23,7 @@ from trainloop.errors import ConfigurationError
         ("EarlyStopping", {"metric": "a"}, "EarlyStopping() got an unexpected keyword argument 'metric'. Did you mean "
          "monitor=?"),
         ("EarlyStopping", {"patiense": 3}, "Did you mean patience=?"),
-        ("EarlyStopping", {"restore_best_weights": True}, "its load_best() puts them back after fit"),
+        ("EarlyStopping", {"restore_best_weights": True}, "its load_best() loads them after fit"),
         ("EarlyStopping", {"stopping_threshold": 0.9}, "ThresholdEarlyStopping ends training at a value"),
         ("ModelCheckpoint", {"dirpath": "d", "save_top_k": 3}, "'save_top_k'. Did you mean keep=?"),
         ("ModelCheckpoint", {"filepath": "d"}, "Did you mean dirpath=?"),

@@ -1,4 +1,4 @@
-"""Names that users bring along from other libraries' callbacks, and what they are called here."""
+"""Names of arguments in other libraries' callbacks, and their names here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainloop._support.keywords import refuse, suggested, table_of
 
 __all__ = ["OwnSignature", "refuse_unknown_keywords"]
 
-# What an argument of Lightning, Keras, Ignite or Transformers is here; the first of these that the callback has.
+# Arguments of Lightning, Keras, Ignite or Transformers, and their names here; the first that the callback has.
 _SAME = {
     "metric metric_name quantity metric_to_monitor score_name key": "monitor metric_name metric_names",
     "save_top_k max_to_keep n_saved save_total_limit keep_last top_k": "keep",
@@ -37,30 +37,30 @@ _SAME = {
     "labels classes display_labels": "class_names",
 }  # fmt: skip
 
-# What no argument here does, for a callback with this one.
+# Advice for arguments without a counterpart, for a callback that has the first argument.
 _OTHERWISE = {
     ("keep", "save_last"): "the newest checkpoint is always kept.",
-    ("keep", "filename"): "files are named by epoch and step; .best_path and .last_path tell which.",
+    ("keep", "filename"): "files are named by epoch and step; .best_path and .last_path have their paths.",
     ("keep", "save_weights_only"):
-        "torch.save(model.state_dict(), path) after fit does that; safetensors=True as well.",
-    ("keep", "save_best_only"): "monitor=..., with every_n_epochs=None and keep=1, writes the best only.",
+        "torch.save(model.state_dict(), path) after fit does that, and so does safetensors=True.",
+    ("keep", "save_best_only"): "monitor=..., with every_n_epochs=None and keep=1, writes only the best.",
     ("patience", "restore_best_weights"):
-        "ModelCheckpoint(dirpath, monitor=...) keeps the best weights, and its load_best() puts them back after fit.",
+        "ModelCheckpoint(dirpath, monitor=...) keeps the best weights, and its load_best() loads them after fit.",
     ("patience", "stopping_threshold"): "ThresholdEarlyStopping ends training at a value.",
     ("patience", "baseline"): "ThresholdEarlyStopping ends training at a value.",
-    ("patience", "verbose"): "who ended the training is always printed.",
+    ("patience", "verbose"): "the callback that ended training is always printed.",
 }  # fmt: skip
 
 _HERE = {name: here.split() for name, here in table_of(_SAME).items()}
 
 
 def refuse_unknown_keywords(kind: type, given: Iterable[str]) -> None:
-    """Raise for keywords that a class doesn't take, with a hint at the right ones.
+    """Raise an error for keywords that a class doesn't take, with a hint at the right ones.
 
     Raises
     ------
     UnknownArgumentError
-        If there is any, and its ``__init__`` has no ``**kwargs``.
+        If there are any, and the class's ``__init__`` has no ``**kwargs``.
     """
     known = inspect.signature(kind.__init__).parameters  # type: ignore[misc]  # of a class, not of an instance
     unknown = [name for name in given if name not in known]

@@ -1,4 +1,4 @@
-"""Learning rate schedules as callbacks; thin bridges to ``torch.optim.lr_scheduler``."""
+"""Learning rate schedules as callbacks: thin wrappers of ``torch.optim.lr_scheduler``."""
 
 from __future__ import annotations
 

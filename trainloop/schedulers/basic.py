@@ -1,4 +1,4 @@
-"""A callback for each of torch's most used schedulers, by AIToolbox's names.
+"""A callback for each of torch's most used schedulers, with AIToolbox's names.
 
 :class:`~trainloop.callbacks.train_schedule.LRScheduler` takes any scheduler; these need fewer arguments.
 """
@@ -28,14 +28,14 @@ __all__ = [
 
 
 class GeneralLRSchedulerCallback(LRScheduler):
-    """A scheduler class of torch, stepped once an epoch; AIToolbox's name for :class:`LRScheduler`.
+    """Step a scheduler class of torch once per epoch; AIToolbox's name for :class:`LRScheduler`.
 
     Parameters
     ----------
     scheduler_class : class
-        Of ``torch.optim.lr_scheduler``.
+        Class of ``torch.optim.lr_scheduler``.
     optimizer_idx : int or Optimizer, optional
-        Which optimizer of a :class:`trainloop.MultiOptimizer`.
+        Optimizer of a :class:`trainloop.MultiOptimizer`.
     **kwargs
         Arguments of the scheduler class, and of :class:`LRScheduler`.
 
@@ -52,16 +52,16 @@ GeneralLRScheduler = GeneralLRSchedulerCallback
 
 
 class LambdaLRScheduler(GeneralLRSchedulerCallback):
-    """Learning rates are the initial ones times a function of the number of epochs, or of steps.
+    """Multiply the initial learning rates by a function of the number of epochs, or of steps.
 
     Parameters
     ----------
     lr_lambda : callable or list of callables
         Takes the number of epochs or steps done, returns the factor; a list has one for each parameter group.
     execute_epoch_end, execute_batch_end : bool
-        Step once an epoch, or once an optimizer step: one of the two.
+        Step once per epoch, or once per optimizer step; exactly one must be True.
     **kwargs
-        More for ``LambdaLR``, and ``optimizer_idx``.
+        Further arguments of ``LambdaLR``, and ``optimizer_idx``.
 
     Examples
     --------
@@ -85,14 +85,14 @@ class LambdaLRScheduler(GeneralLRSchedulerCallback):
 
 
 class StepLRScheduler(GeneralLRSchedulerCallback):
-    """Learning rates are multiplied by ``gamma`` every ``step_size`` epochs.
+    """Multiply learning rates by ``gamma`` every ``step_size`` epochs.
 
     Parameters
     ----------
     step_size : int
-        Epochs.
+        Number of epochs between two changes.
     **kwargs
-        More for ``StepLR``, such as ``gamma``, and ``optimizer_idx``.
+        Further arguments of ``StepLR``, such as ``gamma``, and ``optimizer_idx``.
 
     Examples
     --------
@@ -104,14 +104,14 @@ class StepLRScheduler(GeneralLRSchedulerCallback):
 
 
 class MultiStepLRScheduler(GeneralLRSchedulerCallback):
-    """Learning rates are multiplied by ``gamma`` at given epochs.
+    """Multiply learning rates by ``gamma`` at given epochs.
 
     Parameters
     ----------
     milestones_list : list of int
-        Epochs, increasing.
+        Epochs, in increasing order.
     **kwargs
-        More for ``MultiStepLR``, such as ``gamma``, and ``optimizer_idx``.
+        Further arguments of ``MultiStepLR``, such as ``gamma``, and ``optimizer_idx``.
 
     Examples
     --------
@@ -130,7 +130,7 @@ class ReduceLROnPlateauMetricScheduler(GeneralLRSchedulerCallback):
     metric_name : str
         Name in ``history``.
     **kwargs
-        More for ``ReduceLROnPlateau`` (``mode='max'`` for metrics that should rise), and ``optimizer_idx``.
+        Further arguments of ``ReduceLROnPlateau`` (``mode='max'`` for metrics that should rise), and ``optimizer_idx``.
 
     Examples
     --------
@@ -150,9 +150,9 @@ class ReduceLROnPlateauScheduler(GeneralLRSchedulerCallback):
     Parameters
     ----------
     main_multi_loss : str, optional
-        Name of the loss to go by where the model returns a :class:`trainloop.MultiLoss`. Default: the mean of all.
+        Name of the loss to use if the model returns a :class:`trainloop.MultiLoss`. Default: the mean of all.
     **kwargs
-        More for ``ReduceLROnPlateau``, and ``optimizer_idx``.
+        Further arguments of ``ReduceLROnPlateau``, and ``optimizer_idx``.
 
     Examples
     --------
@@ -166,7 +166,7 @@ class ReduceLROnPlateauScheduler(GeneralLRSchedulerCallback):
     @logs_nothing
     def on_epoch_end(self) -> None:
         loop = self.train_loop_obj
-        assert self._metric is not None, "on_train_loop_registration comes first"
+        assert self._metric is not None, "call on_train_loop_registration first"
         known = loop.history.get("val_loss") and self.main_multi_loss is None
         value: Any = self._metric.new_value(loop) if known else None
         if value is None:

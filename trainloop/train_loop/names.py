@@ -1,4 +1,4 @@
-"""Names that users bring along from other libraries, and what they are called here."""
+"""Names from other libraries, and what they are called here."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["attribute_hint", "hides_unknown", "refuse_unknown"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# What a keyword of Lightning, Accelerate, Keras or a hand-written loop is here. Both doors read the one table.
+# Keywords of Lightning, Accelerate, Keras or hand-written loops, and their names here; for TrainLoop and for fit.
 KEYWORDS = {
     "train_dataloader train_dataloaders train_dl trainloader training_loader dataloader data_loader": "train_loader=",
     "val_loader valid_loader val_dataloader val_dataloaders val_dl valloader eval_loader": "validation_loader=",
     "test_dataloader test_dataloaders test_dl testloader": "test_loader=",
     "loss loss_fn loss_func loss_function": "criterion=",
-    "optim optimizers opt": "optimizer=, with a MultiOptimizer([...]) where there are several",
+    "optim optimizers opt": "optimizer=, with a MultiOptimizer([...]) for several",
     "strategy mode distributed_backend parallel_mode": "gpu_mode='single', 'dp', 'ddp' or 'fsdp'",
     "precision amp mixed_precision autocast dtype fp16 bf16": "use_amp=True, 'bf16' or 'fp16'",
-    "device": "accelerator='cpu' or 'cuda', with devices=[0] for a certain GPU",
+    "device": "accelerator='cpu' or 'cuda', with devices=[0] for a particular GPU",
     "gpus num_devices num_processes nproc_per_node nprocs": "devices=",
     "epochs max_epochs n_epochs nb_epoch num_train_epochs": "fit(num_epochs=)",
     "max_steps num_steps steps max_iterations iterations max_iter": "fit(num_iterations=), which counts batches",
@@ -35,7 +35,7 @@ KEYWORDS = {
         "fit(callbacks=[ModelCheckpoint(dirpath)])",
     "scheduler schedulers lr_scheduler": "fit(callbacks=[LRScheduler(...)])",
     "early_stopping patience": "fit(callbacks=[EarlyStopping(...)])",
-    "check_val_every_n_epoch validation_freq eval_every": "end_auto_eval=, after how many epochs",
+    "check_val_every_n_epoch validation_freq eval_every": "end_auto_eval=, the epochs between evaluations",
     "enable_progress_bar verbose": "progress_bar=True or False",
     "sync_bn": "sync_batchnorm=",
     "random_seed seed_everything": "seed=",
@@ -44,8 +44,8 @@ KEYWORDS = {
     "max_time": "fit(callbacks=[TimeLimit(...)])",
     "gradient_checkpointing activation_checkpointing": "checkpoint_modules=",
     "nnodes": "fit(num_nodes=)",
-    "lr learning_rate": "the optimizer's: torch.optim.Adam(model.parameters(), lr=...)",
-    "batch_size shuffle num_workers": "the loader's: DataLoader(data, batch_size=..., shuffle=...)",
+    "lr learning_rate": "an argument of the optimizer: torch.optim.Adam(model.parameters(), lr=...)",
+    "batch_size shuffle num_workers": "an argument of the loader: DataLoader(data, batch_size=..., shuffle=...)",
 }  # fmt: skip
 
 ATTRIBUTES = {
@@ -79,21 +79,21 @@ _KEYWORD, _ATTRIBUTE = table_of(KEYWORDS), table_of(ATTRIBUTES)
 
 
 def refuse_unknown(unknown: Iterable[str], door: str, doors: dict[str, Callable[..., Any]]) -> None:
-    """Raise for unknown keywords, with a hint at the right names.
+    """Raise an error for unknown keywords, with a hint at the right names.
 
     Parameters
     ----------
     unknown : iterable of str
         Names that were given.
     door : str
-        Which of ``doors`` they were given to.
+        The one of ``doors`` that they were passed to.
     doors : dict
         The loop's constructor and ``fit``, by the names that messages use.
 
     Raises
     ------
     UnknownArgumentError
-        If there is any.
+        If there are unknown names.
     """
     refuse(doors[door].__qualname__, unknown, lambda name: _meant(name, door, doors))
 
@@ -125,6 +125,6 @@ def hides_unknown(function: Function) -> Function:
 
 
 def attribute_hint(name: str) -> str:
-    """A sentence that names what replaces an attribute of other libraries' loops; empty if unknown."""
+    """Return a sentence that names the replacement of another library's attribute; empty if unknown."""
     here = _ATTRIBUTE.get(name)
     return "" if here is None else f". Here it is {here}"
