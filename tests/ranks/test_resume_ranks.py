@@ -78,7 +78,7 @@ def interrupted_everywhere(folder: str, branches: bool, accumulation: int, ddp_m
         after, before = end.state_dict(), undisturbed.state_dict()
         return [name for name in before if not torch.equal(after[name], before[name])]
 
-    warnings.filterwarnings("ignore", message="the checkpoint holds state of callbacks")
+    warnings.filterwarnings("ignore", message="the checkpoint has state of callbacks")
     undisturbed, tl = make(branches)
     tl.fit(num_epochs=2, callbacks=keeper("whole"), **options)
     found: dict[str, list[str]] = {}
@@ -123,7 +123,7 @@ class OnAndOn(IterableDataset[Any]):
 
 def streams_everywhere(folder: str) -> Any:
     """Differences at the end of a run resumed from each checkpoint, without workers and with persistent ones."""
-    warnings.filterwarnings("ignore", message="the checkpoint holds state of callbacks")
+    warnings.filterwarnings("ignore", message="the checkpoint has state of callbacks")
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     found: dict[str, bool] = {}
     for workers in (0, 2):

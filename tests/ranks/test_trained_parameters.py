@@ -145,7 +145,7 @@ def test_what_trains_may_change_at_any_moment(tmp_path: Path, world_size: int) -
                 assert their_groups == groups
 
 
-@pytest.mark.filterwarnings("ignore:the checkpoint holds state of callbacks")
+@pytest.mark.filterwarnings("ignore:the checkpoint has state of callbacks")
 @pytest.mark.parametrize("mode", ["single", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_an_added_group_comes_back_and_is_resumed(tmp_path: Path, mode: str) -> None:
     """Interrupted after the group was added: the checkpoint holds it, and that the parameters train."""

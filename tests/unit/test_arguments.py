@@ -234,7 +234,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: fit(callbacks=[optim.lr_scheduler.ReduceLROnPlateau]),
         ["callbacks[0]=", "trainloop.callbacks.LRScheduler(ReduceLROnPlateau, ...)"],
     ),
-    "optim": (lambda: make(optim=None), ["Did you mean optimizer=, with a MultiOptimizer([...]) if"]),
+    "optim": (lambda: make(optim=None), ["Did you mean optimizer=, with a MultiOptimizer([...]) for"]),
     "callbacks holds text": (lambda: fit(callbacks=["early stopping"]), ["callbacks", "early stopping"]),
     "fit without train_loader": (lambda: fit({"train_loader": None}), ["train_loader"]),
     "fit without optimizer": (lambda: fit({"optimizer": None}), ["optimizer"]),

@@ -99,12 +99,12 @@ def test_data_subset_of_a_stream() -> None:
     "make, words",
     [
         (lambda: DataSubsetTestRun(0), "0 training, 0 validation and 0 test batches: training needs at least 1"),
-        (lambda: DataSubsetTestRun(1, -1), "none may be negative"),
+        (lambda: DataSubsetTestRun(1, -1), "no number may be negative"),
         (
             lambda: make_loop().fit(num_epochs=1, callbacks=[DataSubsetTestRun(1, num_test_batches=2)]),
-            "the loop has no test_loader to take 2 batches of",
+            "the loop has no test_loader to take 2 batches from",
         ),
-        (lambda: FunctionOnTrainLoop(print), "FunctionOnTrainLoop: no point is chosen: set at least one"),
+        (lambda: FunctionOnTrainLoop(print), "FunctionOnTrainLoop: no point is chosen. Set at least one"),
         (lambda: FunctionOnTrainLoop("print", epoch_end=True), "fn_to_execute='print' can't be called"),  # type: ignore[arg-type]
         (
             lambda: InMultiProcessDataLoad("data"),

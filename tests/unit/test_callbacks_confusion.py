@@ -73,9 +73,9 @@ def test_kinds_of_rows(make: Any) -> None:
 @pytest.mark.parametrize(
     "y_pred, y_true, words",
     [
-        (torch.tensor([0.5, 0.2]), torch.tensor([0, 1]), "y_pred of shape (2,) that are no classes"),
-        (torch.tensor([-100, 0]), torch.tensor([0, 1]), "y_pred of shape (2,) that are no classes"),
-        (torch.zeros(2, 3, 4), torch.tensor([0, 1]), "y_pred of shape (2, 3, 4) that are no classes"),
+        (torch.tensor([0.5, 0.2]), torch.tensor([0, 1]), "y_pred of shape (2,) that are not classes"),
+        (torch.tensor([-100, 0]), torch.tensor([0, 1]), "y_pred of shape (2,) that are not classes"),
+        (torch.zeros(2, 3, 4), torch.tensor([0, 1]), "y_pred of shape (2, 3, 4) that are not classes"),
         (["cat", "dog"], torch.tensor([0, 1]), "y_pred of type list"),
         (torch.tensor([0, 1, 1]), torch.tensor([0, 1]), "3 predictions and 2 targets"),
     ],

@@ -138,7 +138,7 @@ def test_a_metric_that_only_rank_zero_knows() -> None:
         (lambda: EarlyStopping("loss", mode="lower"), "mode='lower': must be 'auto', 'min' or 'max'"),  # type: ignore[arg-type]
         (lambda: EarlyStopping(""), "monitor='': must be the name of a metric"),
         (lambda: ThresholdEarlyStopping("loss", 1.0, patience=-2), "ThresholdEarlyStopping: patience=-2"),
-        (lambda: TimeLimit(), "the limit is 0.0 seconds. Give it a time above zero"),
+        (lambda: TimeLimit(), "the limit is 0.0 seconds. It must be above zero"),
         (lambda: TimeLimit(hours=-1), "the limit is -3600.0 seconds"),
         (lambda: TimeLimit(math.nan), "the limit is nan seconds"),
     ],

@@ -137,19 +137,19 @@ def test_a_package_with_files_of_its_own() -> None:
         ),
         (
             lambda: make_loop(validation=False).fit(num_epochs=1, callbacks=[ModelPerformanceEvaluation(Counts())]),
-            "the loop has no validation_loader. Pass one to TrainLoop, or evaluate on_train_data=True",
+            "the loop has no validation_loader. Pass one to TrainLoop, or use on_train_data=True",
         ),
         (lambda: ModelPerformancePrintReport([]), "metrics=[]: must be a list of names"),
         (lambda: ModelPerformancePrintReport("loss"), "metrics='loss': must be a list of names"),
         (lambda: ModelPerformancePrintReport(["loss"], report_frequency=0), "report_frequency=0: must be 1 or more"),
         (
             lambda: make_loop().fit(num_epochs=1, callbacks=[ModelPerformancePrintReport(["f1"])]),
-            "ModelPerformancePrintReport: 'f1' is not in the history. There are: ",
+            "ModelPerformancePrintReport: 'f1' is not in the history. It has: ",
         ),
         (lambda: MetricHistoryRename("a", "b", True, True), "epoch_end=True, train_end=True: exactly one must be True"),
         (
             lambda: make_loop().fit(num_epochs=1, callbacks=[MetricHistoryRename("f1", "score")]),
-            "MetricHistoryRename: input_metric_getter gave 0 values instead of 1",
+            "MetricHistoryRename: input_metric_getter returned 0 values instead of 1",
         ),
         (lambda: TrainHistoryPlot(every_n_epochs=0), "every_n_epochs=0: must be 1 or more"),
         (lambda: ModelTrainHistoryFileWriter(False, False), "epoch_end and train_end are both False: set at least one"),
@@ -176,7 +176,7 @@ def test_print_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.count("\nval_rows: 33\n") == 2
     assert "---- Performance at the end of training ----" in out
     assert "\ntrain_end_val_rows: 33\n" in out
-    assert "'f1' is not in the history. There are: 'loss'" in out or "There are: 'accuracy'" in out
+    assert "'f1' is not in the history. It has: 'loss'" in out or "It has: 'accuracy'" in out
     assert "metrics: " in out
 
 
@@ -203,7 +203,7 @@ def test_metrics_made_of_others(capsys: pytest.CaptureFixture[str]) -> None:
     assert loop.history["doubled"] == [2.0, 4.0, 6.0]
     assert loop.history["sum"] == [6.0]
     assert "never" not in loop.history
-    assert capsys.readouterr().out.count("gave 0 values instead of") == 3
+    assert capsys.readouterr().out.count("returned 0 values instead of") == 3
 
 
 def test_history_plot(tmp_path: Path, may_leave: Callable[..., None]) -> None:

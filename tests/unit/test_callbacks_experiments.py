@@ -60,7 +60,7 @@ def test_nothing_to_continue_from(tmp_path: Path) -> None:
             loop.fit(num_epochs=1, callbacks=[load])
         assert words in str(error.value)
         assert loop.global_step == 0
-    with pytest.raises(CheckpointError, match="there are those of epochs 0, 1"):
+    with pytest.raises(CheckpointError, match="there are checkpoints of epochs 0, 1"):
         make_loop().fit(
             num_epochs=1, callbacks=[ModelLoadContinueTraining(stamp, "checkpoints", 7, *PROJECT, tmp_path)]
         )

@@ -104,7 +104,7 @@ def test_each_of_several_optimizers_is_clipped_by_itself() -> None:
 
 @pytest.mark.parametrize("make", [GradientClipping, lambda: GradientClipping(norm_type=1.0)])
 def test_clipping_needs_a_limit(make: Any) -> None:
-    with pytest.raises(ConfigurationError, match="GradientClipping: give it max_norm, max_value or both"):
+    with pytest.raises(ConfigurationError, match="GradientClipping: pass max_norm, max_value or both"):
         make()
 
 

@@ -199,7 +199,7 @@ def nan_warnings(batch: int, callbacks: list[AbstractCallback]) -> list[str]:
 
 def test_the_first_epoch_with_a_loss_that_is_nan_is_told_once() -> None:
     (text,) = nan_warnings(STEPS_PER_EPOCH, [])
-    assert text.startswith("NaN in epoch 2 of the training: loss. fit(callbacks=[TerminateOnNaN()]) ends")
+    assert text.startswith("NaN in epoch 2 of the training: loss. With fit(callbacks=[TerminateOnNaN()]) training ends")
     assert nan_warnings(STEPS_PER_EPOCH, [TerminateOnNaN()]) == []
     assert nan_warnings(-1, []) == []
 

@@ -165,7 +165,7 @@ def test_wandb_run_that_failed(runs: list[Run]) -> None:
             lambda: make_loop().fit(num_epochs=1, callbacks=[WandBTracking(alerts=[AlertConfig("f1", 0.5)])]),
             "an alert is set on 'f1', which is not in the history. There are: '",
         ),
-        (lambda: WandBTracking(alerts=["loss"]), "alerts holds 'loss': it must be an AlertConfig"),  # type: ignore[list-item]
+        (lambda: WandBTracking(alerts=["loss"]), "alerts has 'loss': it must be an AlertConfig"),  # type: ignore[list-item]
         (lambda: WandBTracking(batch_log_frequency=0), "batch_log_frequency=0: must be 1 or more, or None"),
         (lambda: AlertConfig("loss", 1.0, "min"), "objective='min': must be 'maximize' or 'minimize'"),  # type: ignore[arg-type]
         (lambda: MLflowTracking(log_every_n_steps=0), "MLflowTracking: log_every_n_steps=0: must be 1 or more"),

@@ -265,7 +265,7 @@ def test_load_best(tmp_path: Path) -> None:
 def test_load_best_without_a_metric_is_told(tmp_path: Path) -> None:
     keeper = ModelCheckpoint(tmp_path)
     StandIn(keeper).run(1)
-    with pytest.raises(CheckpointError, match=r"was judged by monitor=None. Give ModelCheckpoint a monitor, and let"):
+    with pytest.raises(CheckpointError, match=r"was ranked by monitor=None. Give ModelCheckpoint a monitor, and train"):
         keeper.load_best()
 
 
@@ -273,7 +273,7 @@ def test_load_best_where_every_value_is_nan_says_so(tmp_path: Path) -> None:
     keeper = ModelCheckpoint(tmp_path, monitor="val_loss")
     loop = StandIn(keeper)
     loop.run(2, values=[math.nan, math.nan])
-    with pytest.raises(CheckpointError, match=r"every value of monitor='val_loss' was NaN\. TerminateOnNaN"):
+    with pytest.raises(CheckpointError, match=r"every value of monitor='val_loss' was NaN\. Add TerminateOnNaN"):
         keeper.load_best()
 
 
@@ -332,7 +332,7 @@ def test_the_best_is_one_that_could_be_written(
 
     monkeypatch.setattr(under_test.checkpoint, "save", full)
     loop.run_epoch(val_loss=0.6)
-    with pytest.raises(CheckpointError, match=r"judged by monitor='val_loss' could be written to .*Make room"):
+    with pytest.raises(CheckpointError, match=r"ranked by monitor='val_loss' could be written to .*Free space"):
         keeper.load_best()
     assert (keeper.best_path, keeper.best_value) == (None, None)
     best = []

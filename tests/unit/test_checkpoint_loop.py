@@ -333,12 +333,12 @@ def test_a_signal_at_any_place_saves_once_and_ends(tmp_path: Path, place: str, s
             lambda: make_loop(model=Net(9)),
             r"of another model: layers.0.weight is \(9, 8\) in the model, \(8, 8\) in the",
         ),
-        (lambda: make_loop(optimizer=torch.optim.SGD), r"was made with Adam, the loop has SGD"),
+        (lambda: make_loop(optimizer=torch.optim.SGD), r"was made with Adam, but the loop has SGD"),
         (
             lambda: make_loop(DataLoader(make_data(90), 10)),
-            r"was made with 101 training samples, the loader has 90 now",
+            r"was made with 101 training samples, but the loader has 90 now",
         ),
-        (lambda: make_loop(DataLoader(make_data(), 7)), r"lies 2 steps of 20 samples into its epoch, and this run's"),
+        (lambda: make_loop(DataLoader(make_data(), 7)), r"is 2 steps of 20 samples into its epoch, but this run's"),
     ],
     ids=["model", "optimizer", "dataset", "batch size"],
 )

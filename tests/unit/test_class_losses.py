@@ -91,10 +91,10 @@ def test_a_sum_of_losses_with_class_weights_is_warned_of_once() -> None:
         optimizer = optim.SGD(model.parameters(), lr=0.1)
         return TrainLoop(model, loader, loader, optimizer=optimizer, criterion=criterion, progress_bar=False)
 
-    with pytest.warns(UserWarning, match=r"get_loss returns something else.*\(loss, weight\)") as caught:
+    with pytest.warns(UserWarning, match=r"get_loss returns another loss.*\(loss, weight\)") as caught:
         loop(nn.CrossEntropyLoss()).fit(num_epochs=2, grad_accumulation=2)
     assert len(caught) == 1
-    with pytest.warns(UserWarning, match="get_loss returns something else"):
+    with pytest.warns(UserWarning, match="get_loss returns another loss"):
         loop(nn.CrossEntropyLoss(ignore_index=1), ignored=1).fit(num_epochs=1)
     # In one process, step by step and without evaluation, nothing is averaged: no warning, as warnings are errors here.
     alone = loop(nn.CrossEntropyLoss())

@@ -78,7 +78,7 @@ def test_a_frozen_part_stays_in_eval_as_in_the_loop_by_hand(
     ours.body.eval()
     modes = Modes()
     tl = fit(ours, modes, progress_bar=True, **options)
-    assert capsys.readouterr().out.count("in eval() and kept so while training: body (") == 1
+    assert capsys.readouterr().out.count("modules that stay in eval() while training: body (") == 1
     tl.predict_on_test_set()
     assert modes.seen == [BODY] * 8
     assert ours.training

@@ -62,7 +62,7 @@ def test_a_sound_loop_passes_and_stays_as_it_was() -> None:
     report = loop.preflight()
     assert report.ok, report
     assert "weights agree" in report["single equals ddp on 2 CPU ranks"].detail
-    assert "messages bear the run's key" in report["strangers among the ranks"].detail
+    assert "messages are signed with the run's key" in report["strangers among the ranks"].detail
     assert all(torch.equal(before[key], value) for key, value in loop.model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
     assert loop.global_step == 0
@@ -141,8 +141,8 @@ def test_it_finds_a_sum_that_is_taken_for_a_mean() -> None:
             except preflight._Found as finding:
                 found[kind][i] = f"LOOK {finding}"
     assert "LOOK" in found[Sum][0]
-    assert "is the sum of its halves'" in found[Sum][0]
-    assert "is the mean of its halves'" in found[Misdeclared][0]
+    assert "is the sum of those of its halves" in found[Sum][0]
+    assert "is the mean of those of its halves" in found[Misdeclared][0]
     for kind in (Declared, Yielding):
         assert "LOOK" not in " ".join(found[kind]), found[kind]
 
@@ -170,11 +170,11 @@ def test_it_says_what_keeps_strangers_out(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("TRAINLOOP_KEY", raising=False)
     hosts = loop_of(Net(), gpu_mode="ddp", devices=2)
     hosts.site = replace(hosts.site, num_nodes=2)
-    assert "hold data only, as TRAINLOOP_KEY is not set" in preflight._protection(hosts)
+    assert "data only, without TRAINLOOP_KEY" in preflight._protection(hosts)
     monkeypatch.setenv("TRAINLOOP_KEY", "k" * 64)
-    assert "bear the run's key" in preflight._protection(hosts)
+    assert "signed with the run's key" in preflight._protection(hosts)
     monkeypatch.setattr("trainloop.distributed.peers._TABLES", ("/nowhere",))
-    assert "is unknown here" in said(gpu_mode="ddp", devices=2)
+    assert "can't be found out" in said(gpu_mode="ddp", devices=2)
 
 
 def loop_over(n: int, model: Any = None, *, gpu_mode: str = "ddp", **loader: Any) -> TrainLoop:

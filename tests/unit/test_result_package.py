@@ -62,7 +62,7 @@ def test_classes_may_be_words_or_one_for_each_token() -> None:
 def test_several_labels_a_row_are_not_scored_as_classes() -> None:
     """Scores of each label, each of which would count as a class that is always wrong; and rows of unequal length."""
     labels = torch.from_numpy(rng(0).integers(0, 2, (20, 5)))
-    with pytest.raises(ConfigurationError, match="Several labels a row"):
+    with pytest.raises(ConfigurationError, match="For several labels per row"):
         rp.f1(torch.from_numpy(rng(1).normal(size=(20, 5))), labels)
     assert rp.accuracy(labels.float(), labels) == 1.0  # classes of elements
     with pytest.raises(ConfigurationError, match="unequal length"):
@@ -122,7 +122,7 @@ def test_regression_is_that_of_scikit_learn() -> None:
 @pytest.mark.parametrize("metric", [rp.mse, rp.accuracy])
 def test_unequal_lengths_are_told(metric: Any) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"predictions have shape \(3,\) and targets \(2,\): give one for each"
+        ConfigurationError, match=r"predictions have shape \(3,\) and targets \(2,\): pass one for each"
     ):
         metric([1, 2, 3], [1, 2])
 
@@ -184,9 +184,9 @@ def test_results_known_before() -> None:
     [
         (3, r"3 can't score predictions. Pass a result package such as ClassificationResultPackage\(\), a function"),
         ("accuracy", r"'accuracy' can't score predictions"),
-        (rp.ClassificationResultPackage, r"can't score predictions. It is a class: call it"),
-        (lambda *_: np.zeros(3), r"metric '<lambda>' gave a ndarray of shape \(3,\), but must give one number"),
-        (lambda *_: {"x": None}, r"metric 'x' gave a NoneType, but must give one number, or a dict of numbers"),
+        (rp.ClassificationResultPackage, r"can't score predictions. It is a class: pass an instance"),
+        (lambda *_: np.zeros(3), r"metric '<lambda>' returned a ndarray of shape \(3,\), but must return one number"),
+        (lambda *_: {"x": None}, r"metric 'x' returned a NoneType, but must return one number, or a dict of numbers"),
     ],
 )
 def test_what_can_not_score_is_told(package: Any, message: str) -> None:

@@ -196,7 +196,7 @@ def test_each_optimizer_has_its_own() -> None:
 def test_which_optimizer_must_be_told(index: int | None) -> None:
     model, both = two_optimizers()
     words = (
-        "the loop has 2 optimizers. Say which" if index is None else f"optimizer_idx={index}: the loop has 2 (0 to 1)"
+        "the loop has 2 optimizers. Choose one" if index is None else f"optimizer_idx={index}: the loop has 2 (0 to 1)"
     )
     with pytest.raises(ConfigurationError) as error:
         make_loop(model, optimizer=both).fit(
@@ -207,7 +207,7 @@ def test_which_optimizer_must_be_told(index: int | None) -> None:
 
 def test_another_optimizer_s_scheduler() -> None:
     foreign = lr_scheduler.StepLR(optim.SGD(WEIGHT, lr=0.1), 1)
-    with pytest.raises(ConfigurationError, match="its SGD is none of the loop's optimizers"):
+    with pytest.raises(ConfigurationError, match="its SGD is not one of the loop's optimizers"):
         make_loop().fit(num_epochs=1, callbacks=[LRScheduler(foreign)])
     loop = make_loop()
     loop.optimizer = None
@@ -224,9 +224,9 @@ def test_another_optimizer_s_scheduler() -> None:
         (lambda: LRScheduler("StepLR"), "scheduler='StepLR': must be a class of torch.optim.lr_scheduler"),
         (
             lambda: LRScheduler(lr_scheduler.StepLR(optim.SGD(WEIGHT, lr=1), 1), gamma=0.5),
-            "the scheduler is made already, ['gamma'] can't be given to it. Pass the class: LRScheduler(StepLR, ...)",
+            "scheduler is not a class, so ['gamma'] can't be passed to it. Pass the class: LRScheduler(StepLR, ...)",
         ),
-        (lambda: LRScheduler(lr_scheduler.ReduceLROnPlateau, "step"), "metrics are known once an epoch: interval must"),
+        (lambda: LRScheduler(lr_scheduler.ReduceLROnPlateau, "step"), "metrics are known once per epoch: interval"),
         (lambda: LearningRateMonitor(0), "LearningRateMonitor: every_n_steps=0: must be 1 or more"),
         (lambda: warmup.ConstantWithWarmupScheduler(-1), "num_warmup_steps=-1: must be 0 or more"),
         (
@@ -242,7 +242,7 @@ def test_arguments_that_cannot_work(make: Any, words: str) -> None:
 
 
 def test_a_function_may_make_a_plateau_scheduler() -> None:
-    with pytest.raises(ConfigurationError, match="metrics are known once an epoch"):
+    with pytest.raises(ConfigurationError, match="metrics are known once per epoch"):
         make_loop().fit(num_epochs=1, callbacks=[LRScheduler(lambda o: lr_scheduler.ReduceLROnPlateau(o), "step")])
 
 
@@ -401,7 +401,7 @@ def test_a_schedule_without_a_length_needs_a_loader_that_has_one() -> None:
 
     loop = make_loop()
     loop.train_loader = torch.utils.data.DataLoader(Stream(), 16)
-    with pytest.raises(ConfigurationError, match=r"train_loader has no length.*Give num_training_steps"):
+    with pytest.raises(ConfigurationError, match=r"train_loader has no length.*Pass num_training_steps"):
         loop.fit(num_epochs=1, callbacks=[warmup.LinearWithWarmupScheduler(0)])
     assert loop.num_optimizer_steps(num_epochs=1) is None
     assert loop.num_optimizer_steps(num_iterations=9, grad_accumulation=2) == 5
@@ -409,7 +409,7 @@ def test_a_schedule_without_a_length_needs_a_loader_that_has_one() -> None:
 
 def test_the_number_of_optimizer_steps_is_known_before_fit() -> None:
     loop = make_loop()
-    with pytest.raises(ConfigurationError, match="say num_epochs or num_iterations"):
+    with pytest.raises(ConfigurationError, match="pass num_epochs or num_iterations"):
         loop.num_optimizer_steps()
     assert loop.num_optimizer_steps(num_epochs=2) == 2 * STEPS_PER_EPOCH
     assert loop.num_optimizer_steps(num_epochs=2, grad_accumulation=3) == 2 * 3  # 3, 3 and 1 micro-batches

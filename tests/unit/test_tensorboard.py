@@ -380,7 +380,7 @@ def test_a_full_disk_does_not_end_the_training(tmp_path: Path) -> None:
 
     loop = make_loop()
     with pytest.warns(
-        RuntimeWarning, match=r"writing to .* failed .*No space left on device.* Training goes on"
+        RuntimeWarning, match=r"writing to .* failed .*No space left on device.* Training continues"
     ) as warned:
         loop.fit(num_epochs=3, callbacks=[board, Fills()])
     assert len(warned) == 1

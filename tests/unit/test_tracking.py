@@ -212,7 +212,7 @@ def test_a_package_that_fails_costs_a_warning_and_not_the_model(tmp_path: Path) 
         ({"project_name": ""}, r"project_name='': must be the name of a folder, such as 'digits'"),
         ({"experiment_name": "a/b"}, r"experiment_name='a/b': must be the name of a folder"),
         ({"hyperparams": ["lr"]}, r"hyperparams=\['lr'\]: must be a dict. vars\(args\) makes one"),
-        ({"source_dirs": ["/no/such"]}, r"source_dirs: /no/such is no folder. Name folders that exist"),
+        ({"source_dirs": ["/no/such"]}, r"source_dirs: /no/such is not a folder. Pass existing folders"),
     ],
 )
 def test_arguments_are_checked(tmp_path: Path, arguments: Any, message: str) -> None:

@@ -336,7 +336,7 @@ def test_a_wrapper_around_a_schedulers_mark_is_seen() -> None:
         return marked(*args)
 
     loop.optimizer.step = step
-    with pytest.warns(UserWarning, match="somebody watches the optimizer's steps"):
+    with pytest.warns(UserWarning, match="observes the optimizer's steps"):
         loop.fit(num_epochs=2)
     assert len(calls) == 14
     check(loop, by_hand(sgd))

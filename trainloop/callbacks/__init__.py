@@ -1,4 +1,4 @@
-"""Callbacks: the base class, and those that ship with the package, imported when first asked for."""
+"""Callbacks: the base class, and those of the package, imported on first access."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ _REMOVED = {
 }
 __all__ = ["AbstractCallback", *_HOMES]  # a test compares them with the imports above
 
-if not TYPE_CHECKING:  # with it, every name would be right
+if not TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         if name in _HOMES:

@@ -14,7 +14,7 @@ __all__ = ["AbstractCallback", "AbstractExperimentCallback"]
 class AbstractExperimentCallback(AbstractCallback):
     """Base of callbacks that write into an experiment's folder.
 
-    Names that are left out are taken from a tracking loop, such as :class:`trainloop.TrainLoopCheckpoint`.
+    Names that are not given are taken from a tracking loop, such as :class:`trainloop.TrainLoopCheckpoint`.
 
     Parameters
     ----------
@@ -50,12 +50,12 @@ class AbstractExperimentCallback(AbstractCallback):
         )
 
     def try_infer_experiment_details(self, infer_cloud_details: bool = False) -> None:
-        """Take the names that were left out from the loop; call it in ``on_train_loop_registration``.
+        """Take the names that were not given from the loop; call it in ``on_train_loop_registration``.
 
         Raises
         ------
         ConfigurationError
-            If a name was left out and the loop is no tracking loop, so that it has none either.
+            If a name was not given, and the loop is not a tracking loop, so that it has none either.
         """
         for name in ("project_name", "experiment_name", "local_model_result_folder_path"):
             if getattr(self, name) is None:
@@ -68,9 +68,9 @@ class AbstractExperimentCallback(AbstractCallback):
                 setattr(self, name, os.path.expanduser(value) if name.endswith("path") else value)
 
     def experiment_folder(self) -> str:
-        """The experiment's folder; made if it is missing."""
-        assert self.local_model_result_folder_path is not None, "try_infer_experiment_details comes first"
-        assert self.project_name is not None, "try_infer_experiment_details comes first"
+        """Return the experiment's folder; create it if it is missing."""
+        assert self.local_model_result_folder_path is not None, "call try_infer_experiment_details first"
+        assert self.project_name is not None, "call try_infer_experiment_details first"
         stamp = getattr(self.train_loop_obj, "experiment_timestamp", None)
         name = f"{self.experiment_name}_{stamp}" if stamp else str(self.experiment_name)
         folder = os.path.join(self.local_model_result_folder_path, self.project_name, name)
@@ -78,7 +78,7 @@ class AbstractExperimentCallback(AbstractCallback):
         return folder
 
     def results_folder(self) -> str:
-        """The folder ``results`` in it; made if it is missing."""
+        """Return the experiment's folder ``results``; create it if it is missing."""
         folder = os.path.join(self.experiment_folder(), "results")
         os.makedirs(folder, exist_ok=True)
         return folder

@@ -22,7 +22,7 @@ __all__ = ["AbstractCallback", "HookTable", "logs_nothing", "overrides"]
 Hook = Callable[..., Any]
 HookT = TypeVar("HookT", bound=Hook)
 
-# Hooks that a model may have itself, to reset the state it carries from batch to batch.
+# Hooks that a model may have, to reset state that it carries from batch to batch.
 MODEL_HOOKS = ("on_epoch_begin", "on_evaluation_begin", "on_evaluation_end")
 
 
@@ -35,27 +35,27 @@ class _OwnSignature:
 
 
 class AbstractCallback:
-    """Base of all callbacks: override the hooks you need, the others cost nothing.
+    """Base of all callbacks: override the hooks that you need; the others cost nothing.
 
-    In ``ddp`` each rank holds its own copy, made from the one passed to ``fit``; at the end the caller's
-    callback takes over the state of rank 0's copy.
+    In ``ddp`` each rank has its own copy of the callback passed to ``fit``; at the end, the caller's
+    callback gets the state of rank 0's copy.
 
     Parameters
     ----------
     callback_name : str, optional
         Name shown in messages and under which state is kept in checkpoints. Default: the class name.
     execution_order : int
-        Callbacks run from the lowest to the highest; equal ones in the order they were passed.
+        Callbacks run from the lowest to the highest order, equal ones in the order in which they were passed.
     device_idx_execution : int, optional
-        Global rank the callback is restricted to. Default: it runs on every rank. A restricted callback must not
-        call anything that all ranks have to call together, such as ``predict_on_test_set``.
+        The only global rank on which the callback runs. Default: every rank. A restricted callback must not
+        call functions that all ranks have to call together, such as ``predict_on_test_set``.
 
     Attributes
     ----------
     train_loop_obj : TrainLoop
-        The loop, from registration on.
+        The loop; available from registration on.
     message_service : trainloop.callbacks.messages.MessageService
-        Where callbacks of one loop leave messages for each other.
+        Messages that the callbacks of one loop exchange.
 
     Examples
     --------
@@ -68,7 +68,7 @@ class AbstractCallback:
     ...             self.train_loop_obj.early_stop = True
     """
 
-    # The order in which they happen; the loop and HookTable read it.
+    # In the order of their calls; the loop and HookTable read it.
     HOOKS = (
         "on_train_loop_registration",
         "on_multiprocess_start",
@@ -98,7 +98,7 @@ class AbstractCallback:
         __signature__ = _OwnSignature()
 
         def __new__(cls, *args: Any, **kwargs: Any) -> AbstractCallback:
-            """Other libraries' names of arguments get an error that says what they are here."""
+            """Raise an error for other libraries' names of arguments, which gives the names used here."""
             parameters = inspect.signature(cls.__init__).parameters
             if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
                 refuse(cls.__name__, kwargs, list(parameters)[1:])
@@ -112,8 +112,8 @@ class AbstractCallback:
         self.device_idx_execution = device_idx_execution
 
     def register_train_loop_object(self, train_loop_obj: TrainLoop[Any]) -> AbstractCallback:
-        """Take the loop this callback works for, then call :meth:`on_train_loop_registration`."""
-        HookTable([self], self.device_idx_execution or 0)  # a hook that can't be called is an error before ranks start
+        """Store the loop that this callback works for, then call :meth:`on_train_loop_registration`."""
+        HookTable([self], self.device_idx_execution or 0)  # raise errors of hooks' signatures before ranks start
         self.train_loop_obj = train_loop_obj
         self.message_service = getattr(train_loop_obj, "message_service", None)  # type: ignore[assignment]
         self.on_train_loop_registration()
@@ -132,26 +132,26 @@ class AbstractCallback:
         prog_bar: bool = False,
         rank_zero_only: bool = False,
     ) -> None:
-        """Record a metric from a hook, by the arguments of :meth:`.TTModel.log`, by default over all ranks.
+        """Record a metric from a hook, with the arguments of :meth:`.TTModel.log`; by default over all ranks.
 
-        It belongs to the epoch whose hook it is: ``on_train_begin`` to the first, ``on_train_end`` to the last,
-        ``on_exception`` to the interrupted epoch (this rank's value only). At an epoch's end and at that of the
-        training, callbacks that come later find it in the history, on all ranks. In the hooks of an evaluation the name
+        The value belongs to the hook's epoch: in ``on_train_begin`` to the first, in ``on_train_end`` to the last, in
+        ``on_exception`` to the interrupted one (only this rank's value). At the end of an epoch and of the training,
+        callbacks that run later find it in the history, on all ranks. In the hooks of an evaluation the name
         gets the evaluation's prefix.
 
-        Between two steps (in ``on_epoch_begin`` and ``on_epoch_end``, for instance) ``on_step`` is off unless asked
-        for, and the weight in a mean is 1. What several ranks, or a model's steps as well, log by one name is one
-        metric. In a resumed run logs of ``on_train_begin`` add nothing to metrics that the checkpoint has.
+        Between two steps (for example in ``on_epoch_begin`` and ``on_epoch_end``) ``on_step`` defaults to False, and
+        the weight in a mean is 1. Values that several ranks, or the model's steps too, log by the same name form one
+        metric. In a resumed run, logs of ``on_train_begin`` add nothing to metrics that are in the checkpoint.
 
         Raises
         ------
         ConfigurationError
-            As :meth:`.TTModel.log`; and in ``on_train_loop_registration``, as no epoch runs there.
+            As in :meth:`.TTModel.log`; also in ``on_train_loop_registration``, where no epoch runs.
         """
         if self.train_loop_obj is None:
             raise ConfigurationError(
-                f"{type(self).__name__}.log({name!r}, ...): the callback has no loop yet. Call it in a hook, from "
-                "on_multiprocess_start on."
+                f"{type(self).__name__}.log({name!r}, ...): the callback has no loop yet. Call it in a hook, "
+                "on_multiprocess_start or later."
             )
         self.train_loop_obj.log(
             name,
@@ -166,14 +166,14 @@ class AbstractCallback:
         )
 
     def end_training(self, reason: str = "") -> None:
-        """End training after this step (at an epoch's end, after this epoch), like ``early_stop``, and show a reason.
+        """End training after this step (at an epoch's end, after this epoch), like ``early_stop``, and print a reason.
 
-        Any rank may call it; all end at the same step.
+        Any rank may call it; all ranks end at the same step.
         """
         self.train_loop_obj.end_training(self, reason)
 
     def ends_again(self, state: dict[str, Any]) -> bool:
-        """Return True if the callback, with its present arguments, would end a resumed run that it ended. Default: yes.
+        """Return True if the callback, with its present arguments, would again end a run that it ended. Default: True.
 
         Parameters
         ----------
@@ -183,119 +183,119 @@ class AbstractCallback:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """State for checkpoints: plain types and tensors. Default: nothing."""
+        """Return the state for checkpoints: plain types and tensors. Default: an empty state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned. Called after :meth:`~.AbstractCallback.on_train_begin`."""
+        """Restore a result of :meth:`state_dict`. Called after :meth:`~.AbstractCallback.on_train_begin`."""
 
     def on_train_loop_registration(self) -> None:
-        """In the caller's process, before anything starts: check arguments here."""
+        """Called in the caller's process, before anything starts. Check arguments here."""
 
     def on_multiprocess_start(self) -> None:
-        """On each rank, before its loaders are split: the place to make data in the rank itself.
+        """Called on each rank, before its loaders are split. Make data here that belongs to one rank.
 
-        In ``single`` and ``dp`` it is called too, so that the same script works there.
+        In ``single`` and ``dp`` it is called too, so that the same script works in all modes.
         """
 
     def on_train_begin(self) -> None:
-        """On each rank, with model and loaders in place."""
+        """Called on each rank when model and loaders are ready."""
 
     def on_restart(self, failure: Any) -> None:
-        """On each rank of a run that restarts after a failure, once the newest checkpoint is loaded.
+        """Called on each rank of a run that restarts after a failure, after the newest checkpoint is loaded.
 
-        Ranks are new processes: ``on_multiprocess_start`` and ``on_train_begin`` have been called before. Attributes
-        are as in the first start, unless :meth:`load_state_dict` has restored them.
+        Ranks are new processes: ``on_multiprocess_start`` and ``on_train_begin`` have already been called. Attributes
+        are as at the first start, unless :meth:`load_state_dict` has restored them.
 
         Parameters
         ----------
         failure : trainloop.train_loop.restarts.Restart
-            ``rank``, ``cause``, ``step`` from which training was resumed, ``steps_repeated``.
+            The restart: ``rank``, ``cause``, ``step`` from which training was resumed, ``steps_repeated``.
         """
 
     def on_epoch_begin(self) -> None:
-        """Before an epoch's first batch."""
+        """Called before an epoch's first batch."""
 
     def on_batch_begin(self) -> None:
-        """Before each (micro-)batch."""
+        """Called before each (micro-)batch."""
 
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
-        """Gradients of a step are complete (micro-batches, ranks, unscaled); the optimizer has not stepped."""
+        """Called when a step's gradients are complete (all micro-batches and ranks, unscaled), before the step."""
 
     def on_after_optimizer_step(self) -> None:
-        """The optimizer (each of them) has stepped. ``train_loop_obj.step_skipped`` tells whether AMP skipped it."""
+        """Called after the step of each optimizer. ``train_loop_obj.step_skipped`` is True if AMP skipped it."""
 
     def on_batch_end(self) -> None:
-        """After each (micro-)batch."""
+        """Called after each (micro-)batch."""
 
     def on_evaluation_begin(self, dataset_info: dict[str, Any]) -> None:
-        """Before a pass over a dataset for its loss or its predictions; on all ranks, in ``fit`` or outside of it.
+        """Called before a pass over a dataset for its loss or its predictions, on all ranks, inside or outside ``fit``.
 
-        The model is in evaluation mode already, without gradients; random numbers drawn here don't show in the training
+        The model is already in evaluation mode, without gradients; random numbers drawn here do not affect the training
         around it.
 
         Parameters
         ----------
         dataset_info : dict
             ``type`` is ``'train'``, ``'validation'``, ``'test'`` or ``'other'``, ``pass`` is ``'loss'`` or
-            ``'predictions'``; and what was handed to ``predict_with_model``. One dict a pass.
+            ``'predictions'``; also the ``dataset_info`` passed to ``predict_with_model``. One dict per pass.
         """
 
     def on_evaluation_end(self, dataset_info: dict[str, Any]) -> None:
-        """After the pass's last batch, with the same dict; what is logged here belongs to the pass.
+        """Called after the pass's last batch, with the same dict; values logged here belong to the pass.
 
-        Predictions are not gathered yet. Not called where the pass ended by an exception.
+        Predictions are not gathered yet. Not called if the pass ended with an exception.
         """
 
     def on_after_batch_prediction(
         self, y_pred_batch: Any, y_test_batch: Any, metadata_batch: Any, dataset_info: dict[str, Any]
     ) -> None:
-        """After each batch of ``predict_on_*``, with what ``get_predictions`` returned, on the rank that made it."""
+        """Called after each batch of ``predict_on_*``, with the result of ``get_predictions``, on the batch's rank."""
 
     def on_log(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
-        """On rank 0, when logs are flushed: ``(global_step, {name: value})`` for each step, averaged over ranks."""
+        """Called on rank 0 when logs are flushed, with ``(global_step, {name: mean over ranks})`` for each step."""
 
     def on_epoch_end(self) -> None:
-        """After an epoch, with its values in ``train_loop_obj.history``, ``val_loss`` among them."""
+        """Called after an epoch; its values, including ``val_loss``, are in ``train_loop_obj.history``."""
 
     def on_train_end(self) -> None:
-        """Training has ended as planned or early, but not by an exception."""
+        """Called when training has ended, as planned or early, but not with an exception."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Training is ending by this exception, which goes on afterwards."""
+        """Called when an exception ends training; the exception is raised again afterwards."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(execution_order={self.execution_order})"
 
 
 class HookTable:
-    """The overridden hooks of some callbacks, by name, each a tuple in execution order.
+    """Overridden hooks of callbacks, by name, each a tuple in execution order.
 
-    Found once before the first step: a hook nobody overrides is an empty tuple, which costs a loop over nothing.
+    Determined once before the first step: a hook that nobody overrides is an empty tuple and costs nothing.
 
     Parameters
     ----------
     callbacks : iterable of AbstractCallback
     rank : int
-        Rank of this process: callbacks restricted to another rank are left out.
+        Rank of this process; callbacks restricted to other ranks are left out.
     model : nn.Module, optional
-        Its own hooks, see :class:`trainloop.TTModel`, come before those of callbacks.
+        Model whose own hooks, see :class:`trainloop.TTModel`, are called before those of callbacks.
 
     Raises
     ------
     ConfigurationError
-        If a hook can't be called with what the loop gives to it.
+        If a hook can't be called with the loop's arguments.
     """
 
     def __init__(self, callbacks: Iterable[AbstractCallback], rank: int = 0, model: nn.Module | None = None) -> None:
-        # Stable: equal ones stay in the order they were passed.
+        # Stable sort: equal ones stay in the order in which they were passed.
         everywhere = sorted(callbacks, key=lambda cb: cb.execution_order)
         here = [cb for cb in everywhere if cb.device_idx_execution in (None, rank)]
         for name in AbstractCallback.HOOKS:
             own = [_hook(model, name)] if name in MODEL_HOOKS and _model_overrides(model, name) else []
             setattr(self, name, (*own, *(_hook(cb, name) for cb in here if overrides(cb, name))))
 
-        # Of all callbacks, those of other ranks too: ranks take turns together, and each needs the same number of them.
+        # All callbacks, including those of other ranks: ranks take turns together, and need the same number of turns.
         self._in_turn = {
             name: tuple(
                 (_hook(cb, name) if cb in here else None, not hasattr(getattr(cb, name), "_logs_nothing"))
@@ -306,12 +306,12 @@ class HookTable:
         }
 
     def in_turn(self, name: str) -> tuple[tuple[Hook | None, bool], ...]:
-        """One hook of every callback, ``None`` for one restricted to another rank; and whether it may log."""
+        """Return each callback's hook, ``None`` if restricted to another rank, and True if it may log."""
         return self._in_turn[name]
 
     def __getattr__(self, name: str) -> tuple[Hook, ...]:
         # Only for type checkers and typing errors: every real hook is set in __init__.
-        raise AttributeError(f"no hook {name!r}; hooks are {', '.join(AbstractCallback.HOOKS)}")
+        raise AttributeError(f"there is no hook {name!r}; hooks are {', '.join(AbstractCallback.HOOKS)}")
 
 
 def overrides(callback: AbstractCallback, name: str) -> bool:
@@ -320,7 +320,7 @@ def overrides(callback: AbstractCallback, name: str) -> bool:
 
 
 def logs_nothing(hook: HookT) -> HookT:
-    """Mark a hook that logs nothing, so that ranks need not ask each other after it."""
+    """Mark a hook that logs nothing, so that ranks need no exchange after it."""
     hook._logs_nothing = True  # type: ignore[attr-defined]
     return hook
 

@@ -43,18 +43,18 @@ class ListRegisteredCallbacks(AbstractCallback):
 
 
 class AllPredictionsSame(AbstractCallback):
-    """Notice a model that predicts one value for everything, as it does on badly unbalanced classes.
+    """Detect a model that predicts the same value for all samples, as can happen with unbalanced classes.
 
-    Predicts the validation set after each epoch.
+    It predicts the validation set after each epoch.
 
     Parameters
     ----------
     value : float, optional
-        The value that all predictions would have. ``None``: any.
+        The value to look for. ``None`` for any value.
     stop_training : bool
-        End training then.
+        End training if all predictions are the same.
     verbose : bool
-        Say so.
+        Print a line if all predictions are the same.
 
     Examples
     --------
@@ -95,15 +95,15 @@ def _same(prediction: Any, value: Any) -> bool:
 
 
 class DataSubsetTestRun(AbstractCallback):
-    """Train on the first few batches only, to see whether a script runs through.
+    """Train only on the first few batches, to test that a script runs to its end.
 
-    The loop's loaders are exchanged for short ones, and stay so after ``fit``; the loaders that were passed to it are
-    left as they are. The first batches are chosen once: every epoch has the same. In ``ddp`` the ranks share them.
+    The loop's loaders are replaced by short ones, also after ``fit``; the loaders that were passed to it are not
+    changed. The first batches are chosen once, so every epoch has the same. In ``ddp`` the ranks share them.
 
     Parameters
     ----------
     num_train_batches, num_val_batches, num_test_batches : int
-        Batches to keep; 0 keeps the whole validation or test set.
+        Number of batches to keep; 0 keeps the whole validation or test set.
 
     Raises
     ------
@@ -120,7 +120,7 @@ class DataSubsetTestRun(AbstractCallback):
         if num_train_batches < 1 or num_val_batches < 0 or num_test_batches < 0:
             raise ConfigurationError(
                 f"DataSubsetTestRun: {num_train_batches} training, {num_val_batches} validation and {num_test_batches} "
-                "test batches: training needs at least 1, none may be negative."
+                "test batches: training needs at least 1, and no number may be negative."
             )
         self.num_batches = {
             "train_loader": num_train_batches,
@@ -133,7 +133,7 @@ class DataSubsetTestRun(AbstractCallback):
         for name, number in self.num_batches.items():
             if number and getattr(loop, name) is None:
                 raise ConfigurationError(
-                    f"DataSubsetTestRun: the loop has no {name} to take {number} batches of. Ask for 0, or pass one."
+                    f"DataSubsetTestRun: the loop has no {name} to take {number} batches from. Use 0, or pass one."
                 )
         for name, number in self.num_batches.items():
             if number:
@@ -141,7 +141,7 @@ class DataSubsetTestRun(AbstractCallback):
 
 
 def _first_batches(loader: Any, number: int) -> Any:
-    """A loader of the first batches of another one."""
+    """Return a loader of the first batches of another one."""
     indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if indexed and loader.batch_sampler is not None:
         indices = [list(batch) for batch in islice(loader.batch_sampler, number)]
@@ -151,16 +151,16 @@ def _first_batches(loader: Any, number: int) -> Any:
 
 
 class FunctionOnTrainLoop(AbstractCallback):
-    """Call a function with the loop, at chosen points of the training.
+    """Call a function with the loop at chosen points of the training.
 
     Parameters
     ----------
     fn_to_execute : callable
-        Takes the loop.
+        Function to call with the loop.
     tl_registration, epoch_begin, epoch_end, train_begin, train_end, batch_begin, batch_end : bool
         When to call it.
     after_gradient_update, after_optimizer_step : bool
-        When to call it, within a step.
+        When to call it within a step.
     execution_order, device_idx_execution
         As in :class:`AbstractCallback`.
 
@@ -207,7 +207,7 @@ class FunctionOnTrainLoop(AbstractCallback):
         self.hooks = [name for name, wanted in chosen.items() if wanted]
         if not self.hooks:
             raise ConfigurationError(
-                "FunctionOnTrainLoop: no point is chosen: set at least one, such as epoch_end=True."
+                "FunctionOnTrainLoop: no point is chosen. Set at least one, such as epoch_end=True."
             )
         self._take_hooks()
 

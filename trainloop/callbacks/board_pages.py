@@ -1,4 +1,4 @@
-"""TensorBoard's pages beside the curves: which curves share a chart, and the run's description and settings."""
+"""TensorBoard's pages besides the curves: the layout of charts, and the run's description and settings."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from trainloop.optim import optimizers_of
 __all__ = ["chart_layout", "description_of", "quantity_of", "settings_of"]
 
 _DATASETS = "train|val|test"
-# Sections that come first, by a word in a quantity's name; the others are named by what stands before a slash.
+# Sections that come first, by a word in a quantity's name; other sections are named by the part before a slash.
 _SECTIONS = {"loss": "loss", "acc": "accuracy"}
 
 
 def quantity_of(name: str) -> str:
-    """The metric's name without the data set it was measured on."""
+    """Return the metric's name without the prefix of its data set."""
     return re.sub(f"^({_DATASETS})_", "", name)
 
 
 def chart_layout(names: Iterable[str]) -> Any:
-    """The ``Summary`` of a layout for TensorBoard's page of custom scalars.
+    """Return the ``Summary`` of a layout for TensorBoard's page of custom scalars.
 
-    A chart for each quantity, with its values by steps, by epochs, and those of all data sets, whenever they come;
-    charts stand in sections: ``loss``, ``accuracy``, whatever has a name before a slash (``lr/group0``), ``metrics``.
+    It has a chart for each quantity, with its values by step and by epoch, of all data sets; charts are in
+    sections: ``loss``, ``accuracy``, one for each name before a slash (``lr/group0``), and ``metrics``.
 
     Parameters
     ----------
     names : iterable of str
-        Names of metrics, without the prefixes that only this file's reader puts before them.
+        Names of metrics, without the prefixes that only the reader of this file adds.
     """
     from torch.utils.tensorboard.summary import custom_scalars
 
@@ -57,7 +57,7 @@ def _section(quantity: str) -> str:
 
 
 def settings_of(loop: Any) -> dict[str, Any]:
-    """The settings that tables of runs mostly compare, as far as the loop knows them: mode, batch, optimizer, rates."""
+    """Return the settings that tables of runs usually compare, if known: mode, batch, optimizer, rates."""
     optimizers = optimizers_of(loop.optimizer)
     device = loop.site.devices[0]
     settings = {
@@ -78,7 +78,7 @@ def settings_of(loop: Any) -> dict[str, Any]:
 
 
 def description_of(loop: Any, settings: Mapping[str, Any]) -> str:
-    """The run in Markdown: where it runs, with what, of which versions."""
+    """Return a description of the run in Markdown: devices, settings, versions."""
     devices = [str(device) for device in loop.site.devices]
     if loop.device.type == "cuda":
         devices.append(torch.cuda.get_device_name(loop.device))
@@ -87,7 +87,7 @@ def description_of(loop: Any, settings: Mapping[str, Any]) -> str:
         "devices": ", ".join(devices),
         "host": platform.node(),
         "versions": f"trainloop {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
-        "script": os.path.basename(sys.argv[0]),  # without arguments, among which may be a token
+        "script": os.path.basename(sys.argv[0]),  # without arguments, since they may contain a token
         **settings,
     }
     lines = [f"| {_cell(name)} | {_cell(value)} |" for name, value in rows.items()]

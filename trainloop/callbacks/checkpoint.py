@@ -1,4 +1,4 @@
-"""ModelCheckpoint: when checkpoints are written, by whom, and what comes of an error."""
+"""ModelCheckpoint: decides when checkpoints are written and by which rank, and handles errors."""
 
 from __future__ import annotations
 
@@ -30,50 +30,50 @@ if TYPE_CHECKING:
 __all__ = ["ModelCheckpoint"]
 
 _ASKS_PER_INTERVAL = 20
-_OTHERS_S = 2.0  # how long a write goes on after an exception without the parts of other ranks
+_OTHERS_S = 2.0  # seconds to wait for the parts of other ranks after an exception
 
 
 class ModelCheckpoint(AbstractCallback):
     """Write checkpoints by epoch, by optimizer step, by time and when a metric improves; keep the last and the best.
 
-    ``fit(resume_from='last')`` goes on from the newest whole one. One more is written at the end of training and at
-    SIGTERM, SIGHUP or SIGUSR1, where the state has changed since the last.
+    ``fit(resume_from='last')`` resumes from the newest complete one. Another one is written at the end of training, and
+    at SIGTERM, SIGHUP or SIGUSR1, if the state has changed since the last one.
 
     Parameters
     ----------
     dirpath : str or path
-        Folder, or fsspec URL such as ``s3://bucket/run`` (extra ``cloud``). Made when it is first written to.
+        Folder, or fsspec URL such as ``s3://bucket/run`` (extra ``cloud``). Created with the first checkpoint.
     every_n_epochs : int or None
-        Write at the end of every n-th epoch, with its ``val_loss``; a resumed run begins with the next epoch.
+        Write at the end of every n-th epoch, with its ``val_loss``; a resumed run starts with the next epoch.
     every_n_steps : int or None
-        Write after every n-th optimizer step, counted over all of training: when all hooks of the step have run, the
-        batch's ``on_batch_end`` too, so that it contains what they do and log.
+        Write after every n-th optimizer step, counted over the whole training. All hooks of the step, including
+        ``on_batch_end``, have run by then, so their changes and logs are in the checkpoint.
     monitor : str, optional
-        Metric in ``history`` by which checkpoints at an epoch's end are judged. Whenever it is better than ever, one
-        is written, also where no ``every_n_*`` asks for it: with all of them None, only then.
+        Metric in ``history`` by which checkpoints at an epoch's end are ranked. A checkpoint is written whenever it is
+        better than before, even if no ``every_n_*`` requires one; with all of these None, only then.
     mode : {'auto', 'min', 'max'}
-        Whether lower or higher is better; ``'auto'``: by the name's words (``loss``, ``rmse``, ``accuracy``) or by
-        the torchmetrics metric of that name. A name that tells nothing needs the mode.
+        ``'min'`` if lower is better, ``'max'`` if higher is; ``'auto'`` decides by words in the name (``loss``,
+        ``rmse``, ``accuracy``) or by the torchmetrics metric of that name. Other names need the mode.
     keep : int or None
-        How many stay: the best ones by ``monitor``, without it the newest ones. The newest always stays, as one more
-        if it is not among them. None: all stay. Only this run's files are deleted, also those from before a resume.
+        Number of checkpoints to keep: the best by ``monitor``, or without it the newest; None keeps all. The newest is
+        always kept, in addition. Only files of this run are deleted, including those from before a resume.
     async_save : bool
-        The loop waits only while the state is copied to host memory; a thread writes it. Costs that memory. Where a
-        checkpoint is due before the last one is on the disk, the loop waits for it; so a kill costs the steps since
-        the checkpoint before, at most.
+        The loop waits only while the state is copied to host memory; a thread writes it. This needs memory for the
+        copy. If a checkpoint is due before the last one is on the disk, the loop waits for that; so a killed run loses
+        at most the steps since the previous checkpoint.
     every_n_minutes : float or None
-        Write at the first step after so much time since the last checkpoint, by rank 0's clock.
+        Write at the first step after this time since the last checkpoint, by rank 0's clock.
     safetensors : bool
-        Write the model's weights beside each checkpoint as ``*.safetensors`` too (extra ``safetensors``).
+        Also write the model's weights beside each checkpoint as ``*.safetensors`` (extra ``safetensors``).
     exclude : str or sequence of str
-        Parts of the model that checkpoints leave out, such as ``"teacher"`` or ``"encoder.embed.weight"``: frozen ones,
-        which the script loads before ``fit``. A resume compares them with those of the first run, except in ``fsdp``.
+        Parts of the model to leave out, such as ``"teacher"`` or ``"encoder.embed.weight"``. They must be frozen, and
+        the script loads them before ``fit``. A resume compares them with the first run's, except in ``fsdp``.
 
     Attributes
     ----------
     best_path : str or None
-        Kept checkpoint with the best value of ``monitor``. During training known on rank 0 only, as ``last_path``;
-        after it on all ranks.
+        Kept checkpoint with the best value of ``monitor``. During training, it and ``last_path`` are known only on
+        rank 0; afterwards on all ranks.
     last_path : str or None
         Newest checkpoint on the disk.
     best_value : float or None
@@ -82,14 +82,14 @@ class ModelCheckpoint(AbstractCallback):
     Raises
     ------
     ConfigurationError
-        For arguments that can't work; at ``fit`` also if the folder can't be written, or if ``monitor`` can't come.
+        For invalid arguments; at ``fit`` also if the folder can't be written, or ``monitor`` can't occur.
     CheckpointError
-        At the first checkpoint, if some callback's ``state_dict`` holds more than plain types and tensors.
+        At the first checkpoint, if a callback's ``state_dict`` has other than plain types and tensors.
 
     Warns
     -----
     RuntimeWarning
-        If one can't be written (a full disk): training goes on, and earlier ones stay.
+        If a checkpoint can't be written (a full disk). Training continues, and earlier checkpoints are kept.
 
     Examples
     --------
@@ -112,7 +112,7 @@ class ModelCheckpoint(AbstractCallback):
         safetensors: bool = False,
         exclude: str | Sequence[str] = (),
     ) -> None:
-        # After all others at each hook, since their changes belong to the state.
+        # After all other callbacks at each hook, since their changes belong to the state.
         super().__init__("ModelCheckpoint", execution_order=1000)
         self.every_n_epochs = _positive_or_none("every_n_epochs", every_n_epochs, int)
         self.every_n_steps = _positive_or_none("every_n_steps", every_n_steps, int)
@@ -127,14 +127,14 @@ class ModelCheckpoint(AbstractCallback):
         self._judged = False  # a value that is not NaN has been read
         check_mode(mode, "ModelCheckpoint")
         self._metric = Monitor(monitor, mode, owner="ModelCheckpoint") if monitor is not None else None
-        # Rank 0's newest path and best path and value, on ranks of a launcher.
+        # Newest path, best path and best value of rank 0, on ranks of a launcher.
         self._told: tuple[str | None, tuple[str | None, float | None]] | None = None
         self._own = RunCheckpoints(checkpoint.folder(dirpath), self._metric, with_weights=safetensors)
         self._saved_step: int | None = None  # None: the state has changed since the last checkpoint
-        self._fit = ""  # names a call of fit, in all of its starts
-        self._restarted = False  # resumed from a checkpoint of this very fit, after a failure
+        self._fit = ""  # identifies a call of fit, in all of its starts
+        self._restarted = False  # resumed from a checkpoint of the same fit, after a failure
         self._saved_time = 0.0
-        self._ask_step = 0  # the step at which rank 0's clock is next asked
+        self._ask_step = 0  # the step at which rank 0's clock is read next
         self._asked = (0.0, 0)
         self._failed = False
         self._prepared = False
@@ -172,41 +172,41 @@ class ModelCheckpoint(AbstractCallback):
         return self._own.best if self._told is None else self._told[1]
 
     def load_best(self, model: nn.Module | None = None) -> dict[str, Any]:
-        """Put the weights of the best checkpoint into the loop's model.
+        """Load the weights of the best checkpoint into the loop's model.
 
-        Collective during training in ``ddp``: all ranks call it (in ``on_train_end``, say).
+        Collective during training in ``ddp``: all ranks must call it (for example in ``on_train_end``).
 
         Parameters
         ----------
         model : nn.Module, optional
-            Load into this model instead.
+            Model to load the weights into. Default: the loop's.
 
         Returns
         -------
         dict
-            The whole state of that checkpoint.
+            The state in that checkpoint.
 
         Raises
         ------
         CheckpointError
-            If no checkpoint was judged by a metric, every value was NaN, or the best one is damaged.
+            If no checkpoint was ranked by a metric, every value was NaN, or the best one is damaged.
         """
         self._finish_writing()
         path = distributed.broadcast_object(self.best_path)
         if path is None:
             if self._judged:
                 raise CheckpointError(
-                    f"no checkpoint that was judged by monitor={self.monitor!r} could be written to {self.dirpath}. "
-                    "The warnings of the training say why. Make room, or choose another dirpath."
+                    f"no checkpoint ranked by monitor={self.monitor!r} could be written to {self.dirpath}. "
+                    "See the training's warnings for the reason. Free space, or choose another dirpath."
                 )
             if self._metric is not None and self._metric.has_read:
                 raise CheckpointError(
                     f"no checkpoint in {self.dirpath} is the best: every value of monitor={self.monitor!r} was NaN. "
-                    "TerminateOnNaN among the callbacks finds the step at which that begins."
+                    "Add TerminateOnNaN to the callbacks to find the first step with a NaN."
                 )
             raise CheckpointError(
-                f"no checkpoint in {self.dirpath} was judged by monitor={self.monitor!r}. "
-                "Give ModelCheckpoint a monitor, and let at least one epoch end."
+                f"no checkpoint in {self.dirpath} was ranked by monitor={self.monitor!r}. "
+                "Give ModelCheckpoint a monitor, and train for at least one epoch."
             )
         state = checkpoint.load(path)
         load_model(model or self.train_loop_obj.model, state)
@@ -215,12 +215,12 @@ class ModelCheckpoint(AbstractCallback):
     # -- what the loop asks --------------------------------------------------------------------------------------------
 
     def last_state(self, *, whole: bool = True) -> dict[str, Any] | None:
-        """The newest whole checkpoint of the folder, whichever run wrote it; None where there is none yet."""
+        """Return the newest complete checkpoint of the folder, of any run; None if there is none yet."""
         found = checkpoint.load_newest(self._own.folder, whole=whole)
         return None if found is None else found[1]
 
     def own_checkpoints(self, runs: Collection[str] = ()) -> list[Checkpoint]:
-        """Whole checkpoints that this run or one of ``runs`` wrote, in the order of writing."""
+        """Return the complete checkpoints that this run or one of ``runs`` wrote, in the order of writing."""
         return self._own.on_disk(runs)
 
     def save_due(self) -> None:
@@ -229,20 +229,20 @@ class ModelCheckpoint(AbstractCallback):
         if not self._prepared:
             self._prepare()
         if step == self._saved_step:
-            return  # AMP has skipped this one
+            return  # AMP has skipped this step
         if self.every_n_steps is not None and step % self.every_n_steps == 0:
             self._save("steps")
         elif self.every_n_minutes is not None and self._time_is_up(60 * self.every_n_minutes):
             self._save("time")
 
     def save_now(self, reason: str) -> None:
-        """Write a checkpoint now, unless the last one holds this very state, and wait until it is on the disk.
+        """Write a checkpoint now, unless the last one has the same state, and wait until it is on the disk.
 
-        Collective: all ranks call it, between two steps. It returns on all of them once the file is whole, since what
-        follows is the end, and launchers kill the other ranks soon after the first has ended (torchrun, ``srun -K``).
+        Collective: all ranks call it, between two steps. It returns on all of them when the file is complete: the run
+        then ends, and launchers kill the other ranks soon after the first has ended (torchrun, ``srun -K``).
         """
         self._finish_writing()
-        # Only rank 0 knows whether its write came through.
+        # Only rank 0 knows if its write succeeded.
         missing = self._saved_step != self.train_loop_obj.global_step or self._failed
         if distributed.exchange_ints([int(missing)])[0][0]:
             self._save(reason)
@@ -257,7 +257,7 @@ class ModelCheckpoint(AbstractCallback):
         self.share_paths()
 
     def share_paths(self) -> None:
-        """Give the ranks of a launcher the paths and the value that rank 0 has. Collective."""
+        """Send rank 0's paths and best value to the ranks of a launcher. Collective."""
         if distributed.get_world_size() > 1:
             first = distributed.is_global_zero()
             told = distributed.broadcast_object((self.last_path, self._best) if first else None)
@@ -268,7 +268,7 @@ class ModelCheckpoint(AbstractCallback):
             "run": self._own.run,
             "fit": self._fit,
             "step": self.train_loop_obj.global_step,
-            "saved_step": self._saved_step,  # another one in a checkpoint that somebody else writes
+            "saved_step": self._saved_step,  # differs in a checkpoint that another callback writes
             "monitor": self.monitor,
             "metric": self._metric.state_dict() if self._metric is not None else {},
         }
@@ -289,14 +289,14 @@ class ModelCheckpoint(AbstractCallback):
         self._fit = uuid4().hex
         if self._metric is not None:
             self._metric.check(self.train_loop_obj)
-        if distributed.is_global_zero() or self._is_sharded():  # who writes
+        if distributed.is_global_zero() or self._is_sharded():  # a rank that writes
             self._own.folder.check_writable()
         if self._is_sharded():
             check_offered(self.dirpath, safetensors=self.safetensors)
         self._check_exclude()
 
     def on_train_begin(self) -> None:
-        self._fit = distributed.broadcast_object(self._fit)  # each of several hosts has named it
+        self._fit = distributed.broadcast_object(self._fit)  # each of several hosts has made its own
         self._saved_step, self._restarted = None, False
         self._failed, self._told = False, None
         self._prepared = not self.async_save
@@ -306,7 +306,7 @@ class ModelCheckpoint(AbstractCallback):
         self._restart_clock()
 
     def on_restart(self, failure: Any) -> None:
-        """Write the checkpoint of this step again if the failure came before it was whole."""
+        """Write the checkpoint of this step again if the failure occurred before it was complete."""
         if not self._restarted:
             return
         loop = self.train_loop_obj
@@ -324,7 +324,7 @@ class ModelCheckpoint(AbstractCallback):
         if self._metric is not None:
             self._judged |= value is not None and value == value
             self._finish_writing()
-            # Only rank 0 knows which values have a checkpoint: one that could not be written is no best.
+            # Only rank 0 knows which values have a checkpoint: one that could not be written is not the best.
             best = self.best_value if loop.is_global_zero else None
             better = value is not None and self._metric.improves(value, best)
             improved = bool(distributed.exchange_ints([int(better)])[0][0])
@@ -344,7 +344,7 @@ class ModelCheckpoint(AbstractCallback):
         self._host_copy = checkpoint.HostCopy()
 
     def _prepare(self) -> None:
-        """After the first step, when optimizers have their state: find the memory that copies will need."""
+        """Reserve memory for copies after the first step, when optimizers have their state."""
         self._prepared = True
         loop = self.train_loop_obj
         if loop.is_global_zero or self._is_sharded():
@@ -355,17 +355,17 @@ class ModelCheckpoint(AbstractCallback):
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def _save(self, reason: str, value: float | None = None, *, final: bool = False) -> None:
-        """Write a checkpoint. Collective: rank 0 writes; the others go on once it has their part of the state."""
+        """Write a checkpoint. Collective: rank 0 writes; the others continue when it has their part of the state."""
         loop = self.train_loop_obj
-        self._finish_writing()  # before the state is taken: the copy's memory is free again only then
+        self._finish_writing()  # before the state is copied, since only then the copy's memory is free again
         self._saved_step = loop.global_step
         state = loop.checkpoint_state(keep_shards=True) if self._is_sharded() else loop.checkpoint_state()
         if state is not None and self.exclude:
             moved = changed(self._left_out, self._now_left_out(state["model"]))
             if moved:
                 raise CheckpointError(
-                    f"ModelCheckpoint: {moved[0]} has changed in training, and exclude={self.exclude!r} leaves it out. "
-                    "Freeze it before fit, by requires_grad_(False) and eval(), or do not exclude it."
+                    f"ModelCheckpoint: {moved[0]} has changed in training, but exclude={self.exclude!r} leaves it out. "
+                    "Freeze it before fit with requires_grad_(False) and eval(), or do not exclude it."
                 )
             state = without(state, self._left_out)
         self._restart_clock()
@@ -402,7 +402,7 @@ class ModelCheckpoint(AbstractCallback):
         return bits_of(model, names_under(model, self.exclude)) if self.exclude else {}
 
     def _check_exclude(self) -> None:
-        """Refuse parts that are not in the model, and those that are trained."""
+        """Raise an error for parts that are not in the model, or that are trained."""
         if not self.exclude:
             return
         loop = self.train_loop_obj
@@ -412,14 +412,14 @@ class ModelCheckpoint(AbstractCallback):
                 tops = dict.fromkeys(name.partition(".")[0] for name in names)
                 raise ConfigurationError(
                     f"ModelCheckpoint: exclude={part!r}: the model has no such part. Use the name of a module, "
-                    f"parameter or buffer: {', '.join(tops)}, or one inside of these."
+                    f"parameter or buffer: {', '.join(tops)}, or one inside these."
                 )
         groups = [group for optimizer in optimizers_of(loop.optimizer) for group in optimizer.param_groups]
         trained = {id(p) for group in groups for p in group["params"] if p.requires_grad}
         for name, parameter in loop.model.named_parameters():
             if id(parameter) in trained and names_under([name], self.exclude):
                 raise ConfigurationError(
-                    f"ModelCheckpoint: exclude={self.exclude!r} leaves out {name}, which is trained. Freeze it by "
+                    f"ModelCheckpoint: exclude={self.exclude!r} leaves out {name}, which is trained. Freeze it with "
                     "requires_grad_(False), or do not exclude it."
                 )
 
@@ -436,7 +436,7 @@ class ModelCheckpoint(AbstractCallback):
         self._own.write_as(info, put, keep=self.keep, in_folder=False)
 
     def _finish_writing(self, seconds: float | None = None) -> None:
-        """Wait for writing threads, if there are any, and warn of their errors; for other ranks' not longer than so."""
+        """Wait for writing threads and warn of their errors; wait for those of other ranks with a limit."""
         self._host_copy.close()
         if self._writing is not None:
             writing, self._writing = self._writing, None
@@ -447,12 +447,12 @@ class ModelCheckpoint(AbstractCallback):
     def _report(self, error: Exception | None, step: int) -> None:
         self._failed = error is not None
         if isinstance(error, CheckpointError):
-            raise error  # a state that can't be saved never will be
+            raise error  # a state that can't be saved now never can
         if error is not None:
             newest = self._own.newest_known or "none yet"
             warn(
                 f"the checkpoint of step {step} could not be written to {self.dirpath} ({type(error).__name__}: "
-                f"{error}). Training goes on; the newest whole one is {newest}. Make room, or choose another dirpath.",
+                f"{error}). Training continues; the newest complete one is {newest}. Free space, or change dirpath.",
                 RuntimeWarning,
             )
 
@@ -464,10 +464,10 @@ class ModelCheckpoint(AbstractCallback):
         self._asked = (self._saved_time, self.train_loop_obj.global_step)
 
     def _time_is_up(self, interval_s: float) -> bool:
-        """Return True if rank 0's clock says so; all ranks call it at each step.
+        """Return True if a checkpoint is due by rank 0's clock; all ranks call it at each step.
 
-        Asking is an exchange between ranks. So rank 0 also tells, by the time that steps have taken, at which step
-        to ask again: some twenty times an interval, and at its end.
+        Reading the clock is an exchange between ranks. So rank 0 also sends, from the duration of steps, the step at
+        which to read it next: about twenty times per interval, and at its end.
         """
         step = self.train_loop_obj.global_step
         if step < self._ask_step:

@@ -1,4 +1,4 @@
-"""Classes that the model takes for others: a confusion matrix of the predictions, as numbers and as a picture."""
+"""A confusion matrix of the predictions, as numbers and as a picture."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ __all__ = ["ConfusionMatrix"]
 
 
 class ConfusionMatrix(AbstractCallback):
-    """Count which class was predicted for which, over a whole data set, each sample once over all ranks.
+    """Count predicted against true classes over a whole data set; each sample counts once over all ranks.
 
-    The matrix goes to :class:`~trainloop.callbacks.TensorBoard` as an image, where there is one in ``callbacks``.
+    The matrix is sent to :class:`~trainloop.callbacks.TensorBoard` as an image, if that is in ``callbacks``.
 
     Parameters
     ----------
     dataset : {'validation', 'test'}
-        The validation set at the end of epochs, or the test set at the end of training.
+        ``'validation'`` for the validation set at the end of epochs, ``'test'`` for the test set after training.
     every_n_epochs : int
         Epochs between two matrices of the validation set.
     class_names : sequence of str, optional
-        What the picture calls the classes. Default: their numbers.
+        Names of the classes in the picture. Default: their numbers.
     path : str or path, optional
-        A file for the newest picture, too; its ending gives the format.
+        File for the newest picture; its suffix sets the format. Default: no file.
 
     Attributes
     ----------
     matrix : Tensor or None
-        The newest one: ``matrix[i, j]`` samples of class ``i`` were taken for class ``j``.
+        The newest matrix: ``matrix[i, j]`` samples of class ``i`` were predicted as class ``j``.
 
     Raises
     ------
     ConfigurationError
-        At ``fit``, if the loop has no such loader, or matplotlib is missing for a picture; during it, if
-        ``get_predictions`` gives neither classes nor a score for each class.
+        At ``fit``, if the loop has no such loader, or matplotlib is missing for a picture; during training, if
+        ``get_predictions`` returns neither classes nor a score for each class.
 
     Notes
     -----
@@ -63,7 +63,7 @@ class ConfusionMatrix(AbstractCallback):
         class_names: Sequence[str] | None = None,
         path: str | os.PathLike[str] | None = None,
     ) -> None:
-        super().__init__("ConfusionMatrix", execution_order=500)  # before who writes its picture
+        super().__init__("ConfusionMatrix", execution_order=500)  # before TensorBoard, which writes the picture
         if dataset not in ("validation", "test"):
             raise ConfigurationError(f"ConfusionMatrix: dataset={dataset!r}: must be 'validation' or 'test'.")
         if isinstance(every_n_epochs, bool) or not isinstance(every_n_epochs, int) or every_n_epochs < 1:
@@ -112,7 +112,7 @@ class ConfusionMatrix(AbstractCallback):
         return [callback for callback in self.train_loop_obj.callbacks if hasattr(callback, "write_figure")]
 
     def draw(self) -> Any:
-        """The newest matrix as a ``matplotlib.figure.Figure``, shaded by the share of each true class."""
+        """Return the newest matrix as a ``matplotlib.figure.Figure``, shaded by the share of each true class."""
         if self.matrix is None:
             raise ConfigurationError("ConfusionMatrix.draw: nothing was predicted yet. Call fit first.")
         counts = self.matrix
@@ -135,24 +135,24 @@ class ConfusionMatrix(AbstractCallback):
         return figure
 
 
-_MOST_NAMES = 30  # beyond, names and numbers cover each other
+_MOST_NAMES = 30  # with more, names and numbers overlap
 
 
 def confusion_matrix(y_pred: Any, y_true: Any, num_classes: int = 0) -> Tensor:
-    """Counts by true (rows) and predicted (columns) class.
+    """Return counts by true (rows) and predicted (columns) class.
 
     Parameters
     ----------
     y_pred, y_true : Tensor or array
         Classes, or a score for each class in the last of two dimensions.
     num_classes : int
-        At least so many.
+        Minimum number of classes.
     """
     predicted, true = (_classes(rows, name) for rows, name in ((y_pred, "y_pred"), (y_true, "y_true")))
     if len(predicted) != len(true):
         raise ConfigurationError(
-            f"ConfusionMatrix: get_predictions gave {len(predicted)} predictions and {len(true)} targets. It needs a "
-            "class for each sample in both."
+            f"ConfusionMatrix: get_predictions returned {len(predicted)} predictions and {len(true)} targets. Return "
+            "one class per sample in both."
         )
     number = max(num_classes, *(int(classes.max()) + 1 for classes in (predicted, true) if len(classes)), 1)
     return torch.bincount(true * number + predicted, minlength=number * number).reshape(number, number)
@@ -163,8 +163,8 @@ def _classes(rows: Any, name: str) -> Tensor:
         values = torch.as_tensor(rows).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigurationError(
-            f"ConfusionMatrix: get_predictions gave {name} of type {type(rows).__name__}: must be classes, as whole "
-            "numbers from 0, or a score for each class."
+            f"ConfusionMatrix: get_predictions returned {name} of type {type(rows).__name__}: must be classes, as "
+            "whole numbers from 0, or a score for each class."
         ) from error
     if values.ndim == 2 and values.shape[1] > 1:
         values = values.argmax(1)
@@ -173,8 +173,8 @@ def _classes(rows: Any, name: str) -> Tensor:
     if values.ndim != 1 or not whole or (len(values) and values.min() < 0):
         shape = tuple(torch.as_tensor(rows).shape)
         raise ConfigurationError(
-            f"ConfusionMatrix: get_predictions gave {name} of shape {shape} that are no classes: must be whole numbers "
-            "from 0, shape (samples,), or a score for each class, shape (samples, classes)."
+            f"ConfusionMatrix: get_predictions returned {name} of shape {shape} that are not classes: must be whole "
+            "numbers from 0, shape (samples,), or a score for each class, shape (samples, classes)."
         )
     return values.long()
 

@@ -14,19 +14,19 @@ __all__ = ["InMultiProcessDataLoad"]
 class InMultiProcessDataLoad(AbstractCallback):
     """Make loaders in each rank of ``ddp`` instead of sending them there.
 
-    The loop then gives each rank its share of them, as of any loader. Pass it as ``fit(in_process_data_load=...)``; a
-    ``train_loader=None`` is then allowed.
+    The loop then gives each rank its shard of them, as of any loader. Pass it as ``fit(in_process_data_load=...)``;
+    then ``train_loader=None`` is allowed.
 
     Parameters
     ----------
     train_loader_build_fn, val_loader_build_fn, test_loader_build_fn : callable, optional
-        Return the loader; called without arguments. Default: the loop keeps the loader it has. In a subclass, override
-        :meth:`build_train_dataloader` and so on, and pass ``True``.
+        Functions without arguments that return the loader. Default: the loop keeps its loader. In a subclass, override
+        :meth:`build_train_dataloader` and the like, and pass ``True``.
 
     Raises
     ------
     ConfigurationError
-        If one is neither callable nor a subclass's own.
+        If one is neither callable nor implemented by a subclass.
 
     Examples
     --------
@@ -65,15 +65,15 @@ class InMultiProcessDataLoad(AbstractCallback):
             loop.test_loader = self.build_test_dataloader()
 
     def build_train_dataloader(self) -> Any:
-        """The training loader, made in the rank."""
+        """Return the training loader, made in the rank."""
         return _call(self.train_loader_build_fn)
 
     def build_val_dataloader(self) -> Any:
-        """The validation loader, made in the rank."""
+        """Return the validation loader, made in the rank."""
         return _call(self.val_loader_build_fn)
 
     def build_test_dataloader(self) -> Any:
-        """The test loader, made in the rank."""
+        """Return the test loader, made in the rank."""
         return _call(self.test_loader_build_fn)
 
 

@@ -1,4 +1,4 @@
-"""Callbacks that end training early: no improvement, a threshold not reached, time used up."""
+"""Callbacks that end training early: without improvement, below a threshold, or after a time limit."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ __all__ = ["EarlyStopping", "ThresholdEarlyStopping", "TimeLimit"]
 class EarlyStopping(AbstractCallback):
     """Stop once a metric has not improved for ``patience`` epochs in a row.
 
-    Decided at an epoch's end, by the same values on all ranks. Epochs in which the metric is not evaluated don't
-    count; a NaN is no improvement.
+    It decides at an epoch's end, from the same values on all ranks. Epochs in which the metric is not evaluated don't
+    count; a NaN is not an improvement.
 
     Parameters
     ----------
     monitor : str
         Name in ``history``.
     min_delta : float
-        Improvement that counts, in the metric's own unit: it has to be more than this.
+        Minimum improvement, in the metric's unit: a value must be better by more than this.
     patience : int
-        Evaluations in a row without improvement after which training ends; 0 ends it at the first, as 1 does.
-        (AIToolbox went on for one more where ``patience`` was above 0.)
+        Number of evaluations in a row without improvement after which training ends; 0 is the same as 1.
+        (AIToolbox continued for one more if ``patience`` was above 0.)
     mode : {'auto', 'min', 'max'}
-        Whether lower or higher is better; ``'auto'``: by the name's words (``loss``, ``rmse``, ``accuracy``) or by
-        the torchmetrics metric of that name. A name that tells nothing needs the mode.
+        ``'min'`` if lower is better, ``'max'`` if higher is; ``'auto'`` decides by words in the name (``loss``,
+        ``rmse``, ``accuracy``) or by the torchmetrics metric of that name. Other names need the mode.
 
     Attributes
     ----------
     best : float or None
-        Best value so far.
+        Best value so far; None before the first.
     best_epoch : int
-        Index of the epoch it was reached in.
+        Index of the epoch of the best value.
     stopped_epoch : int or None
-        Index of the epoch after which this callback ended training.
+        Index of the epoch after which this callback ended training; None if it did not.
 
     Raises
     ------
     ConfigurationError
-        If the metric can't come (at ``fit``), or has not come by the first epoch's end.
+        If the metric can't occur (at ``fit``), or has not occurred by the first epoch's end.
 
     Examples
     --------
@@ -54,7 +54,7 @@ class EarlyStopping(AbstractCallback):
     def __init__(
         self, monitor: str = "val_loss", min_delta: float = 0.0, patience: int = 0, mode: Mode = "auto"
     ) -> None:
-        # After what computes metrics at an epoch's end.
+        # After callbacks that compute metrics at an epoch's end.
         super().__init__("EarlyStopping", execution_order=99)
         self._metric = Monitor(monitor, mode, owner="EarlyStopping")
         self.monitor = monitor
@@ -69,7 +69,7 @@ class EarlyStopping(AbstractCallback):
         self._metric.check(self.train_loop_obj)
 
     def on_train_begin(self) -> None:
-        # Whoever calls fit again wants more epochs. (Resuming takes back the count after this.)
+        # Another call of fit asks for more epochs. (Resuming restores the count after this.)
         self.epochs_without_improvement = 0
         self.stopped_epoch = None
 
@@ -109,16 +109,16 @@ class EarlyStopping(AbstractCallback):
 
 
 class ThresholdEarlyStopping(AbstractCallback):
-    """Stop unless a metric reaches a threshold: give up early on runs that will not do.
+    """Stop unless a metric reaches a threshold, to end unpromising runs early.
 
     Parameters
     ----------
     monitor : str
         Name in ``history``.
     threshold : float
-        Value that has to be reached: the metric must not be worse.
+        Value to reach: the metric must not be worse.
     patience : int
-        Evaluations in a row below the threshold that are allowed; one more ends training.
+        Number of evaluations in a row that may be worse than the threshold; one more ends training.
     mode : {'auto', 'min', 'max'}
         As in :class:`EarlyStopping`.
 
@@ -166,17 +166,17 @@ class ThresholdEarlyStopping(AbstractCallback):
 
 
 class TimeLimit(AbstractCallback):
-    """Stop after a given time, at the end of the step that is running then.
+    """Stop after a given time, at the end of the current step.
 
-    Each rank has its own clock; the first past the limit ends training, on all ranks at the same step. The time of
-    resumed runs adds up; that of a second ``fit`` starts anew.
+    Each rank has its own clock; the first one past the limit ends training on all ranks at the same step. Times of
+    resumed runs add up; a second ``fit`` starts from zero.
 
     Parameters
     ----------
     seconds : float or datetime.timedelta
-        Time from the start of training. The parts add up.
+        Time from the start of training; added to the other arguments.
     minutes, hours, days : float
-        More of it.
+        Further time, in these units.
 
     Attributes
     ----------
@@ -201,7 +201,7 @@ class TimeLimit(AbstractCallback):
         self.limit_s = first + timedelta(minutes=minutes, hours=hours, days=days).total_seconds()
         if not self.limit_s > 0:
             raise ConfigurationError(
-                f"TimeLimit: the limit is {self.limit_s} seconds. Give it a time above zero, as in TimeLimit(hours=2)."
+                f"TimeLimit: the limit is {self.limit_s} seconds. It must be above zero, as in TimeLimit(hours=2)."
             )
         self._elapsed_before_s = 0.0
         self._started: float | None = None
@@ -231,7 +231,7 @@ class TimeLimit(AbstractCallback):
         self._stop_clock()
 
     def _stop_clock(self) -> None:
-        # A monotonic clock's reading means nothing in another process.
+        # A reading of a monotonic clock is meaningless in another process.
         self._elapsed_before_s, self._started = self.elapsed_s, None
 
     def state_dict(self) -> dict[str, Any]:

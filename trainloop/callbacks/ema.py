@@ -1,4 +1,4 @@
-"""Averages of the weights: what they have in common, and the exponential moving one."""
+"""Averages of the weights: a base class, and the exponential moving average."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["ExponentialMovingAverage", "WeightAverage"]
 
 
 class WeightAverage(AbstractCallback):
-    """Base of callbacks that keep an average of the weights; each decides when and how to update it.
+    """Base of callbacks that keep an average of the weights; subclasses decide when and how to update it.
 
-    Every rank averages for itself, from equal weights. Integer parameters and buffers are not averaged.
+    Every rank computes the average itself, from equal weights. Integer parameters and buffers are not averaged.
 
     Parameters
     ----------
     apply_on_train_end : bool
-        Whether the model ends with the average in place of its weights.
+        If True, the model's weights are replaced by the average at the end.
 
     Examples
     --------
@@ -40,7 +40,7 @@ class WeightAverage(AbstractCallback):
     """
 
     def __init__(self, apply_on_train_end: bool) -> None:
-        # Before whatever looks at the weights or at metrics.
+        # Before callbacks that read the weights or metrics.
         super().__init__(type(self).__name__, execution_order=-50)
         self.apply_on_train_end = apply_on_train_end
         self.average: dict[str, Tensor] = {}
@@ -52,10 +52,10 @@ class WeightAverage(AbstractCallback):
         weights = self._weights()
         self.average = _like(self.average, weights)
         if self._trained is not None:
-            # A second fit. If the model still holds the average, training goes on where it was.
-            # The user may have loaded other weights since, which then are what training begins from.
+            # A second fit. If the model still has the average, training continues from the trained weights.
+            # The user may have loaded other weights since then; training then starts from these.
             same = all(_equal(weights[name], value) for name, value in self.average.items())
-            if all(theirs for (theirs,) in distributed.exchange_ints([int(same)])):  # each may have a part only
+            if all(theirs for (theirs,) in distributed.exchange_ints([int(same)])):  # each rank may have only a part
                 _copy(weights, self._trained)
             self._trained = None
         if not self.average:
@@ -63,7 +63,7 @@ class WeightAverage(AbstractCallback):
         self._pair(weights)
 
     def _weights(self) -> dict[str, Tensor]:
-        # Tied parameters come once; integer ones can't be averaged.
+        # Tied parameters once; integer ones can't be averaged.
         named = self.train_loop_obj.model.named_parameters()
         return {name: parameter.detach() for name, parameter in named if parameter.is_floating_point()}
 
@@ -73,7 +73,7 @@ class WeightAverage(AbstractCallback):
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Put the average into the model for the length of a ``with`` block; in ``ddp`` on every rank."""
+        """Put the average into the model inside a ``with`` block; in ``ddp`` on every rank."""
         weights = self._weights()
         trained = {name: weight.clone() for name, weight in weights.items()}
         _copy(weights, self.average)
@@ -99,7 +99,7 @@ class WeightAverage(AbstractCallback):
         return {**self.__dict__, "average": _to_cpu(self.average), "_trained": trained, "_pairs": ([], [])}
 
     def state_dict(self) -> dict[str, Any]:
-        # A checkpoint of the very end holds the average as the model's weights.
+        # A checkpoint of the end of training has the average as the model's weights.
         return {"average": dict(self.average), "updates": self.updates, "trained": dict(self._trained or {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -108,13 +108,13 @@ class WeightAverage(AbstractCallback):
             missing = sorted(set(weights) ^ set(state["average"]))
             raise CheckpointError(
                 f"the average in the checkpoint is of another model: it differs in {', '.join(missing[:5])}. "
-                "Resume with the model it was made with."
+                "Resume with the model that it was made with."
             )
         self.average = _like({name: value.clone() for name, value in state["average"].items()}, weights)
         self.updates = state["updates"]
         if state["trained"]:
-            _copy(weights, state["trained"])  # what training goes on from
-            if self.train_loop_obj.scaler is None:  # it doesn't: the resumed run has ended already, with its average
+            _copy(weights, state["trained"])  # from which training continues
+            if self.train_loop_obj.scaler is None:  # training has already ended, with its average
                 self._trained = {name: value.clone() for name, value in state["trained"].items()}
         self._pair(weights)
 
@@ -122,35 +122,35 @@ class WeightAverage(AbstractCallback):
 class ExponentialMovingAverage(WeightAverage):
     """Average the weights over steps; the trained model ends with the average.
 
-    After each optimizer step (none that AMP skipped) ``average = decay * average + (1 - decay) * weights``, by
-    ``torch.optim.swa_utils``. Every rank averages for itself, from equal weights. Buffers, such as BatchNorm's running
+    After each optimizer step that AMP did not skip, ``average = decay * average + (1 - decay) * weights``, with
+    ``torch.optim.swa_utils``. Every rank computes it itself, from equal weights. Buffers, such as BatchNorm's running
     statistics, are not averaged: the model's own are used.
 
     Parameters
     ----------
     decay : float
-        Share of the old average, in [0, 1]; 0.999 looks back over about a thousand steps.
+        Weight of the old average, in [0, 1]; with 0.999 it covers about a thousand steps.
     every_n_steps : int
         Optimizer steps between two updates.
     start_step : int
-        Optimizer steps before the average begins; up to there it is the weights themselves.
+        Optimizer steps before averaging starts; until then, the average equals the weights.
     evaluate : bool
         Evaluate the average on the validation set after each epoch, as ``ema_val_loss`` in ``history``.
     apply_on_train_end : bool
-        Leave the averaged weights in the model when training ends. A second ``fit`` goes on from the weights that were
-        trained, unless the model was changed in between.
+        Leave the averaged weights in the model when training ends. A second ``fit`` continues from the trained
+        weights, unless the model was changed in between.
 
     Raises
     ------
     ConfigurationError
-        For arguments out of range; at ``fit`` if ``evaluate`` is asked for and there is no validation loader.
+        For arguments out of range; at ``fit`` if ``evaluate`` is set and there is no validation loader.
 
     Examples
     --------
     >>> ema = ExponentialMovingAverage(decay=0.99, evaluate=True)
     >>> tl.fit(num_epochs=10, callbacks=[ema, EarlyStopping("ema_val_loss", patience=3)])
 
-    With the average in the model for a while, during training:
+    To use the average temporarily during training:
 
     >>> with ema.applied():
     ...     y_pred, y_true, _ = tl.predict_on_validation_set()
@@ -185,11 +185,11 @@ class ExponentialMovingAverage(WeightAverage):
 
     def on_after_optimizer_step(self) -> None:
         loop = self.train_loop_obj
-        # A skipped step left the weights as they were, and would be counted twice.
+        # A skipped step did not change the weights, which would be counted twice.
         if loop.step_skipped or loop.global_step % self.every_n_steps:
             return
         averages, weights = self._pairs
-        # As torch's AveragedModel: the first update takes the weights as they are.
+        # Like torch's AveragedModel, the first update copies the weights.
         decay = self.decay if self.updates and loop.global_step > self.start_step else 0.0
         with torch.no_grad():
             get_ema_multi_avg_fn(decay)(averages, weights, self.updates)
@@ -215,7 +215,7 @@ def _copy(targets: dict[str, Tensor], sources: dict[str, Tensor]) -> None:
 
 
 def _like(average: dict[str, Tensor], weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """An average that comes whole, each rank's part of it where the weights are sharded."""
+    """Return this rank's part of a whole average if the weights are sharded."""
     return {name: shard_like(value, weights[name]) if name in weights else value for name, value in average.items()}
 
 

@@ -1,4 +1,4 @@
-"""Epoch values on their way to a tracker: each sent once, with the step at which its epoch ended."""
+"""Send epoch values to a tracker, each once, with the step at which its epoch ended."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ __all__ = ["EpochValues"]
 
 
 class EpochValues:
-    """The values of the history that have not been sent yet."""
+    """Values of the history that have not been sent yet."""
 
     def __init__(self) -> None:
         self._lengths: dict[str, int] = {}  # how many values of each metric have been sent
         self._steps: dict[int, int] = {}  # the step at which each epoch ended
 
     def clear(self) -> None:
-        """Forget everything: another training begins."""
+        """Reset for another training."""
         self._lengths, self._steps = {}, {}
 
     def take(self, loop: Any) -> Iterator[tuple[int, int, dict[str, float]]]:
-        """New values as (epoch, step, values), by epochs; for ``on_epoch_end`` and ``on_train_end``.
+        """Return new values as (epoch, step, values), by epoch; for ``on_epoch_end`` and ``on_train_end``.
 
-        A callback that comes after the tracker may have logged for an epoch that has ended since.
+        Callbacks that run after the tracker may have logged values for an epoch that has already ended.
         """
         self._steps[loop.epoch] = loop.global_step
         found: dict[int, dict[str, float]] = {}

@@ -1,4 +1,4 @@
-"""Records a step that fails, so that ``tl.replay(path)`` repeats it in one process.
+"""Record a step that fails, so that ``tl.replay(path)`` can repeat it in one process.
 
 Before a failure only references and random states are kept, by two calls from the training
 (:class:`~trainloop.train_loop.training.Watch`). The record is a checkpoint file, readable without code. A batch of

@@ -1,6 +1,6 @@
-"""Callbacks that look at gradients, or change them, between the backward pass and the optimizer's step.
+"""Callbacks that read or change gradients between the backward pass and the optimizer's step.
 
-``on_after_gradient_update`` is called once a step (with a :class:`~trainloop.optim.MultiOptimizer` once for each
+``on_after_gradient_update`` is called once per step (with a :class:`~trainloop.optim.MultiOptimizer` once for each
 optimizer), when gradients are complete: summed over micro-batches, averaged over ranks, unscaled by AMP. They are
 the same on all ranks, and nothing here waits for the device.
 """
@@ -24,13 +24,13 @@ __all__ = ["GradientCallbackBase", "GradientClipping", "GradientStats"]
 
 
 class GradientCallbackBase(AbstractCallback):
-    """Base of callbacks over gradients: knows which parameters a call is about.
+    """Base of callbacks over gradients, with the parameters that each call is about.
 
     Parameters
     ----------
     callback_name : str
     execution_order : int
-        Clipping has 0, statistics -1: they show gradients as they came.
+        Order of the callback. Clipping has 0, statistics have -1, so that they see the unclipped gradients.
 
     Examples
     --------
@@ -44,7 +44,7 @@ class GradientCallbackBase(AbstractCallback):
         super().__init__(callback_name, execution_order=execution_order)
 
     def parameters(self, optimizer_idx: int = 0) -> list[Tensor]:
-        """The model's parameters; of several optimizers, those of the given one."""
+        """Return the model's parameters; with several optimizers, those of the given one."""
         loop = self.train_loop_obj
         if isinstance(loop.optimizer, MultiOptimizer):
             return parameters_of(loop.optimizer[optimizer_idx])
@@ -54,16 +54,16 @@ class GradientCallbackBase(AbstractCallback):
 class GradientClipping(GradientCallbackBase):
     """Clip gradients before each step: each element, the total norm, or both, in this order.
 
-    With AMP gradients are unscaled before. ``TrainLoop(gradient_clip_norm=...)`` does the same for the norm.
+    With AMP, gradients are unscaled first. ``TrainLoop(gradient_clip_norm=...)`` does the same for the norm.
 
     Parameters
     ----------
     max_norm : float, optional
-        Largest total norm; with several optimizers that of each one's parameters.
+        Maximum total norm; with several optimizers, of each one's parameters.
     max_value : float, optional
-        Largest absolute value of an element.
+        Maximum absolute value of an element.
     norm_type : float
-        Order of the norm, ``inf`` among them.
+        Order of the norm; ``inf`` is allowed.
 
     Raises
     ------
@@ -80,7 +80,7 @@ class GradientClipping(GradientCallbackBase):
     ) -> None:
         super().__init__("GradientClipping")
         if max_norm is None and max_value is None:
-            raise ConfigurationError(f"{type(self).__name__}: give it max_norm, max_value or both.")
+            raise ConfigurationError(f"{type(self).__name__}: pass max_norm, max_value or both.")
         for name, limit in (("max_norm", max_norm), ("max_value", max_value)):
             if limit is not None and not limit > 0:
                 raise ConfigurationError(f"{type(self).__name__}: {name}={limit!r}: must be above zero.")
@@ -97,17 +97,17 @@ class GradientClipping(GradientCallbackBase):
 
 
 class GradientStats(GradientCallbackBase):
-    """Log the gradients' norms: in the history, in TensorBoard, wherever logs go.
+    """Log the gradients' norms to the history, TensorBoard and other loggers.
 
-    Logged are ``grad_norm``, the total 2-norm, ``grad_max``, the largest absolute value, and with ``per_parameter``
+    It logs ``grad_norm``, the total 2-norm, ``grad_max``, the largest absolute value, and with ``per_parameter``
     each parameter's norm as ``grad_norm/<name>``; with several optimizers ``grad_norm/optimizer0`` and so on.
 
     Parameters
     ----------
     every_n_steps : int
-        Look at the first step and at every n-th.
+        Log at the first step and at every n-th.
     per_parameter : bool
-        Each parameter by itself, too.
+        Also log the norm of each parameter.
 
     Examples
     --------
@@ -144,7 +144,7 @@ class GradientStats(GradientCallbackBase):
                     self._log(f"grad_norm/{names[id(parameter)]}", norm)
 
     def _log(self, name: str, value: Tensor) -> None:
-        # The same on all ranks, so there is nothing to average.
+        # Equal on all ranks, so there is nothing to average.
         self.log(name, value, on_step=True, on_epoch=True, sync_dist=False, batch_size=1)
 
 

@@ -17,7 +17,7 @@ __all__ = ["ModelTrainHistoryBaseCB", "ModelTrainHistoryFileWriter", "ModelTrain
 
 
 def require_matplotlib(owner: str) -> None:
-    """Raise at once, and not after the first epoch, where matplotlib is missing."""
+    """Raise an error at once, rather than after the first epoch, if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -25,14 +25,14 @@ def require_matplotlib(owner: str) -> None:
 
 
 class TrainHistoryPlot(AbstractCallback):
-    """Plot the history into a file, anew after each epoch.
+    """Plot the history into a file that is replaced after each epoch.
 
     Parameters
     ----------
     path : str or path
-        The file; its ending gives the format, such as ``.png``, ``.pdf`` or ``.svg``.
+        File to write; its suffix sets the format, such as ``.png``, ``.pdf`` or ``.svg``.
     every_n_epochs : int
-        Epochs between two plots; at the end of training there is one in any case.
+        Epochs between two plots; there is always one at the end of training.
 
     Raises
     ------
@@ -73,11 +73,11 @@ class ModelTrainHistoryBaseCB(AbstractExperimentCallback):
     ----------
     callback_name : str
     epoch_end, train_end : bool
-        When to write: after each epoch, at the end of training; at least one.
+        Write after each epoch; write at the end of training. At least one must be True.
     file_format : str
-        Ending of the file.
+        Suffix of the file.
     project_name, experiment_name, local_model_result_folder_path : str, optional
-        Where the experiment's folder is; taken from a tracking loop where left out.
+        Names and location of the experiment's folder. Default: those of a tracking loop.
 
     Examples
     --------
@@ -137,7 +137,7 @@ class ModelTrainHistoryBaseCB(AbstractExperimentCallback):
         self.message_service.write_message(f"{self.callback_name}_results_file_local_paths", path, UNTIL_END_OF_EPOCH)
 
     def file_stem(self) -> str:
-        """Name of the file, without folder and ending."""
+        """Return the name of the file, without folder and suffix."""
         raise NotImplementedError
 
     def write_history(self, path: str) -> None:
@@ -151,10 +151,10 @@ class ModelTrainHistoryPlot(ModelTrainHistoryBaseCB):
     Parameters
     ----------
     epoch_end, train_end : bool
-        When: after each epoch, at the end of training; at least one.
+        Write after each epoch; write at the end of training. At least one must be True.
     file_format : {'png', 'pdf'}
     project_name, experiment_name, local_model_result_folder_path : str, optional
-        Where the experiment's folder is; taken from a tracking loop where left out.
+        Names and location of the experiment's folder. Default: those of a tracking loop.
 
     Examples
     --------
@@ -162,7 +162,7 @@ class ModelTrainHistoryPlot(ModelTrainHistoryBaseCB):
 
     See Also
     --------
-    TrainHistoryPlot : the same into one file of one's choice.
+    TrainHistoryPlot : the same, into one file that you choose.
     """
 
     FILE_FORMATS = ("png", "pdf")
@@ -189,11 +189,11 @@ class ModelTrainHistoryFileWriter(ModelTrainHistoryBaseCB):
     Parameters
     ----------
     epoch_end, train_end : bool
-        When: after each epoch, at the end of training; at least one.
+        Write after each epoch; write at the end of training. At least one must be True.
     file_format : {'txt', 'tsv', 'csv'}
-        A table for people, or one for programs.
+        ``'txt'`` is an aligned table for people, the others are for programs.
     project_name, experiment_name, local_model_result_folder_path : str, optional
-        Where the experiment's folder is; taken from a tracking loop where left out.
+        Names and location of the experiment's folder. Default: those of a tracking loop.
 
     Examples
     --------

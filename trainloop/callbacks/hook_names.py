@@ -1,4 +1,4 @@
-"""Methods that look like hooks and are none, misspelt or under another library's name: they would never be called."""
+"""Warn about methods whose names resemble hooks (misspelt, or of another library) but are never called."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainloop.model import TTModel
 
 __all__ = ["warn_of_misnamed_hooks"]
 
-# What a hook of Lightning, Ignite, Keras, TorchTNT or Transformers is here.
+# Names of hooks of Lightning, Ignite, Keras, TorchTNT or Transformers, and of the hook here.
 _HERE = table_of(
     {
         "on_init_end on_setup": "on_train_loop_registration",
@@ -41,7 +41,7 @@ _HERE = table_of(
         "on_load_checkpoint": "load_state_dict",
     }
 )  # fmt: skip
-# So near that a misspelling is likelier than a method of the user's own: "on_epoch_ends", but not "on_request".
+# So similar that a misspelling is more likely than a user's own method: "on_epoch_ends", but not "on_request".
 _NEAR = 0.85
 
 _told: WeakSet[type] = WeakSet()
@@ -50,16 +50,16 @@ _told: WeakSet[type] = WeakSet()
 def warn_of_misnamed_hooks(callbacks: Iterable[AbstractCallback], model: Any) -> None:
     """Warn, once for each class, of methods that were meant as hooks.
 
-    Methods that another method of these classes names are called by it, and those that a base of another library has
-    are that library's hooks: both are left alone.
+    A method that another method of these classes mentions is called by that one, and one that a base class of another
+    library defines is that library's hook: there is no warning for both.
 
     Parameters
     ----------
     callbacks : iterable of AbstractCallback
     model : nn.Module
-        Its own hooks are few, see :class:`trainloop.TTModel`.
+        Model, which has only a few hooks; see :class:`trainloop.TTModel`.
     """
-    if not distributed.is_global_zero():  # ranks of a launcher each come here
+    if not distributed.is_global_zero():  # each rank of a launcher calls this
         return
     classes = dict.fromkeys([*(type(callback) for callback in callbacks), type(model)])
     for kind in classes:
@@ -72,7 +72,7 @@ def warn_of_misnamed_hooks(callbacks: Iterable[AbstractCallback], model: Any) ->
 
 
 def _misnamed(kind: type) -> Iterator[tuple[str, str]]:
-    """Methods of users' classes that are no hooks, with the hooks that they were meant to be."""
+    """Yield methods of users' classes that are not hooks, with the hooks that were probably meant."""
     base = AbstractCallback if issubclass(kind, AbstractCallback) else TTModel
     own = [cls for cls in kind.__mro__ if issubclass(cls, base) and cls.__module__.partition(".")[0] != "trainloop"]
     seen = {name for cls in kind.__mro__ if cls not in own for name in vars(cls)}

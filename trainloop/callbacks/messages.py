@@ -1,4 +1,4 @@
-"""Messages that callbacks of one loop leave for each other."""
+"""Messages that callbacks of one loop exchange."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SETTINGS = (KEEP_FOREVER, UNTIL_END_OF_EPOCH, UNTIL_READ, OVERWRITE)
 
 
 class MessageService:
-    """A board of messages by key, one for each loop (in ``ddp`` one for each rank).
+    """A message board with keys, one per loop (in ``ddp`` one per rank).
 
     Examples
     --------
@@ -31,15 +31,15 @@ class MessageService:
         self._messages: dict[str, list[tuple[Any, frozenset[str]]]] = {}
 
     def write_message(self, key: str, value: Any, settings: str | Sequence[str] = KEEP_FOREVER) -> None:
-        """Leave ``value`` under ``key``.
+        """Store ``value`` under ``key``.
 
         Parameters
         ----------
         key : str
         value : object
         settings : str or sequence of str
-            How long it stays: ``'keep_forever'``, ``'until_end_of_epoch'``, ``'until_read'``; ``'overwrite'`` removes
-            what was there under the key before.
+            Lifetime: ``'keep_forever'``, ``'until_end_of_epoch'`` or ``'until_read'``; ``'overwrite'`` removes
+            older values of the key.
         """
         chosen = frozenset([settings] if isinstance(settings, str) else settings)
         unknown = sorted(chosen - set(_SETTINGS))
@@ -50,7 +50,7 @@ class MessageService:
         self._messages.setdefault(key, []).append((value, chosen))
 
     def read_messages(self, key: str) -> list[Any]:
-        """Values under ``key``, oldest first; empty where there is none."""
+        """Return the values under ``key``, oldest first; empty if there are none."""
         messages = self._messages.get(key, [])
         kept = [message for message in messages if UNTIL_READ not in message[1]]
         if kept:
@@ -60,7 +60,7 @@ class MessageService:
         return [value for value, _ in messages]
 
     def end_of_epoch_trigger(self) -> None:
-        """Remove what was to stay until the epoch's end; the loop calls it."""
+        """Remove messages with the lifetime ``'until_end_of_epoch'``; the loop calls it."""
         for key in list(self._messages):
             kept = [message for message in self._messages[key] if UNTIL_END_OF_EPOCH not in message[1]]
             if kept:

@@ -16,20 +16,20 @@ __all__ = ["MLflowTracking"]
 class MLflowTracking(AbstractCallback):
     """Send the run to MLflow, from rank 0.
 
-    Step values go by their names, epoch values by theirs too, or as ``epoch/<name>`` where step values have the name;
-    all over the global step. The run is started in the process that trains; a resumed training goes on in the same one.
+    Step values and epoch values are sent under their names, epoch values as ``epoch/<name>`` if step values have the
+    same name; all over the global step. The run is started in the process that trains; a resumed training continues it.
 
     Parameters
     ----------
     experiment_name : str, optional
-        Default: that of a tracking loop, if it is one, else MLflow's own default.
+        Default: that of a tracking loop, else MLflow's own default.
     run_name : str, optional
     tracking_uri : str, optional
-        Server or folder. Default: MLflow's own, such as ``MLFLOW_TRACKING_URI``.
+        Server or folder. Default: MLflow's own default, such as ``MLFLOW_TRACKING_URI``.
     log_every_n_steps : int, optional
-        Send the values of every n-th step; ``None``: epochs only.
+        Send the values of every n-th step; ``None`` for only epoch values.
     hyperparams : mapping, optional
-        Sent as parameters. Default: those of a tracking loop, if it is one.
+        Sent as parameters. Default: those of a tracking loop.
     tags : mapping, optional
         Tags of the run.
 
@@ -52,7 +52,7 @@ class MLflowTracking(AbstractCallback):
         hyperparams: Mapping[str, Any] | None = None,
         tags: Mapping[str, Any] | None = None,
     ) -> None:
-        # After whatever logs at an epoch's end, before what writes checkpoints.
+        # After callbacks that log at an epoch's end, before those that write checkpoints.
         super().__init__("MLflowTracking", execution_order=997, device_idx_execution=0)
         if log_every_n_steps is not None and log_every_n_steps < 1:
             raise ConfigurationError(
@@ -83,11 +83,11 @@ class MLflowTracking(AbstractCallback):
             self._epoch_values.clear()
 
     def _active_client(self) -> Any:
-        """MLflow's client; the run begins with the first value sent, when it is known which run is resumed."""
+        """MLflow's client; the run starts with the first value sent, when the resumed run is known."""
         if self._client is not None:
             return self._client
         mlflow = _import_mlflow()
-        # The client and not mlflow's global run, which may be the user's own.
+        # The client rather than mlflow's global run, which may be the user's own.
         self._client = client = mlflow.MlflowClient(tracking_uri=self.tracking_uri)
         if self.run_id is None:
             name = self.experiment_name or "Default"
@@ -108,7 +108,7 @@ class MLflowTracking(AbstractCallback):
 
         client, now = self._active_client(), int(time.time() * 1000)
         metrics = [Metric(name, value, now, step) for step, scalars in rows for name, value in scalars.items()]
-        for start in range(0, len(metrics), 1000):  # the most one request may hold
+        for start in range(0, len(metrics), 1000):  # the maximum of one request
             client.log_batch(self.run_id, metrics=metrics[start : start + 1000])
 
     def on_log(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:

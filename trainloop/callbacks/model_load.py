@@ -12,20 +12,20 @@ __all__ = ["ModelLoadContinueTraining"]
 
 
 class ModelLoadContinueTraining(AbstractExperimentCallback):
-    """Go on from a checkpoint of an earlier experiment: weights, optimizer, schedulers, history, place in the epoch.
+    """Resume from a checkpoint of an earlier experiment: weights, optimizer, schedulers, history, position in epoch.
 
     ``fit(resume_from=path)`` does the same with a path, and ``resume_from='last'`` with the newest one.
 
     Parameters
     ----------
     saved_experiment_timestamp : str
-        That of the earlier experiment's folder, ``<experiment_name>_<time stamp>``.
+        Time stamp of the earlier experiment's folder, ``<experiment_name>_<time stamp>``.
     saved_model_dir : str
-        Folder in it that holds the checkpoints.
+        Folder in it that has the checkpoints.
     epoch_num : int, optional
-        Index of the epoch the checkpoint was written in, the newest of them. Default: the newest of all.
+        Index of the epoch whose newest checkpoint is loaded. Default: the newest of all.
     project_name, experiment_name, local_model_result_folder_path : str, optional
-        Names and folder of the earlier experiment; taken from a tracking loop where left out.
+        Names and folder of the earlier experiment. Default: those of a tracking loop.
 
     Raises
     ------
@@ -50,7 +50,7 @@ class ModelLoadContinueTraining(AbstractExperimentCallback):
         experiment_name: str | None = None,
         local_model_result_folder_path: str | os.PathLike[str] | None = None,
     ) -> None:
-        # After all others have begun, as when the loop itself resumes.
+        # After all other callbacks, as when the loop itself resumes.
         super().__init__(
             "ModelLoadContinueTraining",
             project_name,
@@ -76,16 +76,16 @@ class ModelLoadContinueTraining(AbstractExperimentCallback):
         if not wanted:
             epochs = ", ".join(sorted({str(file.info.epoch) for file in found if file.info is not None}))
             which = "no checkpoint" if self.epoch_num is None else f"no checkpoint of epoch_num={self.epoch_num}"
-            there = f"there are those of epochs {epochs}" if epochs else "there is none at all"
+            there = f"there are checkpoints of epochs {epochs}" if epochs else "there is none at all"
             raise CheckpointError(
                 f"ModelLoadContinueTraining: {which} in {folder.location}; {there}. "
-                "Look at saved_experiment_timestamp, saved_model_dir and epoch_num."
+                "Check saved_experiment_timestamp, saved_model_dir and epoch_num."
             )
         self._path = wanted[-1].path
 
     def on_train_begin(self) -> None:
         loop = self.train_loop_obj
-        if loop.global_step == 0:  # a second fit goes on from the first
+        if loop.global_step == 0:  # a second fit continues from the first
             state = checkpoint.load(self._path)
             # The state of the earlier experiment's ModelCheckpoint is about that experiment's files.
             others = [entry for entry in state["callbacks"] if entry["name"] != "ModelCheckpoint"]

@@ -1,4 +1,4 @@
-"""The metric by which a callback decides: found in the history, each value read once."""
+"""The metric by which a callback decides, read from the history, each value once."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["Monitor"]
 
 Mode = Literal["auto", "min", "max"]
 
-_NEAR, _NEAR_WORD = 0.75, 0.85  # how like a misspelt name is to the right one, and a word of it
+_NEAR, _NEAR_WORD = 0.75, 0.85  # similarity of a misspelt name to the right one, and of a word in it
 
-# Words of metrics' names. The first group wins, as in "accuracy_loss". "score" is to rise: scikit-learn's rule.
+# Words in names of metrics. The first group wins, as in "accuracy_loss". A "score" should rise: scikit-learn's rule.
 _LOWER_WINS = frozenset("loss error err brier".split())
 _LOWER = frozenset(
     """mae mse rmse msle rmsle mape smape nll logloss perplexity ppl entropy bce ce kl divergence hinge hamming wer cer
@@ -32,22 +32,22 @@ _HIGHER = frozenset(
 class Monitor:
     """The newest value of one metric in the loop's history.
 
-    The history is the same on all ranks, so decisions made by it are too.
+    The history is the same on all ranks, and so are decisions based on it.
 
     Parameters
     ----------
     name : str
         Name in ``history``.
     mode : {'auto', 'min', 'max'}
-        Whether lower or higher is better; ``'auto'``: by the name's words, such as ``loss``, ``rmse`` or ``accuracy``,
-        or by ``higher_is_better`` of the torchmetrics metric of that name, in the model or evaluated by a callback.
+        ``'min'`` if lower is better, ``'max'`` if higher is; ``'auto'`` decides by words in the name (``loss``), or by
+        ``higher_is_better`` of the torchmetrics metric of that name, in the model or evaluated by a callback.
     owner : str
-        Callback in whose name errors are raised.
+        Name of the callback to mention in error messages.
 
     Raises
     ------
     ConfigurationError
-        If ``mode`` is none of the three, or ``name`` is no string; at ``fit``, if ``'auto'`` can't tell.
+        If ``mode`` is invalid or ``name`` is not a string; at ``fit``, if ``'auto'`` can't decide.
 
     Examples
     --------
@@ -73,11 +73,11 @@ class Monitor:
 
     @property
     def has_read(self) -> bool:
-        """True if there has been any value."""
+        """True if there has been a value."""
         return self._seen > 0
 
     def _undirected(self, meant: str | None = None, hint: str = "") -> ConfigurationError:
-        unclear = "whether lower or higher is better doesn't show in this name"
+        unclear = "this name does not show if lower or higher is better"
         if meant is not None:
             return ConfigurationError(
                 f"{self.owner}: monitor={self.name!r} is not known before training. Did you mean {meant!r}? If not, "
@@ -88,7 +88,7 @@ class Monitor:
         )
 
     def check(self, loop: Any) -> None:
-        """At registration, refuse a metric that can't occur, or whose direction is unknown."""
+        """At registration, raise an error for a metric that can't occur, or whose direction is unknown."""
         if self._minimize is None:
             higher = _by_torchmetrics(self.name, loop)
             self._minimize = None if higher is None else not higher
@@ -98,7 +98,7 @@ class Monitor:
             names = ", ".join(repr(name) for name in known)
             raise self._undirected(
                 nearest(self.name, known, _NEAR) or _spelt_right(self.name),
-                f" Or is it misspelt? Known before training: {names}; the model and callbacks may log more.",
+                f" Or is it misspelt? Metrics known before training: {names}; the model and callbacks may log more.",
             )
         if self.name == "val_loss" and loop.validation_loader is None:
             raise ConfigurationError(
@@ -107,7 +107,7 @@ class Monitor:
             )
 
     def new_value(self, loop: Any) -> float | None:
-        """The metric's newest value; ``None`` if it was read before, or there is none.
+        """Return the metric's newest value; ``None`` if it was read before, or there is none.
 
         Raises
         ------
@@ -116,8 +116,8 @@ class Monitor:
         """
         if self.name in getattr(loop, "rank_zero_only_metrics", ()):
             raise ConfigurationError(
-                f"{self.owner}: monitor={self.name!r} was logged with rank_zero_only=True: the other ranks don't know "
-                "it, and all must decide alike. Log it without rank_zero_only."
+                f"{self.owner}: monitor={self.name!r} was logged with rank_zero_only=True: the other ranks don't have "
+                "it, but all ranks must decide alike. Log it without rank_zero_only."
             )
         values = loop.history.get(self.name)
         if not values:
@@ -128,11 +128,11 @@ class Monitor:
             hint = "" if meant is None else f" Did you mean {meant!r}?"
             raise ConfigurationError(
                 f"{self.owner}: monitor={self.name!r} is not in the history after epoch {loop.epoch + 1}. "
-                f"There are: {names}.{hint} Monitor one of these, or log it: "
+                f"It has: {names}.{hint} Monitor one of these, or log it: "
                 f"self.log({self.name!r}, value) in the model."
             )
         if len(values) == self._seen:
-            return None  # evaluated every n epochs only: an old value must not count twice
+            return None  # evaluated only every n epochs: an old value must not count twice
         self._seen = len(values)
         return float(values[-1])
 
@@ -141,7 +141,7 @@ class Monitor:
         return self.name.startswith("val_") and every is not True and loop.epoch + 1 < every
 
     def improves(self, value: float, best: float | None, min_delta: float = 0.0) -> bool:
-        """Return True if ``value`` is better than ``best`` by more than ``min_delta``; never where ``value`` is NaN."""
+        """Return True if ``value`` is better than ``best`` by more than ``min_delta``; False if ``value`` is NaN."""
         if best is None:
             return value == value
         return value < best - min_delta if self.minimize else value > best + min_delta
@@ -154,13 +154,13 @@ class Monitor:
 
 
 def check_mode(mode: Any, owner: str) -> None:
-    """Raise ConfigurationError, in the owner's name, for a ``mode`` that is none of the three."""
+    """Raise ConfigurationError, naming the owner, for an invalid ``mode``."""
     if not isinstance(mode, str) or mode not in ("auto", "min", "max"):
         raise ConfigurationError(f"{owner}: mode={mode!r}: must be 'auto', 'min' or 'max'.")
 
 
 def _lower_is_better(name: str) -> bool | None:
-    """Decide by the name's words; ``None`` if it has no known word, or words that contradict each other."""
+    """Decide by the name's words; return ``None`` if it has no known word, or contradicting ones."""
     texts = name.lower() + " " + re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()  # mIoU, and valAccuracy
     words = {word for part in re.findall(r"[a-z]+[0-9]*", texts) for word in (part, part.rstrip("0123456789"))}
     if words & _LOWER_WINS:
@@ -170,7 +170,7 @@ def _lower_is_better(name: str) -> bool | None:
 
 
 def _spelt_right(name: str) -> str | None:
-    """The name with the words of metrics in it, such as accuracy, spelt right; ``None`` if none is misspelt."""
+    """Return the name with its metric words, such as accuracy, corrected; ``None`` if none is misspelt."""
     words = {*_LOWER_WINS, *_LOWER, *_HIGHER}
 
     def right(found: re.Match[str]) -> str:
@@ -183,17 +183,17 @@ def _spelt_right(name: str) -> str | None:
 
 
 def _by_torchmetrics(name: str, loop: Any) -> bool | None:
-    """``higher_is_better`` of the metric of that name; ``None`` if there is no such metric, or it has none."""
+    """Return ``higher_is_better`` of the metric of that name; ``None`` if there is no such metric, or it has none."""
     if "torchmetrics" not in sys.modules:  # not imported, so there can't be one
         return None
     stem = re.sub("^(train_end_)?(train_|val_|test_)", "", name).lower()
-    # Two metrics of one name that contradict each other tell nothing.
+    # Two metrics of one name that contradict each other decide nothing.
     said = {higher for own, higher in _torchmetrics_of(loop) if own.lower() == stem and higher is not None}
     return said.pop() if len(said) == 1 else None
 
 
 def _torchmetrics_of(loop: Any) -> Iterator[tuple[str, bool | None]]:
-    """Names under which the metrics of the model, and those that callbacks evaluate, may be logged."""
+    """Yield names under which metrics of the model, and those that callbacks evaluate, may be logged."""
     from torchmetrics import Metric, MetricCollection
 
     def named(name: str, value: Any) -> Iterator[tuple[str, bool | None]]:

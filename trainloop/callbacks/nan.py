@@ -1,4 +1,4 @@
-"""Ends training when values stop being numbers, and says where it began."""
+"""End training when values are NaN or infinite, and report where that began."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["NonFinite", "TerminateOnNaN"]
 
 @dataclass(frozen=True)
 class NonFinite:
-    """The place where :class:`TerminateOnNaN` found the first NaN or infinity.
+    """Location of the first NaN or infinity that :class:`TerminateOnNaN` found.
 
     Examples
     --------
@@ -34,9 +34,9 @@ class NonFinite:
     epoch: int
     """Index of the epoch."""
     step: int
-    """The optimizer step, counted from 1 as in logs."""
+    """Optimizer step, counted from 1 as in logs."""
     what: str
-    """The thing that was not finite, in words."""
+    """Description of what was not finite."""
     parameters: tuple[str, ...] = ()
     """Names of the parameters whose gradients were not finite in that step, in the model's order."""
 
@@ -47,23 +47,23 @@ class NonFinite:
 class TerminateOnNaN(AbstractCallback):
     """Stop training when the loss, a gradient or a metric becomes NaN or infinite, naming step and parameter.
 
-    The loss of each micro-batch and the largest gradient of each parameter are kept on their device and looked at
-    every few steps, so that a GPU never has to be waited for in between; the first bad step is named all the same.
-    Gradients that AMP found infinite are no concern: it skipped that step and lowered its scale.
+    The loss of each micro-batch and the largest gradient of each parameter are kept on their device and checked
+    every few steps, so that the loop does not wait for a GPU in between; the first bad step is still named.
+    Gradients that AMP found infinite are ignored: it skipped that step and lowered its scale.
 
     Parameters
     ----------
     monitor : str
-        Metric in ``history`` that is looked at as well, after each epoch.
+        Metric in ``history`` that is checked too, after each epoch.
     check_every_n_steps : int, optional
-        Steps between two looks. Default: 1 on the CPU, 50 on other devices.
+        Steps between two checks. Default: 1 on the CPU, 50 on other devices.
     gradients : bool
-        Look at gradients: without it no parameter can be named. It costs one pass over them a step.
+        Check gradients too; otherwise no parameter can be named. It costs one pass over them per step.
 
     Attributes
     ----------
     found : NonFinite or None
-        The finding that ended training.
+        Finding that ended training; None if there was none.
 
     Examples
     --------
@@ -84,7 +84,7 @@ class TerminateOnNaN(AbstractCallback):
         self.check_every_n_steps = check_every_n_steps
         self.gradients = gradients
         self.found: NonFinite | None = None
-        self._metric = Monitor(monitor, "min", owner="TerminateOnNaN")  # no mode is needed: values are not compared
+        self._metric = Monitor(monitor, "min", owner="TerminateOnNaN")  # any mode: values are not compared
         self._every = 1
         self._parameters: dict[int, list[tuple[str, Tensor]]] = {}
         self._forget()
@@ -117,7 +117,7 @@ class TerminateOnNaN(AbstractCallback):
             self._parameters[optimizer_idx] = _named_parameters(loop.model, loop.optimizer, optimizer_idx)
         for name, parameter in self._parameters[optimizer_idx]:
             gradient = parameter.grad
-            # Of a sharded one each rank looks at its part: who finds something ends the training for all.
+            # Each rank checks its part of a sharded one; a finding on any rank ends the training for all.
             part = None if gradient is None else local_part(gradient)
             if part is not None and part.numel():  # a small parameter has no part on some ranks
                 names.append(name)
@@ -136,7 +136,7 @@ class TerminateOnNaN(AbstractCallback):
 
     def on_batch_end(self) -> None:
         loop = self.train_loop_obj
-        # The step this batch belongs to; global_step counts it already if the batch completed it.
+        # The step of this batch; global_step already counts it if the batch completed it.
         step = loop.global_step + (not self._step_done)
         for loss in _losses(loop.last_loss):
             self._values.append(loss)
@@ -160,7 +160,7 @@ class TerminateOnNaN(AbstractCallback):
         if not values or self.found is not None:
             return
         device = values[0].device
-        # The only wait for the device, once in `check_every_n_steps`.
+        # The only wait for the device, once per `check_every_n_steps`.
         finite = torch.stack([value.to(device, torch.float32) for value in values]).isfinite().tolist()
         bad = [source for source, ok in zip(sources, finite, strict=True) if not ok]
         if not bad:
@@ -180,7 +180,7 @@ class TerminateOnNaN(AbstractCallback):
         loop = self.train_loop_obj
         self.found = found
         loop.early_stop = True
-        # Rank 0 speaks for all about gradients, which are equal; a loss is known to its own rank only.
+        # Gradients are equal, so rank 0 reports them; only its own rank knows a loss.
         if loop.is_main_process() or not found.parameters:
             where = "" if loop.world_size == 1 or found.parameters else f" on rank {loop.rank}"
             print(f"Training ends: {found}{where}.")
@@ -198,7 +198,7 @@ class TerminateOnNaN(AbstractCallback):
 
 
 def _named_parameters(model: nn.Module, optimizer: Any, optimizer_idx: int) -> list[tuple[str, Tensor]]:
-    """The model's parameters by name; with several optimizers, those of the given one."""
+    """Return the model's parameters by name; with several optimizers, those of the given one."""
     named: list[tuple[str, Tensor]] = list(model.named_parameters())
     if not isinstance(optimizer, MultiOptimizer):
         return named

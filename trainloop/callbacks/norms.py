@@ -11,10 +11,10 @@ from trainloop.parallel.shards import is_sharded, norms_over_ranks
 
 
 def norms_of(tensors: Sequence[Tensor], order: float = 2) -> Sequence[Tensor]:
-    """The norm of each tensor, on a GPU by a few kernels for all of them.
+    """Return the norm of each tensor, on a GPU with a few kernels for all of them.
 
-    The function is private to torch, whose ``get_total_norm`` and optimizers use it (read in 2.6 to 2.15). Where it is
-    missing, each tensor has a kernel of its own.
+    The function is private to torch, whose ``get_total_norm`` and optimizers use it (read in 2.6 to 2.15). If it is
+    missing, each tensor needs its own kernel.
     """
     if any(map(is_sharded, tensors)):
         return norms_over_ranks(tensors, order)

@@ -1,4 +1,4 @@
-"""Callbacks that compute metrics over whole datasets, and print or combine those of the history."""
+"""Callbacks that compute metrics over whole datasets, and print or combine metrics of the history."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ __all__ = [
 
 
 class ModelPerformanceEvaluation(AbstractCallback):
-    """Compute a result package's metrics over whole datasets, into the history.
+    """Compute a result package's metrics over whole datasets, and add them to the history.
 
     A metric ``accuracy`` becomes ``val_accuracy`` (``train_accuracy`` on training data), at the end of training
-    ``train_end_val_accuracy``, between epochs ``iterfreq<n>_val_accuracy``. Predictions are gathered from all ranks,
-    each sample once, so that the metrics are those of one process, exactly, and the same on all ranks.
+    ``train_end_val_accuracy``, within epochs ``iterfreq<n>_val_accuracy``. Predictions are gathered from all ranks,
+    each sample once, so the metrics are exactly those of one process, on all ranks.
 
     Parameters
     ----------
     result_package : result package, torchmetrics metric, or callable
-        What :func:`trainloop.result_package.evaluate_result_package` takes.
+        Package for :func:`trainloop.result_package.evaluate_result_package`.
     args : dict, optional
-        Hyperparameters, kept for the package's reports (``package.hyperparameters``).
+        Hyperparameters for the package's reports (``package.hyperparameters``).
     on_each_epoch : bool
-        After each epoch; at the end of training in any case.
+        Evaluate after each epoch; the end of training is always evaluated.
     on_train_data, on_val_data : bool
-        Which data; at least one.
+        Data to evaluate; at least one must be True.
     eval_frequency : int, optional
-        Every so many epochs only, from the first on.
+        Epochs between two evaluations, starting with the first. Default: every epoch.
     on_iteration_frequency : int
-        Also after every so many batches; 0 for never.
+        Also evaluate after every so many batches; 0 for never.
     if_available_output_to_project_dir : bool
         With a tracking loop, let the package write its own files into the experiment's results folder.
 
     Raises
     ------
     ConfigurationError
-        If neither data is asked for, a frequency is out of range, or (at ``fit``) the loop has no validation loader.
+        If no data is selected, a frequency is out of range, or (at ``fit``) the loop has no validation loader.
 
     Examples
     --------
@@ -105,7 +105,7 @@ class ModelPerformanceEvaluation(AbstractCallback):
         loop = self.train_loop_obj
         if self.on_val_data and loop.validation_loader is None:
             raise ConfigurationError(
-                "ModelPerformanceEvaluation: the loop has no validation_loader. Pass one to TrainLoop, or evaluate "
+                "ModelPerformanceEvaluation: the loop has no validation_loader. Pass one to TrainLoop, or use "
                 "on_train_data=True, on_val_data=False."
             )
         self._latest = None
@@ -128,19 +128,19 @@ class ModelPerformanceEvaluation(AbstractCallback):
         self.evaluate_model_performance(prefix="train_end_")
 
     def evaluate_model_performance(self, prefix: str = "") -> None:
-        """Evaluate now and write to the history. Collective: all ranks call it.
+        """Evaluate now and add the metrics to the history. Collective: all ranks must call it.
 
         Parameters
         ----------
         prefix : str
-            Put before each metric's name.
+            Prefix of each metric's name.
         """
         loop = self.train_loop_obj
-        # Weights are evaluated once: at the end of training the last epoch's metrics hold still.
+        # The same weights are evaluated once: at the end of training the last epoch's metrics still apply.
         model = loop.model
         state = (loop.global_step, sum(tensor._version for tensor in (*model.parameters(), *model.buffers())))
         latest, metrics = self._latest or (None, {})
-        # Rank 0 decides for all: an evaluation lends the others its buffers, which counts as a change of theirs.
+        # Rank 0 decides for all: an evaluation gives the others its buffers, which looks like a change of theirs.
         if distributed.exchange_ints([int(latest != state)])[0][0]:
             metrics = {}
             if self.on_train_data:
@@ -161,7 +161,7 @@ class ModelPerformanceEvaluation(AbstractCallback):
         return {prefix + name: value for name, value in metrics.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        # A bound method in the instance's dict would pickle the old instance along.
+        # A bound method in the instance's dict would be pickled with the old instance.
         return {name: value for name, value in self.__dict__.items() if name != "on_batch_end"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -176,15 +176,15 @@ class ModelPerformancePrintReport(AbstractCallback):
     Parameters
     ----------
     metrics : sequence of str
-        Names in ``history``; at the end of training those with ``train_end_`` before them are printed too.
+        Names in ``history``; at the end of training those with the prefix ``train_end_`` are printed too.
     on_each_epoch : bool
-        After each epoch; at the end of training in any case.
+        Print after each epoch; the end of training is always printed.
     report_frequency : int, optional
-        Every so many epochs only, from the first on.
+        Epochs between two reports, starting with the first. Default: every epoch.
     strict_metric_reporting : bool
-        Whether a missing metric is an error; else a line is printed instead of it.
+        If True, a missing metric is an error; otherwise a line is printed instead of it.
     list_tracked_metrics : bool
-        Print the names of all metrics there are, too.
+        Also print the names of all metrics in the history.
 
     Raises
     ------
@@ -204,7 +204,7 @@ class ModelPerformancePrintReport(AbstractCallback):
         strict_metric_reporting: bool = True,
         list_tracked_metrics: bool = False,
     ) -> None:
-        # After what computes metrics.
+        # After callbacks that compute metrics.
         super().__init__("ModelPerformancePrintReport", execution_order=97, device_idx_execution=0)
         if isinstance(metrics, str) or not metrics:
             raise ConfigurationError(f"ModelPerformancePrintReport: metrics={metrics!r}: must be a list of names.")
@@ -234,7 +234,7 @@ class ModelPerformancePrintReport(AbstractCallback):
         Parameters
         ----------
         prefix : str
-            Put before each metric's name, where the history has that name.
+            Prefix of each metric's name, if the history has that name.
         """
         history = self.train_loop_obj.history
         if self.list_tracked_metrics:
@@ -248,7 +248,7 @@ class ModelPerformancePrintReport(AbstractCallback):
 
     def _say_missing(self, name: str, history: Iterable[str]) -> None:
         known = ", ".join(map(repr, history))
-        message = f"ModelPerformancePrintReport: {name!r} is not in the history. There are: {known}."
+        message = f"ModelPerformancePrintReport: {name!r} is not in the history. It has: {known}."
         if self.strict_metric_reporting:
             raise ConfigurationError(message)
         print(message)
@@ -260,13 +260,13 @@ class TrainHistoryFormatter(AbstractCallback):
     Parameters
     ----------
     input_metric_getter : callable
-        Takes the history, returns a list of values, one for each epoch so far.
+        Function of the history that returns a list of values, one for each epoch so far.
     output_metric_setter : callable
-        Takes that list, returns ``(name, value)`` to add to the history.
+        Function of that list that returns ``(name, value)`` to add to the history.
     epoch_end, train_end : bool
-        When: exactly one of the two.
+        Compute it after each epoch, or at the end of training; exactly one must be True.
     strict_metric_extract : bool
-        Whether a list that is not up to date is an error; else a line is printed and nothing added.
+        If True, a list that is not up to date is an error; otherwise a line is printed and nothing is added.
 
     Raises
     ------
@@ -309,7 +309,7 @@ class TrainHistoryFormatter(AbstractCallback):
             self.format_history()
 
     def read_history(self) -> Any:
-        """The history that ``input_metric_getter`` is given."""
+        """Return the history to pass to ``input_metric_getter``."""
         return self.train_loop_obj.history
 
     def format_history(self) -> None:
@@ -318,19 +318,19 @@ class TrainHistoryFormatter(AbstractCallback):
         self.train_loop_obj.insert_metric_result_into_history(name, value)
 
     def check_if_history_updated(self, train_end_phase: bool) -> bool:
-        """Return True if the list has a value for each epoch so far; at the end of training, whether it has one value.
+        """Return True if the list has a value for each epoch so far; at the end of training, if it has one value.
 
         Raises
         ------
         ConfigurationError
-            If it has not, and ``strict_metric_extract`` is set; else this is printed.
+            If not, and ``strict_metric_extract`` is set; otherwise a line is printed.
         """
         expected = 1 if train_end_phase else self.train_loop_obj.epoch + 1
         found = len(self.input_metric_getter(self.read_history()))
         if found == expected:
             return True
         message = (
-            f"{type(self).__name__}: input_metric_getter gave {found} values instead of {expected}. "
+            f"{type(self).__name__}: input_metric_getter returned {found} values instead of {expected}. "
             "Put this callback after the one that computes the metric."
         )
         if self.strict_metric_extract:
@@ -346,7 +346,7 @@ class MetricHistoryRename(TrainHistoryFormatter):
     Parameters
     ----------
     input_metric_path : str or callable
-        The metric's name, or a function that takes the history and returns its list of values.
+        Name of the metric, or a function of the history that returns the list of its values.
     new_metric_name : str
     epoch_end, train_end, strict_metric_extract
         As in :class:`TrainHistoryFormatter`.

@@ -1,4 +1,4 @@
-"""The time of steps: torch's profiler as a callback, and samples, tokens and FLOPs a second."""
+"""Measure the time of steps: torch's profiler as a callback, and samples, tokens and FLOPs per second."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class Profiler(AbstractCallback):
 
     After ``skip`` steps, ``warmup`` steps are traced and thrown away, then ``active`` steps are written to
     ``<dirpath>/rank<r>_step<last step>.pt.trace.json``: for ``chrome://tracing``, https://ui.perfetto.dev and
-    TensorBoard's profiler plugin. The steps before and after cost nothing. A run that is started again in the
-    midst of them (``max_restarts``) traces as many from there.
+    TensorBoard's profiler plugin. The steps before and after cost nothing. A run that restarts in the middle
+    of them (``max_restarts``) traces the same number from there.
 
     Parameters
     ----------
     dirpath : str or path
         Folder to write to.
     skip, warmup, active : int
-        Optimizer steps.
+        Numbers of optimizer steps.
     record_shapes, profile_memory, with_stack, with_flops : bool
-        As in ``torch.profiler.profile``; each costs time.
+        Arguments of ``torch.profiler.profile``; each costs time.
     device_idx_execution : int, optional
-        Profile this rank only.
+        The only rank to profile. Default: every rank.
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ class Profiler(AbstractCallback):
     >>> print(profiler.table)
     """
 
-    _running: Any = None  # not part of the state: a process that loads one keeps its own
+    _running: Any = None  # not part of the state: a process that loads a state keeps its own profiler
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Profiler(AbstractCallback):
         with_flops: bool = False,
         device_idx_execution: int | None = None,
     ) -> None:
-        # Last: a step ends after everybody's hooks.
+        # Last: a step ends after all hooks.
         super().__init__("Profiler", execution_order=1000, device_idx_execution=device_idx_execution)
         for name, value, least in (("skip", skip, 0), ("warmup", warmup, 1), ("active", active, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -87,7 +87,7 @@ class Profiler(AbstractCallback):
         try:
             os.makedirs(self.dirpath, exist_ok=True)
         except OSError as error:
-            raise ConfigurationError(f"Profiler(dirpath={self.dirpath!r}) can't be made: {error}.") from error
+            raise ConfigurationError(f"Profiler(dirpath={self.dirpath!r}) can't be created: {error}.") from error
 
     def on_train_begin(self) -> None:
         self._steps, self._first = 0, self.skip
@@ -100,7 +100,7 @@ class Profiler(AbstractCallback):
         self._at_checkpoint = state  # a resumed run is profiled from its own first step
 
     def on_restart(self, failure: Any) -> None:
-        """Traced steps are lost with their process; trace as many from here."""
+        """Restart tracing from here, since traced steps are lost with their process."""
         before = self._at_checkpoint
         if before:
             self._steps, self._first = before["steps"], before["first"]
@@ -109,7 +109,7 @@ class Profiler(AbstractCallback):
             self._first = self._steps
             self._begin_if_due()
         else:
-            self._end()  # what on_train_begin has begun
+            self._end()  # the trace that on_train_begin started
 
     def _begin_if_due(self) -> None:
         if self._running is None and self._steps == self._first:
@@ -144,7 +144,7 @@ class Profiler(AbstractCallback):
     def _end(self) -> None:
         if self._running is not None:
             running, self._running = self._running, None
-            running.stop()  # which writes, where active steps were traced
+            running.stop()  # writes a trace if active steps were traced
 
     @logs_nothing
     def on_train_end(self) -> None:
@@ -157,7 +157,7 @@ class Profiler(AbstractCallback):
         return {name: value for name, value in self.__dict__.items() if name != "_running"}
 
 
-# Dense 16-bit FLOPs a second by NVIDIA's data sheets, without sparsity; a name holds one of these words.
+# Dense 16-bit FLOPs per second from NVIDIA's data sheets, without sparsity; a GPU's name has one of these words.
 _PEAKS = {
     "GB200": 2.5e15, "B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
     "GH200": 989e12, "A100": 312e12, "A30": 165e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L40": 181e12,
@@ -166,25 +166,25 @@ _PEAKS = {
 
 
 class ThroughputMonitor(AbstractCallback):
-    """Log samples a second, over all ranks, and what a step waits for; tokens, FLOPs and MFU where they are known.
+    """Log samples per second over all ranks and the wait for data; tokens, FLOPs and MFU if they are known.
 
-    Logged each ``every_n_steps`` steps and for each epoch, without waiting for the device within an epoch:
+    Logged every ``every_n_steps`` steps and for each epoch, without waiting for the device within an epoch:
 
-    * ``throughput/samples_per_s``, and ``throughput/units_per_s`` where ``units`` says what to count
-    * ``throughput/step_s``: seconds of a step; ``throughput/waiting``: share of it in which the loader was waited for
-    * ``throughput/flops_per_s`` and ``throughput/mfu``, FLOPs used of those that the devices could give
+    * ``throughput/samples_per_s``, and ``throughput/units_per_s`` if ``units`` is given
+    * ``throughput/step_s``: seconds per step; ``throughput/waiting``: share of it spent waiting for the loader
+    * ``throughput/flops_per_s`` and ``throughput/mfu``, the share of the devices' peak FLOPs that is used
 
     Parameters
     ----------
     every_n_steps : int
-        Steps over which a value is taken.
+        Number of steps that a value covers.
     units : callable, optional
-        ``units(batch_size) -> number``: units in a batch of so many samples, such as tokens of equally long texts.
+        ``units(batch_size) -> number``: units in a batch of that size, such as tokens of equally long texts.
     flops : bool
-        Count the first step's FLOPs, forward and backward, by ``torch.utils.flop_counter``, and take them for every
+        Count the first step's FLOPs, forward and backward, with ``torch.utils.flop_counter``, and use them for every
         step. Not with ``compile``.
     peak_flops : float, optional
-        FLOPs a second that one device could give. Default: NVIDIA's figure for 16-bit numbers, for GPUs that are known.
+        Peak FLOPs per second of one device. Default: NVIDIA's figure for 16-bit numbers, for known GPUs.
 
     Examples
     --------
@@ -214,7 +214,7 @@ class ThroughputMonitor(AbstractCallback):
         self.flops = flops
         self.peak_flops = peak_flops
         self.flops_per_step: float | None = None
-        """FLOPs of this rank's first step."""
+        """Return the FLOPs of this rank's first step."""
         self._counter: FlopCounterMode | None = None
         self._windows, self._last_step = 0, 0
         self._reset()
@@ -239,7 +239,7 @@ class ThroughputMonitor(AbstractCallback):
         self._reset()
 
     def on_batch_begin(self) -> None:
-        if not self._in_step:  # a step's batches are read together, before its first hook
+        if not self._in_step:  # all batches of a step are read before its first hook
             self._in_step = True
             self._waited += time.perf_counter() - self._ready
             if self.flops and self.flops_per_step is None:
@@ -252,7 +252,7 @@ class ThroughputMonitor(AbstractCallback):
 
     def on_batch_end(self) -> None:
         loop = self.train_loop_obj
-        if loop.global_step == self._last_step:  # a micro-batch, and more of the step are to come
+        if loop.global_step == self._last_step:  # more micro-batches of the step follow
             return
         self._last_step = loop.global_step
         self._in_step = False
@@ -260,7 +260,7 @@ class ThroughputMonitor(AbstractCallback):
         if self._counter is not None:
             self.flops_per_step = float(self._counter.get_total_flops())
             self._stop_counting()
-            self._reset()  # counting has taken its time
+            self._reset()  # counting FLOPs has distorted the timing
         elif self._steps == self.every_n_steps:
             self._log()
             self._windows += 1
@@ -289,8 +289,8 @@ class ThroughputMonitor(AbstractCallback):
             if self.peak_flops is not None:
                 values["mfu"] = speed / self.peak_flops
         for name, value in values.items():
-            # Averaged over the epoch's windows and over ranks with equal weights; for a sum over ranks, multiplied by
-            # their number.
+            # The mean over the epoch's windows and over ranks, with equal weights; multiplied by the number of ranks
+            # for a sum over ranks.
             self.log(f"throughput/{name}", value, batch_size=1)
 
     def on_exception(self, exception: BaseException) -> None:

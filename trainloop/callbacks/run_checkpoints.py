@@ -1,4 +1,4 @@
-"""The checkpoints of one run in a folder: how they are named, which ones stay, and which is the best."""
+"""Checkpoints of one run in a folder: their names, the ones to keep, and the best one."""
 
 from __future__ import annotations
 
@@ -16,72 +16,72 @@ __all__ = ["RunCheckpoints", "weights_name"]
 
 
 class RunCheckpoints:
-    """The checkpoints that one run writes. Files of other runs in the same folder are never replaced or deleted.
+    """Checkpoints that one run writes. Files of other runs in the same folder are never replaced or deleted.
 
     Parameters
     ----------
     folder : Folder
     metric : Monitor, optional
-        Tells which one is better.
+        Metric by which checkpoints are ranked.
     with_weights : bool
-        Whether the run writes :func:`weights_name` beside each.
+        True if the run writes :func:`weights_name` beside each.
     """
 
     def __init__(self, folder: Folder, metric: Monitor | None, *, with_weights: bool) -> None:
         self.folder, self._metric, self._with_weights = folder, metric, with_weights
         self.run = f"{time.time_ns():x}-{uuid4().hex[:8]}"
-        """The writer of a file; a resumed run keeps the name."""
-        self._files: list[Checkpoint] | None = None  # oldest first; None: not looked up yet
+        """Name of the run that writes a file; a resumed run keeps it."""
+        self._files: list[Checkpoint] | None = None  # oldest first; None before the folder is read
         self._stamp = 0
         self._same_metric = True
 
     @property
     def newest(self) -> str | None:
-        """Path of the newest one."""
+        """Path of the newest checkpoint."""
         files = self._own()
         return files[-1].path if files else None
 
     @property
     def newest_known(self) -> str | None:
-        """The same without a look into the folder, which may not answer."""
+        """Path of the newest checkpoint, without reading the folder, which may not respond."""
         return self._files[-1].path if self._files else None
 
     @property
     def best(self) -> tuple[str | None, float | None]:
-        """Path and value of the one with the best value of the metric."""
+        """Path and value of the checkpoint with the best value of the metric."""
         ranked = _best_first(self._own(), self._metric)
         return (ranked[0].path, ranked[0].info.value) if ranked and ranked[0].info else (None, None)
 
     def on_disk(self, runs: Collection[str] = ()) -> list[Checkpoint]:
-        """Return the whole ones of this run and of others, in the order of writing; reads the folder again."""
+        """Read the folder again; return complete checkpoints of this and other runs, in the order of writing."""
         return self._found(self.run, *runs)
 
     def remove_unfinished(self) -> None:
-        """At the first checkpoint, what a kill left of this run: nothing else is being written now."""
+        """Remove, at the first checkpoint, unfinished files of this run; nothing else is being written now."""
         if self._files is None:
             self.folder.remove_unfinished(self.run)
 
     def write_as(
         self, info: CheckpointInfo, put: Callable[[str, CheckpointInfo], None], *, keep: int | None, in_folder: bool
     ) -> None:
-        """Find a name for what ``put`` writes, and delete what is not kept any more.
+        """Write a checkpoint with ``put`` under a new name, and delete those that are no longer kept.
 
         Parameters
         ----------
         info : CheckpointInfo
-            Without its stamp.
+            Info without its stamp.
         put : callable
-            Takes the name and the whole info.
+            Function that writes; takes the name and the complete info.
         keep : int or None
-            How many stay, this one among them; None: all.
+            Number of checkpoints to keep, including this one; None for all.
         in_folder : bool
-            The checkpoint is a folder of shards rather than a file.
+            True if the checkpoint is a folder of shards rather than a file.
         """
         files = self._own()
-        # Clocks go backwards, and may be too coarse to tell two checkpoints apart.
+        # Clocks can go backwards, and may be too coarse to distinguish two checkpoints.
         self._stamp = max(time.time_ns(), self._stamp + 1)
         info = replace(info, stamp=self._stamp)
-        # The end's checkpoint replaces the last epoch's, unless that was judged: weights may have changed since.
+        # The final checkpoint replaces the last epoch's, unless that was ranked: weights may have changed since.
         is_end = info.reason == "end"
         replaceable = [file.name for file in files if not is_end or file.info is None or file.info.value is None]
         name = self._free_name(info, replaceable, in_folder=in_folder)
@@ -96,10 +96,10 @@ class RunCheckpoints:
         self._files = kept
 
     def take_over(self, run: str, step: int | None, *, same_metric: bool) -> None:
-        """Continue as ``run`` and own its files, if resumed from its newest checkpoint here; else begin a branch.
+        """Continue as ``run`` and own its files, if resumed from its newest checkpoint here; else start a branch.
 
-        ``step``: the step of the checkpoint; ``None`` to continue in any case.
-        ``same_metric``: the values of its files are those of this metric.
+        ``step`` is the step of the checkpoint; ``None`` to continue in any case. ``same_metric`` is True if the values
+        of its files are of this metric.
         """
         found = self._found(run) if step is not None else []
         if step is None or (found and found[-1].info is not None and found[-1].info.step == step):
@@ -109,7 +109,7 @@ class RunCheckpoints:
     def _own(self) -> list[Checkpoint]:
         if self._files is None:
             found = checkpoint.checkpoints(self.folder)
-            # Above other runs' too: the newest of a folder is the one with the highest stamp.
+            # Higher than those of other runs: the newest in a folder is the one with the highest stamp.
             self._stamp = max([self._stamp, *(file.info.stamp for file in found if file.info is not None)])
             self._files = _of_runs([self.run], found)
             if not self._same_metric:
@@ -122,7 +122,7 @@ class RunCheckpoints:
         return _of_runs(runs, checkpoint.checkpoints(self.folder))
 
     def _free_name(self, info: CheckpointInfo, own: Sequence[str], *, in_folder: bool) -> str:
-        """A free name, or that of this run's own file of a repeated step."""
+        """Return an unused name, or that of this run's own file if the step is repeated."""
         taken = {*self.folder.names(), *self.folder.folders()}.difference(own)
         name_of = partial(checkpoint.checkpoint_name, info, sharded=in_folder)
         version = 1
@@ -140,7 +140,7 @@ class RunCheckpoints:
 
 
 def weights_name(name: str) -> str:
-    """Name of the weights beside a checkpoint, in the safetensors format."""
+    """Return the name of the weights file beside a checkpoint, in the safetensors format."""
     return name.removesuffix(".pt") + ".safetensors"
 
 
@@ -149,7 +149,7 @@ def _of_runs(runs: Collection[str], files: Sequence[Checkpoint]) -> list[Checkpo
 
 
 def _best_first(files: Sequence[Checkpoint], metric: Monitor | None) -> list[Checkpoint]:
-    """The judged checkpoints, best first, the older of equal ones first. NaN is no value."""
+    """Return the checkpoints with a metric, best first, the older of equal ones first. NaN is not a value."""
     if metric is None:
         return []
     judged = [(file.info.value, file) for file in files if file.info is not None and file.info.value is not None]
@@ -159,9 +159,9 @@ def _best_first(files: Sequence[Checkpoint], metric: Monitor | None) -> list[Che
 
 
 def _kept(files: Sequence[Checkpoint], keep: int | None, metric: Monitor | None) -> list[Checkpoint]:
-    """Those of ``files`` (oldest first) that stay, oldest first.
+    """Return the checkpoints of ``files`` (oldest first) to keep, oldest first.
 
-    The newest always does: it is what a killed run goes on from. Places that no judged one takes go to the newest.
+    The newest is always kept, for a killed run. Slots not filled by checkpoints with a metric go to the newest ones.
     """
     if keep is None:
         return list(files)

@@ -20,35 +20,35 @@ _Norm = nn.modules.batchnorm._BatchNorm
 
 
 class StochasticWeightAveraging(WeightAverage):
-    """Average the weights that epochs end with, over the last part of a training, at a constant learning rate.
+    """Average the weights at the end of epochs, over the last part of a training, at a constant learning rate.
 
-    From epoch ``start`` on, the learning rate goes within ``anneal_epochs`` to ``swa_lr`` and stays there, as by
-    torch's ``SWALR``, and each epoch's weights go into an equal average. The trained model ends with the average, whose
-    BatchNorm statistics are computed anew by a pass over the training set, as by torch's ``update_bn`` (but with
-    dropout off).
+    From epoch ``start`` on, the learning rate changes within ``anneal_epochs`` to ``swa_lr`` and stays there, as with
+    torch's ``SWALR``, and the weights of these epochs are averaged. The trained model ends with the average; a pass
+    over the training set recomputes BatchNorm statistics, as torch's ``update_bn`` does (but with dropout off).
 
     Parameters
     ----------
     swa_lr : float, optional
         Learning rate, the same for all parameter groups. ``None`` leaves it to the optimizer and its schedulers; with a
-        number there should be no other scheduler from ``start`` on.
+        number, use no other scheduler from ``start`` on.
     start : int or float
-        Epochs before the average begins, or as a float in (0, 1) their share of ``num_epochs``.
+        Epochs before averaging starts, or as a float in (0, 1) their share of ``num_epochs``.
     anneal_epochs : int
-        Epochs in which the learning rate gets there.
+        Epochs in which the learning rate changes to ``swa_lr``.
+    anneal_strategy : {'cos', 'linear'}
     anneal_strategy : {'cos', 'linear'}
     update_batchnorm : bool
-        Pass over the training set at the end, where the model has BatchNorm; else their statistics are those of the
-        weights that were trained last.
+        Recompute BatchNorm statistics by a pass over the training set at the end; otherwise they are those of the
+        last trained weights.
     apply_on_train_end : bool
-        Leave the average in the model when training ends. A second ``fit`` goes on from the weights that were trained,
-        and with the average.
+        Leave the average in the model when training ends. A second ``fit`` continues from the trained weights, and
+        continues the average.
 
     Raises
     ------
     ConfigurationError
         For arguments out of range; at ``fit`` for a share of ``num_iterations``, and for ``update_batchnorm`` with a
-        loop whose BatchNorm is over all ranks at once (``sync_batchnorm``).
+        loop whose BatchNorm is over all ranks (``sync_batchnorm``).
 
     Examples
     --------
@@ -80,15 +80,15 @@ class StochasticWeightAveraging(WeightAverage):
         self.anneal_strategy = anneal_strategy
         self.update_batchnorm = update_batchnorm
         self.first_rates: list[float] = []
-        """Learning rates when the average began."""
+        """Learning rates when averaging started."""
         self._pass: _StatisticsPass | None = None
 
     def on_train_loop_registration(self) -> None:
         loop = self.train_loop_obj
         if isinstance(self.start, float) and not loop.num_epochs:
             raise ConfigurationError(
-                f"StochasticWeightAveraging(start={self.start}): a share of the epochs, but fit was given "
-                "num_iterations. Give start as a number of epochs."
+                f"StochasticWeightAveraging(start={self.start}) is a share of the epochs, but fit was given "
+                "num_iterations. Pass start as a number of epochs."
             )
         if self.update_batchnorm and loop.sync_batchnorm and any(isinstance(m, _Norm) for m in loop.model.modules()):
             raise ConfigurationError(
@@ -98,7 +98,7 @@ class StochasticWeightAveraging(WeightAverage):
 
     @property
     def start_epoch(self) -> int:
-        """The epoch, counted from 0, at whose beginning the learning rate begins to change."""
+        """Return the epoch, counted from 0, at whose start the learning rate begins to change."""
         if isinstance(self.start, int):
             return self.start
         return int(self.start * self.train_loop_obj.num_epochs)
@@ -135,7 +135,7 @@ class StochasticWeightAveraging(WeightAverage):
 
     @logs_nothing
     def on_train_end(self) -> None:
-        if not self.updates:  # it ended before the average began
+        if not self.updates:  # training ended before averaging started
             self._pairs = ([], [])
             return
         super().on_train_end()
@@ -144,7 +144,7 @@ class StochasticWeightAveraging(WeightAverage):
         if not (norms and self.apply_on_train_end and self.update_batchnorm):
             return
         self._pass = _StatisticsPass(norms)
-        loop.evaluate_model_loss(loop.train_loader)  # with the two hooks below; nothing of it is recorded
+        loop.evaluate_model_loss(loop.train_loader)  # calls the two hooks below; its result is not recorded
         self._pass.take_over()
         self._pass = None
 
@@ -167,7 +167,7 @@ class StochasticWeightAveraging(WeightAverage):
 
 
 class _StatisticsPass:
-    """Compute running statistics anew from each rank's batches in one pass over a dataset."""
+    """Recompute running statistics from each rank's batches in one pass over a dataset."""
 
     def __init__(self, norms: list[Any]) -> None:
         self.norms = norms
@@ -178,11 +178,11 @@ class _StatisticsPass:
     def begin(self) -> None:
         for norm in self.norms:
             norm.reset_running_stats()
-            norm.momentum = None  # None is torch's word for an equal mean over batches
+            norm.momentum = None  # in torch, None means an equal mean over batches
             norm.training = True  # the rest of the model is in evaluation mode, with its dropout off
 
     def end(self) -> None:
-        # Now, as the ranks' own buffers come back after the pass.
+        # Now, since the ranks' own buffers are restored after the pass.
         self.batches = int(self.norms[0].num_batches_tracked)
         for norm, (momentum, training) in zip(self.norms, self.before, strict=True):
             self.sums.append([norm.running_mean * self.batches, norm.running_var * self.batches])

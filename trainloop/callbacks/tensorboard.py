@@ -31,51 +31,51 @@ __all__ = [
 
 
 class TensorBoard(AbstractCallback):
-    """Write the run for TensorBoard: what is logged, each value once, by rank 0, over the global step.
+    """Write logged values for TensorBoard, each once, on rank 0, over the global step.
 
-    A metric's step values are under its name; its epoch values too, or under ``epoch/<name>`` where step values have
-    the name. Learning rates are under ``lr`` (see :class:`~trainloop.callbacks.train_schedule.LearningRateMonitor`).
+    A metric's step values have its name; its epoch values too, or ``epoch/<name>`` if it also has step values.
+    Learning rates are under ``lr`` (see :class:`~trainloop.callbacks.train_schedule.LearningRateMonitor`).
 
     The page *Custom scalars* has a chart for each quantity, with its training, validation and test values together; the
-    page *Text* says what the run is; *HParams* compares runs by their settings.
+    page *Text* describes the run; *HParams* compares runs by their settings.
 
     Parameters
     ----------
     log_dir : str or path, optional
         Folder to write to. Default: a new one, ``runs/<date and time>_<class of the model>``.
     log_every_n_steps : int, optional
-        Write the values of every n-th step. ``None``: no step values, epochs only.
+        Write the values of every n-th step. ``None`` for only epoch values.
     learning_rate : bool
         Write learning rates with the step values.
     histograms_every_n_epochs : int, optional
-        Histograms of all parameters, every n epochs. Default: none.
+        Epochs between two histograms of all parameters. Default: no histograms.
     hyperparameters : mapping, optional
-        Shown in TensorBoard's table of runs, beside the epoch values and what the loop itself knows (mode, effective
-        batch, optimizer, learning rates, ...). Numbers, texts and booleans stay what they are, anything else is written
-        as text. Default: those of a tracking loop, if it is one.
+        Shown in TensorBoard's table of runs, beside the epoch values and the loop's own settings (mode, effective
+        batch, optimizer, learning rates, ...). Numbers, strings and booleans keep their type, other values are written
+        as text. Default: those of a tracking loop.
     graph_input : Tensor or tuple, optional
-        Inputs of ``model.forward`` with which to draw the model's graph. Default: none.
+        Inputs of ``model.forward`` to draw the model's graph. Default: no graph.
 
     Attributes
     ----------
     log_dir : str or None
-        The folder, from ``fit`` on.
+        Folder that is written to; None before ``fit`` if it was not given.
 
     Raises
     ------
     ConfigurationError
-        If a number is below 1; at ``fit`` if the folder can't be written to.
+        If a number is below 1; at ``fit`` if the folder is not writable.
 
     Warns
     -----
     RuntimeWarning
-        If writing fails later (a full disk): training goes on without it.
+        If writing fails later (a full disk); training continues without it.
 
     Notes
     -----
-    A second ``fit`` and a resumed run go on in the same folder, in a new file. What an earlier run wrote at steps that
-    are done again is superseded: TensorBoard shows each step once. Values reach the disk when logs are flushed, about
-    every hundred steps, and then survive whatever happens; ten scalars a step cost about 40 microseconds a step.
+    A second ``fit`` and a resumed run continue in the same folder, in a new file. Values of repeated steps supersede
+    those of an earlier run: TensorBoard shows each step once. Values are written to the disk when logs are flushed,
+    about every hundred steps; ten scalars per step cost about 40 microseconds per step.
 
     Examples
     --------
@@ -99,7 +99,7 @@ class TensorBoard(AbstractCallback):
         hyperparameters: Mapping[str, Any] | None = None,
         graph_input: Any = None,
     ) -> None:
-        # After the callbacks that log at an epoch's end, before those that write checkpoints; rank 0 alone has the
+        # After the callbacks that log at an epoch's end, before those that write checkpoints; only rank 0 has the
         # file.
         super().__init__("TensorBoard", execution_order=997, device_idx_execution=0)
         for name, number in (
@@ -114,10 +114,10 @@ class TensorBoard(AbstractCallback):
         self.histograms_every_n_epochs = histograms_every_n_epochs
         self.hyperparameters = None if hyperparameters is None else dict(hyperparameters)
         self.graph_input = graph_input
-        self.metric_names: list[str] | None = None  # epoch values to write; None: all
-        self._chosen = log_dir is None  # the folder is ours to choose
+        self.metric_names: list[str] | None = None  # epoch values to write; None for all
+        self._chosen = log_dir is None  # this callback chooses the folder
         self._file: EventFile | None = None
-        self._last_step: int | None = None  # newest step in the folder; None where others may have written there
+        self._last_step: int | None = None  # newest step in the folder; None if other writers may have written there
         self._epoch_values = EpochValues()
         self._step_names: set[str] = set()
         self._first_step: int | None = None  # first step of this run
@@ -126,7 +126,7 @@ class TensorBoard(AbstractCallback):
         self._once_written = False
         self._settings: dict[str, Any] = {}
         self._charted: set[str] = set()  # quantities that have a chart
-        self._newest: tuple[int, dict[str, float]] = (0, {})  # step and all scalars that were written there last
+        self._newest: tuple[int, dict[str, float]] = (0, {})  # step and all scalars that were written last
 
     # -- where to ----------------------------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class TensorBoard(AbstractCallback):
         if self.histograms_every_n_epochs is not None and loop.gpu_mode == "fsdp":
             raise ConfigurationError(
                 f"TensorBoard(histograms_every_n_epochs={self.histograms_every_n_epochs}) with gpu_mode='fsdp': "
-                "rank 0, which writes, holds a part of each parameter only. Leave it out, or use GradientStats."
+                "rank 0, which writes, has only a part of each parameter. Leave it out, or use GradientStats."
             )
         if self._chosen and (self.log_dir is None or loop.global_step == 0):
             self.log_dir = _new_folder(type(loop.model).__name__)
@@ -157,20 +157,20 @@ class TensorBoard(AbstractCallback):
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """A write that fails must not end a training. It may have left half a record, so it is the last."""
+        """Stop writing after a failed write, which may have left half a record; training continues."""
         try:
             yield
         except OSError as error:
             self._failed = True
             warn(
-                f"TensorBoard: writing to {self.log_dir} failed ({error}). Training goes on, nothing more is written "
-                "there. Make room, or choose another log_dir, for the next run.",
+                f"TensorBoard: writing to {self.log_dir} failed ({error}). Training continues, but nothing more is "
+                "written there. Before the next run, free space, or choose another log_dir.",
                 RuntimeWarning,
             )
 
     @property
     def _events(self) -> EventFile:
-        """The file, made at the first write: by then it is known what was resumed."""
+        """The file, created at the first write, when it is known if a run was resumed."""
         if self._file is None:
             assert self.log_dir is not None, "on_train_loop_registration comes first"
             self._file = EventFile(self.log_dir)
@@ -178,17 +178,17 @@ class TensorBoard(AbstractCallback):
             if self._file.continues and (self._last_step is None or first <= self._last_step):
                 from tensorboard.compat.proto.event_pb2 import SessionLog
 
-                # As SummaryWriter(purge_step=first): readers forget what earlier files hold at this step and after it.
+                # Like SummaryWriter(purge_step=first): readers discard earlier files' values from this step on.
                 self._file.write(step=first, session_log=SessionLog(status=SessionLog.START))
-                if self._newest[0] == first:  # written before the checkpoint that was resumed
+                if self._newest[0] == first:  # written before the resumed checkpoint
                     self._file.write_scalars([self._newest])
         return self._file
 
     # -- what --------------------------------------------------------------------------------------------------------
 
     def on_batch_begin(self) -> None:
-        # Before the optimizer steps, and so before a scheduler does: the rate the step is made with. Not in a hook
-        # beside the gradients: with one of those compile='step' compiles nothing.
+        # Before the optimizer and the schedulers step: the rate that the step uses. Not in a hook for gradients: with
+        # such a hook compile='step' compiles nothing.
         step = self.train_loop_obj.global_step + 1
         if self._first_step is None:
             self._first_step = step
@@ -212,7 +212,7 @@ class TensorBoard(AbstractCallback):
         if self._rates:
             rates, self._rates = self._rates, {}
             chosen = [
-                # LearningRateMonitor logs the same names: with it they are there already.
+                # LearningRateMonitor logs the same names: with it they have already been written.
                 (step, {**{name: float(rate) for name, rate in rates.get(step, {}).items()}, **scalars})
                 for step, scalars in chosen
             ]
@@ -265,13 +265,13 @@ class TensorBoard(AbstractCallback):
         loop = self.train_loop_obj
         for name, parameter in loop.model.named_parameters():
             values = parameter.detach().float().cpu()
-            values = values[values.isfinite()]  # numpy's histogram refuses others
+            values = values[values.isfinite()]  # numpy's histogram needs finite values
             if values.numel():
                 summary = histogram(f"parameters/{name}", values.numpy(), bins=64)
                 self._events.write(step=loop.global_step, summary=summary)
 
     def _write_layout(self) -> None:
-        """Anew where a quantity has come: TensorBoard takes the last one."""
+        """Write the layout again if there is a new quantity; TensorBoard uses the last one."""
         names = [*self.train_loop_obj.history, *sorted(self._step_names)]
         if self.learning_rate and self.log_every_n_steps is not None:
             names += [name for name, _ in groups_with_rates(self.train_loop_obj.optimizer)]
@@ -293,7 +293,7 @@ class TensorBoard(AbstractCallback):
             self._events.write(summary=summary)
 
     def write_figure(self, tag: str, figure: Any) -> None:
-        """Write a ``matplotlib.figure.Figure`` as an image at this step; on ranks without a file it does nothing."""
+        """Write a ``matplotlib.figure.Figure`` as an image at this step; do nothing on ranks without a file."""
         if not self._writes:
             return
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -305,19 +305,19 @@ class TensorBoard(AbstractCallback):
         self.write_summary(Summary(value=[Summary.Value(tag=tag, image=image)]))
 
     def write_images(self, tag: str, images: Tensor) -> None:
-        """Write a batch of images as one at this step; on ranks without a file it does nothing.
+        """Write a batch of images as one image at this step; do nothing on ranks without a file.
 
         Parameters
         ----------
         tag : str
         images : Tensor, shape (n, channels, height, width)
-            One channel or three; floats from 0 to 1, or bytes. On any device.
+            Images with one or three channels; floats from 0 to 1, or bytes. On any device.
         """
         shape = tuple(images.shape)
         if len(shape) != 4 or shape[1] not in (1, 3) or not images.numel():
             raise ConfigurationError(
                 f"TensorBoard.write_images({tag!r}): images of shape {shape}: must be (n, 1 or 3 channels, height, "
-                "width). One image: images[None]; without channels: images[:, None]."
+                "width). For a single image pass images[None]; without channels pass images[:, None]."
             )
         if not self._writes:
             return
@@ -332,7 +332,7 @@ class TensorBoard(AbstractCallback):
         self.write_summary(summary)
 
     def write_summary(self, summary: Any) -> None:
-        """Write what ``torch.utils.tensorboard.summary`` makes (text, audio, a histogram, ...), as the two above."""
+        """Write a result of ``torch.utils.tensorboard.summary`` (text, audio, ...); do nothing without a file."""
         if self._writes:
             with self._writing():
                 self._events.write(step=self.train_loop_obj.global_step, summary=summary)
@@ -350,12 +350,12 @@ class TensorBoard(AbstractCallback):
         inputs = self.graph_input if isinstance(self.graph_input, tuple) else (self.graph_input,)
         inputs = tuple(x.to(model.device) if isinstance(x, Tensor) else x for x in inputs)
         modes = [(module, module.training) for module in model.modules()]
-        # Drawing the graph runs the model once, which must not be seen in the training: not in the random numbers,
-        # not in running statistics, not in the logs.
+        # Drawing the graph runs the model once, which must not affect the training: random numbers, running
+        # statistics and logs stay unchanged.
         sink = model.__dict__.pop("_log_sink", None)
         cuda = [model.device] if model.device.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # tracing warns about what it can't follow; a drawing may leave it out
+            warnings.simplefilter("ignore")  # tracing warns about code it can't follow; a drawing may omit that
             try:
                 model.eval()
                 graph_def, _ = graph(model, inputs)
@@ -372,7 +372,7 @@ class TensorBoard(AbstractCallback):
     def on_train_end(self) -> None:
         if not self._failed:
             with self._writing():
-                self._write_epoch_values()  # what was evaluated at the end
+                self._write_epoch_values()  # values of the evaluation at the end
         self._close()
 
     def on_exception(self, exception: BaseException) -> None:
@@ -380,14 +380,14 @@ class TensorBoard(AbstractCallback):
 
     def _close(self) -> None:
         if self._file is not None:
-            # What was written is flushed, and what a full disk refused is given up.
+            # Written values are flushed, and values that a full disk refused are given up.
             with suppress(OSError) if self._failed else self._writing():
                 self._file.close()
             self._file = None
         self._rates = {}
 
     def on_restart(self, failure: Any) -> None:
-        """Supersede what the process that failed has written after this step, also without a checkpoint."""
+        """Supersede values that the failed process has written after this step, even without a checkpoint."""
         self._last_step = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -415,28 +415,28 @@ class TensorBoard(AbstractCallback):
 
 
 SUFFIX = ".trainloop"
-"""Ends the name of each file written here, so that a later run knows them from other writers' files."""
+"""Suffix of files written here, so that a later run can distinguish them from other writers' files."""
 
 
 class EventFile:
     """One event file: tensorboard's records in a file that is named and flushed here.
 
-    Not tensorboard's ``EventFileWriter``: that one opens the file again for each record, writes in a thread, which
-    prints a traceback where a disk is full, and names files of one second in an order that need not be theirs.
+    It replaces tensorboard's ``EventFileWriter``, which opens the file again for each record, writes in a thread that
+    prints a traceback if the disk is full, and may name files of the same second in the wrong order.
 
     Parameters
     ----------
     log_dir : str
-        Folder that TensorBoard is started with; made if it is missing. What isn't local, such as ``s3://...``, goes
-        through tensorboard's own file system layer.
+        Folder that TensorBoard is started with; created if it is missing. A remote one, such as ``s3://...``, uses
+        tensorboard's own file system layer.
 
     Attributes
     ----------
     path : str
-        The file. Names sort in the order in which files of a folder were begun, also within one second:
-        TensorBoard reads a folder's files in that order.
+        Path of the file. Names sort in the order in which a folder's files were created, even within one second:
+        TensorBoard reads them in that order.
     continues : bool
-        The folder held files of an earlier writer of this kind.
+        True if the folder has files of an earlier writer of this kind.
     """
 
     def __init__(self, log_dir: str) -> None:
@@ -463,7 +463,7 @@ class EventFile:
         self.write(file_version="brain.Event:2")
 
     def write(self, **fields: Any) -> None:
-        """Write an ``Event`` with these fields: a step and a summary, say."""
+        """Write an ``Event`` with these fields, such as a step and a summary."""
         from tensorboard.compat.proto.event_pb2 import Event
 
         self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
@@ -472,7 +472,7 @@ class EventFile:
     def write_scalars(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
         """Write one event for each row, a step and its scalars, and flush.
 
-        The times of the steps are unknown; wall times are spread evenly since the call before.
+        The times of the steps are unknown; wall times are spread evenly since the previous call.
         """
         from tensorboard.compat.proto.event_pb2 import Event
 
@@ -486,15 +486,15 @@ class EventFile:
         self._records.flush()
 
     def close(self) -> None:
-        """Close the file; closing twice is fine."""
+        """Close the file; may be called twice."""
         self._file.close()
 
 
-_files = itertools.count()  # of this process, so that no two have the same name
+_files = itertools.count()  # counted per process, so that no two have the same name
 
 
 def _check_writable(folder: str) -> None:
-    """Refuse a folder that can't be made or written to, without making it yet."""
+    """Raise an error for a folder that can't be created or written to, without creating it yet."""
     if "://" in folder:
         return
     why = why_not_writable(os.path.abspath(folder))

@@ -3,9 +3,9 @@
 ::
 
     <local_model_result_folder_path>/<project_name>/<experiment_name>_<time stamp>/
-        hyperparams.json        as given, in JSON
-        train.py                the script that made the loop, as it was then
-        source_code.zip         source_dirs, where there are any
+        hyperparams.json        the hyperparameters in JSON
+        train.py                a copy of the script that made the loop
+        source_code.zip         source_dirs, if given
         checkpoints/            ExperimentCheckpoint
         model.pt                ExperimentEndSave: the last state, a checkpoint like any other
         results/report.txt      and report.json: results, hyperparameters, history
@@ -43,30 +43,30 @@ _STAMP = "%Y-%m-%d_%H-%M-%S"
 
 
 class Experiment:
-    """One experiment of a project: its folder, its hyperparameters and the source it was started from.
+    """One experiment of a project: its folder, its hyperparameters and its source code.
 
     Parameters
     ----------
     project_name, experiment_name : str
         Names of folders.
     local_model_result_folder_path : str or path
-        Where projects are: a folder, or an fsspec URL such as ``s3://bucket/results`` (extra ``cloud``).
+        Folder of all projects, or an fsspec URL such as ``s3://bucket/results`` (extra ``cloud``).
     hyperparams : dict, optional
-        Anything; values that JSON can't hold are written as text. ``hyperparams['experiment_file_path']`` names the
-        script, where it is not the file that made the loop.
+        Any values; those that JSON can't represent are written as text. ``hyperparams['experiment_file_path']`` names
+        the script, if it is not the file that made the loop.
     source_dirs : sequence of str or path
-        Folders of source that is kept too, as a zip.
+        Folders of source code to copy too, as a zip file.
 
     Attributes
     ----------
     timestamp : str
-        When it began, ``2026-01-31_23-59-59``; that of the earlier run where one is resumed.
+        Time of its start, ``2026-01-31_23-59-59``; if a run is resumed, that of the earlier run.
     folder : trainloop.checkpoint.Folder
 
     Raises
     ------
     ConfigurationError
-        If a name can't be that of a folder, ``hyperparams`` is no dict, or a source folder does not exist.
+        If a name is not valid for a folder, ``hyperparams`` is not a dict, or a source folder does not exist.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Experiment:
         self.source_dirs = [Path(path).expanduser().absolute() for path in source_dirs]
         for path in self.source_dirs:
             if not path.is_dir():
-                raise ConfigurationError(f"source_dirs: {path} is no folder. Name folders that exist.")
+                raise ConfigurationError(f"source_dirs: {path} is not a folder. Pass existing folders.")
         self._project = checkpoint.folder(local_model_result_folder_path) / project_name
         self._script = _read_script(self.hyperparams.get("experiment_file_path"))
         self.timestamp = self._new_timestamp()
@@ -101,11 +101,11 @@ class Experiment:
         return self._project / f"{self.experiment_name}_{self.timestamp}"
 
     def check_writable(self) -> None:
-        """Raise ConfigurationError where no file can be made in the folder."""
+        """Raise ConfigurationError if no file can be created in the folder."""
         self.folder.check_writable()
 
     def earlier_timestamps(self) -> list[str]:
-        """Time stamps of this experiment's earlier runs, newest first."""
+        """Return the time stamps of this experiment's earlier runs, newest first."""
         prefix = f"{self.experiment_name}_"
         stamps = [name[len(prefix) :] for name in self._project.folders() if name.startswith(prefix)]
         return [stamp for stamp in reversed(stamps) if _is_timestamp(stamp)]
@@ -113,7 +113,7 @@ class Experiment:
     def _new_timestamp(self) -> str:
         stamp = time.strftime(_STAMP)
         taken = set(self.earlier_timestamps())
-        if stamp in taken:  # a second run in this second
+        if stamp in taken:  # a second run in the same second
             stamp = next(s for i in range(2, 10**6) if (s := f"{stamp}-{i}") not in taken)
         return stamp
 
@@ -157,7 +157,7 @@ class ExperimentRecord(AbstractCallback):
         self.experiment.check_writable()
 
     def on_train_begin(self) -> None:
-        # Each rank of a launcher has begun in a second of its own.
+        # Ranks of a launcher may have started in different seconds.
         self.experiment.timestamp = distributed.broadcast_object(self.experiment.timestamp)
         if self.train_loop_obj.is_global_zero:
             self.experiment.record()
@@ -166,20 +166,20 @@ class ExperimentRecord(AbstractCallback):
 class ExperimentCheckpoint(ModelCheckpoint):
     """Checkpoints in the experiment's folder.
 
-    ``fit(resume_from='last')`` goes on in the folder of the newest earlier run of the experiment that has a checkpoint.
+    ``fit(resume_from='last')`` continues in the folder of the experiment's newest earlier run that has a checkpoint.
 
     Parameters
     ----------
     experiment : Experiment
     rm_subopt_local_models : bool or str
-        Whether to keep only the best: ``True`` by ``loss``, a metric's name by that one (whether lower or higher is
-        better must show in it). Default: all stay.
+        Keep only the best: ``True`` by ``loss``, a metric's name by that metric (the name must show if lower or higher
+        is better). Default: keep all.
     num_best_checkpoints_kept : int
-        How many then.
+        Number of best checkpoints to keep.
     iteration_save_freq : int
-        Write every so many optimizer steps instead of after each epoch; 0 for after each epoch.
+        Optimizer steps between two checkpoints; 0 to write one after each epoch instead.
     **more
-        Other arguments of :class:`ModelCheckpoint`, which come first.
+        Other arguments of :class:`ModelCheckpoint`, which take precedence.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class ExperimentCheckpoint(ModelCheckpoint):
 
     @property
     def place(self) -> str:
-        """The time stamp of the experiment's run in whose folder the checkpoints are."""
+        """Time stamp of the experiment's run in whose folder the checkpoints are."""
         return self.experiment.timestamp
 
     @place.setter
@@ -228,7 +228,7 @@ class ExperimentCheckpoint(ModelCheckpoint):
 
 
 class ExperimentEndSave(AbstractCallback):
-    """At the end of training evaluate result packages, and save the model and a report.
+    """Evaluate result packages at the end of training, and save the model and a report.
 
     An error in evaluating or writing becomes a warning and an entry of the report, so that the trained model is not
     lost.
@@ -237,7 +237,7 @@ class ExperimentEndSave(AbstractCallback):
     ----------
     experiment : Experiment
     val_result_package, test_result_package
-        What :func:`trainloop.result_package.evaluate_result_package` takes, evaluated on that dataset's predictions.
+        Package for :func:`trainloop.result_package.evaluate_result_package`, evaluated on that dataset's predictions.
 
     Attributes
     ----------
@@ -247,11 +247,11 @@ class ExperimentEndSave(AbstractCallback):
     Raises
     ------
     ConfigurationError
-        At ``fit``, if there is a package for a dataset that the loop hasn't.
+        At ``fit``, if there is a package for a dataset that the loop does not have.
     """
 
     def __init__(self, experiment: Experiment, val_result_package: Any = None, test_result_package: Any = None) -> None:
-        # After ModelCheckpoint, which is then on the disk already.
+        # After ModelCheckpoint, whose file is then already on the disk.
         super().__init__("ExperimentEndSave", execution_order=1001)
         self.experiment = experiment
         self.val_result_package = val_result_package
@@ -296,7 +296,7 @@ class ExperimentEndSave(AbstractCallback):
                 problems += self._try(f"the {part} result package", score)
         try:
             self.results = distributed.broadcast_object(self.results)
-        except UnpicklableError as error:  # without a key only plain values are exchanged
+        except UnpicklableError as error:  # without a key, ranks exchange only plain values
             warn(f"only rank 0 has the results: {error}", RuntimeWarning)
         state = loop.checkpoint_state()
         if state is not None:
@@ -315,7 +315,7 @@ class ExperimentEndSave(AbstractCallback):
             work()
         except Exception as error:
             problem = f"{what} failed: {type(error).__name__}: {error}"
-            warn(f"{problem}. The trained model is not touched by it.", RuntimeWarning)
+            warn(f"{problem}. The trained model is not affected.", RuntimeWarning)
             return [problem]
         return []
 
@@ -352,7 +352,7 @@ class ExperimentEndSave(AbstractCallback):
 
 
 def _read_script(path: Any) -> tuple[str, str, bytes] | None:
-    """Name, path and content of the script: the named one, or the file that called into trainloop from outside."""
+    """Return name, path and content of the script: the named one, or the file that called into trainloop."""
     if path is None:
         frame = sys._getframe(1)
         while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] == "trainloop":
@@ -368,7 +368,7 @@ def _read_script(path: Any) -> tuple[str, str, bytes] | None:
 
 
 def _notebook_cells() -> str | None:
-    """The cells that were run so far, where this is a notebook."""
+    """Return the cells that have been run so far, in a notebook."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is None:
@@ -377,7 +377,7 @@ def _notebook_cells() -> str | None:
 
 
 def _zipped(folders: Sequence[Path]) -> bytes:
-    """Files of the folders, without compiled ones; the same bytes for the same content."""
+    """Return a zip of the folders' files, without compiled ones; the same bytes for the same content."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for folder in folders:
@@ -401,7 +401,7 @@ def _json(value: Any) -> str:
 
 
 def _jsonable(value: Any) -> Any:
-    """JSON's own types: arrays as lists, what has no form as text. NaN and infinity are no JSON, so text too."""
+    """Convert to JSON's types: arrays become lists; NaN, infinity and other objects become text."""
     if isinstance(value, Mapping):
         return {str(key): _jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -1,7 +1,7 @@
-"""Learning rate schedules: thin bridges from a loop to ``torch.optim.lr_scheduler``.
+"""Learning rate schedules: thin wrappers of ``torch.optim.lr_scheduler``.
 
-A scheduler steps once an optimizer step, or once an epoch, in every mode, however many ranks, replicas or
-micro-batches make up the step; and never for a step that AMP skipped.
+A scheduler steps once per optimizer step, or once per epoch, in every mode, for any number of ranks, replicas or
+micro-batches in a step; and never for a step that AMP skipped.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = [
 ]
 
 
-# Attributes that hold the number of steps after which a schedule of torch's has run down, or begins to rise again.
+# Attributes with the number of steps after which one of torch's schedules ends, or begins to rise again.
 _LENGTHS = {"OneCycleLR": "total_steps", "PolynomialLR": "total_iters"}
 
 
 class AbstractScheduler:
-    """Marks callbacks that hold a learning rate scheduler, in ``self.scheduler``, and keeps its state.
+    """Base of callbacks that have a learning rate scheduler in ``self.scheduler``; saves and loads its state.
 
     Examples
     --------
@@ -46,49 +46,49 @@ class AbstractScheduler:
     scheduler: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's own state."""
+        """Return the scheduler's own state."""
         return {} if self.scheduler is None else dict(self.scheduler.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take it back; the optimizer's learning rates are the optimizer's state, not this."""
+        """Load a result of :meth:`state_dict`; learning rates are part of the optimizer's state instead."""
         if self.scheduler is not None and state_dict:
             self.scheduler.load_state_dict(state_dict)
             _restore_counters(self.scheduler)
 
 
 class LRScheduler(AbstractScheduler, AbstractCallback):
-    """Any scheduler of ``torch.optim.lr_scheduler``, stepped once an optimizer step or once an epoch.
+    """Step any scheduler of ``torch.optim.lr_scheduler`` once per optimizer step or once per epoch.
 
     Parameters
     ----------
     scheduler : class, callable or scheduler
         A scheduler class, with its arguments in ``kwargs``; a function that takes the optimizer and returns a
-        scheduler; or a scheduler made over the loop's optimizer.
+        scheduler; or a scheduler of the loop's optimizer.
     interval : {'step', 'epoch'}, optional
-        When to step. Default: ``'epoch'``, as most examples of torch do. Step by step for ``OneCycleLR`` and warm-up.
+        When to step. Default: ``'epoch'``, as in most examples of torch. ``OneCycleLR`` and warm-up need ``'step'``.
     monitor : str, optional
-        Metric that ``ReduceLROnPlateau`` goes by. Default: ``'val_loss'``.
+        Metric for ``ReduceLROnPlateau``. Default: ``'val_loss'``.
     optimizer_idx : int or Optimizer, optional
-        Which optimizer of a :class:`trainloop.MultiOptimizer`; needed there unless ``scheduler`` is made already.
+        Optimizer of a :class:`trainloop.MultiOptimizer`; required there unless ``scheduler`` is a scheduler.
     frequency : int
-        Every so many steps or epochs.
+        Number of steps or epochs between two steps of the scheduler.
     **kwargs
         Arguments of the scheduler class.
 
     Attributes
     ----------
     scheduler : torch.optim.lr_scheduler.LRScheduler
-        The scheduler, from registration on.
+        The scheduler; available from registration on.
 
     Raises
     ------
     ConfigurationError
-        At construction: unknown ``interval``, ``frequency`` below 1, a plateau scheduler by steps. At ``fit``: no
-        optimizer, an index that does not exist or is missing, a scheduler made over another optimizer, no metric.
+        At construction: unknown ``interval``, ``frequency`` below 1, a plateau scheduler with steps. At ``fit``: no
+        optimizer, an index that does not exist or is missing, a scheduler of another optimizer, no metric.
 
     Notes
     -----
-    A second ``fit`` goes on with the schedule. State is part of checkpoints.
+    A second ``fit`` continues the schedule. Its state is part of checkpoints.
 
     Examples
     --------
@@ -108,7 +108,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         frequency: int = 1,
         **kwargs: Any,
     ) -> None:
-        # After what computes metrics at an epoch's end, before what writes checkpoints.
+        # After callbacks that compute metrics at an epoch's end, before those that write checkpoints.
         AbstractCallback.__init__(self, "LRScheduler", execution_order=90)
         if interval not in ("step", "epoch"):
             raise ConfigurationError(f"LRScheduler: interval={interval!r}: must be 'step' or 'epoch'.")
@@ -122,7 +122,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             )
         if made and kwargs:
             raise ConfigurationError(
-                f"LRScheduler: the scheduler is made already, {sorted(kwargs)} can't be given to it. "
+                f"LRScheduler: scheduler is not a class, so {sorted(kwargs)} can't be passed to it. "
                 f"Pass the class: LRScheduler({type(scheduler).__name__}, ...)."
             )
         self.scheduler = scheduler if made else None
@@ -146,19 +146,19 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         elif self.scheduler.optimizer is not optimizer:
             if self.factory is None:
                 raise ConfigurationError(
-                    f"LRScheduler: the {type(self.scheduler).__name__} was made over another optimizer than the "
-                    "loop's. Make it over that one, or pass its class and arguments."
+                    f"LRScheduler: the {type(self.scheduler).__name__} was made for another optimizer than the "
+                    "loop's. Make it for the loop's optimizer, or pass its class and arguments."
                 )
             self.scheduler = self.factory(optimizer, **self.factory_kwargs)  # registered with another loop
         if _is_plateau(self.scheduler):
             self._check_plateau()
-            # torch's scheduler judges by its own mode; Monitor's is not used.
+            # torch's scheduler uses its own mode; Monitor's is not used.
             self._metric = self._metric or Monitor(self.monitor or "val_loss", "min", owner="LRScheduler")
             self._metric.check(loop)
         self._check_length()
 
     def _planned_steps(self) -> int | None:
-        """The schedule's steps when the loop's ``fit`` has ended, those before it included; ``None`` if unknown."""
+        """Return the schedule's steps at the end of ``fit``, including earlier ones; ``None`` if unknown."""
         loop = self.train_loop_obj
         if not (loop.num_epochs or loop.num_iterations):  # registered outside of fit
             return None
@@ -166,29 +166,29 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         return None if of_fit is None else (self._count + of_fit) // self.frequency
 
     def _length(self) -> int | None:
-        """The steps that the schedule is made for; ``None`` if it is for any number."""
+        """Return the number of steps that the schedule is made for; ``None`` if it is for any number."""
         length = getattr(self.scheduler, _LENGTHS.get(type(self.scheduler).__name__, ""), None)
         return length if isinstance(length, int) else None
 
     def _check_length(self) -> None:
         length = self._length()
         planned = None if length is None or self.train_loop_obj.train_loader is None else self._planned_steps()
-        # One step more or less is how people count; checkpoints of a resumed run bring the schedule's own place.
+        # People may count one step more or less; in a resumed run, checkpoints restore the schedule's position.
         if length is None or planned is None or abs(length - planned) <= 1 or not self.train_loop_obj.is_global_zero:
             return
-        if length > planned and type(self.scheduler).__name__ in _LENGTHS:  # one may use a part of torch's on purpose
+        if length > planned and type(self.scheduler).__name__ in _LENGTHS:  # others may be longer on purpose
             return
         unit = "optimizer step" if self.interval == "step" else "epoch"
         warn(
             f"{type(self).__name__}: the schedule ends after {unit} {length * self.frequency}, the training after "
-            f"{unit} {planned * self.frequency}. Make both equal (tl.num_optimizer_steps(num_epochs=...) counts the "
-            "optimizer steps of a training); if further calls of fit continue the schedule, ignore this."
+            f"{unit} {planned * self.frequency}. Make both equal (tl.num_optimizer_steps(num_epochs=...) returns the "
+            "optimizer steps of a training). If further calls of fit will continue the schedule, ignore this."
         )
 
     def _check_plateau(self) -> None:
         if self.interval == "step":
             raise ConfigurationError(
-                "LRScheduler: ReduceLROnPlateau goes by a metric, and metrics are known once an epoch: "
+                "LRScheduler: ReduceLROnPlateau needs a metric, and metrics are known once per epoch: "
                 "interval must be 'epoch'."
             )
 
@@ -198,19 +198,19 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         if not optimizers:
             raise ConfigurationError("LRScheduler: the loop has no optimizer. Pass one to TrainLoop.")
         if isinstance(index, Optimizer) or (index is None and self.scheduler is not None and self.factory is None):
-            # The optimizer was passed itself, or the scheduler was made over it.
+            # The optimizer itself was passed, or the scheduler was made for it.
             given = index if isinstance(index, Optimizer) else self.scheduler.optimizer
             for optimizer in optimizers:
                 if optimizer is given:
                     return optimizer
             raise ConfigurationError(
-                f"LRScheduler: its {type(given).__name__} is none of the loop's optimizers. "
-                "Make it over the optimizer that is passed to TrainLoop, or pass its class and arguments."
+                f"LRScheduler: its {type(given).__name__} is not one of the loop's optimizers. "
+                "Make it for the optimizer that is passed to TrainLoop, or pass its class and arguments."
             )
         if index is None:
             if len(optimizers) > 1:
                 raise ConfigurationError(
-                    f"LRScheduler: the loop has {len(optimizers)} optimizers. Say which: optimizer_idx=0 to "
+                    f"LRScheduler: the loop has {len(optimizers)} optimizers. Choose one with optimizer_idx=0 to "
                     f"{len(optimizers) - 1}, and pass a scheduler for each that needs one."
                 )
             return optimizers[0]
@@ -224,7 +224,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         _mark_step(self.scheduler.optimizer)
 
     def on_after_optimizer_step(self) -> None:
-        # As in a loop by hand that follows torch's advice: the schedule counts steps that were taken.
+        # As in a hand-written loop that follows torch's advice: the schedule counts the steps taken.
         if self.interval == "step" and not self.train_loop_obj.step_skipped:
             self._step()
 
@@ -259,16 +259,16 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
 
 
 class LearningRateMonitor(AbstractCallback):
-    """Log the learning rate each step is made with: in the history, in TensorBoard, wherever logs go.
+    """Log the learning rate of each step to the history, TensorBoard and other loggers.
 
-    The name is ``lr``; with several parameter groups ``lr/group0`` and so on (or ``lr/<name>`` where the group has a
+    The name is ``lr``; with several parameter groups ``lr/group0`` and so on (or ``lr/<name>`` if the group has a
     ``'name'``), with several optimizers ``lr/optimizer0`` or ``lr/optimizer0/group0``.
     An epoch's value is its largest.
 
     Parameters
     ----------
     every_n_steps : int
-        Record the first step and every n-th.
+        Log at the first step and at every n-th.
 
     Examples
     --------
@@ -278,7 +278,7 @@ class LearningRateMonitor(AbstractCallback):
     """
 
     def __init__(self, every_n_steps: int = 1) -> None:
-        super().__init__("LearningRateMonitor", execution_order=996)  # after those that set a rate for the batch
+        super().__init__("LearningRateMonitor", execution_order=996)  # after callbacks that set a rate for the batch
         if every_n_steps < 1:
             raise ConfigurationError(f"LearningRateMonitor: every_n_steps={every_n_steps}: must be 1 or more.")
         self.every_n_steps = every_n_steps
@@ -288,7 +288,7 @@ class LearningRateMonitor(AbstractCallback):
         self._last_step = 0
 
     def on_batch_begin(self) -> None:
-        # Not a hook beside the gradients: with one of those compile='step' compiles nothing.
+        # Not in a hook for gradients: with such a hook compile='step' compiles nothing.
         loop = self.train_loop_obj
         step = loop.global_step + 1
         if step == self._last_step:  # a later micro-batch of the step
@@ -296,14 +296,14 @@ class LearningRateMonitor(AbstractCallback):
         self._last_step = step
         if step % self.every_n_steps == 0 or step == 1:
             for name, group in groups_with_rates(loop.optimizer):
-                # The same on all ranks: nothing to average.
+                # Equal on all ranks: nothing to average.
                 self.log(name, group["lr"], on_step=True, on_epoch=True, reduce="max", sync_dist=False)
 
 
 def groups_with_rates(optimizer: Optimizer | MultiOptimizer) -> list[tuple[str, dict[str, Any]]]:
-    """Parameter groups, each with a name for its learning rate, in the order of ``optimizer.param_groups``.
+    """Yield parameter groups with a name for their learning rate, in the order of ``optimizer.param_groups``.
 
-    Those without ``'lr'`` are left out, and those where it is ``None``, as in optimizers that find their own.
+    Groups without ``'lr'``, or with ``None`` as in optimizers that choose their own, are left out.
     """
     optimizers = optimizers_of(optimizer)
     found = []
@@ -317,7 +317,7 @@ def groups_with_rates(optimizer: Optimizer | MultiOptimizer) -> list[tuple[str, 
 
 
 def _is_scheduler(scheduler: Any) -> bool:
-    # Duck typing: not all schedulers of the world derive from torch's base.
+    # Duck typing: not all schedulers derive from torch's base class.
     return not isinstance(scheduler, type) and hasattr(scheduler, "optimizer") and hasattr(scheduler, "step")
 
 
@@ -330,15 +330,15 @@ def _restore_counters(scheduler: Any) -> None:
     """Make ``MultiStepLR``'s milestones a Counter again: checkpoints hold plain dicts."""
     if isinstance(scheduler, lr_scheduler.MultiStepLR):
         scheduler.milestones = Counter(scheduler.milestones)
-    for part in getattr(scheduler, "_schedulers", ()):  # of SequentialLR and ChainedScheduler
+    for part in getattr(scheduler, "_schedulers", ()):  # in SequentialLR and ChainedScheduler
         _restore_counters(part)
 
 
 def _mark_step(optimizer: Optimizer) -> None:
-    """Tell torch's schedulers that the optimizer's ``step`` is watched.
+    """Restore the mark that torch's schedulers set on the optimizer's ``step``.
 
-    They mark it when they are made, in order to warn about calls in the wrong order. The mark does not survive the way
-    to another process, and there its absence would warn. Here the order of calls is the loop's, and right.
+    They set it when they are made, to warn about calls in the wrong order. The mark is lost on the way to another
+    process, where they would warn that it is missing. The loop's order of calls is right.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined]  # read by torch's schedulers
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):

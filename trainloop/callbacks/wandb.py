@@ -18,12 +18,12 @@ __all__ = ["AlertConfig", "WandBTracking"]
 
 @dataclass(frozen=True)
 class AlertConfig:
-    """When Weights & Biases should send a message.
+    """Condition under which Weights & Biases sends a message.
 
     Raises
     ------
     ConfigurationError
-        If ``objective`` is neither of the two.
+        If ``objective`` is invalid.
 
     Examples
     --------
@@ -34,9 +34,9 @@ class AlertConfig:
     metric_name: str
     """Name in ``history``."""
     threshold_value: float
-    """Beyond this the alert is sent."""
+    """Limit beyond which the alert is sent."""
     objective: Literal["maximize", "minimize"] = "maximize"
-    """``'maximize'``: sent when the metric is below; ``'minimize'``: when it is above."""
+    """``'maximize'`` to send it when the metric is below the threshold, ``'minimize'`` when it is above."""
     wandb_alert_level: Any = None
     """A ``wandb.AlertLevel``."""
 
@@ -45,7 +45,7 @@ class AlertConfig:
             raise ConfigurationError(f"AlertConfig: objective={self.objective!r}: must be 'maximize' or 'minimize'.")
 
     def message(self, value: float) -> tuple[str, str] | None:
-        """Title and text for a value that is beyond the threshold, else ``None``."""
+        """Return title and text for a value that is beyond the threshold, else ``None``."""
         low = self.objective == "maximize" and value < self.threshold_value
         high = self.objective == "minimize" and value > self.threshold_value
         if not low and not high:
@@ -58,8 +58,8 @@ class AlertConfig:
 class WandBTracking(AbstractCallback):
     """Send the run to Weights & Biases, from rank 0.
 
-    Step values go by their names, epoch values as ``epoch/<name>``, all over ``global_step``. The run is started in the
-    process that trains, when training begins, and finished at its end. A resumed run goes on in the same one.
+    Step values are sent under their names, epoch values as ``epoch/<name>``, all over ``global_step``. The run is
+    started in the process that trains, when training begins, and finished at its end. A resumed training continues it.
 
     Parameters
     ----------
@@ -68,26 +68,26 @@ class WandBTracking(AbstractCallback):
     batch_log_frequency : int, optional
         Send the values of every n-th step. Default: epochs only.
     hyperparams : mapping, optional
-        The run's configuration. Default: that of a tracking loop, if it is one.
+        Configuration of the run. Default: the hyperparameters of a tracking loop.
     tags : sequence of str, optional
         Tags of the run.
     alerts : sequence of AlertConfig, optional
-        Looked at after each epoch.
+        Alerts, checked after each epoch.
     wandb_pre_initialized : bool
-        Use the run that is active already, and leave it open; only where training is in the calling process.
+        Use the run that is already active, and leave it open; only if training runs in the calling process.
     source_dirs : sequence of str
         Folders whose code is stored with the run.
     log_dir : str, optional
-        Where wandb keeps its own files.
+        Folder for wandb's own files.
     project_name, experiment_name : str, optional
-        Project and name of the run; taken from a tracking loop where left out.
+        Project and name of the run. Default: those of a tracking loop.
     **kwargs
-        More for ``wandb.init``, such as ``mode='offline'``.
+        Further arguments of ``wandb.init``, such as ``mode='offline'``.
 
     Raises
     ------
     ConfigurationError
-        If wandb is missing, or an alert is no :class:`AlertConfig`.
+        If wandb is missing, or an alert is not an :class:`AlertConfig`.
 
     Examples
     --------
@@ -108,11 +108,11 @@ class WandBTracking(AbstractCallback):
         experiment_name: str | None = None,
         **kwargs: Any,
     ) -> None:
-        # After whatever logs at an epoch's end, before what writes checkpoints.
+        # After callbacks that log at an epoch's end, before those that write checkpoints.
         super().__init__("WandBTracking", execution_order=997, device_idx_execution=0)
         for alert in alerts or ():
             if not isinstance(alert, AlertConfig):
-                raise ConfigurationError(f"WandBTracking: alerts holds {alert!r}: it must be an AlertConfig.")
+                raise ConfigurationError(f"WandBTracking: alerts has {alert!r}: it must be an AlertConfig.")
         if batch_log_frequency is not None and batch_log_frequency < 1:
             raise ConfigurationError(
                 f"WandBTracking: batch_log_frequency={batch_log_frequency}: must be 1 or more, or None."
@@ -144,11 +144,11 @@ class WandBTracking(AbstractCallback):
         if self.wandb_pre_initialized and has_ranks(loop.gpu_mode):
             raise ConfigurationError(
                 "WandBTracking(wandb_pre_initialized=True): the run that is active here does not exist in the ranks of "
-                "ddp. Leave it out: the run is then started on rank 0."
+                "ddp. Leave it out; the run is then started on rank 0."
             )
 
     def _active_run(self) -> Any:
-        """The run; it begins with the first value sent, when it is known which run is resumed."""
+        """The run; it starts with the first value sent, when the resumed run is known."""
         if self._run is not None:
             return self._run
         wandb = _import_wandb()
@@ -175,7 +175,7 @@ class WandBTracking(AbstractCallback):
             self.run_id = self._run.id
         for folder in self.source_dirs:
             self._run.log_code(folder)
-        # wandb's own step must rise with each call; epoch values belong to a step that is sent already.
+        # wandb's own step must increase with each call, but epoch values belong to a step that has been sent.
         self._run.define_metric("global_step")
         self._run.define_metric("*", step_metric="global_step")
         return self._run

@@ -1,9 +1,9 @@
 """Metrics over a whole dataset's predictions: functions of ``(y_pred, y_true, metadata)``, and packages of them.
 
-What ``predict_on_test_set()`` returns goes into :func:`evaluate_result_package` with anything that scores it: a package
-of this module, a plain function, a torchmetrics metric or collection, or a list or dict of these. Numbers come out.
+:func:`evaluate_result_package` scores the result of ``predict_on_test_set()`` with a package of this module, a plain
+function, a torchmetrics metric or collection, or a list or dict of these, and returns numbers.
 
-The metrics of the packages here are scikit-learn's (extra ``metrics``), computed at once over all rows.
+The metrics of the packages here are those of scikit-learn (extra ``metrics``), computed over all rows at once.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ def evaluate_result_package(
     Parameters
     ----------
     package : AbstractResultPackage, callable, torchmetrics metric, or list or dict of these
-        A function is called as ``package(y_pred, y_true, metadata)`` and gives a number or a dict of them; its name is
-        the metric's. In a dict, the key is.
+        A function is called as ``package(y_pred, y_true, metadata)`` and returns a number or a dict of numbers. The
+        metric's name is the function's name, or its key in a dict.
     y_pred, y_true : Tensor, array or list
-        Rows of predictions and targets, as ``predict_on_*`` gives them; handed on as they are but to packages, which
-        get numpy arrays.
+        Rows of predictions and targets, as returned by ``predict_on_*``; packages get them as numpy arrays, others
+        unchanged.
     metadata : mapping, optional
-        As ``predict_on_*`` gives it.
+        Metadata, as returned by ``predict_on_*``.
 
     Returns
     -------
@@ -80,7 +80,7 @@ def evaluate_result_package(
     Raises
     ------
     ConfigurationError
-        If ``package`` is none of these, or a metric's value is no single number.
+        If ``package`` is something else, or a metric's value is not a single number.
 
     Examples
     --------
@@ -107,7 +107,7 @@ def evaluate_result_package(
     if callable(package) and not isinstance(package, type):
         name = getattr(package, "__name__", type(package).__name__)
         return _numbers(package(y_pred, y_true, metadata), name)
-    hint = " It is a class: call it." if isinstance(package, type) else ""
+    hint = " It is a class: pass an instance." if isinstance(package, type) else ""
     raise ConfigurationError(
         f"{package!r} can't score predictions.{hint} Pass a result package such as ClassificationResultPackage(), a "
         "function of (y_pred, y_true, metadata), a torchmetrics metric, or a list or dict of these."
@@ -115,7 +115,7 @@ def evaluate_result_package(
 
 
 def _evaluate_torchmetrics(metric: Any, y_pred: Any, y_true: Any) -> dict[str, float]:
-    """A torchmetrics metric or collection over all rows. Each rank has all of them, so nothing is summed over ranks."""
+    """Compute a torchmetrics metric or collection over all rows. Each rank has all rows, so ranks sum nothing."""
     parts = list(metric.values()) if hasattr(metric, "values") else [metric]
     before = [getattr(part, "sync_on_compute", True) for part in parts]
     try:
@@ -132,7 +132,7 @@ def _evaluate_torchmetrics(metric: Any, y_pred: Any, y_true: Any) -> dict[str, f
 
 
 def _tensor(rows: Any, metric: Any) -> Any:
-    """Convert lists and arrays of numbers to a tensor on the metric's device; leave others, such as texts."""
+    """Convert lists and arrays of numbers to a tensor on the metric's device; return others, such as texts, as is."""
     import torch
 
     if not isinstance(rows, Tensor):
@@ -148,7 +148,7 @@ def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
 
 
 def _numbers(values: Any, name: str) -> dict[str, float]:
-    """Floats by name; a single value gets ``name``."""
+    """Return floats by name; a single value gets ``name``."""
     if isinstance(values, AbstractResultPackage):
         values = values.get_results()
     if not isinstance(values, Mapping):
@@ -162,8 +162,8 @@ def _number(value: Any, name: str) -> float:
     except (TypeError, ValueError, RuntimeError) as error:
         shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
         raise ConfigurationError(
-            f"metric {name!r} gave a {type(value).__name__}{shape}, but must give one number, or a dict of numbers. "
-            "Average it, or give each part a name."
+            f"metric {name!r} returned a {type(value).__name__}{shape}, but must return one number, or a dict of "
+            "numbers. Average it, or give each part a name."
         ) from error
 
 
@@ -178,18 +178,18 @@ class AbstractResultPackage(ABC):
     pkg_name : str, optional
         Name in reports. Default: the class name.
     strict_content_check : bool
-        Accepted for AIToolbox's code; what it warned about are errors here, or nothing.
+        Accepted for AIToolbox's code, and ignored.
     np_array : bool or 'auto'
-        Whether predictions and targets become numpy arrays. Rows of unequal length stay a list in any case.
+        If True, convert predictions and targets to numpy arrays. Rows of unequal length always stay a list.
     **kwargs
         Kept as ``package_metadata``.
 
     Attributes
     ----------
     y_true, y_predicted : array
-        The rows to score, there when :meth:`prepare_results_dict` is called.
+        Rows to score; set before :meth:`prepare_results_dict` is called.
     additional_results : dict
-        ``{'additional_results': metadata}``, metadata as ``predict_on_*`` gives it.
+        ``{'additional_results': metadata}``, with the metadata of ``predict_on_*``.
     hyperparameters : dict or None
     requires_loss : bool
         Set to True to get the dataset's mean loss as ``metadata['loss']``.
@@ -225,12 +225,12 @@ class AbstractResultPackage(ABC):
 
     @abstractmethod
     def prepare_results_dict(self) -> Mapping[str, Any]:
-        """Compute the metrics of ``self.y_predicted`` against ``self.y_true``: numbers by name."""
+        """Return the metrics of ``self.y_predicted`` against ``self.y_true``: numbers by name."""
 
     def prepare_result_package(
         self, y_true: Any, y_predicted: Any, hyperparameters: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Take rows and compute; :func:`evaluate_result_package` calls it."""
+        """Store the rows and compute the metrics; :func:`evaluate_result_package` calls it."""
         self.y_true = as_array(y_true) if self.np_array else y_true
         self.y_predicted = as_array(y_predicted) if self.np_array else y_predicted
         self.hyperparameters = hyperparameters
@@ -238,7 +238,7 @@ class AbstractResultPackage(ABC):
         self.results_dict = dict(self.prepare_results_dict())
 
     def get_results(self) -> dict[str, Any]:
-        """The last results.
+        """Return the last results.
 
         Raises
         ------
@@ -250,7 +250,7 @@ class AbstractResultPackage(ABC):
         return self.results_dict
 
     def __getstate__(self) -> dict[str, Any]:
-        # The package travels between ranks without the dataset's predictions.
+        # The package is sent between ranks without the dataset's predictions.
         return {**self.__dict__, "y_true": None, "y_predicted": None, "additional_results": None}
 
     def __str__(self) -> str:
@@ -258,14 +258,14 @@ class AbstractResultPackage(ABC):
 
 
 class GeneralResultPackage(AbstractResultPackage):
-    """Any metrics together.
+    """Combine any metrics.
 
     Parameters
     ----------
     metrics_list : list or dict
-        What :func:`evaluate_result_package` takes: functions of ``(y_pred, y_true, metadata)`` above all.
+        Metrics for :func:`evaluate_result_package`, such as functions of ``(y_pred, y_true, metadata)``.
     **kwargs
-        As for :class:`AbstractResultPackage`.
+        As in :class:`AbstractResultPackage`.
     """
 
     def __init__(self, metrics_list: Any, **kwargs: Any) -> None:
@@ -285,7 +285,7 @@ class TorchMetricsPackage(GeneralResultPackage):
 
 
 class _ScikitLearnPackage(AbstractResultPackage):
-    """Fails at construction, not after the first epoch, where scikit-learn is missing."""
+    """Raise an error at construction, rather than after the first epoch, if scikit-learn is missing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -294,11 +294,11 @@ class _ScikitLearnPackage(AbstractResultPackage):
 
 
 class ClassificationResultPackage(_ScikitLearnPackage):
-    """Classes: ``accuracy``, and ``precision``, ``recall`` and ``f1`` averaged over classes.
+    """Metrics of classes: ``accuracy``, and ``precision``, ``recall`` and ``f1`` averaged over classes.
 
-    Predictions are classes, or rows of scores of which the highest is the class; targets are classes or one-hot rows.
-    Both may have a class for each element, as of tokens or pixels, all of which are counted together. Several labels a
-    row (multi-label) are not for this package: use torchmetrics' ``MultilabelF1Score``, say.
+    Predictions are classes, or rows of scores whose maximum is the class; targets are classes or one-hot rows. Both may
+    have a class per element, such as a token or pixel; all elements are counted together. Several labels per row
+    (multi-label) are not supported: use, for example, torchmetrics' ``MultilabelF1Score``.
     """
 
     def prepare_results_dict(self) -> Mapping[str, Any]:
@@ -307,18 +307,18 @@ class ClassificationResultPackage(_ScikitLearnPackage):
 
 
 class BinaryClassificationResultPackage(_ScikitLearnPackage):
-    """Two classes by score: ``accuracy``, ``precision``, ``recall``, ``f1``, ``roc_auc`` and ``pr_auc``.
+    """Metrics of two classes by score: ``accuracy``, ``precision``, ``recall``, ``f1``, ``roc_auc``, ``pr_auc``.
 
     Parameters
     ----------
     positive_class_thresh : float
-        Scores from here on are the positive class: 0.5 for probabilities, 0.0 for logits.
+        Minimum score of the positive class: 0.5 for probabilities, 0.0 for logits.
     **kwargs
-        As for :class:`AbstractResultPackage`.
+        As in :class:`AbstractResultPackage`.
 
     Notes
     -----
-    Predictions are a score a row, of shape (n,) or (n, 1), or the scores of both classes, (n, 2), whose second is used.
+    Predictions are one score per row, (n,) or (n, 1), or scores of both classes, (n, 2), of which the second is used.
     """
 
     def __init__(self, positive_class_thresh: float = 0.5, **kwargs: Any) -> None:
@@ -340,7 +340,7 @@ class BinaryClassificationResultPackage(_ScikitLearnPackage):
 
 
 class RegressionResultPackage(_ScikitLearnPackage):
-    """Numbers: ``mse``, ``rmse``, ``mae`` and ``r2``, over all elements."""
+    """Metrics of numbers: ``mse``, ``rmse``, ``mae`` and ``r2``, over all elements."""
 
     def prepare_results_dict(self) -> Mapping[str, Any]:
         rows = self.y_predicted, self.y_true

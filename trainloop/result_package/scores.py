@@ -31,27 +31,27 @@ Array = np.ndarray[Any, Any]
 
 
 def accuracy(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
-    """Share of rows whose class is right; NaN without rows."""
+    """Return the share of rows whose class is right; NaN without rows."""
     return _of_classes("accuracy_score", y_pred, y_true)
 
 
 def precision(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
-    """Share of the rows predicted as a class that belong to it; mean over classes, 0 for a class never predicted."""
+    """Return the precision, averaged over classes; 0 for a class that is never predicted."""
     return _of_classes("precision_score", y_pred, y_true, average="macro", zero_division=0)
 
 
 def recall(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
-    """Share of a class's rows that are predicted as it; mean over classes, 0 for a class without rows."""
+    """Return the recall, averaged over classes; 0 for a class without rows."""
     return _of_classes("recall_score", y_pred, y_true, average="macro", zero_division=0)
 
 
 def f1(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
-    """Harmonic mean of a class's precision and recall; mean over classes."""
+    """Return the harmonic mean of precision and recall, averaged over classes."""
     return _of_classes("f1_score", y_pred, y_true, average="macro", zero_division=0)
 
 
 def roc_auc(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
-    """Chance that a positive row's score is above a negative one's, ties counted half; NaN with one class only."""
+    """Return the probability that a positive row's score exceeds a negative row's; NaN with only one class."""
     scores, positive = as_scores(y_pred), as_scores(y_true) == 1
     if positive.all() or not positive.any() or not _are_finite(scores):
         return float("nan")
@@ -59,7 +59,7 @@ def roc_auc(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
 
 
 def pr_auc(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
-    """Area under precision over recall, by trapezoids; NaN where there is no positive row."""
+    """Return the area under precision over recall, by trapezoids; NaN if there is no positive row."""
     scores, positive = as_scores(y_pred), as_scores(y_true) == 1
     if not positive.any() or not _are_finite(scores):
         return float("nan")
@@ -73,7 +73,7 @@ def mse(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
 
 
 def rmse(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
-    """Square root of the mean squared error."""
+    """Return the square root of the mean squared error."""
     return mse(y_pred, y_true) ** 0.5
 
 
@@ -83,7 +83,7 @@ def mae(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
 
 
 def r2(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
-    """Share of the targets' variance that is explained; NaN where they have none."""
+    """Return the share of the targets' variance that is explained; NaN if they have none."""
     targets = as_array(y_true).astype(np.float64).ravel()
     errors = _errors(y_pred, y_true).ravel()
     if not np.ptp(targets) or not _are_finite(errors):
@@ -92,7 +92,7 @@ def r2(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
 
 
 def scikit_learn() -> Any:
-    """``sklearn.metrics``.
+    """Return ``sklearn.metrics``.
 
     Raises
     ------
@@ -122,14 +122,14 @@ def _of_classes(function: str, y_pred: Any, y_true: Any, **options: Any) -> floa
     predicted, targets = _classes(y_pred, y_true)
     if not len(targets):
         return float("nan")
-    # By number, as scikit-learn refuses some that are none of its labels: 0.5, say, or classes of several types.
+    # By number, since scikit-learn refuses values that are not labels, such as 0.5, or classes of several types.
     _, joint = np.unique(np.concatenate([predicted, targets]), return_inverse=True)
     given, there = joint[: len(predicted)], joint[len(predicted) :]
     return float(getattr(scikit_learn(), function)(there, given, **options))
 
 
 def as_array(rows: Any) -> Any:
-    """Rows as a numpy array; rows of unequal length as they are."""
+    """Return rows as a numpy array; rows of unequal length unchanged."""
     if isinstance(rows, Tensor):
         rows = rows.detach().cpu()
         return (rows.float() if rows.is_floating_point() and rows.element_size() < 4 else rows).numpy()
@@ -152,18 +152,18 @@ def _classes(y_pred: Any, y_true: Any) -> tuple[Array, Array]:
     predicted, targets = as_array(y_pred), as_array(y_true)
     if not (hasattr(predicted, "shape") and hasattr(targets, "shape")):
         raise ConfigurationError(
-            "predictions or targets are rows of unequal length, which have no classes by row: return rows of one "
-            "length from get_predictions, or score by a function of (y_pred, y_true, metadata)."
+            "predictions or targets are rows of unequal length, which have no class per row. Return rows of one "
+            "length from get_predictions, or score with a function of (y_pred, y_true, metadata)."
         )
     if predicted.shape == targets.shape and predicted.ndim > 1 and not _is_one_hot(targets):
-        # Every score would count as a class of its own, and each of them as wrong.
+        # Every score would count as a class, and each of them as wrong.
         if predicted.dtype.kind == "f" and (predicted != np.floor(predicted)).any():
             raise ConfigurationError(
-                f"predictions are scores of shape {predicted.shape}, and targets of that shape are no one-hot rows. "
-                "Several labels a row: score by torchmetrics' MultilabelF1Score or a function of (y_pred, y_true, "
-                "metadata). A class for each element: return classes from get_predictions."
+                f"predictions are scores of shape {predicted.shape}, but targets of that shape are not one-hot rows. "
+                "For several labels per row, use torchmetrics' MultilabelF1Score or a function of (y_pred, y_true, "
+                "metadata). For a class per element, return classes from get_predictions."
             )
-        return predicted.ravel(), targets.ravel()  # a class for each element, as of tokens or pixels
+        return predicted.ravel(), targets.ravel()  # a class per element, such as a token or pixel
     predicted, targets = _as_classes(predicted), _as_classes(targets)
     _check_lengths(predicted, targets)
     return predicted, targets
@@ -182,7 +182,7 @@ def as_scores(rows: Any) -> Array:
 
 def _errors(y_pred: Any, y_true: Any) -> Array:
     predicted, targets = as_array(y_pred).astype(np.float64), as_array(y_true).astype(np.float64)
-    if predicted.size == targets.size:  # (n, 1) against (n,): else numpy would make (n, n) of them
+    if predicted.size == targets.size:  # (n, 1) and (n,): numpy would broadcast them to (n, n)
         predicted = predicted.reshape(targets.shape)
     _check_lengths(predicted, targets)
     return predicted - targets
@@ -191,5 +191,5 @@ def _errors(y_pred: Any, y_true: Any) -> Array:
 def _check_lengths(predicted: Array, targets: Array) -> None:
     if predicted.shape != targets.shape:
         raise ConfigurationError(
-            f"predictions have shape {predicted.shape} and targets {targets.shape}: give one for each."
+            f"predictions have shape {predicted.shape} and targets {targets.shape}: pass one for each."
         )

@@ -1,6 +1,6 @@
-"""Schedules that begin with a linear warm-up, from 0 to the optimizer's learning rate, step by step.
+"""Schedules that start with a linear warm-up, from 0 to the optimizer's learning rate.
 
-The factors are those of Hugging Face Transformers' ``get_*_schedule_with_warmup``. All count optimizer steps.
+The factors are those of Hugging Face Transformers' ``get_*_schedule_with_warmup``. All of them count optimizer steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _WarmupScheduler(LRScheduler):
 
 
 class _CurveWithWarmup(_WarmupScheduler):
-    """A warm-up, then a curve over the rest of the training."""
+    """A warm-up, followed by a curve over the rest of the training."""
 
     def __init__(
         self, curve: Any, num_warmup_steps: int, num_training_steps: int | None, last_epoch: int, **kwargs: Any
@@ -39,7 +39,7 @@ class _CurveWithWarmup(_WarmupScheduler):
         self.num_warmup_steps = num_warmup_steps
         self.num_training_steps = num_training_steps
         self._curve = curve
-        # Until the loop is known, the curve's length is not.
+        # The curve's length is unknown until the loop is known.
         length = num_warmup_steps if num_training_steps is None else num_training_steps
         factor = _of_progress(curve, num_warmup_steps, length)
         super().__init__(factor, num_warmup_steps, last_epoch, **kwargs)
@@ -49,14 +49,14 @@ class _CurveWithWarmup(_WarmupScheduler):
             length = self._planned_steps()
             if length is None:
                 raise ConfigurationError(
-                    f"{type(self).__name__}: num_training_steps=None, and train_loader has no length to take it from. "
-                    "Give num_training_steps."
+                    f"{type(self).__name__}: num_training_steps=None, but train_loader has no length to compute it "
+                    "from. Pass num_training_steps."
                 )
             # A training shorter than its warm-up ends in the middle of it.
             factor = _of_progress(self._curve, self.num_warmup_steps, max(length, self.num_warmup_steps))
             lr_lambda = partial(_warmed_up, factor, self.num_warmup_steps)
             self.factory_kwargs = {**self.factory_kwargs, "lr_lambda": lr_lambda}
-            if self.scheduler is not None:  # of an earlier fit, at the end of a shorter curve
+            if self.scheduler is not None:  # from an earlier fit, at the end of a shorter curve
                 self.scheduler.lr_lambdas = [lr_lambda] * len(self.scheduler.lr_lambdas)
                 for group, rate in zip(self.scheduler.optimizer.param_groups, self.scheduler.base_lrs):
                     group["lr"] = rate * lr_lambda(self.scheduler.last_epoch)
@@ -67,16 +67,16 @@ class _CurveWithWarmup(_WarmupScheduler):
 
 
 class ConstantWithWarmupScheduler(_WarmupScheduler):
-    """Linear warm-up, then the optimizer's learning rate as it is.
+    """Linear warm-up, then the optimizer's learning rate unchanged.
 
     Parameters
     ----------
     num_warmup_steps : int
         Optimizer steps from 0 to the full rate.
     last_epoch : int
-        Steps done already, -1 for none; for ``LambdaLR``.
+        Number of steps already done, -1 for none; an argument of ``LambdaLR``.
     **kwargs
-        ``optimizer_idx`` and the like, see :class:`~trainloop.callbacks.train_schedule.LRScheduler`.
+        Further arguments of :class:`~trainloop.callbacks.train_schedule.LRScheduler`, such as ``optimizer_idx``.
 
     Examples
     --------
@@ -88,14 +88,14 @@ class ConstantWithWarmupScheduler(_WarmupScheduler):
 
 
 class LinearWithWarmupScheduler(_CurveWithWarmup):
-    """Linear warm-up, then down to 0 on a straight line.
+    """Linear warm-up, then a linear decrease to 0.
 
     Parameters
     ----------
     num_warmup_steps : int
         Optimizer steps from 0 to the full rate.
     num_training_steps : int, optional
-        Optimizer steps in all; the rate is 0 from there on. Default: those of ``fit``, see
+        Total number of optimizer steps; the rate is 0 from there on. Default: that of ``fit``, see
         :meth:`~trainloop.train_loop.TrainLoop.num_optimizer_steps`.
     last_epoch, **kwargs
         As in :class:`ConstantWithWarmupScheduler`.
@@ -112,17 +112,17 @@ class LinearWithWarmupScheduler(_CurveWithWarmup):
 
 
 class CosineWithWarmupScheduler(_CurveWithWarmup):
-    """Linear warm-up, then along a cosine.
+    """Linear warm-up, then a cosine curve.
 
     Parameters
     ----------
     num_warmup_steps : int
         Optimizer steps from 0 to the full rate.
     num_training_steps : int, optional
-        Optimizer steps in all. Default: those of ``fit``, see
+        Total number of optimizer steps. Default: that of ``fit``, see
         :meth:`~trainloop.train_loop.TrainLoop.num_optimizer_steps`.
     num_cycles : float
-        Waves of the cosine after the warm-up; 0.5 goes down to 0 once.
+        Number of periods of the cosine after the warm-up; 0.5 decreases to 0 once.
     last_epoch, **kwargs
         As in :class:`ConstantWithWarmupScheduler`.
 
@@ -143,17 +143,17 @@ class CosineWithWarmupScheduler(_CurveWithWarmup):
 
 
 class HardRestartsCosineWithWarmupScheduler(_CurveWithWarmup):
-    """Linear warm-up, then down along a cosine several times, each from the full rate.
+    """Linear warm-up, then several decreases along a cosine, each from the full rate.
 
     Parameters
     ----------
     num_warmup_steps : int
         Optimizer steps from 0 to the full rate.
     num_training_steps : int, optional
-        Optimizer steps in all. Default: those of ``fit``, see
+        Total number of optimizer steps. Default: that of ``fit``, see
         :meth:`~trainloop.train_loop.TrainLoop.num_optimizer_steps`.
     num_cycles : float
-        How often it goes down; once by default, as in Transformers.
+        Number of decreases; 1 by default, as in Transformers.
     last_epoch, **kwargs
         As in :class:`ConstantWithWarmupScheduler`.
 

@@ -1,4 +1,4 @@
-"""Names that users bring along from other libraries, and what they are called here."""
+"""Names from other libraries, and what they are called here."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ _ATTRIBUTE = table_of(ATTRIBUTES)
 
 
 def refuse_unknown(unknown: Iterable[str], door: str, doors: dict[str, Callable[..., Any]]) -> None:
-    """Raise for unknown keywords, with a hint at the right names.
+    """Raise an error for unknown keywords, with a hint at the right names.
 
     Parameters
     ----------
     unknown : iterable of str
         Names that were given.
     door : str
-        Which of ``doors`` they were given to.
+        The one of ``doors`` that they were passed to.
     doors : dict
         The loop's constructor and ``fit``, by the names that messages use.
 
     Raises
     ------
     UnknownArgumentError
-        If there is any.
+        If there are unknown names.
     """
     names = {key: [p for p in inspect.signature(function).parameters if p != "self"] for key, function in doors.items()}
     refuse(doors[door].__qualname__, unknown, names.pop(door), names)
@@ -72,6 +72,6 @@ def hides_unknown(function: Function) -> Function:
 
 
 def attribute_hint(name: str) -> str:
-    """A sentence that names what replaces an attribute of other libraries' loops; empty if unknown."""
+    """Return a sentence that names the replacement of another library's attribute; empty if unknown."""
     here = _ATTRIBUTE.get(name)
     return "" if here is None else f". Here it is {here}"

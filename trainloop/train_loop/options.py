@@ -1,4 +1,4 @@
-"""The arguments of a loop and of a ``fit`` once they are checked: frozen, and sent to ranks as they are."""
+"""Checked arguments of a loop and of a ``fit``: immutable, and sent to ranks unchanged."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class AmpOptions:
     """The settings that ``use_amp`` stands for."""
 
     dtype: torch.dtype | None = None
-    """The dtype of autocast; ``None``: off."""
+    """Dtype of autocast; ``None`` for off."""
     scaler: dict[str, Any] = field(default_factory=dict)
     """Arguments of the ``GradScaler``."""
     chosen: bool = True
-    """True if the user chose the dtype; else it depends on the device, see :meth:`on`."""
+    """True if the user chose the dtype; otherwise it depends on the device, see :meth:`on`."""
 
     def on(self, device: torch.device) -> AmpOptions:
-        """The options on this device: bf16 where it is fast, else fp16.
+        """Return the options for this device: bf16 if it is fast there, else fp16.
 
         Raises
         ------
         ConfigurationError
-            If neither works there.
+            If neither works on it.
         """
         if self.dtype is None:
             return self
@@ -49,7 +49,7 @@ class AmpOptions:
     def _on_mps(self, has_bf16: bool, version: tuple[int, ...]) -> AmpOptions:
         dtype = self.dtype if self.chosen or has_bf16 else torch.float16
         if dtype == torch.bfloat16 and not has_bf16:
-            raise ConfigurationError("use_amp='bf16' on mps: it needs macOS 14 or newer. Use use_amp=False or True.")
+            raise ConfigurationError("use_amp='bf16' on mps needs macOS 14 or newer. Use use_amp=False or True.")
         if dtype == torch.float16 and version < _MPS_SCALER:
             raise ConfigurationError(
                 f"use_amp with fp16 on mps: the GradScaler of this torch ({torch.__version__}) computes in float64, "
@@ -58,7 +58,7 @@ class AmpOptions:
         return AmpOptions(dtype, self.scaler, self.chosen)
 
     def described(self, device: torch.device) -> str:
-        """A few words for a log line, empty for off. Asks no GPU: a process that starts ranks makes no CUDA context."""
+        """Return a short text for a log line, empty for off. Makes no CUDA context in a process that starts ranks."""
         if self.dtype is None:
             return ""
         if not self.chosen and device.type == "cuda":
@@ -73,24 +73,24 @@ class AmpOptions:
 
 @dataclass(frozen=True)
 class Options:
-    """The loop's arguments that never change; its devices and nodes are a :class:`~trainloop.train_loop.site.Site`."""
+    """Arguments of the loop that never change; devices and nodes are in :class:`~trainloop.train_loop.site.Site`."""
 
     gpu_mode: Any
-    """As given: ``'auto'`` and Lightning's names are settled by :func:`trainloop.devices.resolve_mode`."""
+    """Mode as given; :func:`trainloop.devices.resolve_mode` resolves ``'auto'`` and Lightning's names."""
     accelerator: Any
     devices: Any
     auto_select_gpus: bool
     amp: AmpOptions
     compile_args: dict[str, Any] | None
-    """Arguments of ``torch.compile``; ``None``: not compiled."""
+    """Arguments of ``torch.compile``; ``None`` if the model is not compiled."""
     quota: Any
     """A ``ResourceQuota`` or ``None``."""
     start_method: str = "auto"
-    """How ranks start: ``'auto'``, ``'forkserver'`` or ``'spawn'``."""
+    """Method by which ranks start: ``'auto'``, ``'forkserver'`` or ``'spawn'``."""
     compiles_step: bool = False
-    """True if a whole step is to be one graph."""
+    """True if a whole step is compiled to one graph."""
     checkpoint_modules: Any = None
-    """Modules that compute their activations anew in the backward pass; ``None``: none."""
+    """Modules whose activations are recomputed in the backward pass; ``None`` for no modules."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ class RestartOptions:
     """How often ``fit`` restarts after failures, and how often it writes checkpoints for that."""
 
     most: int
-    """Restarts; -1 for no limit."""
+    """Maximum number of restarts; -1 for no limit."""
     every: int | None = None
-    """Steps between two checkpoints; ``None``: chosen by the time that they take."""
+    """Steps between two checkpoints; ``None`` to choose it by the time that a checkpoint takes."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ class FitJob:
     ddp_model_args: dict[str, Any] = field(default_factory=dict)
     fsdp_model_args: dict[str, Any] = field(default_factory=dict)
     gather: bool = True
-    """In ``fsdp``: whether the caller's model and optimizers get the values reached."""
+    """In ``fsdp``, True if the trained values are written into the caller's model and optimizers."""
     resume: dict[str, Any] | None = None
-    """State of the checkpoint to go on from."""
+    """State of the checkpoint to resume from."""
     restarts: RestartOptions | None = None
-    """For a run that restarts after failures."""
+    """Options of a run that restarts after failures."""

@@ -31,55 +31,55 @@ class Placement:
     wrapper: Any
     """The object whose ``get_loss`` training calls: the model itself, or its wrapper."""
     device: torch.device
-    """Where this rank's batches go."""
+    """Device of this rank's batches."""
     autocast: AbstractContextManager[Any]
-    """Around forward; may be entered again and again."""
+    """Context of each forward; can be entered repeatedly."""
     scaler: torch.amp.GradScaler
-    """Disabled, and then a no-op, unless the dtype is fp16."""
+    """Gradient scaler; disabled, and then a no-op, unless the dtype is fp16."""
     syncs_batchnorm: bool = False
     """True if BatchNorm is over all ranks."""
     wrap: Callable[..., Any] | None = None
-    """Makes the wrapper; takes further arguments of its constructor."""
+    """Function that makes the wrapper; takes further arguments of its constructor."""
 
     collective: ClassVar[bool] = False
-    """True if each forward is an exchange of all ranks, so that all run equally many."""
+    """True if each forward is an exchange of all ranks, so that all ranks must run the same number."""
     scaler_type: ClassVar[type[torch.amp.GradScaler]] = torch.amp.GradScaler
 
     def wrap_again(self) -> None:
-        """In ``ddp``, wrap anew for the parameters that now require gradients. Collective, between two steps."""
+        """In ``ddp``, wrap the model again for the parameters that now require gradients. Collective, between steps."""
         assert self.wrap is not None
-        # DDP reads requires_grad once, in its constructor. The old one goes first: its hooks on the parameters would
-        # reduce beside the new one's.
+        # DDP reads requires_grad once, in its constructor. The old wrapper is freed first: its hooks on the
+        # parameters would reduce too.
         before, self.wrapper = self.wrapper, self.model
         hooks: Sequence[tuple[Any, Any]] = ()
         if isinstance(before, TTDistributedDataParallel):
             before.release()
             hooks = comm_hooks_of(before)
-        # The ranks' weights are equal already: DDP need not send rank 0's.
+        # The ranks' weights are already equal, so DDP need not send rank 0's.
         self.wrapper = self.wrap(init_sync=False)
         for hook, state in hooks:
             self.wrapper.register_comm_hook(state, hook)
 
     def release(self) -> None:
-        """Free what the wrapper of ``ddp`` holds, after the last step."""
+        """Free the resources of ``ddp``'s wrapper, after the last step."""
         if isinstance(self.wrapper, TTDistributedDataParallel):
             self.wrapper.release()
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward: in ``ddp`` gradients are reduced in a step's last micro-batch only."""
+        """Return a context for forward and backward: ``ddp`` reduces gradients only in a step's last micro-batch."""
         if last or not isinstance(self.wrapper, TTDistributedDataParallel):
             return _NOTHING
         return self.wrapper.no_sync()
 
     def alone(self, counts: list[int] | None, i: int) -> AbstractContextManager[Any]:
-        """Around forward and backward of a micro-batch whose gradients are reduced by hand afterwards.
+        """Return a context for forward and backward of a micro-batch whose gradients are reduced afterwards.
 
         Parameters
         ----------
         counts : list of int or None
-            Micro-batches of each rank in this step, where they differ.
+            Number of micro-batches of each rank in this step, if they differ.
         i : int
-            Index of the micro-batch: synchronised BatchNorm is among those ranks that have one.
+            Index of the micro-batch: synchronised BatchNorm is over the ranks that have it.
         """
         if counts is None or not self.syncs_batchnorm:
             return _NOTHING
@@ -88,16 +88,16 @@ class Placement:
         return sync_batchnorm.participating(self.model, [rank for rank, n in enumerate(counts) if n > i])
 
     def share_buffers(self) -> None:
-        """In ``ddp``, rank 0's buffers to all ranks: before steps that don't go through the wrapper, and at the end."""
+        """In ``ddp``, send rank 0's buffers to all ranks: before steps without the wrapper, and at the end."""
         if isinstance(self.wrapper, TTDistributedDataParallel):
             self.wrapper.share_buffers()
 
     def make_whole(self, callbacks: Iterable[Any]) -> None:
-        """In ``fsdp``, at the end, what callbacks keep of sharded tensors: of use to who gets them back."""
+        """In ``fsdp``, at the end, gather the sharded tensors that callbacks keep, so that the caller can use them."""
 
     @property
     def evaluated(self) -> Any:
-        """The model for evaluation: in ``ddp`` without its wrapper, as ranks may differ in their number of batches."""
+        """Model for evaluation: in ``ddp`` without its wrapper, since ranks may have different numbers of batches."""
         return self.model if isinstance(self.wrapper, TTDistributedDataParallel) else self.wrapper
 
 
@@ -126,40 +126,40 @@ def placed(
     ----------
     model : nn.Module
     criterion : object
-        Moved along where it is a module.
+        Moved too if it is a module.
     optimizers : list of torch.optim.Optimizer
-        Their state is moved along.
+        Optimizers, whose state is moved too.
     mode : {'single', 'dp', 'ddp', 'fsdp'}
-        The last two: this process is a rank of an initialised process group.
+        With the last two, this process is a rank of an initialised process group.
     devices : list of torch.device
-        This process's: one, or in ``dp`` those of all replicas.
+        Devices of this process: one, or in ``dp`` those of all replicas.
     amp : AmpOptions
     wrapper_args : dict, optional
-        Further arguments of the wrapper's constructor. ``None`` in ``ddp``: no wrapper, for evaluation only.
+        Further arguments of the wrapper's constructor. ``None`` in ``ddp`` for no wrapper, for evaluation only.
     sync_batchnorm_over_ranks : bool
     compile_args : dict, optional
-        ``None``: not compiled.
+        Arguments of ``torch.compile``; ``None`` for no compilation.
     checkpoint_modules : optional
-        What :func:`~trainloop.train_loop.recompute.chosen_modules` takes.
+        Argument of :func:`~trainloop.train_loop.recompute.chosen_modules`.
     trains : bool
-        In ``fsdp``: optimizers are to step the shards.
+        In ``fsdp``, True if optimizers will step the shards.
     gives_back : {'all', 'host', 'none'}
-        In ``fsdp`` whose model gets the values reached: each rank's, or one on each host.
+        In ``fsdp``, the models that get the trained values: all ranks', one per host, or none.
     """
     device = devices[0]
     with ExitStack() as undo:
         if device.type == "cuda":
-            # Also for what says device='cuda' without an index: user code, loaders that pin memory in a thread.
-            # Put back without a context on the GPU that was current before, which set_device() would make there.
+            # Also for code that says device='cuda' without an index: user code, loaders that pin memory in a thread.
+            # Restored without making a context on the GPU that was current before, as set_device() would.
             undo.enter_context(torch.cuda.device(device))
-        if mode != "fsdp":  # there no device need have room for all of it
+        if mode != "fsdp":  # in fsdp a device may not have room for the whole model
             model.to(device)
         # Class weights and the like are buffers.
         if isinstance(criterion, nn.Module):
             criterion.to(device)
         for optimizer in optimizers if mode != "fsdp" else ():
             move_state(optimizer, device)
-        # Only here is the GPU known, and a context on it there to ask what it can do.
+        # The GPU is known only here, and has a context to query its capabilities.
         amp = amp.on(device)
         if sync_batchnorm_over_ranks:
             from trainloop.parallel import sync_batchnorm
@@ -196,7 +196,7 @@ def placed(
 
 
 def check_values(model: nn.Module) -> None:
-    """Refuse parameters and buffers on the meta device, before any process starts. (``fsdp`` gives them values.)"""
+    """Raise an error for parameters and buffers on the meta device. (``fsdp`` gives them values.)"""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise ConfigurationError(
@@ -216,7 +216,7 @@ def explain_device(error: RuntimeError, model: nn.Module, criterion: Any, device
     for owner, root in (("model", model), ("criterion", criterion)):
         for path, module in root.named_modules(prefix=owner) if isinstance(root, nn.Module) else ():
             for name, value in {**vars(module), **module._parameters, **module._buffers}.items():
-                # Or a list of tensors, say; the dicts of parameters and of submodules are not looked into.
+                # Or a container such as a list of tensors; the dicts of parameters and submodules are skipped.
                 parts = {"": value} if isinstance(value, torch.Tensor) else {}
                 if not name.startswith("_") and parts_of(value) is not None:
                     parts = dict(zip(paths_of(value), parts_of(value) or ()))
@@ -225,8 +225,8 @@ def explain_device(error: RuntimeError, model: nn.Module, criterion: Any, device
                         found.append(f"{path}.{name}{at} is on {part.device}")
     if found:
         error.args = (
-            f"{error} The run is on {device}, but {', '.join(found[:3])}. An attribute moves along if it is a buffer: "
-            "self.register_buffer('name', tensor).",
+            f"{error} The run is on {device}, but {', '.join(found[:3])}. An attribute is moved only if it is a "
+            "buffer: self.register_buffer('name', tensor).",
         )
 
 
@@ -238,7 +238,7 @@ def _wrapped(
             return TTDataParallel(model, **{"device_ids": devices, **(wrapper_args or {})})
         return TTDataParallel(model, **{"devices": len(devices), **(wrapper_args or {})})
     if mode == "ddp" and wrapper_args is not None and any(p.requires_grad for p in model.parameters()):
-        # Gradients live in the buckets that are reduced: no copy in, no copy out.
+        # Gradients are views of the buckets that are reduced: no copy in, no copy out.
         arguments: dict[str, Any] = {"gradient_as_bucket_view": True, **wrapper_args, **further}
         if devices[0].type == "cuda":
             arguments.setdefault("device_ids", [devices[0]])
@@ -247,7 +247,7 @@ def _wrapped(
 
 
 def move_state(optimizer: torch.optim.Optimizer, device: torch.device | None = None) -> None:
-    """Move the optimizer's state to ``device`` (default: to each parameter's); step counters go where they are read.
+    """Move the optimizer's state to ``device`` (default: that of each parameter); step counters to where they are read.
 
     As torch's ``Optimizer.load_state_dict`` does it: fused and capturable kernels read the counter on the device.
     """

@@ -28,7 +28,7 @@ def predict(
     stream: bool = False,
     rows_to: str | None = None,
 ) -> Any:
-    """The body of :meth:`trainloop.TrainLoop.predict_with_model`; ``run_now(work, *args)`` does the work in a run."""
+    """Implement :meth:`trainloop.TrainLoop.predict_with_model`; ``run_now(work, *args)`` does the work in a run."""
     check_loader(loader, name, optional=False)
     if rows_to not in (None, "main", "all"):
         raise ConfigurationError(f"rows_to={short(rows_to)}: must be 'main' (rank 0), 'all' (ranks) or None.")
@@ -38,8 +38,8 @@ def predict(
     nodes = max(loop.num_nodes, loop.process.num_nodes)
     if nodes > 1:
         raise ConfigurationError(
-            f"stream=True on {nodes} nodes: the rows are kept in files of the host that predicted them, where other "
-            "hosts can't read them. Predict on one node, or save what is needed in on_after_batch_prediction."
+            f"stream=True on {nodes} nodes: the rows are in files of the host that predicted them, which other hosts "
+            "can't read. Predict on one node, or save the rows that you need in on_after_batch_prediction."
         )
     from trainloop._launch import joined  # keeps `import trainloop` fast
 

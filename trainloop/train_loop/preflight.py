@@ -1,7 +1,7 @@
-"""Checks before a long job: in seconds they find what would otherwise stop it after hours.
+"""Checks before a long job: in seconds they find problems that would otherwise stop it after hours.
 
-:func:`preflight` changes nothing about the loop it looks at: it works on copies of the model and the optimizer, and
-draws from random generators of its own.
+:func:`preflight` does not change the loop that it checks: it works on copies of the model and the optimizer, and
+uses its own random generators.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from trainloop.train_loop.trial import copies, first_batch, require_training_par
 
 __all__ = ["Finding", "PreflightReport", "preflight", "preflight_shards"]
 
-# Sums in another order differ in the last bits; a few steps of Adam near zero gradients enlarge that.
+# Sums in another order differ in the last bits; a few steps of Adam near zero gradients enlarge these differences.
 TOLERANCE = 1e-4
 CPU = torch.device("cpu")
 _UNITS = ("shard", "reshard_after_forward")
@@ -54,13 +54,13 @@ class Finding:
     """The result of one check."""
 
     check: str
-    """The subject of the check."""
+    """Name of the check."""
     ok: bool
     """True if the check passed."""
     detail: str
-    """The finding, and what to do about it."""
+    """What was found, and what to do about it."""
     seconds: float
-    """How long the check took."""
+    """Duration of the check in seconds."""
     traceback: str = ""
     """Traceback of the rank that failed; not shown in the table."""
 
@@ -95,18 +95,18 @@ class PreflightReport:
 def preflight(
     loop: TrainLoop[Any], *, steps: int = 3, ranks: int = 2, fsdp_model_args: dict[str, Any] | None = None
 ) -> PreflightReport:
-    """Look for what would go wrong later.
+    """Look for problems that would otherwise show up later in training.
 
     Parameters
     ----------
     loop : TrainLoop
-        Ready to train; it stays as it is.
+        Loop that is ready to train; it is not changed.
     steps : int
-        Optimizer steps to compare.
+        Number of optimizer steps to compare.
     ranks : int
-        CPU processes to compare with.
+        Number of CPU processes to compare with.
     fsdp_model_args : dict, optional
-        As ``fit`` will have them. Default: those of the last ``fit``.
+        Argument that ``fit`` will get. Default: that of the last ``fit``.
 
     Returns
     -------
@@ -144,7 +144,7 @@ def preflight(
         except WorkerFailedError as error:
             traceback = error.traceback
             ok, detail = False, f"{error.message.splitlines()[0]} (Its traceback: report[{name!r}].traceback)"
-        except Exception as error:  # whatever the user's code raises is a finding, and the other checks go on
+        except Exception as error:  # any error of the user's code is a finding, and the other checks continue
             known = isinstance(error, TrainLoopError)
             ok, detail = False, str(error) if known else f"{type(error).__name__}: {error}"
         findings.append(Finding(name, ok, detail, time.perf_counter() - began, traceback))
@@ -156,24 +156,24 @@ class _Found(Exception):
 
 
 def _protection(loop: TrainLoop[Any]) -> str:
-    """List which protections of SECURITY.md a run of this loop has; a missing one is reported, but is no failure."""
+    """List the protections of SECURITY.md that a run of this loop has; a missing one is reported, but no failure."""
     if not has_ranks(loop.gpu_mode):
         return f"{loop.gpu_mode}: no sockets between processes"
     has_key = loop.num_nodes == 1 or key_from_environment() is not None
-    objects = "messages bear the run's key" if has_key else f"messages hold data only, as {KEY_VARIABLE} is not set"
-    looked_up = "whose connections they are is looked up" if owners_are_known() else "whose they are is unknown here"
+    objects = "messages are signed with the run's key" if has_key else f"messages are data only, without {KEY_VARIABLE}"
+    looked_up = "their owners are checked" if owners_are_known() else "their owners can't be found out"
     return f"{objects}; connections on this host: {looked_up} (SECURITY.md)"
 
 
 def preflight_shards(loop: TrainLoop[Any], sharding: dict[str, Any]) -> str:
-    """List the units that are sharded, and the bytes that a rank holds: its shards, and whole units at a time."""
+    """List the units that are sharded, and the bytes of a rank's shards and of the units it gathers at a time."""
     ranks = loop.site.num_nodes * len(loop.site.devices)
     parts = max(ranks // sharding.get("replicas", 1), 1)
     units = {name: sum(map(_bytes, unit.parameters())) for name, unit in units_of(loop.model, sharding.get("shard"))}
     total = sum(map(_bytes, loop.model.parameters()))
     if not units and ranks > 1:
         raise _Found(
-            f"no repeated blocks: the whole model, {format_bytes(total)}, is gathered on each rank for each step. Name "
+            f"no repeated blocks: the whole model, {format_bytes(total)}, is gathered on each rank for each step. Pass "
             "its blocks: fit(fsdp_model_args={'shard': [Block]})."
         )
     gradients = sum(_bytes(p) for p in loop.model.parameters() if p.requires_grad)
@@ -205,7 +205,7 @@ def _one_batch(loop: TrainLoop[Any]) -> str:
     loss, weight = _loss_of(model, batch, criterion)
     value = _number(loss)
     if not math.isfinite(value):
-        raise _Found(f"the first batch's loss is {value}. Look at its inputs, and at the model's initial weights.")
+        raise _Found(f"the first batch's loss is {value}. Check its inputs and the model's initial weights.")
     rule = sum_rule(model, criterion)
     if weight is None:
         _check_reduction(model, batch, criterion, declared_sum=rule is not None and rule(loss))
@@ -213,7 +213,7 @@ def _one_batch(loop: TrainLoop[Any]) -> str:
 
 
 def _check_reduction(model: Any, batch: Any, criterion: Any, *, declared_sum: bool) -> None:
-    """Compare a batch's loss with those of its halves: is it their mean, or their sum?"""
+    """Compare a batch's loss with those of its halves, to find out if it is their mean or their sum."""
     cut, sizes = scatter(batch, 2), chunk_sizes(batch_length(batch) or 0, 2)
     if len(cut) != 2:
         return
@@ -226,15 +226,15 @@ def _check_reduction(model: Any, batch: Any, criterion: Any, *, declared_sum: bo
     is_mean = math.isclose(whole, (first * sizes[0] + second * sizes[1]) / sum(sizes), rel_tol=1e-4)
     if is_sum and not is_mean and not declared_sum:
         raise _Found(
-            f"the loss of a batch, {whole:.4g}, is the sum of its halves' ({first:.4g} and {second:.4g}), and is taken "
-            "for a mean: ranks and micro-batches would step by a part of it. Write loss_reduction = 'sum' into the "
-            "model's class, give the criterion reduction='sum', or divide by the number of samples."
+            f"the loss of a batch, {whole:.4g}, is the sum of those of its halves ({first:.4g} and {second:.4g}), but "
+            "is treated as a mean, so ranks and micro-batches would make too small a step. Set loss_reduction = 'sum' "
+            "in the model's class, give the criterion reduction='sum', or divide by the number of samples."
         )
     if is_mean and not is_sum and declared_sum:
         raise _Found(
-            f"the loss of a batch, {whole:.4g}, is the mean of its halves' ({first:.4g} and {second:.4g}), and is "
-            "taken for a sum: ranks and micro-batches would step by a multiple of it. Write loss_reduction = 'mean' "
-            "into the model's class, or give the criterion reduction='mean'."
+            f"the loss of a batch, {whole:.4g}, is the mean of those of its halves ({first:.4g} and {second:.4g}), but "
+            "is treated as a sum, so ranks and micro-batches would make too large a step. Set loss_reduction = 'mean' "
+            "in the model's class, or give the criterion reduction='mean'."
         )
 
 
@@ -260,7 +260,7 @@ def _gradients(loop: TrainLoop[Any]) -> str:
         )
     if not_finite:
         lines.append(
-            f"gradient not finite: {described_names(not_finite)}. Look for divisions, logarithms and roots of zero."
+            f"gradient not finite: {described_names(not_finite)}. Check for division by zero, log(0) and sqrt(0)."
         )
     if unstepped:
         lines.append(
@@ -272,7 +272,7 @@ def _gradients(loop: TrainLoop[Any]) -> str:
 
 
 def _after_backward(loop: TrainLoop[Any]) -> tuple[nn.Module, Any]:
-    """Copies of model and optimizer, with the first batch's gradients."""
+    """Return copies of model and optimizer, with the first batch's gradients."""
     model, optimizer, criterion = copies(loop, CPU)
     output = model.get_loss(first_batch(loop.train_loader), criterion, torch.device("cpu"))
     for item in output if isinstance(output, Generator) else [output]:
@@ -300,7 +300,7 @@ def _batches(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
         for rank, form in enumerate(forms[1:], start=1):
             if form != forms[0]:
                 raise _Found(
-                    f"step {seen + 1}: rank 0 has {forms[0][0]}, rank {rank} has {form[0]}. That trains, but "
+                    f"step {seen + 1}: rank 0 has {forms[0][0]}, rank {rank} has {form[0]}. Training works, but "
                     "all_gather in get_loss would fail, and steps take as long as the largest batch. "
                     "Pad to one shape, or sort by length."
                 )
@@ -317,7 +317,7 @@ def _smallest_batch(loop: TrainLoop[Any]) -> str:
     loader = loop.train_loader
     samples, size = length_of(getattr(loader, "dataset", None)), getattr(loader, "batch_size", None)
     if samples is None or size is None or loader.drop_last or loop.sync_batchnorm:
-        return "no batch of a single sample is known of"
+        return "no batch of a single sample is known"
     if loop.gpu_mode == "dp":
         shares = chunk_sizes(samples % size, len(loop.site.devices))
     else:
@@ -331,11 +331,11 @@ def _smallest_batch(loop: TrainLoop[Any]) -> str:
         _loss_of(model.train(), scatter(batch, batch_length(batch) or 1)[0], criterion)
     except ValueError as error:
         raise _Found(f"{samples} samples leave a last batch of one. {ONE_SAMPLE}") from error
-    return "the last batch has a single sample, which the model takes"
+    return "the last batch has a single sample, which the model can train on"
 
 
 def _comparable_lengths(loop: TrainLoop[Any], steps: int, ranks: int, per_step: int) -> tuple[int, int]:
-    """Batches of one process, and of ``ranks``, that make the same optimizer steps; 0 if epochs differ in samples."""
+    """Return how many batches of one process, and of ``ranks``, make the same steps; 0 if epochs differ in samples."""
     single, many = (
         train_feed(loop.train_loader, world_size=size, seed=0, exchange_ints=lambda values: [values]).num_batches
         for size in (1, ranks)
@@ -352,15 +352,15 @@ def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int, sharding: dict[st
     # One process that accumulates over `ranks` batches sees the samples that so many ranks see in one step.
     # But if ranks share each batch, a step has a single one.
     per_step = 1 if isinstance(loop.train_loader, SplitBatches) else ranks
-    # A finding of its own says which parameters get no gradient; it is no reason not to compare the others.
+    # Another check reports parameters without a gradient; the others are compared all the same.
     unused = any(p.grad is None for p in _after_backward(loop)[0].parameters() if p.requires_grad)
     iterations, steps = _comparable_lengths(loop, steps, ranks, per_step)
     if not steps:
-        return f"not compared: drop_last leaves out other samples with {ranks} ranks than in one process"
+        return f"not compared: with {ranks} ranks, drop_last leaves out other samples than in one process"
     single = _trained(loop, "single", 1, iterations, per_step)
     mode = _mode_of_ranks(loop)
     arguments: dict[str, Any] = {}
-    if mode == "fsdp":  # lower precision would differ, and so few ranks need not make so many replicas
+    if mode == "fsdp":  # lower precision would differ, and so few ranks may not divide into so many replicas
         arguments["fsdp_model_args"] = {key: value for key, value in sharding.items() if key in _UNITS}
     elif unused:
         arguments["ddp_model_args"] = {"find_unused_parameters": True}
@@ -374,8 +374,8 @@ def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int, sharding: dict[st
             worst, where = difference, name
     if not worst <= TOLERANCE:
         raise _Found(
-            f"after {steps} steps {where} differs by {worst:.1e} of its largest value. Does get_loss mean over samples "
-            "(else return (loss, weight)), and does it depend on nothing but the batch?"
+            f"after {steps} steps {where} differs by {worst:.1e} of its largest value. Check that get_loss is a mean "
+            "over samples (else return (loss, weight)), and that it depends only on the batch."
         )
     return f"weights agree to {worst:.0e} after {steps} steps"
 
@@ -389,7 +389,7 @@ def _trained(
     **arguments: Any,
 ) -> nn.Module:
     model, optimizer, criterion = copies(loop, CPU)
-    for module in model.modules():  # what draws or counts in each process rightly differs between modes
+    for module in model.modules():  # modules that draw or count per process differ between modes by design
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
         if isinstance(module, nn.modules.batchnorm._NormBase):
@@ -407,7 +407,7 @@ def _trained(
         devices=devices,
         seed=loop.seed or 0,
         progress_bar=False,
-        # A rank that hangs is a finding, to be had in seconds.
+        # A hanging rank must be found in seconds.
         timeout=min(loop.timeout, 120.0),
     )
     return trial.fit(num_iterations=iterations, grad_accumulation=accumulation, **arguments)
@@ -418,7 +418,7 @@ def _stay(module: nn.Module) -> Callable[..., nn.Module]:
 
 
 def _form(batch: Any) -> str:
-    """Shapes without the number of samples, and dtypes, of a nested batch."""
+    """Return shapes, without the number of samples, and dtypes of a nested batch."""
 
     def leaves(value: Any) -> Iterator[str]:
         if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Gradient checkpointing by a switch: chosen modules keep their inputs, and compute the rest anew going backward."""
+"""Gradient checkpointing: chosen modules keep only their inputs, and recompute activations in the backward pass."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = ["chosen_modules", "recomputing"]
 
 
 def chosen_modules(model: nn.Module, choice: Any) -> list[nn.Module]:
-    """The modules that ``checkpoint_modules`` means, none inside another one.
+    """Return the modules that ``checkpoint_modules`` selects; none is inside another one.
 
     Parameters
     ----------
     model : nn.Module
     choice : type, str, callable or sequence of them, or None
-        Classes; names, with ``*`` for any part of one (``'encoder.layers.*'``); functions ``(name, module) -> bool``.
+        Classes; names, with ``*`` for any part (``'encoder.layers.*'``); functions ``(name, module) -> bool``.
 
     Raises
     ------
     ConfigurationError
-        If it is something else, or if nothing in the model matches a part of it.
+        If it is something else, or if no module matches a part of it.
     """
     if choice is None:
         return []
@@ -56,7 +56,7 @@ def _matcher(part: Any) -> Callable[[str, nn.Module], bool]:
     if isinstance(part, type) and issubclass(part, nn.Module):
         return lambda name, module: isinstance(module, part)
     if isinstance(part, str):
-        # A star stands for one part of a name: 'layers.*' are the layers, and not what is in them.
+        # A star matches one part of a name: 'layers.*' are the layers, but not their submodules.
         return lambda name, module: name.count(".") == part.count(".") and fnmatchcase(name, part)
     if callable(part) and not isinstance(part, (type, nn.Module)):
         return lambda name, module: bool(part(name, module))
@@ -68,12 +68,12 @@ def _matcher(part: Any) -> Callable[[str, nn.Module], bool]:
 
 @contextmanager
 def recomputing(model: nn.Module, choice: Any) -> Iterator[None]:
-    """Within the context the chosen modules keep their inputs only, wherever gradients are recorded."""
+    """Make the chosen modules keep only their inputs while gradients are recorded; a context manager."""
     modules = chosen_modules(model, choice)
     classes = [type(module) for module in modules]
     logging = [part for part in model.modules() if isinstance(part, TTModel)]
     for module in modules:
-        # By the class, as torch's fully_shard does: names, hooks, replicas of dp and state_dict stay as they are.
+        # By changing the class, like torch's fully_shard: names, hooks, dp's replicas and state_dict are unaffected.
         module.__class__ = _recomputed(type(module), logging)
     try:
         yield
@@ -85,16 +85,16 @@ def recomputing(model: nn.Module, choice: Any) -> Iterator[None]:
 def _recomputed(cls: type[nn.Module], logging: list[TTModel]) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = partial(cls.forward, self)
-        # Nothing is kept for a backward that won't come.
+        # Without gradients there is no backward, and nothing to keep for it.
         if not torch.is_grad_enabled():
             return own(*args, **kwargs)
         contexts = partial(_contexts, self, logging)
         return checkpoint(own, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
-        """Copies and pickles are of the class that the user wrote."""
+        """Make copies and pickles have the class that the user wrote."""
         state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
-        # pickle refuses __newobj__ of another class than the object's. The stubs leave this one out.
+        # pickle refuses __newobj__ of another class than the object's. The type stubs lack this function.
         return copyreg._reconstructor, (cls, object, None), state  # type: ignore[attr-defined]
 
     own = {"forward": forward, "__reduce_ex__": reduce, "__module__": cls.__module__, "__doc__": cls.__doc__}
@@ -107,7 +107,7 @@ def _contexts(module: nn.Module, logging: list[TTModel]) -> tuple[Any, Any]:
 
 @contextmanager
 def _second_time(module: nn.Module, logging: list[TTModel]) -> Iterator[None]:
-    """Hide the repeated computation: it must not log, nor step BatchNorm's running statistics."""
+    """Hide the repeated computation: it must not log or update BatchNorm's running statistics."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     logging = [*logging, *(part for part in module.modules() if isinstance(part, TTModel))]  # a replica's own
     sinks = [part.__dict__.pop("_log_sink", None) for part in logging]

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 __all__ = ["RestartCheckpoints", "steps_between"]
 
 SHARE_OF_TIME = 0.01
-"""The most that checkpoints for restarts may cost, unless the user says how often to write them."""
-_RUN = "restarts"  # in the names of unfinished files: each start removes those of the one before
+"""Maximum share of time for restart checkpoints, unless the user sets how often they are written."""
+_RUN = "restarts"  # in the names of unfinished files: each start removes those of the previous one
 
 
 class RestartCheckpoints:
-    """A :class:`~trainloop._support.stopping.StopAgreement` that also writes checkpoints at step boundaries, where due.
+    """A :class:`~trainloop._support.stopping.StopAgreement` that also writes checkpoints that are due, between steps.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ class RestartCheckpoints:
         The run whose ``stop`` it replaces.
     folder : RestartFolder
     every : int, optional
-        Steps between two; ``None``: as many as keep their cost to :data:`SHARE_OF_TIME`.
+        Steps between two checkpoints; ``None`` for as many as limit their cost to :data:`SHARE_OF_TIME`.
     """
 
     def __init__(self, run: Training, folder: RestartFolder, every: int | None) -> None:
@@ -65,11 +65,11 @@ class RestartCheckpoints:
     # -- at boundaries -----------------------------------------------------------------------------------------------
 
     def request(self, reason: int) -> None:
-        """As of the agreement itself."""
+        """Request a stop, as :class:`StopAgreement` does."""
         self._stop.request(reason)
 
     def reached(self) -> int:
-        """As of the agreement itself; writes a checkpoint if one is due and training continues. Collective."""
+        """Agree on a stop, as :class:`StopAgreement` does; else write a checkpoint if one is due. Collective."""
         reasons = self._stop.reached()
         run = self._run
         step = run.loop.global_step
@@ -95,18 +95,18 @@ class RestartCheckpoints:
         begin = time.perf_counter()
         problem = self._write(step)
         mine = [int(problem is not None), int(1e9 * self._cost_s), int(1e9 * (begin - self._written_at))]
-        # All ranks have written after this exchange, and decide by the same numbers.
+        # After this exchange all ranks have written, and decide from the same numbers.
         failed, costs, pauses = zip(*distributed.exchange_ints(mine))
         if problem and not self._warned:
             self._warned = True
             warn(
-                f"max_restarts: no checkpoint could be written after step {step} ({problem}). Until there is one, a "
-                "failure costs more steps.",
+                f"max_restarts: no checkpoint could be written after step {step} ({problem}). Until one is written, a "
+                "failure repeats more steps.",
                 RuntimeWarning,
             )
         self._failed = self._failed + 1 if any(failed) else 0
         if self._every is None:
-            # The rank that arrived last has waited for no other: its time is what the checkpoint before has cost all.
+            # The rank that arrived last has waited for no other: its time is the previous checkpoint's cost for all.
             self._pause = steps_between(min(costs), max(pauses) / max(step - self._last_step, 1))
         soon = 2**self._failed - 1 if self._failed else self._pause
         self._last_step, self._next = step, step + min(self._pause, soon)
@@ -114,9 +114,9 @@ class RestartCheckpoints:
         self._cost_s = self._written_at - begin
 
     def _write(self, step: int) -> str | None:
-        """Write a checkpoint; returns the reason if this rank could not, empty if another one could not. Collective.
+        """Write a checkpoint; return the reason if this rank could not, empty if another one could not. Collective.
 
-        An error in a user's ``state_dict``, or for want of room, does not end the training.
+        An error in a user's ``state_dict``, or lack of disk space, does not end the training.
         """
         run, loop = self._run, self._run.loop
         state, problem = None, None
@@ -125,7 +125,7 @@ class RestartCheckpoints:
             state = run_state.whole_state(run, ranks)
         except Exception as raised:
             problem = described(raised)
-        # Where all ranks write, the others would wait for one that can't.
+        # If all ranks write, the others would wait for one that can't.
         if self._sharded and any(theirs for (theirs,) in distributed.exchange_ints([int(problem is not None)])):
             return problem or ""
         if state is None:
@@ -151,7 +151,7 @@ class RestartCheckpoints:
         return run_state.checkpoint_to_resume(self._run.loop, self._order.checkpoint)
 
     def begin(self) -> None:
-        """Training begins, from a state that has been loaded: call ``on_restart`` after a failure. Collective."""
+        """Start training from the loaded state; after a failure call ``on_restart``. Collective."""
         run, loop = self._run, self._run.loop
         self._last_step, self._next = loop.global_step, loop.global_step + self._pause
         self._progress[self._row] = loop.global_step, 1

@@ -4,7 +4,7 @@
 
     a rank fails          launch ends the others, and asks Supervisor.failed
       it would recur        the error, with a note that explains why the run ends
-    ranks start again     Supervisor.before_start names the newest checkpoint in the run's private folder
+    ranks restart         Supervisor.before_start names the newest checkpoint in the run's private folder
                           in each rank, RestartCheckpoints resumes from it (train_loop/restart_checkpoints.py)
 """
 
@@ -40,30 +40,30 @@ _SHARE_OF_MEMORY = 0.5  # of what the run may use, for that room
 
 
 class Restart(NamedTuple):
-    """One restart of a run: what ``tl.restarts`` lists, and ``on_restart`` gets."""
+    """One restart of a run: an item of ``tl.restarts``, and the argument of ``on_restart``."""
 
     rank: int
     """Global rank that failed first."""
     cause: str
-    """What it did, or what was done to it: ``was killed by signal SIGKILL``."""
+    """Cause of the failure, such as ``was killed by signal SIGKILL``."""
     step: int
     """Optimizer step after which training was resumed."""
     steps_repeated: int
-    """Steps after it that had been done already."""
+    """Number of steps after it that had already been done and were repeated."""
     seconds: float
-    """From the failure until a step more than :attr:`step` was done, or until the next failure."""
+    """Seconds from the failure until a step more than :attr:`step` was done, or until the next failure."""
 
 
 class RestartOrder(NamedTuple):
-    """What ranks that start after a failure have to know."""
+    """Information for ranks that start after a failure."""
 
     restart: Restart
     failed_ns: int
     """Time of the failure (monotonic clock)."""
     limit: str
-    """Which restart it is, and of how many."""
+    """Number of the restart, and the maximum, as text."""
     checkpoint: str
-    """Path of the checkpoint to resume from; empty to begin as the first time."""
+    """Path of the checkpoint to resume from; empty to begin like the first start."""
 
 
 class RestartFolder:
@@ -81,7 +81,7 @@ class RestartFolder:
         self._progress, self._order = os.path.join(path, "progress"), os.path.join(path, "order")
 
     def begin(self, ranks: int, step: int, order: RestartOrder | None) -> None:
-        """Before ranks start: all of them are at this step, and do not train yet."""
+        """Record, before ranks start, that all of them are at this step and do not train yet."""
         np.array([(0, 0), *[(step, 0)] * ranks], np.int64).tofile(self._progress)
         if order is not None:
             with open(self._order, "w") as file:
@@ -97,7 +97,7 @@ class RestartFolder:
         return RestartOrder(Restart(*restart), *others)
 
     def progress(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return shared memory of all processes of the run.
+        """Return an array in memory shared by all processes of the run.
 
         Row 0: the time (monotonic clock) at which the first step after a restart was done, or 0. Row ``1 + r``: the
         steps that local rank ``r`` has done, and 1 once it trains.
@@ -106,7 +106,7 @@ class RestartFolder:
 
 
 class _SeenFailure(NamedTuple):
-    """A failure and its place in the training, to compare it with the next one."""
+    """A failure and the step at which it occurred, to compare it with the next one."""
 
     rank: int
     """Rank to blame: if one hangs, not the rank that reported it."""
@@ -125,15 +125,15 @@ class _SeenFailure(NamedTuple):
 
 
 class Supervisor:
-    """Decides about restarts, and keeps the private folder of the run; a context manager.
+    """Decide about restarts, and own the private folder of the run; a context manager.
 
     Parameters
     ----------
     loop : TrainLoop
-        The loop whose ``restarts`` are written.
+        Loop whose ``restarts`` are recorded.
     options : RestartOptions
     ranks : int
-        Ranks of this host. Over several hosts each has a supervisor, and node 0 has the checkpoints.
+        Number of ranks on this host. Each of several hosts has a supervisor, and node 0 has the checkpoints.
     resume : dict, optional
         State of the checkpoint that the first start resumes.
     """
@@ -143,7 +143,7 @@ class Supervisor:
     ) -> None:
         self._loop, self._most, self._ranks = loop, options.most, ranks
         self._begins_at: int = loop.global_step if resume is None else resume["place"]["global_step"]
-        # A ModelCheckpoint that takes over the run that it resumes writes under that run's name.
+        # A ModelCheckpoint that continues the resumed run's series writes under that run's name.
         states = [saved["state"] for saved in resume["callbacks"]] if resume is not None else []
         self._runs = [str(state["run"]) for state in states if isinstance(state, dict) and "run" in state]
         self._begun_ns = time.time_ns()
@@ -161,7 +161,7 @@ class Supervisor:
         scratch.remove(self._scratch)
 
     def failed(self, failure: Failure, error: WorkerFailedError) -> WorkerFailedError | None:
-        """Return the error that ends the run; ``None`` if the ranks, which have all ended, are to start again."""
+        """Return the error that ends the run; ``None`` if the ranks, all of which have ended, will restart."""
         self._record_restart(failure.time_ns)
         first = self._loop.site.node_rank * self._ranks
         here = error.rank - first if error.rank - first in range(self._ranks) else 0
@@ -172,7 +172,7 @@ class Supervisor:
             return error
         if failure.type == LOST_HOST:
             advice = "with a ModelCheckpoint on storage that all hosts share and resume_from='last'"
-            return with_note(error, f"Start all hosts again, {advice}: max_restarts starts ranks of living hosts.")
+            return with_note(error, f"Start all hosts again, {advice}: max_restarts needs running hosts.")
         if self._last_failure is not None and self._last_failure.recurs_in(seen):
             when = f"after step {step}" if trains else f"before training was resumed after step {step}"
             return with_note(error, f"The same failure occurred again {when}; another restart would not help.")
@@ -190,7 +190,7 @@ class Supervisor:
             return None
         failure, error = self._current
         reached = int(self.folder.progress()[1:, 0].max())
-        # Of two of the same step the later one counts: it may be from after the epoch's end.
+        # Of two checkpoints of the same step, the later one counts: it may be from after the epoch's end.
         step, _, path = max(self._checkpoints(), default=(self._begins_at, 0, ""))
         cause = "hangs" if failure.timeout and error.rank != failure.rank else describe_failure(failure)
         restart = Restart(error.rank, cause, step, max(reached - step, 0), 0.0)
@@ -198,18 +198,18 @@ class Supervisor:
         return list(RestartOrder(restart, failure.time_ns, limit, path))
 
     def before_start(self, order: list[Any] | None) -> None:
-        """Give the ranks, which are about to start, their order."""
+        """Write the order for the ranks that are about to start."""
         if order is None:
             self.folder.begin(self._ranks, self._begins_at, None)
             return
         restart, failed_ns, *others = order
-        if self._current is not None:  # the clock of this host
+        if self._current is not None:  # time by this host's clock
             failed_ns = self._current[0].time_ns
         self._pending = Restart(*restart), failed_ns
         self.folder.begin(self._ranks, self._pending[0].step, RestartOrder(*self._pending, *others))
 
     def _checkpoints(self) -> Iterator[tuple[int, int, str]]:
-        """Step, time and path of each whole checkpoint that this run has written."""
+        """Yield step, time and path of each complete checkpoint that this run has written."""
         for one in checkpoint.checkpoints(self.folder.checkpoints):
             if one.info is not None:
                 yield one.info.step, one.info.stamp, one.path
@@ -217,14 +217,14 @@ class Supervisor:
         for callback in self._loop.callbacks:
             own = getattr(callback, "own_checkpoints", None)
             if own is not None:
-                with contextlib.suppress(Exception):  # a folder that does not answer: the private ones remain
+                with contextlib.suppress(Exception):  # a folder that can't be reached: the private ones remain
                     found += own(self._runs)
         for one in found:
             if one.info is not None and one.info.stamp >= self._begun_ns:
                 yield one.info.step, one.info.stamp, one.path
 
     def _record_restart(self, failed_ns: int | None) -> None:
-        """The last restart is over: training was resumed, or failed again before it was."""
+        """Record the last restart: training was resumed, or failed again before that."""
         if self._pending is None:
             return
         (restart, begun_ns), self._pending = self._pending, None
@@ -232,7 +232,7 @@ class Supervisor:
         end_ns = resumed_ns or failed_ns or time.monotonic_ns()
         restart = restart._replace(seconds=(end_ns - begun_ns) / 1e9)
         self._loop.restarts.append(restart)
-        if not resumed_ns and failed_ns and not self._loop.site.node_rank:  # no rank has got as far as to print it
+        if not resumed_ns and failed_ns and not self._loop.site.node_rank:  # no rank ran long enough to print it
             limit = f"{self._nth(len(self._loop.restarts))} failed, too."
             print(restart_line(restart, limit), file=sys.stderr, flush=True)
 
@@ -241,7 +241,7 @@ class Supervisor:
 
 
 def restart_line(restart: Restart, limit: str) -> str:
-    """Return the line that is printed about a restart."""
+    """Return the line to print about a restart."""
     steps = f"{restart.steps_repeated} step{'' if restart.steps_repeated == 1 else 's'}"
     return (
         f"trainloop: rank {restart.rank} {restart.cause}; training was resumed from step {restart.step} ({steps} "
@@ -255,7 +255,7 @@ def _room_in_memory(loop: TrainLoop[Any]) -> int:
     weights = sum(tensor.nbytes for module in modules for tensor in (*module.parameters(), *module.buffers()))
     states = [state for optimizer in optimizers_of(loop.optimizer) for state in optimizer.state.values()]
     held = sum(t.nbytes for state in states if isinstance(state, dict) for t in state.values() if isinstance(t, Tensor))
-    needed = _ROOM * (weights + (held or 2 * weights))  # before the first step: as much as Adam's
+    needed = _ROOM * (weights + (held or 2 * weights))  # before the first step: as much as Adam's state state
     quota = loop.options.quota
     limit = available().memory if quota is None or quota.memory == "auto" else int(quota.memory)
     return needed if needed <= _SHARE_OF_MEMORY * limit else 0

@@ -1,4 +1,4 @@
-"""Predictions that outgrow memory: each rank's batches in a file of its own, read back one by one in order."""
+"""Predictions larger than memory: each rank writes its batches to a file; they are read back one by one in order."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from trainloop.train_loop.evaluating import Predictions, join_rows, on_cpu, rows
 __all__ = ["PredictionStream", "RowFiles", "rows_folder", "write_rows"]
 
 _BATCHES_KEPT = 64
-"""Batches that are held in memory where rows come in another order than batches."""
+"""Number of batches kept in memory if rows are read in another order than batches."""
 
 
 @contextmanager
 def rows_folder() -> Iterator[Path]:
-    """A folder under ``TMPDIR`` for files of rows. It is removed at the end; open files stay readable."""
+    """Make a folder under ``TMPDIR`` for files of rows. It is removed at the end; open files stay readable."""
     path = Path(tempfile.mkdtemp(prefix="trainloop-rows-"))
     try:
         yield path
@@ -40,7 +40,7 @@ def write_rows(
     batches: Iterator[tuple[int, Any, int]],
     get_predictions: Callable[[Any, int], Predictions],
 ) -> None:
-    """Predict batch after batch into this rank's file.
+    """Predict batch by batch into this rank's file.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ def write_rows(
         The folder of :func:`rows_folder`, the same on all ranks.
     rank : int
     batches, get_predictions
-        As for :func:`~trainloop.train_loop.evaluating.predictions`.
+        As in :func:`~trainloop.train_loop.evaluating.predictions`.
     """
     places: list[tuple[int, int, int, int]] = []
     with open(folder / f"{rank}.rows", "xb") as file:
@@ -57,7 +57,7 @@ def write_rows(
             data = dumps(rows)
             places.append((index, size, file.tell(), len(data)))
             file.write(data)
-    # After the rows: RowFiles looks for tables, and so finds whole files only.
+    # After the rows: RowFiles looks for tables, and so finds only complete files.
     np.save(folder / f"{rank}.npy", np.array(places, np.int64).reshape(-1, 4))
 
 
@@ -82,7 +82,7 @@ class RowFiles:
         found: list[tuple[int, _Place]] = []
         for path in sorted(folder.glob("*.npy")):
             number = len(self._files)
-            # Opened at once, and read by position: the names may go, and readers share no offset.
+            # Opened now, and read by position: the names may be removed, and readers share no offset.
             self._files.append(os.open(path.with_suffix(".rows"), os.O_RDONLY | getattr(os, "O_BINARY", 0)))
             for index, size, offset, length in np.load(path).tolist():
                 found.append((index, _Place(number, offset, length, size)))
@@ -90,18 +90,18 @@ class RowFiles:
 
     @property
     def sizes(self) -> list[int]:
-        """Samples of each batch, in order."""
+        """Return the number of samples of each batch, in order."""
         return [place.size for place in self._places]
 
     def read(self, batch_index: int) -> Predictions:
-        """The batch's ``(y_pred, y_true, metadata)``."""
+        """Return the batch's ``(y_pred, y_true, metadata)``."""
         place = self._places[batch_index]
         data = bytearray(place.length)
         done = 0
         while done < place.length:
             # One call reads 1 GiB at most.
             done += read_into(self._files[place.file], memoryview(data)[done:], place.offset + done)
-        # A pickle of this run's own, in a folder that only this user may write to.
+        # A pickle written by this run, in a folder that only this user may write to.
         rows: Predictions = loads(memoryview(data))
         return rows
 
@@ -113,19 +113,19 @@ class RowFiles:
 
 
 class PredictionStream(Iterator[Predictions]):
-    """Predictions batch by batch, in the order of ``predict_with_model(loader)``; what it returns for ``stream=True``.
+    """Iterator over predictions, in the order of ``predict_with_model(loader)``; its result for ``stream=True``.
 
-    Each item is ``(y_pred, y_true, metadata)`` of some rows. Where the loader's order is that of the dataset, they are
-    the very batches of ``get_predictions``; where it is shuffled, as many rows as its first batch has, in dataset
-    order. A batch is read from the disk when it is asked for. The files have no names any more and need no removal:
-    closing the stream, losing it (by ``break``) or the end of the process frees their space.
+    Each item is ``(y_pred, y_true, metadata)`` of some rows. If the loader's order is that of the dataset, they are
+    the batches of ``get_predictions``; if it is shuffled, each item has as many rows as its first batch, in dataset
+    order. A batch is read from the disk when it is requested. The files are already unlinked and need no removal:
+    closing the stream, dropping it (by ``break``) or the end of the process frees their space.
 
     Parameters
     ----------
     files : RowFiles or None
-        ``None``: of a rank that gets no rows.
+        Files with the rows; ``None`` on a rank that gets no rows.
     order : sequence of int, optional
-        The place among all rows, in the order of batches, of each row to come.
+        For each row to yield, its index among all rows in the order of batches. Default: batches in their order.
     """
 
     def __init__(self, files: RowFiles | None, order: Sequence[int] | None = None) -> None:
@@ -147,13 +147,13 @@ class PredictionStream(Iterator[Predictions]):
         self.close()
 
     def close(self) -> None:
-        """Give up the remaining batches, and their space on the disk."""
+        """Discard the remaining batches, and free their space on the disk."""
         if self._files is not None:
             self._files.close()
         self._files, self._items = None, iter(())
 
 
-# Functions and not methods: a stream that its own iterator refers to would be freed by the garbage collector only.
+# Functions, not methods: a stream that its own iterator refers to would be freed only by the garbage collector.
 
 
 def _batches(files: RowFiles) -> Iterator[Predictions]:
@@ -170,7 +170,7 @@ def _rows_in_order(files: RowFiles, order: npt.NDArray[np.int64]) -> Iterator[Pr
         parts = []
         for row in order[start : start + sizes[0]].tolist():
             i = int(np.searchsorted(ends, row, side="right"))
-            if i not in kept:  # batches were shuffled, but many a sampler shuffles nearby rows only
+            if i not in kept:  # batches were shuffled, but some samplers shuffle only nearby rows
                 kept[i] = files.read(i)
                 if len(kept) > _BATCHES_KEPT:
                     kept.popitem(last=False)

@@ -1,11 +1,11 @@
-"""One rank's running loop: the placed model, hooks, recorders and feeds; how it evaluates, predicts and records.
+"""One rank's running loop: its placed model, hooks, recorders and feeds; it evaluates, predicts and records.
 
-A :class:`Run` exists while its process works for a loop and no longer. Its subclass
+A :class:`Run` exists only while its process works for a loop. Its subclass
 :class:`~trainloop.train_loop.training.Training` trains.
 
-What is logged in a hook belongs to the epoch whose hook it is. Hooks of steps log into the epoch that is being
-recorded. At its end all ranks exchange what they logged; then come its last hooks, callback by callback, and what one
-of them has logged is exchanged before the next is called, so that it finds it in the history.
+A value logged in a hook belongs to the hook's epoch. Hooks of steps log into the epoch that is being recorded. At its
+end all ranks exchange their logs. Then the epoch's last hooks are called, callback by callback; the logs of each are
+exchanged before the next one is called, which finds them in the history.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["STEPS_BETWEEN_FLUSHES", "Run"]
 
-# Steps between two readings of the logs: they wait for the device, and ranks exchange what they logged.
+# Steps between two readings of the logs: a reading waits for the device, and ranks exchange their logs.
 STEPS_BETWEEN_FLUSHES = 128
 # Step values are held twice until they are exchanged.
 MOST_STEPS_BETWEEN_EXCHANGES = 32 * STEPS_BETWEEN_FLUSHES
@@ -60,9 +60,9 @@ class Run:
     loop : TrainLoop
         The loop; in a started rank, the rank's copy.
     place : Placement
-        Its model as this rank runs it.
+        The model as this rank runs it.
     stop : StopAgreement
-        Where all ranks agree to stop.
+        Agreement of all ranks on when to stop.
     """
 
     trains = False
@@ -74,39 +74,39 @@ class Run:
         self.place = place
         self.stop = stop
         self.hooks = HookTable(loop.callbacks, loop.rank, loop.model)
-        # Ranks must agree on an order even where the user gave no seed; the caller's RNG stays as it is.
+        # Ranks must agree on an order even if the user gave no seed; the caller's RNG is not changed.
         self.seed = loop.seed if loop.seed is not None or not parallel else loop.drawn_seed
         self.gather: Callable[[Any], list[Any]] | None = distributed.gather_object if parallel else None
         self.exchange = exchange_of(distributed, loop.world_size if parallel else 1)
-        """Exchanges logs, for all recorders; it remembers which metrics the ranks share."""
-        # One bar, of rank 0: those of several ranks would overwrite each other on one terminal.
+        """Exchange of logs for all recorders; it remembers the metrics that ranks share."""
+        # Only rank 0 has a bar: bars of several ranks would overwrite each other on one terminal.
         self.progress = Progress(loop.progress_bar and loop.is_global_zero)
         self.recorder = Recorder()
         self.sink: Callable[..., None] | None = None
-        """The recorder that receives logs now: the training's, or that of an evaluation inside it."""
+        """Recorder that receives logs now: the training's, or that of an evaluation inside it."""
         self.history_epoch = max(loop.epoch - 1, 0)
-        """The epoch that logs belong to now; outside of training, the last one."""
+        """Epoch that logs belong to now; outside of training, the last one."""
         self.records_evaluations = False
-        """True if values of evaluations go into the history: those inside a training do."""
+        """True if values of evaluations are written to the history: only inside a training."""
         self.epoch_steps = 0
         """Steps since the epoch began."""
         self.undo = ExitStack()
-        """Closed when the run ends."""
+        """Stack of contexts that is closed when the run ends."""
         self.class_losses = ClassLosses(loop.model, loop.criterion)
         self.undo.enter_context(self.class_losses.watched(with_graphs=True))
         self.idle = Idle(self)
         self._eval_feeds: dict[int, Any] = {}
         self._compared: dict[int, Any] = {}
-        """Loaders of evaluations that ranks have compared, by their id."""
+        """Evaluation loaders that ranks have compared, by id."""
         self._same_callbacks = True
 
     # -- data --------------------------------------------------------------------------------------------------------
 
     def feed_of(self, make: Callable[..., Any], loader: Any, name: str) -> Any:
-        """This rank's part of a loader, with as few workers as the quota allows."""
+        """Return this rank's part of a loader, with no more workers than the quota allows."""
         loop = self.loop
         workers = getattr(loader, "num_workers", 0)
-        # A quota is for the run, so that each rank gets its part of the workers, too.
+        # A quota is for the whole run, so each rank gets its share of the workers.
         most = cap_workers(workers, loop.options.quota, loop.process.local_world_size) if workers else 0
         if most != workers:
             loader = with_workers(loader, most)
@@ -130,7 +130,7 @@ class Run:
         return self._eval_feeds[id(loader)]
 
     def shared_of(self, loader: Any, name: str) -> Shared:
-        """What ranks must have in common of a loader that they will evaluate; they compare it by another exchange."""
+        """Return the properties of a loader that must be equal on all ranks; they compare it in another exchange."""
         self._compared[id(loader)] = loader
         loop = self.loop
         return eval_feed(loader, rank=loop.rank, world_size=loop.world_size, seed=self.seed, name=name).shared
@@ -140,7 +140,7 @@ class Run:
     def evaluate(
         self, loader: Any, name: str, kind: str, losses_into_history: bool = False
     ) -> float | dict[str, float]:
-        """Mean loss over a loader; see :meth:`trainloop.TrainLoop.evaluate_model_loss`."""
+        """Return the mean loss over a loader; see :meth:`trainloop.TrainLoop.evaluate_model_loss`."""
         criterion, device, prefix = self.loop.criterion, self.place.device, _PREFIXES[kind]
         model = self.place.evaluated
 
@@ -148,7 +148,7 @@ class Run:
             with self.place.autocast:
                 loss = run_through(model.get_loss_eval(batch, criterion, device))
             if self.place.collective and torch.is_grad_enabled():
-                model.reshard_units()  # no backward comes to do it
+                model.reshard_units()  # since no backward does it
             return loss
 
         with self._recording(prefix) as recorder:
@@ -156,17 +156,17 @@ class Run:
             own = self._on_all_ranks(feed.batches(), get_loss)
             batches = _between_hooks(own, self.hooks, recorder, {"type": kind, "pass": "loss"})
             end = mean_loss(batches, get_loss, recorder, name, sum_rule(self.loop.model, criterion))
-        # What a user evaluates from a callback must not overwrite the epoch's own val_loss.
+        # A user's evaluation in a callback must not overwrite the epoch's own val_loss.
         losses = named_losses(end.losses, prefix) if losses_into_history else {}
         self._into_history(prefix, {**losses, **end.metrics})
-        # A plain loss has the empty name, those of a MultiLoss have their own.
+        # A plain loss has the empty name, the losses of a MultiLoss have their own.
         parts = {part: value for part, value in end.losses.items() if part}
         return parts or end.losses[""]
 
     def predict(
         self, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool, rows_to: str | None = None
     ) -> Predictions:
-        """Predictions over a loader; see :meth:`trainloop.TrainLoop.predict_with_model`."""
+        """Return predictions over a loader; see :meth:`trainloop.TrainLoop.predict_with_model`."""
         loop = self.loop
         with self._predicting(loader, name, dataset_info, execute_callbacks) as (feed, batches, get_predictions, end):
 
@@ -184,7 +184,7 @@ class Run:
     def predict_into(
         self, folder: Path, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool
     ) -> Any:
-        """Predictions over a loader into files, for :class:`RowFiles`; returns their order by rows, on every rank."""
+        """Write predictions over a loader to files, for :class:`RowFiles`; return the rows' order, on every rank."""
         with self._predicting(loader, name, dataset_info, execute_callbacks) as (feed, batches, get_predictions, end):
             write_rows(folder, self.loop.rank, batches, get_predictions)
             end()
@@ -197,7 +197,7 @@ class Run:
     def predict_stream(
         self, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool, rows_to: str | None
     ) -> PredictionStream:
-        """Predictions over a loader as an iterator, on the ranks that get them; empty on others."""
+        """Return predictions over a loader as an iterator, on the ranks that get them; empty on others."""
         first = distributed.is_global_zero()
         with rows_folder() if first else nullcontext() as own:
             folder = Path(distributed.broadcast_object(str(own)))
@@ -211,9 +211,9 @@ class Run:
     def _predicting(
         self, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool
     ) -> Iterator[tuple[Any, Iterator[Any], Callable[[Any, int], Any], Callable[..., list[Any]]]]:
-        """This rank's feed, its batches, a function that predicts one, and one that exchanges the logs at the end."""
+        """Yield this rank's feed, its batches, a function that predicts one, and one that exchanges logs at the end."""
         model, device = self.place.evaluated, self.place.device
-        # The model's own hooks belong to it, however it is called.
+        # The model's own hooks are called in any case.
         hooks = self.hooks if execute_callbacks else HookTable((), model=self.loop.model)
         dataset_info = {**dataset_info, "pass": "predictions"}
 
@@ -224,7 +224,7 @@ class Run:
         def get_predictions(batch: Any, size: int) -> Any:
             recorder.batch_size = size
             output = forward(batch)
-            check_rows(output)  # here, where it is known which batch: when rows are joined it is too late
+            check_rows(output)  # here, while the batch is known: after rows are joined it is too late
             for hook in hooks.on_after_batch_prediction:
                 hook(*output, dataset_info)
             return output
@@ -243,13 +243,13 @@ class Run:
             yield feed, batches, get_predictions, end
 
     def _on_all_ranks(self, batches: Iterator[Any], forward: Callable[[Any], Any]) -> Iterator[Any]:
-        """An evaluation's batches; where a forward is an exchange of all ranks, all of them run equally many."""
+        """Yield an evaluation's batches; if a forward is an exchange, all ranks run the same number."""
         if not self.place.collective or self.gather is None:
             return batches
         return together(batches, forward, self.idle)
 
     def _receivers(self, rows_to: str | None) -> Sequence[int]:
-        """Ranks that get all rows of predictions."""
+        """Return the ranks that get all rows of predictions."""
         from trainloop._launch.rank_process import started_by_launch  # keeps `import trainloop` fast
 
         ranks = range(self.loop.world_size)
@@ -257,7 +257,7 @@ class Run:
             return ranks[:1]
         if rows_to == "all" or self.trains or not started_by_launch():
             return ranks
-        return ranks[:: self.loop.process.local_world_size]  # each answers the process that started it
+        return ranks[:: self.loop.process.local_world_size]  # each sends the result to the process that started it
 
     def _gathered_at(self, mine: Any, receivers: Sequence[int]) -> list[Any] | None:
         if self.gather is None:
@@ -274,7 +274,7 @@ class Run:
         The training around it does not notice: modes and random numbers are as before.
         """
         model = self.loop.model
-        # A recorder of its own: the training's may be in the midst of an epoch.
+        # A separate recorder: the training's may be in the middle of an epoch.
         recorder = Recorder(rank=self.loop.rank, exchange=self.exchange, on_step=False, prefix=prefix)
         buffers = nullcontext() if self.gather is None else _buffers_of_rank_0(model)
         watched = self.class_losses.watched(with_graphs=False)
@@ -296,7 +296,7 @@ class Run:
         parts = [module for module in model.modules() if isinstance(module, TTModel)]
         # Through __dict__: nn.Module.__setattr__ first looks through parameters, modules and buffers.
         before = [part.__dict__.get("_log_sink") for part in parts]
-        # Compiled code breaks its graph at a log: traced, the growing lists of logs would recompile it each step.
+        # Compiled code breaks its graph at a log: if traced, the growing lists of logs would recompile it each step.
         sink = torch.compiler.disable(recorder.log) if _has_compiled_parts(model) else recorder.log
         own_before, self.sink = self.sink, sink
         for part in parts:
@@ -309,8 +309,8 @@ class Run:
                 part.__dict__["_log_sink"] = sink
 
     def flush_logs(self) -> None:
-        """Read what was logged and hand it to ``on_log``. Collective; waits for the device."""
-        # The same answer on all ranks: hooks of one rank make all exchange. Without hooks, now and then is enough.
+        """Read the logs and pass them to ``on_log``. Collective; waits for the device."""
+        # All ranks decide alike: hooks of one rank make all exchange. Without hooks, an occasional exchange is enough.
         heard = any(overrides(callback, "on_log") for callback in self.loop.callbacks)
         if heard or self.epoch_steps % MOST_STEPS_BETWEEN_EXCHANGES == 0:
             self.publish(self.recorder.exchange_steps())
@@ -318,7 +318,7 @@ class Run:
             self.recorder.compact()
 
     def publish(self, steps: StepValues) -> None:
-        """Step values into the history and, on rank 0, to ``on_log``."""
+        """Add step values to the history and, on rank 0, pass them to ``on_log``."""
         self.loop.history.record_steps(steps)
         if steps and self.loop.is_global_zero and self.hooks.on_log:
             rows = rows_of(steps)
@@ -346,7 +346,7 @@ class Run:
                 hook()
             if may_log and self._same_callbacks:
                 self._record_late()
-        # Ranks with other callbacks would not meet between two of them: one exchange, after them all.
+        # Ranks with different callbacks can't exchange between two of them: one exchange, after all of them.
         if not self._same_callbacks:
             self._record_late()
 
@@ -368,7 +368,7 @@ class Run:
 
 
 def _between_hooks(batches: Iterable[Any], hooks: HookTable, recorder: Recorder, info: dict[str, Any]) -> Iterator[Any]:
-    """An evaluation's batches between its hooks, whose logs are then exchanged with the batches' own."""
+    """Yield an evaluation's batches between its hooks, whose logs are exchanged with those of the batches."""
     recorder.batch_size = 1  # a hook's logs belong to no batch
     for hook in hooks.on_evaluation_begin:
         hook(info)
@@ -384,7 +384,7 @@ def _has_compiled_parts(model: nn.Module) -> bool:
 
 @contextmanager
 def _buffers_of_rank_0(model: nn.Module) -> Iterator[None]:
-    """Give all ranks rank 0's buffers for a while: where DDP doesn't broadcast them, they differ."""
+    """Give all ranks rank 0's buffers in the block: if DDP doesn't broadcast them, they differ."""
     buffers = list(model.buffers())
     kept = [buffer.clone() for buffer in buffers] if distributed.get_rank() else []
     for buffer in buffers:

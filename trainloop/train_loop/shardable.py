@@ -1,4 +1,4 @@
-"""What ``fsdp`` can't train, said before any process starts."""
+"""Refuse models and options that ``fsdp`` can't train, before any process starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_shardable"]
 
-# They look at a whole parameter at once, or do in place what a DTensor can't (torch 2.13).
+# These need a whole parameter at once, or use in-place operations that DTensor lacks (torch 2.13).
 _NOT_SHARDABLE = ("LBFGS", "SparseAdam", "Adafactor", "Rprop", "Muon")
 _HOOKS = {
     "_backward_hooks": "register_hook",
@@ -31,49 +31,49 @@ _FUSED = ("Adam", "AdamW")  # whose kernel knows DTensor
 def check_shardable(
     loop: TrainLoop[Any], *, gather: bool, restarts: RestartOptions | None, wrapper_args: dict[str, Any]
 ) -> None:
-    """Raise where ``fsdp`` can't work, before any process starts.
+    """Raise an error if ``fsdp`` can't work, before any process starts.
 
     Raises
     ------
     ConfigurationError
-        Saying what to use instead.
+        If it can't work; the message names an alternative.
     """
     model, options, optimizers = loop.model, loop.options, optimizers_of(loop.optimizer)
     if not gather and not any(hasattr(callback, "last_state") for callback in loop.callbacks):
         raise ConfigurationError(
-            "fit(gather=False) leaves what was trained in checkpoints, and there is no ModelCheckpoint in callbacks. "
+            "fit(gather=False) keeps trained weights only in checkpoints, but callbacks has no ModelCheckpoint. "
             "Add one, or leave gather out."
         )
     can_undo()
     meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if gather and meta is not None:
         raise ConfigurationError(
-            f"{meta} is on the meta device, which has no memory for what is trained. Use fit(gather=False) with a "
+            f"{meta} is on the meta device, which has no memory for the trained weights. Use fit(gather=False) with a "
             "ModelCheckpoint, or build the model on the CPU."
         )
     if options.compile_args is not None or options.compiles_step:
         given = "'step'" if options.compiles_step else "True"
         raise ConfigurationError(
-            f"compile={given} with gpu_mode='fsdp': a graph of the whole model leaves no place to gather its units. "
+            f"compile={given} with gpu_mode='fsdp': a graph of the whole model can't gather units one by one. "
             "Compile the blocks in the script, `for block in model.blocks: block.compile()`, and leave compile out."
         )
     _check_modules(model, wrapper_args.get("shard"))
     units_in = getattr(wrapper_args.get("mp_policy"), "param_dtype", None)
     if options.amp.chosen and {units_in, options.amp.dtype} == {torch.float16, torch.bfloat16}:
         raise ConfigurationError(
-            f"use_amp runs operations in {options.amp.dtype}, mp_policy in fsdp_model_args units in {units_in}. "
-            "Use mp_policy alone, which makes the exchanges smaller too, or use_amp alone, or one dtype in both."
+            f"use_amp runs operations in {options.amp.dtype}, but mp_policy in fsdp_model_args runs units in "
+            f"{units_in}. Use only mp_policy, which makes exchanges smaller, or only use_amp, or one dtype in both."
         )
     for optimizer in optimizers:
         if isinstance(optimizer, tuple(getattr(torch.optim, n) for n in _NOT_SHARDABLE if hasattr(torch.optim, n))):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} with gpu_mode='fsdp': it can't step sharded parameters. Use "
-                "gpu_mode='ddp', or an optimizer that looks at each element by itself, such as AdamW."
+                "gpu_mode='ddp', or an element-wise optimizer such as AdamW."
             )
         kernel = type(optimizer).__module__.startswith("torch.optim.") and type(optimizer).__name__ not in _FUSED
         if kernel and any(group.get("fused") for group in optimizer.param_groups):
             raise ConfigurationError(
-                f"{type(optimizer).__name__}(fused=True) with gpu_mode='fsdp': torch has no fused kernel of it for "
+                f"{type(optimizer).__name__}(fused=True) with gpu_mode='fsdp': torch has no fused kernel for "
                 "sharded parameters. Leave fused out, or use AdamW."
             )
         for p, own in optimizer.state.items():
@@ -82,12 +82,12 @@ def check_shardable(
                     raise ConfigurationError(
                         f"{type(optimizer).__name__} with gpu_mode='fsdp': its state {key!r} of shape "
                         f"{tuple(value.shape)} belongs to a parameter of shape {tuple(p.shape)}, and can't be sharded "
-                        "like it. Begin with an optimizer without state, or use gpu_mode='ddp'."
+                        "like it. Start with an optimizer without state, or use gpu_mode='ddp'."
                     )
 
 
 def _check_modules(model: nn.Module, shard: Any) -> None:
-    """Raise for what a model has that ``fully_shard`` would take no notice of, or drop without a word."""
+    """Raise an error for features of a model that ``fully_shard`` would silently ignore."""
     done: set[int] = set()
     for name, unit in [*units_of(model, shard), (type(model).__name__, model)]:
         own = {n: p for n, p in unit.named_parameters() if id(p) not in done and not stays_whole(p)}
@@ -97,14 +97,14 @@ def _check_modules(model: nn.Module, shard: Any) -> None:
         for kind, made_by in _HOOKS.items():
             if p.requires_grad and not stays_whole(p) and getattr(p, kind, None):
                 raise ConfigurationError(
-                    f"gpu_mode='fsdp': {name} has a hook for its gradient ({made_by}), which would not be called: "
-                    "shards take the parameter's place. Change gradients in a callback's on_after_gradient_update, "
+                    f"gpu_mode='fsdp': {name} has a hook for its gradient ({made_by}), which would not be called, "
+                    "since shards replace the parameter. Change gradients in a callback's on_after_gradient_update, "
                     "where p.grad is sharded, or in a module's register_full_backward_hook."
                 )
     for name, part in model.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
             raise ConfigurationError(
                 f"gpu_mode='fsdp': {name} is an {type(part).__name__} with max_norm={part.max_norm}, which changes its "
-                "weight in forward. That is a gathered copy here, and the change would be lost. Leave max_norm out "
+                "weight in forward. Here that is a gathered copy, so the change would be lost. Leave max_norm out "
                 "and scale rows in a callback's on_after_optimizer_step, or use gpu_mode='single'."
             )

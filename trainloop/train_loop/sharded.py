@@ -1,4 +1,4 @@
-"""How one rank of ``fsdp`` runs the model: sharded while the run lasts, and whole again afterwards, or not."""
+"""Run the model on one rank of ``fsdp``: sharded during the run, and gathered at the end if that is requested."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 __all__ = ["LeftBehind", "ShardedPlacement", "check_has_values", "noting_values", "sharded"]
 
-_TRIMMED_AFTER = 32 << 20  # bytes that this process has freed, and may still hold
+_TRIMMED_AFTER = 32 << 20  # bytes that this process has freed, but the allocator may still hold
 
 
 class _Scaler(torch.amp.GradScaler):
-    """torch's, over what each rank has of the gradients, sharded and whole, and with one verdict for all ranks.
+    """torch's scaler, for sharded and whole gradients, with one decision for all ranks.
 
-    Its own kernel takes no mix of them, and with sharded ones alone a rank's overflow was missed (torch 2.13, Gloo).
+    torch's kernel can't mix them, and with only sharded ones it missed a rank's overflow (torch 2.13, Gloo).
     """
 
     def _unscale_grads_(
@@ -57,7 +57,7 @@ class _Scaler(torch.amp.GradScaler):
         for (device, _), parts in kinds.items():
             found = found_inf.to(device)
             torch._amp_foreach_non_finite_check_and_unscale_(parts, found, inv_scale.to(device))
-            if found is not found_inf:  # of gradients that are offloaded
+            if found is not found_inf:  # for gradients that are offloaded
                 found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
         torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX)
         return {found_inf.device: found_inf}
@@ -70,7 +70,7 @@ class ShardedPlacement(Placement):
     scaler_type = _Scaler
 
     def wrap_again(self) -> None:
-        """Do nothing: a unit looks at its parameters' ``requires_grad`` at each forward."""
+        """Do nothing: a unit reads its parameters' ``requires_grad`` at each forward."""
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         """Do nothing: gradients are reduced in each micro-batch, since whole ones would take as much as the model."""
@@ -81,7 +81,7 @@ class ShardedPlacement(Placement):
         self.wrapper.share_buffers()
 
     def make_whole(self, callbacks: Iterable[Any]) -> None:
-        """Make sharded tensors that callbacks keep, in dictionaries and lists too, whole where they are sent back."""
+        """Gather the sharded tensors that callbacks keep, also in dicts and lists, on ranks that send them back."""
         callbacks = list(callbacks)
         found: dict[int, Any] = {}
         _map_kept(callbacks, lambda tensor: found.setdefault(id(tensor), tensor))
@@ -93,7 +93,7 @@ class ShardedPlacement(Placement):
 
     @property
     def evaluated(self) -> Any:
-        """The wrapper: only it can gather parameters."""
+        """Wrapper of the model: only it can gather parameters."""
         return self.wrapper
 
 
@@ -113,31 +113,31 @@ def _map_kept(callbacks: Iterable[Any], function: Callable[[Tensor], Any]) -> No
 def sharded(
     model: nn.Module, optimizers: list[torch.optim.Optimizer], wrapper_args: dict[str, Any], *, gives_back: str
 ) -> Iterator[Any]:
-    """The wrapper around the model; optimizers step its shards. Afterwards all are as they were, but for their values.
+    """Wrap the model, whose shards optimizers step. Afterwards everything except the values is as before.
 
     Parameters
     ----------
     model : nn.Module
-        Equal on all ranks.
+        Model, equal on all ranks.
     optimizers : list of torch.optim.Optimizer
-        Their state is sharded along.
+        Optimizers, whose state is sharded too.
     wrapper_args : dict
         Further arguments of the wrapper's constructor.
     gives_back : {'all', 'host', 'none'}
-        Whose model and optimizers get the values that were reached: each rank's, or of each host those of local rank 0,
-        in the file from which the launching process reads the result. Collective, at the end; where an exception ends
-        the run, and with ``'none'``, the model has the values it came with.
+        Model and optimizers that get the trained values: each rank's, or on each host those of local rank 0, in the
+        file from which the launching process reads the result. Collective, at the end. If an exception ends the run,
+        and with ``'none'``, the model has its initial values.
     """
     from trainloop._transfer.pages import drop_unwritten_pages  # keeps `import trainloop` fast
 
     originals = dict(model.named_parameters())
-    kept = {name: p.data for name, p in originals.items()}  # a unit that goes to its GPU takes its parameters along
+    kept = {name: p.data for name, p in originals.items()}  # moving a unit to its GPU moves its parameters too
     buffers = {name: (buffer, buffer.data) for name, buffer in model.named_buffers()}
     in_place = [p for p in originals.values() if stays_whole(p)] + [buffer for buffer, _ in buffers.values()]
-    for tensor in in_place if optimizers else ():  # they would not be as they came where nothing is given back
+    for tensor in in_place if optimizers else ():  # else the caller's tensors would always change
         tensor.data = tensor.data.clone()
     given = False
-    if "init_sync" not in wrapper_args:  # ranks of one host map the same weights; others have made their own
+    if "init_sync" not in wrapper_args:  # ranks of one host map the same weights; other ranks have made their own
         wrapper_args = {**wrapper_args, "init_sync": not _all_here() or _result_file() is None}
     wrapper = TTFullyShardedDataParallel(model, **wrapper_args)
     for name, p in originals.items():
@@ -151,7 +151,7 @@ def sharded(
         move_state(optimizer)
     read = [*kept.values(), *(value for came in own_state for own in came.values() for value in own.values())]
     here = [t for t in read if isinstance(t, Tensor) and (t.device.type, t.layout) == ("cpu", torch.strided)]
-    drop_unwritten_pages((t.data_ptr(), t.nbytes) for t in here)  # shards are cut; the caller's file keeps all of it
+    drop_unwritten_pages((t.data_ptr(), t.nbytes) for t in here)  # shards are copies; the caller's file keeps all
     try:
         yield wrapper
         if gives_back != "none":
@@ -168,13 +168,13 @@ def sharded(
             if stays_whole(p):
                 p.data = kept[name]
         _give_back_buffers(model, buffers, as_they_came=bool(optimizers) and not given)
-        for optimizer in optimizers if not given else ():  # state of values that are gone is of no use
+        for optimizer in optimizers if not given else ():  # useless without its values
             for stepped in {*shards.values(), *originals.values()}:
                 optimizer.state.pop(stepped, None)
         _move(optimizers, shards, originals, lambda value, _: value)
         own = {id(shard): originals[name] for name, shard in shards.items()}
         for optimizer, (state, groups) in zip(optimizers, arrived, strict=True):
-            if optimizer.state is not state:  # load_state_dict() makes others, and who sent these looks at them
+            if optimizer.state is not state:  # load_state_dict() makes a new dict, but the caller reads the old one
                 state.clear()
             for group in groups:
                 group["params"] = [own.get(id(p), p) for p in group["params"]]
@@ -187,9 +187,9 @@ def _is_first_of_host() -> bool:
 
 
 def _found_again(model: nn.Module, shards: dict[str, nn.Parameter]) -> list[tuple[str, str, nn.Parameter]]:
-    """The parameters that were sharded: their names now and then, and what they are now.
+    """Return the parameters that were sharded: their present and former names, and what they are now.
 
-    A callback may have put a module with an adapter in the place of another one.
+    A callback may have replaced a module by one with an adapter.
     """
     names = {id(p): name for name, p in shards.items()}
     found = [(now, names.get(id(p), now), p) for now, p in model.named_parameters() if id(p) in names or is_sharded(p)]
@@ -205,11 +205,11 @@ def _give_back(
     own_state: list[dict[Any, dict[Any, Any]]],
     file: ResultFile | None,
 ) -> None:
-    """Write the values reached into the model's own parameters and its optimizers' state, one tensor after the other.
+    """Write the trained values into the model's own parameters and its optimizers' state, one tensor at a time.
 
-    With a file each rank writes its part into that, and its memory is free for the next: all of it is there once. Else
-    every rank gathers it; a device that had room for its shards need not have any for all of them, so each whole one
-    leaves it before the next.
+    With a file, each rank writes its part into it and frees that memory, so the whole model exists only once. Without
+    one, every rank gathers each tensor and moves it off the device before the next, since a device with room for its
+    shards may have none for the whole model.
     """
     receives = file is None or _is_first_of_host()
     shards: list[Any] = []
@@ -252,7 +252,7 @@ def _give_back(
 
 
 def _in_file(shards: Sequence[Any], file: ResultFile, *, frees: bool = False) -> list[Tensor]:
-    """Write sharded tensors into the file of this host's result; returns them whole, as views of it. Collective."""
+    """Write sharded tensors into the file of this host's result; return them whole, as views of it. Collective."""
     from trainloop._transfer.pages import trim  # keeps `import trainloop` fast
 
     room = file.room_for((shard.shape, shard.dtype) for shard in shards)
@@ -290,7 +290,7 @@ def _all_here() -> bool:
 
 
 def _give_back_buffers(model: nn.Module, buffers: dict[str, tuple[Tensor, Tensor]], *, as_they_came: bool) -> None:
-    """Copy buffers back into the memory, and so onto the device, where they came; those replaced since stay."""
+    """Copy buffers back into their original memory and device; buffers replaced since then stay."""
     now = dict(model.named_buffers())
     for name, (buffer, came) in buffers.items():
         if name not in now:
@@ -313,7 +313,7 @@ def _move(
     after: dict[str, nn.Parameter],
     convert: Callable[[Tensor, Any], Any],
 ) -> None:
-    """Replace parameters by those of the same names, in the optimizers' groups and state."""
+    """Replace parameters by others with the same names, in the optimizers' groups and state."""
     new = {id(p): after[name] for name, p in before.items() if name in after}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -322,44 +322,44 @@ def _move(
         optimizer.state.clear()
         for p, own in state:
             target = new.get(id(p), p)
-            if target is not p and isinstance(own, dict):  # which stays the one that users may hold
+            if target is not p and isinstance(own, dict):  # kept, since users may hold a reference to it
                 own.update({k: convert(v, target) for k, v in own.items() if isinstance(v, Tensor) and v.ndim})
             optimizer.state[target] = own
 
 
 class LeftBehind:
-    """The parameters of a model that ``fit(gather=False)`` left as they were, until something is loaded into them."""
+    """Parameters of a model that ``fit(gather=False)`` left unchanged, until values are loaded into them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._note(model.parameters())
 
     def _note(self, parameters: Iterable[nn.Parameter]) -> None:
-        # load_state_dict() writes in place, which counts the version up, or with assign=True puts others.
+        # load_state_dict() writes in place, which increments the version, or replaces them with assign=True.
         self._seen = [(weakref.ref(p), p._version) for p in parameters]
 
     def _left(self) -> list[nn.Parameter]:
         return [p for ref, version in self._seen if (p := ref()) is not None and p._version == version]
 
-    def __getstate__(self) -> dict[str, Any]:  # for a loop that is copied or pickled, with its model
+    def __getstate__(self) -> dict[str, Any]:  # for a loop that is copied or pickled with its model
         return {"left": self._left()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._note(state["left"])
 
     def any_in(self, model: nn.Module) -> bool:
-        """Return True if the model still has one of them, or a parameter on the meta device."""
+        """Return True if the model still has such a parameter, or one on the meta device."""
         left = set(map(id, self._left()))
         return any(p.is_meta or id(p) in left for p in model.parameters())
 
 
 @contextmanager
 def noting_values(loop: TrainLoop[Any], *, gather: bool) -> Iterator[None]:
-    """Around a training: afterwards the loop knows whether its model has the values that were reached."""
+    """Record, at the end of a training, if the loop's model has the trained values; a context manager."""
     before, step = loop.left_behind, loop.global_step
-    loop.left_behind = None  # of no use to ranks
+    loop.left_behind = None  # ranks don't need it
     try:
         yield
-    except BaseException:  # where the ranks are others', the loop may have come further than its model
+    except BaseException:  # under a launcher, the loop may be ahead of its model
         loop.left_behind = before if gather or loop.global_step == step else LeftBehind(loop.model)
         raise
     if not gather:
@@ -367,12 +367,12 @@ def noting_values(loop: TrainLoop[Any], *, gather: bool) -> Iterator[None]:
 
 
 def check_has_values(loop: TrainLoop[Any], who: str) -> None:
-    """Raise where the loop's epochs and history are of a training whose values the model does not have.
+    """Raise an error if the loop's history is of a training whose values the model does not have.
 
     Raises
     ------
     ConfigurationError
-        Saying where they are, and how to get them.
+        If so; the message says where the values are, and how to load them.
     """
     if loop.left_behind is None:
         return
@@ -380,7 +380,7 @@ def check_has_values(loop: TrainLoop[Any], who: str) -> None:
         loop.left_behind = None
         return
     raise ConfigurationError(
-        f"{who}: the trained values are in the checkpoint only, since fit had gather=False, and the model has those it "
-        "came with. Go on with fit(resume_from='last'), or load the checkpoint: "
+        f"{who}: the model still has its initial values. The trained ones are only in the checkpoint, since fit had "
+        "gather=False. Continue with fit(resume_from='last'), or load the checkpoint: "
         "loop.model.load_state_dict(trainloop.checkpoint.load(folder)['model'])."
     )

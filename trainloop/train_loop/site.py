@@ -23,7 +23,7 @@ __all__ = ["Site", "about_one_rank", "as_launched", "check_backend", "check_rend
 
 @dataclass(frozen=True)
 class Site:
-    """The mode, devices and nodes of runs: decided when the loop is made, and again by each ``fit``."""
+    """Mode, devices and nodes of runs: determined when the loop is made, and again by each ``fit``."""
 
     mode: str
     """``'single'``, ``'dp'``, ``'ddp'`` or ``'fsdp'``."""
@@ -32,15 +32,15 @@ class Site:
     num_nodes: int = 1
     node_rank: int = 0
     backend: str | None = None
-    """Backend of the process group; ``None``: chosen for the devices."""
+    """Backend of the process group; ``None`` to choose it for the devices."""
     init_method: str | None = None
-    """Where several nodes meet; ``None``: at ``MASTER_ADDR`` and ``MASTER_PORT``."""
+    """Rendezvous of several nodes; ``None`` for ``MASTER_ADDR`` and ``MASTER_PORT``."""
 
 
 def settled(
     options: Options, num_gpus: Any = None, on_gpu: Any = None, num_nodes: int = 1, *, select: bool = False
 ) -> Site:
-    """The site of the next runs.
+    """Return the site of the next runs.
 
     Parameters
     ----------
@@ -49,17 +49,17 @@ def settled(
     num_gpus, on_gpu, num_nodes
         The arguments of ``fit``.
     select : bool
-        With ``auto_select_gpus``: on GPUs that are free now, which are then leased.
+        With ``auto_select_gpus``, choose GPUs that are free now, and lease them.
     """
     found = devices_for(options.gpu_mode, options.accelerator, options.devices, num_gpus, on_gpu)
     if select and options.auto_select_gpus and isinstance(options.devices, (int, str)):
         if found[0].type != "cuda":
-            raise ConfigurationError("auto_select_gpus=True: there is no GPU to select from here. Leave it out.")
-        everything = str(options.devices).strip().lower() in ("auto", "-1")  # then: all that are free
+            raise ConfigurationError("auto_select_gpus=True, but this machine has no GPU to select. Leave it out.")
+        everything = str(options.devices).strip().lower() in ("auto", "-1")  # then all free GPUs
         wanted = -1 if everything and options.gpu_mode != "single" else len(found)
-        # Not when the loop is made: hours may pass until fit, and the lease lasts as long as the process.
+        # Not when the loop is made: fit may be hours later, and the lease lasts as long as the process.
         found = [torch.device("cuda", i) for i in find_usable_cuda_devices(wanted)]
-    # A quota can mean fewer devices than there are; the mode 'auto' goes by those that are left.
+    # A quota can reduce the number of devices; the mode 'auto' depends on those that are left.
     devices = devices_under(options.quota, found, options.devices)
     mode = resolve_mode(options.gpu_mode, len(devices), num_nodes, kind=devices[0].type)
     if sys.platform == "win32" and (mode == "fsdp" or num_nodes > 1):
@@ -74,27 +74,27 @@ def settled(
 
 
 def as_launched(site: Site, asked: Any, here: Rank) -> Site:
-    """The site of processes that torchrun or Slurm started; these decide on their number.
+    """Return the site of processes that torchrun or Slurm started; the launcher sets their number.
 
     Parameters
     ----------
     site : Site
     asked : int, str or sequence of int
-        The loop's argument ``devices``.
+        Argument ``devices`` of the loop.
     here : Rank
-        This process.
+        Rank of this process.
 
     Warns
     -----
     UserWarning
-        On each host's first process, if ``devices`` asked for another number.
+        On each host's first process, if ``devices`` asks for another number.
     """
     number = len(site.devices)
     if number != here.local_world_size and not _are_all(asked) and here.local_rank == 0:
         warn(
             f"devices={asked!r} asks for {number} process{'es' * (number > 1)} a host, but the launcher (torchrun or "
-            f"Slurm) has started {here.local_world_size} on this one, and so many train. Leave devices out, or start "
-            f"{number} (torchrun --nproc-per-node {number})."
+            f"Slurm) has started {here.local_world_size} on this one, and all of them train. Leave devices out, or "
+            f"start {number} (torchrun --nproc-per-node {number})."
         )
     if site.devices[0].type == "cpu":
         return replace(site, devices=[torch.device("cpu")] * here.local_world_size)
@@ -102,11 +102,11 @@ def as_launched(site: Site, asked: Any, here: Rank) -> Site:
 
 
 def about_one_rank(site: Site, asked: Any) -> str:
-    """What the run's first line adds where ranks of the CPU were not counted: ``devices='auto'`` is one of them."""
+    """Return an addition to the run's first line if ``devices='auto'`` has chosen one rank on the CPU."""
     from trainloop._launch.rank_process import started_by_launch  # keeps `import trainloop` fast
 
     alone = has_ranks(site.mode) and len(site.devices) == site.num_nodes == 1 and site.devices[0].type == "cpu"
-    # A launcher's number is the launcher's to change.
+    # Only the launcher can change its number of ranks.
     return ": 1 rank; devices=2 for two" if alone and _are_all(asked) and started_by_launch() else ""
 
 
@@ -118,26 +118,26 @@ def _are_all(asked: Any) -> bool:
 def devices_for(
     mode: str, accelerator: Any, devices: Any, num_gpus: Any = None, on_gpu: Any = None
 ) -> list[torch.device]:
-    """Devices of a run on one node: those of the loop, changed by the arguments of ``fit``.
+    """Return the devices of a run on one node: those of the loop, changed by the arguments of ``fit``.
 
-    ``num_gpus=torch.cuda.device_count()`` is the documented call and must work on a machine without GPUs too, where it
-    is 0: there it trains on the CPU, with one warning.
+    ``num_gpus=torch.cuda.device_count()`` is the documented call. It must also work on a machine without GPUs, where it
+    is 0: there the run trains on the CPU, with one warning.
     """
     if num_gpus is not None:
         num_gpus = check_count(num_gpus, "num_gpus", 0)
     if on_gpu is not None:
         check_bool(on_gpu, "on_gpu")
     on_cpu = isinstance(accelerator, str) and accelerator.strip().lower() == "cpu"
-    # Contradictions first: which argument was meant can't be guessed.
+    # Contradictions first: nobody can guess which argument was meant.
     if on_gpu is False and num_gpus:
         raise ConfigurationError(
             f"num_gpus={num_gpus} with on_gpu=False: these exclude each other. Leave on_gpu out for GPUs, or num_gpus "
-            f"for the CPU: there accelerator='cpu', devices={num_gpus} makes as many processes (ddp) or replicas (dp)."
+            f"for the CPU, where accelerator='cpu', devices={num_gpus} uses that many processes (ddp) or replicas (dp)."
         )
     if on_gpu and on_cpu:
         raise ConfigurationError(
-            "on_gpu=True with accelerator='cpu': these exclude each other. Use accelerator='auto' for GPUs where there "
-            "are any, or leave on_gpu out."
+            "on_gpu=True with accelerator='cpu': these exclude each other. Use accelerator='auto' for GPUs if the "
+            "machine has any, or leave on_gpu out."
         )
     if on_gpu:
         check_gpu(num_gpus)
@@ -145,17 +145,17 @@ def devices_for(
         accelerator, on_cpu = "cpu", True
     elif num_gpus == 0 and not on_cpu:
         warn(
-            "num_gpus=0: training on the CPU. Use accelerator='cpu' to say so and silence this, "
+            "num_gpus=0: training on the CPU. Use accelerator='cpu' to silence this warning, "
             "and devices=k for k processes."
         )
         accelerator = "cpu"
-    # The loop's own devices, where they were given, count more.
+    # The loop's own devices take precedence if they were given.
     elif num_gpus and not on_cpu and mode != "single" and devices == "auto":
         accelerator, devices = ("gpu" if accelerator == "auto" else accelerator), num_gpus
     elif num_gpus and on_cpu and num_gpus > 0:
         raise ConfigurationError(
-            f"num_gpus={num_gpus} with accelerator='cpu': these exclude each other. Use devices={num_gpus} for as many "
-            "processes, or accelerator='gpu'."
+            f"num_gpus={num_gpus} with accelerator='cpu': these exclude each other. Use devices={num_gpus} for that "
+            "many processes, or accelerator='gpu'."
         )
     if mode == "single" and isinstance(devices, str) and devices.strip().lower() == "auto":
         devices = 1 if accelerator != "cpu" else "auto"
@@ -171,12 +171,12 @@ def devices_for(
 
 
 def check_gpu(num_gpus: int | None) -> None:
-    """Refuse ``on_gpu=True`` where it would train on the CPU."""
+    """Raise an error for ``on_gpu=True`` if the run would train on the CPU."""
     try:
         resolve("gpu", 1)
     except DeviceError as error:
         raise DeviceError(
-            "on_gpu=True: no GPU is visible here. Leave on_gpu out to train on what there is, or check "
+            "on_gpu=True: no GPU is visible here. Leave on_gpu out to train on the CPU, or check "
             "CUDA_VISIBLE_DEVICES and the CUDA build of torch."
         ) from error
     if num_gpus == 0:
@@ -184,7 +184,7 @@ def check_gpu(num_gpus: int | None) -> None:
 
 
 def check_rendezvous_point(num_nodes: int, node_rank: Any, init_method: Any) -> int:
-    """Return this node's rank; refuse several nodes without an address that all of them know."""
+    """Return this node's rank; raise an error for several nodes without an address that all of them know."""
     from trainloop._launch import joined
 
     rank = whole_number(node_rank)
@@ -212,10 +212,10 @@ def check_rendezvous_point(num_nodes: int, node_rank: Any, init_method: Any) -> 
 
 
 def check_backend(backend: Any, site: Site) -> str | None:
-    """Return the process group's backend; refuse one that this torch lacks, or that can't serve the ranks' devices."""
+    """Return the process group's backend; raise an error if torch lacks it, or it can't serve the ranks' devices."""
     if backend is None:
         return None
-    # Also those that a plugin has registered.
+    # Including backends registered by plugins.
     names = [*(name.lower() for name in torch.distributed.Backend.backend_list if name != "undefined")]
     parts = [part.split(":")[-1] for part in backend.lower().split(",")] if isinstance(backend, str) else []
     if not parts or not all(part in names for part in parts):
@@ -223,7 +223,7 @@ def check_backend(backend: Any, site: Site) -> str | None:
             f"backend={short(backend)}: must be one of {', '.join(map(repr, names))}, "
             "or None for gloo on the CPU and nccl on CUDA."
         )
-    # Modes without ranks make no process group: a script may give the same backend in all.
+    # Modes without ranks make no process group: a script may pass the same backend in all modes.
     if has_ranks(site.mode):
         lacking = next((part for part in parts if not torch.distributed.is_backend_available(part)), None)
         if lacking is not None:
@@ -243,5 +243,5 @@ def check_backend(backend: Any, site: Site) -> str | None:
 def _serves(part: str, kind: str) -> bool:
     """Return True if a part of a backend's name, ``'gloo'`` or ``'cuda:nccl'``, is for devices of a kind."""
     device, _, name = part.rpartition(":")
-    # A plugin may leave open for which devices it is.
+    # A plugin may not declare its devices.
     return device in ("", kind) and kind in torch.distributed.Backend.backend_capability.get(name, [kind])

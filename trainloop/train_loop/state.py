@@ -1,4 +1,4 @@
-"""A training as data, for checkpoints: made from one run, loaded by another."""
+"""The state of a training, for checkpoints: taken from one run, loaded by another."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ __all__ = [
 
 
 def checkpoint_state(run: Training, *, keep_shards: bool = False) -> dict[str, Any] | None:
-    """All that a resumed run needs, as plain types and tensors, on rank 0; ``None`` on the other ranks.
+    """Return all that a resumed run needs, as plain types and tensors, on rank 0; ``None`` on the other ranks.
 
-    Collective: all ranks call it, between two steps, when step logs are exchanged. Tensors are the live ones: copy what
-    is to outlast the next step.
+    Collective: all ranks call it, between two steps, when step logs are exchanged. Tensors are the live ones: copy them
+    if they must outlast the next step.
     """
     state = whole_state(run, states_of_ranks(run))
     if state is not None and run.place.collective and not keep_shards:
@@ -55,15 +55,15 @@ def checkpoint_state(run: Training, *, keep_shards: bool = False) -> dict[str, A
 
 
 def states_of_ranks(run: Training) -> list[dict[str, Any]] | None:
-    """Return what is each rank's own, for :func:`whole_state`, on rank 0; ``None`` on the other ranks. Collective."""
+    """Return the per-rank states, for :func:`whole_state`, on rank 0; ``None`` on the other ranks. Collective."""
     from trainloop.checkpoint import plain  # imported here to keep `import trainloop` fast
 
     loop = run.loop
     run.publish(run.recorder.exchange_steps())
-    # A checkpoint is rank 0's weights: ranks that have drifted apart would not resume as they were.
+    # A checkpoint has rank 0's weights: ranks whose weights differ would not resume with their own.
     run.gradients.check_alike()
     mine = {
-        # There may be thousands of ranks: each one's part is small, and what all have in common is there once.
+        # There may be thousands of ranks: each one's part is small, and common parts are stored once.
         "rng": rng.packed(),
         "feed": run.feed.state_dict(plain),
         "metrics": run.recorder.state_dict(),
@@ -75,9 +75,9 @@ def states_of_ranks(run: Training) -> list[dict[str, Any]] | None:
 
 
 def whole_state(run: Training, ranks: list[dict[str, Any]] | None) -> dict[str, Any] | None:
-    """Return the state with the ranks' own parts, of tensors that may be sharded. Exchanges nothing.
+    """Return the state with the per-rank parts; its tensors may be sharded. Exchanges nothing.
 
-    ``None`` where a rank has no part in it; in ``fsdp`` each rank has its shards.
+    ``None`` on ranks without a part of it; in ``fsdp`` each rank has its shards.
     """
     if ranks is None and not run.place.collective:
         return None
@@ -97,9 +97,9 @@ def whole_state(run: Training, ranks: list[dict[str, Any]] | None) -> dict[str, 
 
 
 def _common_state(run: Training) -> dict[str, Any]:
-    """The part of a training's state that is the same on all ranks. Tensors are the live ones."""
+    """Return the part of a training's state that is the same on all ranks. Tensors are the live ones."""
     loop = run.loop
-    # At the end of training the last epoch is counted already.
+    # At the end of training the last epoch has already been counted.
     finished, epoch = run.epoch_finished, loop.epoch + run.epoch_finished
     return {
         "model": loop.model.state_dict(),
@@ -132,7 +132,7 @@ def _common_state(run: Training) -> dict[str, Any]:
 
 
 def _callback_states(loop: TrainLoop[Any]) -> list[dict[str, Any]]:
-    """Each callback's state, under the name by which another run finds it."""
+    """Return each callback's state, under the name by which another run finds it."""
     return [
         {"name": callback.callback_name, "type": type(callback).__name__, "state": callback.state_dict()}
         for callback in loop.callbacks
@@ -140,10 +140,10 @@ def _callback_states(loop: TrainLoop[Any]) -> list[dict[str, Any]]:
 
 
 def resume_point(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str, Any] | None, str]:
-    """The state that ``fit(resume_from=...)`` names, and the reason why nothing is left to do after it, if so.
+    """Return the state that ``fit(resume_from=...)`` names, and the reason if nothing is left to do after it.
 
-    ``None`` for a fresh start. Under a launcher rank 0 reads and decides, and sends both to the others: a rank that
-    looked for itself might look before rank 0 has written, or at a folder that only rank 0's host has.
+    ``None`` for a fresh start. Under a launcher rank 0 reads and decides, and sends both to the others: if each rank
+    read for itself, it might do so before rank 0 has written, or in a folder that only rank 0's host has.
     """
     if resume_from is None:
         return None, ""
@@ -168,9 +168,9 @@ def _read_point(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str, Any] 
 
 
 def state_of_rank_zero(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str, Any] | None, str]:
-    """Return, on all ranks, the state that rank 0 reads, and the reason why nothing is left to do. Collective."""
+    """Return, on all ranks, the state that rank 0 reads, and the reason if nothing is left to do. Collective."""
     state: dict[str, Any] | None = None
-    # In fsdp the state refers to files, of which each rank reads its part.
+    # In fsdp the state refers to files, and each rank reads its part of them.
     in_files = loop.gpu_mode == "fsdp"
     keepers: list[Any] = [callback for callback in loop.callbacks if hasattr(callback, "last_state")]
     answer: dict[str, Any] = {}
@@ -200,7 +200,7 @@ def state_of_rank_zero(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str
 
 
 def checkpoint_to_resume(loop: TrainLoop[Any], resume_from: Any) -> dict[str, Any] | None:
-    """The state that ``fit(resume_from=...)`` names, of this very model; ``None`` for a fresh start."""
+    """Return the state that ``fit(resume_from=...)`` names, checked against the model; ``None`` for a fresh start."""
     if resume_from is None:
         return None
     if (
@@ -209,15 +209,15 @@ def checkpoint_to_resume(loop: TrainLoop[Any], resume_from: Any) -> dict[str, An
         or not resume_from
     ):
         raise ConfigurationError(
-            f"resume_from={short(resume_from)}: must be 'last', for the newest checkpoint of the ModelCheckpoint in "
-            "callbacks, the path or URL of a checkpoint as text or a Path, or None for a fresh start."
+            f"resume_from={short(resume_from)}: must be 'last' (the newest checkpoint of the ModelCheckpoint in "
+            "callbacks), the path or URL of a checkpoint as str or Path, or None for a fresh start."
         )
     whole = loop.gpu_mode != "fsdp"  # there each rank reads its part
     if resume_from == "last":
         keepers = [callback for callback in loop.callbacks if hasattr(callback, "last_state")]
         if not keepers:
             raise ConfigurationError(
-                "resume_from='last' needs a ModelCheckpoint in callbacks: it knows where checkpoints are. "
+                "resume_from='last' needs a ModelCheckpoint in callbacks, which has the folder of checkpoints. "
                 "Add the one of the first run, or pass a checkpoint's path."
             )
         state = keepers[0].last_state(whole=whole)
@@ -231,16 +231,16 @@ def checkpoint_to_resume(loop: TrainLoop[Any], resume_from: Any) -> dict[str, An
 
 
 def check_checkpoint(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
-    """Return True if a checkpoint belongs to this loop's model and optimizers.
+    """Raise an error unless a checkpoint belongs to this loop's model and optimizers.
 
     Raises
     ------
     CheckpointError
-        That names what differs.
+        If it doesn't; the message names the difference.
     """
     missing = [key for key in ("model", "optimizers", "place", "ranks", "history") if key not in state]
     if missing:
-        raise CheckpointError(f"this is no trainloop checkpoint: it has no {', '.join(missing)}. Pass one of fit's.")
+        raise CheckpointError(f"not a trainloop checkpoint: it has no {', '.join(missing)}. Pass one that fit wrote.")
     own = loop.model.state_dict()
     saved = state["model"]
     left_out = state.get("left_out", {})
@@ -248,7 +248,7 @@ def check_checkpoint(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
     if wrong:
         raise CheckpointError(
             f"the checkpoint is of another model: {wrong}. "
-            "Pass the model it was made with, or start without resume_from."
+            "Pass the model that it was made with, or start without resume_from."
         )
     _check_left_out(own, left_out)
     optimizers = optimizers_of(loop.optimizer)
@@ -257,9 +257,9 @@ def check_checkpoint(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
     if kinds != saved_kinds:
         raise CheckpointError(
             f"the checkpoint was made with {' and '.join(saved_kinds) or 'no optimizer'}, "
-            f"the loop has {' and '.join(kinds) or 'none'}. Pass the same optimizer."
+            f"but the loop has {' and '.join(kinds) or 'none'}. Pass the same optimizer."
         )
-    # Groups that a callback added in training are added again; nothing is changed before all is known to fit.
+    # Groups that a callback added in training are added again; nothing is changed before everything is checked.
     grow = add_missing_groups(loop, state.get("groups"), only_look=True)
     for optimizer, saved, fits in zip(optimizers, state["optimizers"], grow, strict=True):
         sizes = [len(group["params"]) for group in optimizer.param_groups]
@@ -267,14 +267,14 @@ def check_checkpoint(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
         if sizes != saved_sizes and not fits:
             raise CheckpointError(
                 f"the {type(optimizer).__name__} of the checkpoint has parameter groups of {saved_sizes} parameters, "
-                f"the loop's has {sizes}. Build it the same way."
+                f"but the loop's has {sizes}. Build it the same way."
             )
 
 
 def described_differences(
     own: Mapping[str, Any], saved: Mapping[str, Any], of: str, left_out: Mapping[str, Any] | None = None
 ) -> str:
-    """The names and shapes in which a model's tensors differ from saved ones; empty if they don't."""
+    """Describe in which names and shapes a model's tensors differ from saved ones; empty if they don't."""
     wrong = [f"{key} is missing in the {of}" for key in own if key not in saved and key not in (left_out or {})]
     wrong += [f"{key} is not in the model" for key in saved if key not in own]
     for key, value in own.items():
@@ -285,7 +285,7 @@ def described_differences(
 
 
 def _check_left_out(own: dict[str, Any], left_out: dict[str, Any]) -> None:
-    """Refuse a model whose parts that the checkpoint leaves out are not those of the run that wrote it."""
+    """Raise an error if tensors that the checkpoint leaves out differ from those of the run that wrote it."""
     if not left_out:
         return
     from trainloop.checkpoint.left_out import bits_of, changed  # imported here to keep `import trainloop` fast
@@ -295,22 +295,22 @@ def _check_left_out(own: dict[str, Any], left_out: dict[str, Any]) -> None:
     wrong += changed(left_out, now)
     if wrong:
         raise CheckpointError(
-            f"{wrong[0]} (one of {len(wrong)}) is left out of the checkpoint, and in this model it is not what it was "
-            "in that run. Load it from the same file as in that run, before fit."
+            f"{wrong[0]} (one of {len(wrong)}) is left out of the checkpoint, and this model has other values than "
+            "that run had. Load it from the same file as in that run, before fit."
         )
 
 
 def load_checkpoint_state(run: Training, state: dict[str, Any], *, quiet: bool = False) -> None:
-    """Resume where :func:`checkpoint_state` was, with any number of ranks. All ranks call it, with the same state.
+    """Resume from a :func:`checkpoint_state`, with any number of ranks. All ranks call it, with the same state.
 
-    ``quiet``: print nothing about values that differ between the script and the state.
+    With ``quiet``, values that differ between the script and the state are not printed.
     """
     loop = run.loop
     check_checkpoint(loop, state)
     place, ranks = state["place"], state["ranks"]
     _check_data(run.feed, place)
     skip_steps = _steps_here(place, run.feed.global_batch_size, loop.grad_accumulation)
-    # All that can be refused has been: from here on the loop changes.
+    # All checks have passed: from here on the loop changes.
     if loop.is_global_zero and not quiet and (text := _about_other_values(run, state)):
         print(text, flush=True)
     _load_parts(loop, state)
@@ -329,7 +329,7 @@ def load_checkpoint_state(run: Training, state: dict[str, Any], *, quiet: bool =
         run.recorder.load_state_dict(mine["metrics"])
         rng.restore(mine["rng"])
     else:
-        # Sums over ranks don't depend on which rank has which part; each new rank gets random numbers of its own.
+        # Sums over ranks don't depend on which rank has which part; each new rank gets its own random numbers.
         if loop.rank == 0:
             own, *others = (saved["metrics"] for saved in ranks)
             run.recorder.load_state_dict(own, others)
@@ -338,7 +338,7 @@ def load_checkpoint_state(run: Training, state: dict[str, Any], *, quiet: bool =
 
 
 def take_up_finished(loop: TrainLoop[Any], state: dict[str, Any], why: str) -> None:
-    """Load a training that has ended, in the calling process, without running. ``why``: by :func:`resume_point`."""
+    """Load a training that has ended, in the calling process, without running. ``why`` is from :func:`resume_point`."""
     from trainloop._launch import joined
 
     _load_parts(loop, state)
@@ -357,7 +357,7 @@ def take_up_finished(loop: TrainLoop[Any], state: dict[str, Any], why: str) -> N
         _among_ranks(loop, lambda stop: [keeper.share_paths() for keeper in keepers])
     if here is None or here.rank == 0:
         print(f"Nothing left to do: {why}", flush=True)
-    remove_dead()  # a training that was killed at its very end: no rank is started now to do it
+    remove_dead()  # of a training killed at its very end: no rank starts now that would do it
 
 
 def _load_parts(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
@@ -371,7 +371,7 @@ def _load_parts(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
     add_missing_groups(loop, state.get("groups"))
     for optimizer, saved in zip(optimizers_of(loop.optimizer), state["optimizers"], strict=True):
         optimizer.load_state_dict(saved["state"])
-        # torch's load_state_dict keeps what it is given, of the shape of the whole parameter.
+        # torch's load_state_dict keeps the tensors it gets, which have the shape of the whole parameter.
         _fit_state(optimizer)
     loop.history.load_state_dict(state["history"])
     _load_callbacks(loop.callbacks, whole_of(state["callbacks"]))
@@ -380,7 +380,7 @@ def _load_parts(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
 
 
 def _fit_state(optimizer: torch.optim.Optimizer) -> None:
-    """Each rank's part of what was loaded whole, or is still to be read."""
+    """Replace whole or not yet read state of the optimizer by this rank's part."""
     from trainloop.checkpoint.sharded import StoredTensor, fitted
 
     for p, own in optimizer.state.items():
@@ -393,13 +393,13 @@ def _check_data(feed: Any, place: dict[str, Any]) -> None:
     before, now = place["num_samples"], feed.num_samples
     if before is not None and now is not None and before != now:
         raise CheckpointError(
-            f"the checkpoint was made with {before} training samples, the loader has {now} now. "
+            f"the checkpoint was made with {before} training samples, but the loader has {now} now. "
             "Pass the same dataset, or start without resume_from."
         )
 
 
 def _about_other_values(run: Training, state: dict[str, Any]) -> str:
-    """One line that names the values that differ between the script and a checkpoint; empty if there are none."""
+    """Return a line that names the values that differ between the script and a checkpoint; empty if there are none."""
     loop, place, found = run.loop, state["place"], []
 
     def note(what: str, used: Any, other: Any, *, of_script: bool) -> None:
@@ -410,7 +410,7 @@ def _about_other_values(run: Training, state: dict[str, Any]) -> str:
     for optimizer, saved in zip(optimizers_of(loop.optimizer), state["optimizers"], strict=True):
         for own, theirs in zip(optimizer.param_groups, saved["state"]["param_groups"], strict=False):
             for name in ("lr", "weight_decay"):
-                # A scheduler changes the rate itself, and notes the one it began with.
+                # A scheduler changes the rate itself, and records the initial one.
                 now, before = (group.get(f"initial_{name}", group.get(name, 0.0)) for group in (own, theirs))
                 note(f"{type(optimizer).__name__}'s {name}", f"{float(before):g}", f"{float(now):g}", of_script=False)
     note("seed", place["seed"], loop.seed, of_script=False)
@@ -420,7 +420,7 @@ def _about_other_values(run: Training, state: dict[str, Any]) -> str:
 
 
 def _steps_here(place: dict[str, Any], global_batch_size: int | None, grad_accumulation: int) -> int:
-    """Steps of this run that hold the samples the checkpoint's steps held in the epoch it was made in."""
+    """Return how many steps of this run have the samples of the checkpoint's steps in its epoch."""
     steps = place["epoch_steps"]
     if not steps or None in (place["global_batch_size"], global_batch_size):
         return steps
@@ -428,7 +428,7 @@ def _steps_here(place: dict[str, Any], global_batch_size: int | None, grad_accum
     now = global_batch_size * grad_accumulation  # type: ignore[operator]  # not None: seen above
     if before * steps % now:
         raise CheckpointError(
-            f"the checkpoint lies {steps} steps of {before} samples into its epoch, and this run's steps have {now}: "
+            f"the checkpoint is {steps} steps of {before} samples into its epoch, but this run's steps have {now}, so "
             "no step begins there. Choose batch_size x ranks x grad_accumulation as before, "
             "or resume from a checkpoint at an epoch's end."
         )
@@ -436,7 +436,7 @@ def _steps_here(place: dict[str, Any], global_batch_size: int | None, grad_accum
 
 
 def _load_callbacks(callbacks: list[Any], saved: list[dict[str, Any]]) -> None:
-    """Give each callback the state of the saved one of its type and name, in order where several are alike."""
+    """Load into each callback the saved state with its type and name; if several have these, in order."""
     left = list(saved)
     for callback in callbacks:
         key = (type(callback).__name__, callback.callback_name)
@@ -447,7 +447,7 @@ def _load_callbacks(callbacks: list[Any], saved: list[dict[str, Any]]) -> None:
             callback.load_state_dict(found["state"])
     lost = [entry["name"] for entry in left if entry["state"]]
     if lost:
-        warn(f"the checkpoint holds state of callbacks that this fit does not have: {', '.join(lost)}.")
+        warn(f"the checkpoint has state of callbacks that this fit does not have: {', '.join(lost)}. It is ignored.")
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Where a training's time goes: steps, and the wait for their data."""
+"""Measure a training's time: its steps, and the wait for their data."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["StepClock", "Timings"]
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds that the steps of a training took, in the process that is asked (in ``ddp``: rank 0).
+    """Duration in seconds of a training's steps, in this process (in ``ddp``, of rank 0).
 
-    Evaluations and an epoch's other hooks are no part of it. A GPU works behind the host, so that only its whole time
-    is exact there: ``data`` is the time in which the host waited for the loader.
+    Evaluations and hooks outside of steps are not included. A GPU works asynchronously, so only the total is exact
+    there: ``data`` is the time in which the host waited for the loader.
     :class:`~trainloop.callbacks.Profiler` measures the parts of a step.
 
     Examples
@@ -27,22 +27,22 @@ class Timings:
     steps: int = 0
     """Optimizer steps."""
     samples: int = 0
-    """Samples of all ranks."""
+    """Number of samples of all ranks."""
     seconds: float = 0.0
     """The whole time."""
     data: float = 0.0
     """Time spent waiting for the loader, in seconds."""
     epochs: tuple[Timings, ...] = ()
-    """The same of each epoch that this process has trained in the last ``fit``."""
+    """Timings of each epoch that this process has trained in the last ``fit``."""
 
     @property
     def step(self) -> float:
-        """All time but the wait for the loader: ``get_loss``, backward, optimizers, hooks and logs, in seconds."""
+        """Time without the wait for the loader: ``get_loss``, backward, optimizers, hooks and logs, in seconds."""
         return self.seconds - self.data
 
     @classmethod
     def over(cls, epochs: Iterable[Timings]) -> Timings:
-        """Return the sum of epochs."""
+        """Return the sum of the timings of epochs."""
         epochs = tuple(epochs)
         steps, samples = sum(epoch.steps for epoch in epochs), sum(epoch.samples for epoch in epochs)
         seconds, data = sum(epoch.seconds for epoch in epochs), sum(epoch.data for epoch in epochs)
@@ -50,7 +50,7 @@ class Timings:
 
     @property
     def samples_per_s(self) -> float:
-        """Samples of all ranks in a second."""
+        """Samples of all ranks per second."""
         return self.samples / self.seconds if self.seconds else 0.0
 
     def share(self, part: str) -> float:
@@ -67,28 +67,28 @@ class Timings:
 
 
 class StepClock:
-    """Adds up an epoch's steps, samples and wait for data; the loop writes to its attributes."""
+    """Sum up an epoch's steps, samples and wait for data; the loop writes to the attributes."""
 
     def __init__(self) -> None:
         self.epochs: list[Timings] = []
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
-        """Begin to count again."""
+        """Reset the counts."""
         self.steps = self.samples = 0
         self.data = 0.0
         self._began = perf_counter()
 
     def read(self) -> Timings:
-        """Return the timings of the epoch up to now."""
+        """Return the timings of the epoch so far."""
         return Timings(self.steps, self.samples, perf_counter() - self._began, self.data)
 
     def end_epoch(self) -> None:
-        """Keep the timings of the epoch."""
+        """Store the timings of the epoch."""
         self.epochs.append(self.read())
         self.begin_epoch()
 
     def timings(self) -> Timings:
-        """Return the timings of all epochs, with the steps that are done of the one that is running."""
+        """Return the timings of all epochs, including the finished steps of the current one."""
         running = [self.read()] if self.steps else []
         return Timings.over([*self.epochs, *running])

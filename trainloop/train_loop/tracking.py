@@ -1,6 +1,6 @@
 """Loops that keep an experiment's folder: each is a :class:`TrainLoop` with the callbacks that do the work.
 
-``from trainloop.train_loop import *`` gives these too.
+``from trainloop.train_loop import *`` imports these too.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _TrackingLoop(TrainLoop[ModelT]):
 
     @property
     def experiment_timestamp(self) -> str:
-        """Time stamp of the experiment's begin."""
+        """Time stamp of the experiment's start."""
         return self.experiment.timestamp
 
     @property
@@ -72,7 +72,7 @@ class _TrackingLoop(TrainLoop[ModelT]):
 
 
 class TrainLoopCheckpoint(_TrackingLoop[ModelT]):
-    """A loop that writes checkpoints into an experiment's folder, from which ``resume_from='last'`` goes on.
+    """A loop that writes checkpoints into an experiment's folder, from which ``resume_from='last'`` resumes.
 
     Parameters
     ----------
@@ -81,17 +81,17 @@ class TrainLoopCheckpoint(_TrackingLoop[ModelT]):
     project_name, experiment_name : str
         The folder is ``<local_model_result_folder_path>/<project_name>/<experiment_name>_<time stamp>``.
     local_model_result_folder_path : str or path
-        Where projects are; any fsspec URL, such as ``s3://bucket/results``, with the extra ``cloud``.
+        Folder of all projects; with the extra ``cloud`` also an fsspec URL, such as ``s3://bucket/results``.
     hyperparams : dict, optional
-        Kept as JSON beside the results.
+        Hyperparameters, written as JSON beside the results.
     source_dirs : sequence of path
-        Source to keep beside the script itself.
+        Folders of source code to copy, in addition to the script itself.
     rm_subopt_local_models : bool or str
-        Keep only the best checkpoints, by ``loss`` or by this metric.
+        Keep only the best checkpoints: ``True`` by ``loss``, a metric's name by that metric.
     num_best_checkpoints_kept : int
-        How many then.
+        Number of best checkpoints to keep.
     iteration_save_freq : int
-        Write every so many steps; 0: after each epoch.
+        Steps between two checkpoints; 0 to write one after each epoch.
     **loop_arguments
         The other arguments of :class:`TrainLoop`.
     """
@@ -114,7 +114,7 @@ class TrainLoopCheckpoint(_TrackingLoop[ModelT]):
 
 
 class TrainLoopEndSave(_TrackingLoop[ModelT]):
-    """A loop that at its end evaluates result packages, and saves the model and a report.
+    """A loop that evaluates result packages at the end of training, and saves the model and a report.
 
     Parameters
     ----------
@@ -123,8 +123,8 @@ class TrainLoopEndSave(_TrackingLoop[ModelT]):
     project_name, experiment_name, local_model_result_folder_path, hyperparams, source_dirs
         As in :class:`TrainLoopCheckpoint`.
     val_result_package, test_result_package : optional
-        What :func:`trainloop.result_package.evaluate_result_package` takes: a package, metric functions over
-        ``(y_pred, y_true, metadata)``, torchmetrics.
+        Package for :func:`trainloop.result_package.evaluate_result_package`: a result package, metric functions of
+        ``(y_pred, y_true, metadata)``, or torchmetrics.
     **loop_arguments
         The other arguments of :class:`TrainLoop`.
     """
@@ -148,4 +148,4 @@ class TrainLoopEndSave(_TrackingLoop[ModelT]):
 
 
 class TrainLoopCheckpointEndSave(TrainLoopEndSave[ModelT], TrainLoopCheckpoint[ModelT]):
-    """Both: checkpoints on the way, and results, model and report at the end; see the two classes."""
+    """A loop that does both: checkpoints during training, and results, model and report at its end."""

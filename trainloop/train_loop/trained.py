@@ -1,4 +1,4 @@
-"""Watch that the same modules and parameters train on all ranks, and that the weights stay equal."""
+"""Check that the same modules and parameters train on all ranks, and that weights stay equal."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ __all__ = [
     "training_flags",
 ]
 
-# How long a rank that changes requires_grad within an epoch waits for the others to do the same.
+# Seconds that a rank that changes requires_grad within an epoch waits for the others to do the same.
 _RENDEZVOUS_S = 300.0
-_rendezvous = itertools.count()  # of this process, so that no two of one process group share a key
+_rendezvous = itertools.count()  # counted per process, so that no two in one process group share a key
 
 
 class TrainedParameters:
-    """The parameters that a rank of ``ddp`` trains; notices when some are frozen, unfrozen or added.
+    """Parameters that a rank of ``ddp`` trains; detects when some are frozen, unfrozen or added.
 
-    DDP averages the gradients of those parameters that required one when it was made. The loop wraps anew when that
-    changes: at an epoch's begin ranks compare notes; within an epoch a rank looks at its own parameters before each
-    step, and only one that sees a change meets the others.
+    DDP averages the gradients of those parameters that required one when it was made. The loop wraps the model again
+    when that changes: ranks compare their parameters at the start of an epoch; within an epoch each rank checks its own
+    before each step, and only a rank that sees a change synchronizes with the others.
 
     Parameters
     ----------
     model, criterion : nn.Module, object
-        A criterion's own parameters are outside of DDP and reduced by hand.
+        A criterion's own parameters are outside of DDP and are reduced here.
     timeout_s : float
-        The run's.
+        Timeout of the run, in seconds.
     """
 
     def __init__(self, model: nn.Module, criterion: Any, timeout_s: float) -> None:
@@ -57,7 +57,7 @@ class TrainedParameters:
         self._beside = list(criterion.parameters()) if isinstance(criterion, nn.Module) else []
         if distributed.get_world_size() > 1:
             for tensor in (*self._beside, *(criterion.buffers() if isinstance(criterion, nn.Module) else ())):
-                # As DDP does with the model at its construction.
+                # As DDP does with the model when it is made.
                 dist.broadcast(tensor.detach(), 0)
         self.note()
 
@@ -69,19 +69,19 @@ class TrainedParameters:
         self._frozen = [p for p in self._parameters if not p.requires_grad]
 
     def changed(self) -> bool:
-        """Return True if a parameter was frozen or unfrozen since; asked before each step."""
+        """Return True if a parameter was frozen or unfrozen since then; called before each step."""
         return [p.requires_grad for p in self._parameters] != self._flags
 
     def agree(self) -> bool:
-        """At an epoch's begin: whether the trained parameters changed, on all ranks alike. Collective.
+        """Return, at an epoch's start, True if trained parameters changed, alike on all ranks. Collective.
 
         Raises
         ------
         ConfigurationError
-            Naming a parameter that trains on some ranks only.
+            If a parameter trains only on some ranks; the message names it.
         """
         named = dict(self._model.named_parameters())
-        # A digest first: names of thousands of parameters are exchanged only to say which differ.
+        # A digest first: the names of thousands of parameters are exchanged only if they differ.
         names = [name for name, p in named.items() if p.requires_grad]
         digests = distributed.exchange_ints([zlib.crc32("\n".join(names).encode())])
         if any(digest != digests[0] for digest in digests):
@@ -90,19 +90,19 @@ class TrainedParameters:
         return not same or self.changed()
 
     def meet(self) -> None:
-        """Within an epoch, on a rank that saw a change: wait for the others to have made the same.
+        """Within an epoch, wait for the other ranks to make the change that this one has seen.
 
         Raises
         ------
         ConfigurationError
-            If they don't come, or with another change.
+            If they don't, or make another change.
         """
         number, rank, world_size = next(_rendezvous), distributed.get_rank(), distributed.get_world_size()
         if world_size == 1:
             return
         names = [name for name, p in self._named.items() if p.requires_grad or p.grad is not None]
-        # Through the process group's store: a collective could meet another one, on a rank that saw no change. There is
-        # no public way to it in torch 2.6 to 2.13.
+        # Through the process group's store: a collective could match another one on a rank that saw no change. torch
+        # 2.6 to 2.13 has no public access to it.
         store = dist.distributed_c10d._get_default_store()
         keys = [f"trainloop/trained/{number}/{other}" for other in range(world_size)]
         store.set(keys[rank], "\n".join(names))
@@ -114,15 +114,15 @@ class TrainedParameters:
                 change = sorted(before.symmetric_difference(names))
                 raise ConfigurationError(
                     f"rank {rank} changed requires_grad of {', '.join(change[:5])}, and rank "
-                    f"{other} did not within {self._patience_s:g} s: gradients of parameters that train on some ranks "
-                    "only can't be averaged. Freeze and unfreeze on every rank, at the same step."
+                    f"{other} did not within {self._patience_s:g} s. Gradients of parameters that train only on some "
+                    "ranks can't be averaged: freeze and unfreeze on every rank, at the same step."
                 ) from e
         everyone = [store.get(key).decode().split("\n") for key in keys]
         if any(theirs != names for theirs in everyone):
             _raise_unequal(everyone)
 
     def reduce_beside(self) -> None:
-        """Average the gradients outside of DDP: the criterion's, and those of parameters unfrozen in this step."""
+        """Average gradients outside of DDP: those of the criterion, and of parameters unfrozen in this step."""
         late = [p for p in self._frozen if p.grad is not None]
         if late:
             self.meet()
@@ -132,12 +132,12 @@ class TrainedParameters:
     def check_alike(self, wrapper: Any) -> None:
         """Check that all ranks have the same weights, bit for bit. Collective; one exchange of an integer.
 
-        Not with a communication hook of the user's, which may let ranks differ for a while (local SGD).
+        Skipped with a communication hook of the user, which may let ranks differ for some time (local SGD).
 
         Raises
         ------
         ConfigurationError
-            Naming the first parameter that differs.
+            If weights differ; the message names the first parameter that does.
         """
         if not isinstance(wrapper, TTDistributedDataParallel) or comm_hooks_of(wrapper):
             return
@@ -162,10 +162,10 @@ class TrainedParameters:
         values = tensor.detach()
         distance = (distributed.all_reduce(values, "max") - distributed.all_reduce(values, "min")).abs().max()
         raise ConfigurationError(
-            f"the ranks' weights differ: {name} on rank {', '.join(map(str, odd))} from that on rank 0, by up to "
-            f"{float(distance):.3g}. Their gradients were not averaged, or a rank changed its weights alone. Compute "
-            "losses in get_loss, change parameters on every rank in the same way, and let optimizers draw no random "
-            "numbers."
+            f"the ranks' weights differ: {name} on rank {', '.join(map(str, odd))} differs from rank 0's by up to "
+            f"{float(distance):.3g}. Gradients were not averaged, or only one rank changed its weights. Compute "
+            "losses in get_loss, change parameters on every rank in the same way, and use no optimizer that draws "
+            "random numbers."
         )
 
 
@@ -180,13 +180,13 @@ def _raise_unequal(everyone: list[list[str]]) -> None:
             does, other = (rank, 0) if odd[0] in names else (0, rank)
             raise ConfigurationError(
                 f"{', '.join(odd[:5])}: trained on rank {does} (requires_grad), frozen on rank {other}. Gradients of "
-                "parameters that train on some ranks only can't be averaged: freeze and unfreeze on every rank, at the "
+                "parameters that train only on some ranks can't be averaged: freeze and unfreeze on every rank, at the "
                 "same step."
             )
 
 
 def not_optimized(model: nn.Module, optimizers: Sequence[Any]) -> list[str]:
-    """Return the names of the parameters that require gradients and that no optimizer steps."""
+    """Return the names of the parameters that require gradients but are in no optimizer."""
     stepped = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
     return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
 
@@ -200,19 +200,19 @@ def described_names(names: Sequence[str]) -> str:
 
 
 def begin_training(model: nn.Module, kept: Sequence[nn.Module] = ()) -> list[nn.Module]:
-    """Training mode, but for the modules that the user put into ``eval()``; returns these.
+    """Switch to training mode, except for modules that the user put into ``eval()``; return these.
 
     Parameters
     ----------
     model : nn.Module
-        Where it is in evaluation mode as a whole, as a loaded model may be, that says nothing about its parts: all of
-        them train, but for ``kept``.
+        If it is in evaluation mode as a whole, as a loaded model may be, its modules' modes are ignored: all of them
+        train, except ``kept``.
     kept : sequence of nn.Module
         The modules that the last call returned.
 
     Notes
     -----
-    A class with a ``train()`` of its own decides for itself and for all modules inside of it.
+    A class with its own ``train()`` decides for itself and for all modules inside it.
     """
     if model.training:
         # Users freeze BatchNorm by eval(); a plain model.train() each epoch would undo it.
@@ -232,19 +232,19 @@ def begin_training(model: nn.Module, kept: Sequence[nn.Module] = ()) -> list[nn.
 
 
 def about_eval_mode(model: nn.Module, kept: Sequence[nn.Module]) -> str:
-    """A line that names modules in evaluation mode: some libraries return their models so."""
+    """Return a line that names modules in evaluation mode: some libraries return their models in it."""
     found = {id(module) for module in kept}
     names = [name for name, module in model.named_modules() if id(module) in found]
     whole = [name for name in names if name.rpartition(".")[0] not in names]
     shown = described_names(whole)
-    return f"in eval() and kept so while training: {shown} (call .train() on them before fit where that isn't meant)"
+    return f"modules that stay in eval() while training: {shown} (to train them, call .train() on them before fit)"
 
 
 # -- what a run changed about its model, for checkpoints and for the way back ------------------------------------------
 
 
 def training_flags(model: nn.Module) -> dict[str, dict[str, bool]]:
-    """By name, whether each parameter requires gradients and each module is in training mode."""
+    """Return by name if each parameter requires gradients, and if each module is in training mode."""
     return {
         "requires_grad": {name: p.requires_grad for name, p in model.named_parameters()},
         "training": {name: module.training for name, module in model.named_modules()},
@@ -252,7 +252,7 @@ def training_flags(model: nn.Module) -> dict[str, dict[str, bool]]:
 
 
 def changed_flags(before: Mapping[str, Mapping[str, bool]], model: nn.Module) -> dict[str, dict[str, bool]]:
-    """The flags of :func:`training_flags` that have changed."""
+    """Return the flags of :func:`training_flags` that have changed."""
     return {
         kind: {name: flag for name, flag in flags.items() if before[kind].get(name, flag) != flag}
         for kind, flags in training_flags(model).items()
@@ -277,7 +277,7 @@ def _named_parameters(loop: Any) -> list[tuple[nn.Parameter, str]]:
 
 
 def group_names(loop: Any) -> list[list[list[str | None]]]:
-    """For each optimizer and group the names of its parameters; ``None`` for one that is not the model's."""
+    """Return for each optimizer and group the names of its parameters; ``None`` for one outside of the model."""
     names = {id(p): name for p, name in _named_parameters(loop)}
     return [
         [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
@@ -286,7 +286,7 @@ def group_names(loop: Any) -> list[list[list[str | None]]]:
 
 
 def add_missing_groups(loop: Any, saved: list[list[list[str | None]]] | None, *, only_look: bool = False) -> list[bool]:
-    """Give optimizers the parameters that were added to them in training; for each, whether its groups fit then.
+    """Add the parameters that optimizers got in training; return for each optimizer if its groups then match.
 
     Parameters
     ----------

@@ -2,14 +2,14 @@
 
 ::
 
-    train                        epoch after epoch
-        _begin_epoch             hooks, modules' modes; gives the epoch's steps
+    train                        loop over epochs
+        _begin_epoch             hooks, modules' modes; returns the epoch's steps
         forward_backward         forward and backward of a step's micro-batches, gradients complete
         step                     the optimizers' step
         _finish_epoch            logs, history, validation
 
-There are two other kinds of steps: :mod:`~trainloop.train_loop.closure` for an optimizer that evaluates the loss as
-often as it likes, :mod:`~trainloop.train_loop.alternating` for a ``get_loss`` that yields its losses.
+There are two other kinds of steps: :mod:`~trainloop.train_loop.closure` for an optimizer that evaluates the loss
+several times, :mod:`~trainloop.train_loop.alternating` for a ``get_loss`` that yields its losses.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ logger = logging.getLogger("trainloop")
 
 
 class Watch(Protocol):
-    """Is called around each forward and backward: a ``FailureRecorder``, or a replay."""
+    """Observer of each forward and backward: a ``FailureRecorder``, or a replay."""
 
     def forward_begins(self, first: bool) -> None:
-        """The next call is ``get_loss`` (or its next loss); ``first``: of a pass over the step's micro-batches."""
+        """Called before ``get_loss`` (or its next loss); ``first`` in a pass over the step's micro-batches."""
 
     def backward_ended(self, loss: Any) -> None:
-        """The backward of the loss that ``get_loss`` gave is done; gradients may not be complete yet."""
+        """Called after the backward of the loss of ``get_loss``; gradients may not be complete yet."""
 
 
 class Training(Run):
@@ -79,16 +79,16 @@ class Training(Run):
     loop, place, stop
         As in :class:`~trainloop.train_loop.run.Run`.
     job : FitJob
-        What this ``fit`` is to do.
+        Work of this ``fit``.
     """
 
     trains = True
     feed: Any
     gradients: Gradients
     step_taken = False
-    """True if the optimizer has stepped already when a backward is reported as done, as in one graph."""
+    """True if the optimizer has already stepped when a backward is reported as done, as in one graph."""
     losses_stepped = 0
-    """Losses of the step in work whose own optimizer has stepped."""
+    """Number of losses of the current step whose own optimizer has stepped."""
 
     def __init__(self, loop: TrainLoop, place: Placement, stop: StopAgreement, job: FitJob) -> None:
         super().__init__(loop, place, stop)
@@ -102,13 +102,13 @@ class Training(Run):
         self.finished = False
         """True if everything at the end is done, except for the last checkpoint."""
         self.skip_steps = 0
-        """Steps of the next epoch that are done already, by a loaded checkpoint."""
+        """Steps of the next epoch that were done before the loaded checkpoint."""
         self.began_with: dict[str, dict[str, bool]] = {}
         """Flags of parameters and modules when training began."""
         self.restarts: RestartCheckpoints | None = None
-        """Set for a run that restarts after failures."""
+        """Checkpoints of a run that restarts after failures, else ``None``."""
         self.savers: tuple[Callable[[], None], ...] = ()
-        """Callbacks' ``save_due``, which write checkpoints of steps; called when the last hook of a step has run."""
+        """The ``save_due`` of callbacks, which write checkpoints of steps; called after a step's last hook."""
         self.watch: Watch | None = None
         self.step_in_work: StepBatches | None = None
         """The step's batches, from their arrival until its last hook has run."""
@@ -119,12 +119,12 @@ class Training(Run):
         self._kept_in_eval: list[torch.nn.Module] | None = None
 
     def train(self) -> int:
-        """Epoch after epoch; returns why it ended, 0 for as planned."""
+        """Train epoch by epoch; return the reason why it ended, 0 for as planned."""
         loop, progress, stop, clock = self.loop, self.progress, self.stop, self.clock
         try:
             with self.listening(self.recorder):
                 self._prepare()
-            with self.listening(self.recorder):  # anew: hooks may have changed the model
+            with self.listening(self.recorder):  # for each epoch, since hooks may have changed the model
                 ended_by = 0
                 while not (ended_by or self.ended or self.is_done()):
                     last_iteration = self._last_iteration
@@ -148,7 +148,7 @@ class Training(Run):
                         if loop.asked_to_end:
                             stop.request(EARLY_STOP)
                         ended_by = stop.reached()
-                        # An epoch that is complete is read to its end, where samplers draw numbers for the next one.
+                        # Read a complete epoch to its end, where samplers draw numbers for the next one.
                         complete = self.epoch_batches == self.feed.num_batches
                         if ended_by or (loop.total_iteration_idx >= last_iteration and not complete):
                             break
@@ -160,7 +160,7 @@ class Training(Run):
                         ended_by |= self._agree_at_epoch_end()
                 self._finish(ended_by)
             self.place.make_whole(loop.callbacks)
-            self.place.share_buffers()  # under torchrun each rank returns a model
+            self.place.share_buffers()  # since under torchrun each rank returns a model
         except BaseException as exception:
             progress.end_epoch()
             self._tell_exception(exception)
@@ -181,7 +181,7 @@ class Training(Run):
         for hook in self.hooks.on_multiprocess_start:
             hook()
         if resume is not None and resume["place"]["seed"] is not None:
-            self.seed = resume["place"]["seed"]  # the interrupted epoch's order goes on
+            self.seed = resume["place"]["seed"]  # continue the interrupted epoch's order
         parallel = self.gather is not None
         with refusals_told(tell=parallel):
             check_loader(loop.train_loader, "train_loader", optional=False)
@@ -193,7 +193,7 @@ class Training(Run):
         self.began_with = training_flags(loop.model)
         self.gradients = Gradients(self)
         self.start_epoch, self.start_iteration = loop.epoch, loop.total_iteration_idx
-        # The scale that an earlier fit has found; from its first value on, the first steps would be skipped again.
+        # Keep the scale that an earlier fit has found; with the initial one, the first steps would be skipped again.
         if self.place.scaler.is_enabled() and loop.scaler_state:
             self.place.scaler.load_state_dict(loop.scaler_state)
         if restart is None:
@@ -201,7 +201,7 @@ class Training(Run):
         for hook in self.hooks.on_train_begin:
             hook()
         savers = [getattr(callback, "save_due", None) for callback in loop.callbacks]
-        self.savers = tuple(save for save in savers if callable(save))  # a user's attribute may have this name
+        self.savers = tuple(save for save in savers if callable(save))  # a user's attribute may have the same name
         if resume is not None:
             run_state.load_checkpoint_state(self, resume, quiet=restart is not None)
         if restarts is not None:
@@ -210,27 +210,27 @@ class Training(Run):
             line = f"resumed at epoch {loop.epoch + 1}, step {loop.global_step}"
             self.progress.say(line)
             if loop.is_global_zero:
-                logger.info(line)  # progress_bar=False hides the other
+                logger.info(line)  # progress_bar=False hides the printed line
 
     @property
     def _last_iteration(self) -> float:
-        """After which the training ends, where iterations are counted."""
+        """Return the iteration after which the training ends; infinite if epochs are counted."""
         return self.start_iteration + self.loop.num_iterations if self.loop.num_iterations else math.inf
 
     def is_done(self) -> bool:
         """Return True if only the end of the training is left: no step, and no rest of a resumed epoch."""
         if self.loop.num_epochs:
             return self.loop.epoch >= self.start_epoch + self.loop.num_epochs
-        # A state from after the last iteration may still need the end of its epoch.
+        # A state after the last iteration may still need the end of its epoch.
         return self.loop.total_iteration_idx >= self._last_iteration and not self.skip_steps
 
     def _finish(self, ended_by: int) -> None:
-        """End the training. As planned or by early stopping: test and last hooks; by a signal: maybe a checkpoint."""
+        """End the training: test and call last hooks; if a signal ended it, write a checkpoint if one is due."""
         loop = self.loop
         if not ended_by & ~EARLY_STOP:
             if ended_by:
                 self._tell_end()
-            self.history_epoch = max(loop.epoch - 1, 0)  # the last epoch's, which an earlier run may have finished
+            self.history_epoch = max(loop.epoch - 1, 0)  # the last epoch, which an earlier run may have finished
             if loop.end_auto_eval and loop.test_loader is not None:
                 self.evaluate(loop.test_loader, "test_loader", "test", losses_into_history=True)
             self._call_in_turn("on_train_end")
@@ -241,7 +241,7 @@ class Training(Run):
                     save()
             self._share_attributes()
             return
-        if self.clock.steps:  # in the midst of an epoch
+        if self.clock.steps:  # in the middle of an epoch
             self._end_timing()
         if ended_by & (TERMINATE | CHECKPOINT):
             for callback in loop.callbacks:
@@ -251,7 +251,7 @@ class Training(Run):
         self._tell_exception(KeyboardInterrupt() if ended_by & INTERRUPT else SystemExit(status_of(ended_by)))
 
     def _tell_end(self) -> None:
-        """Print who ended training; a reason may be known to one rank only, as a time limit is."""
+        """Print what ended training; only one rank may know the reason, such as a time limit."""
         loop = self.loop
         everyone = [loop.ends] if self.gather is None else self.gather(loop.ends)
         loop.ends = list(dict.fromkeys(End(*end) for theirs in everyone for end in theirs))
@@ -259,7 +259,7 @@ class Training(Run):
             print(described(loop.ends, loop.epoch), flush=True)
 
     def _share_attributes(self) -> None:
-        """Give all ranks what callbacks of rank 0 alone know after training: a folder, the name of a run."""
+        """Give all ranks what only callbacks of rank 0 know after training: a folder, the name of a run."""
         mine = [callback for callback in self.loop.callbacks if callback.device_idx_execution == 0]
         if self.gather is None or not mine:
             return
@@ -269,21 +269,21 @@ class Training(Run):
             vars(callback).update(theirs)
 
     def _tell_exception(self, exception: BaseException) -> None:
-        if self.gather is None:  # the other ranks' values are out of reach
+        if self.gather is None:  # the other ranks' values can't be gathered
             with suppress(Exception):
                 self.flush_logs()
         with self._recording_alone():
             for hook in self.hooks.on_exception:
                 try:
                     hook(exception)
-                except Exception as error:  # must not hide what went wrong first
+                except Exception as error:  # must not hide the first error
                     from trainloop._launch.failures import described  # keeps `import trainloop` fast
 
                     name = getattr(hook, "__qualname__", "on_exception")
                     _warn(f"{name} failed while handling {described(exception)}: {described(error)}")
 
     def _close(self) -> None:
-        """End workers that loaders would keep."""
+        """End the loaders' persistent workers."""
         if "feed" in self.__dict__:
             self.feed.close()
         self.loop.timings_of_last_fit = Timings.over(self.clock.epochs)
@@ -292,7 +292,7 @@ class Training(Run):
     # -- an epoch ----------------------------------------------------------------------------------------------------
 
     def _begin_epoch(self) -> Iterator[StepBatches]:
-        """The steps of a pass over the loader, or of what is left of it."""
+        """Yield the steps of a pass over the loader, or of the rest of one."""
         loop = self.loop
         self.epoch_finished, self.history_epoch = False, loop.epoch
         if self.skip_steps == 0:
@@ -304,7 +304,7 @@ class Training(Run):
         self.gradients.follow_at_epoch_begin()
         if self._kept_in_eval is None and loop.is_global_zero:
             self._check_optimized()
-        # A resumed epoch counts on from the steps that it skips.
+        # A resumed epoch continues the count after the steps that it skips.
         skip, self.skip_steps, self.epoch_steps = self.skip_steps, 0, self.skip_steps
         first = self._kept_in_eval is None
         self._kept_in_eval = begin_training(loop.model, self._kept_in_eval or ())
@@ -317,18 +317,18 @@ class Training(Run):
         return self._at_most_to_the_last(steps) if loop.num_iterations else steps
 
     def _check_optimized(self) -> None:
-        """Warn of parameters that require gradients and are in no optimizer, once hooks have frozen what they will."""
+        """Warn of parameters that require gradients but are in no optimizer, after hooks may have frozen some."""
         names = not_optimized(self.loop.model, self.gradients.optimizers)
         if names:
             _warn(
                 f"{described_names(names)} {'require' if len(names) > 1 else 'requires'} gradients and "
-                f"{'are' if len(names) > 1 else 'is'} in no optimizer, so that training changes nothing there. Make "
-                "the optimizer after the last change of the model, or freeze by requires_grad_(False)."
+                f"{'are' if len(names) > 1 else 'is'} in no optimizer, so training does not change them. Create "
+                "the optimizer after the last change of the model, or freeze them with requires_grad_(False)."
             )
 
     def _at_most_to_the_last(self, steps: Iterator[StepBatches]) -> Iterator[StepBatches]:
-        """The steps, with the last one cut to the batches that are left; one of uneven batches is not cut."""
-        if self.loop.total_iteration_idx >= self._last_iteration:  # only the epoch's end is left
+        """Yield the steps, the last one cut to the batches that are left, unless its batches are uneven."""
+        if self.loop.total_iteration_idx >= self._last_iteration:  # only the end of the epoch is left
             return
         for step in steps:
             left = int(self._last_iteration) - self.loop.total_iteration_idx
@@ -339,9 +339,9 @@ class Training(Run):
 
     def _finish_epoch(self) -> None:
         loop = self.loop
-        self.progress.end_epoch()  # before anybody prints
+        self.progress.end_epoch()  # before other output is printed
         self.feed.end_epoch()
-        # Before the weights are evaluated, and an epoch is spent on weights that have drifted apart.
+        # Before an evaluation, and another epoch, are spent on weights that differ between ranks.
         self.gradients.check_alike()
         self.recorder.between_steps(loop.global_step)
         losses = self._record_epoch()
@@ -354,28 +354,28 @@ class Training(Run):
         loop.message_service.end_of_epoch_trigger()
         if self.progress.enabled:
             self.progress.row(loop.history.row(loop.epoch), self.clock.epochs[-1])
-        # Only now: hooks and logs of the epoch's end belong to the epoch that ends.
+        # Only now: hooks and logs of the epoch's end belong to that epoch.
         loop.epoch += 1
         self.epoch_finished, self.epoch_steps, self.epoch_batches = False, 0, 0
 
     def _tell_nan(self, losses: dict[str, float]) -> None:
-        """Warn, once a fit, of a training loss that is NaN, unless a callback looks after that."""
+        """Warn, once per fit, of a training loss that is NaN, unless a callback handles it."""
         names = ", ".join(name for name, value in losses.items() if value != value)
         if not names or self._nan_told or not self.loop.is_global_zero:
             return
         self._nan_told = True
         if all(callback.callback_name != "TerminateOnNaN" for callback in self.loop.callbacks):
             _warn(
-                f"NaN in epoch {self.loop.epoch + 1} of the training: {names}. fit(callbacks=[TerminateOnNaN()]) ends "
-                "training where that begins, and names the step and the parameter."
+                f"NaN in epoch {self.loop.epoch + 1} of the training: {names}. With fit(callbacks=[TerminateOnNaN()]) "
+                "training ends at the first NaN, and the step and the parameter are reported."
             )
 
     def _end_timing(self) -> None:
-        """End the timing of an epoch's steps, once its logs are read: by then the device has done the steps."""
+        """End the timing of an epoch's steps after its logs are read, when the device has finished the steps."""
         self.clock.end_epoch()
 
     def _agree_at_epoch_end(self) -> int:
-        """Stop after this epoch if a callback of any rank wants it, or a signal came."""
+        """Stop after this epoch if a callback of any rank requests it, or a signal arrived."""
         if self.gather is not None:
             mine = [int(self.loop.asked_to_end)]
             self.loop.asked_to_end = any(theirs for (theirs,) in distributed.exchange_ints(mine))
@@ -385,7 +385,7 @@ class Training(Run):
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def forward_backward(self, step: StepBatches, *, first: bool = True, wants_loss: bool = False) -> Tensor | None:
-        """Forward and backward for each micro-batch, then reduce gradients; :meth:`step` calls the last
+        """Run forward and backward for each micro-batch, then reduce gradients; :meth:`step` calls the last
         ``on_batch_end``.
 
         Parameters
@@ -393,17 +393,17 @@ class Training(Run):
         step : StepBatches
             This rank's micro-batches.
         first : bool
-            False for a repetition: it calls no hooks, counts no batches and records no losses.
+            False for a repetition, which calls no hooks, counts no batches and records no losses.
         wants_loss : bool
             Return the step's loss over all micro-batches and ranks, the same on every rank.
         """
         loop, place, recorder, gradients, watch = self.loop, self.place, self.recorder, self.gradients, self.watch
         batches, sizes, scales, _, ragged = step
-        # Reduced after backward where DDP's reducer can't: it expects one backward a forward.
+        # Reduced after backward if DDP's reducer can't: it expects one backward per forward.
         by_hand = (ragged or gradients.several) and not place.collective
         if by_hand or gradients.shares_buffers:
             place.share_buffers()
-        # A rank with fewer micro-batches still goes through every hook, as callbacks may exchange values in them.
+        # A rank with fewer micro-batches still calls every hook, since callbacks may exchange values in them.
         counts = self.micro_batches_of_ranks(step) if ragged else None
         count = max(counts) if counts else len(batches)
         gradients.apart, gradients.ragged = by_hand, ragged
@@ -450,15 +450,15 @@ class Training(Run):
         return gradients.loss_over_ranks(scaled_losses, factor) if wants_loss else None
 
     def _check_averages(self, weight: Any, count: int) -> None:
-        """Warn, once a fit, of a criterion with class weights or ignored targets whose result is combined with more."""
+        """Warn, once per fit, if the result of a criterion with class weights or ignored targets is combined."""
         loop, self.class_losses.uneven = self.loop, False
         averaged = count > 1 or self.gather is not None or (loop.end_auto_eval and loop.validation_loader is not None)
         if weight is not None or not averaged or self._warned_of_averages or not loop.is_global_zero:
             return
         self._warned_of_averages = True
         _warn(
-            "get_loss calls a criterion with class weights or ignored targets, which is a mean over the weights of the "
-            "targets, and get_loss returns something else than its result. It is averaged over samples, so that the "
+            "get_loss calls a criterion with class weights or ignored targets, whose result is a mean over the weights "
+            "of the targets, but get_loss returns another loss. That is averaged over samples, so the "
             "numbers depend on batch size, grad_accumulation and ranks. Return (loss, weight), with the sum of the "
             "weights of the batch's targets (or the number of those not ignored), or a MultiLoss with each loss by its "
             "own name."
@@ -466,15 +466,15 @@ class Training(Run):
 
     @staticmethod
     def micro_batches_of_ranks(step: StepBatches) -> list[int]:
-        """How many micro-batches each rank has in a step that is ragged. Collective."""
+        """Return the number of micro-batches of each rank in a ragged step. Collective."""
         return [count for (count,) in distributed.exchange_ints([len(step.batches)])]
 
     def begin_batch(self, i: int, size: int) -> None:
-        """The ``i``-th micro-batch of a step begins; ``size``: its samples, 0 on a rank that has none."""
+        """Begin the ``i``-th micro-batch of a step, with ``size`` samples; 0 on a rank without one."""
         hooks = self.hooks
-        for hook in hooks.on_batch_end if i else ():  # of the micro-batch before
+        for hook in hooks.on_batch_end if i else ():  # of the previous micro-batch
             hook()
-        # Before the first hook. On a rank without a batch, logs of hooks weigh nothing.
+        # Before the first hook. On a rank without a batch, logs of hooks have weight 0.
         self.recorder.batch_size = size
         self.loop.total_iteration_idx += 1
         self.epoch_batches += 1
@@ -484,7 +484,7 @@ class Training(Run):
             self.gradients.follow_at_step_begin()
 
     def step(self) -> None:
-        """Step the optimizers and drop gradients; then the hooks of a step's end."""
+        """Step the optimizers and clear gradients; then call the hooks of a step's end."""
         gradients = self.gradients
         gradients.show_and_clip(enumerate(gradients.optimizers), gradients.parameters)
         gradients.take_steps(gradients.optimizers)
@@ -495,7 +495,7 @@ class Training(Run):
             hook()
 
     def count_step(self) -> None:
-        """An optimizer step has been taken."""
+        """Count an optimizer step."""
         self.loop.global_step += 1
         self.epoch_steps += 1
         for hook in self.hooks.on_after_optimizer_step:
@@ -510,7 +510,7 @@ class Training(Run):
 
 
 def _warn(text: str) -> None:
-    """Warn, and where warnings are errors print: it isn't to cost the training."""
+    """Warn; if warnings are errors, print instead, so that a warning cannot end the training."""
     try:
         warn(text)
     except Warning:

@@ -1,4 +1,4 @@
-"""Try out a loop on copies of its model and optimizer, and leave no trace."""
+"""Try out a loop on copies of its model and optimizer, without side effects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["copies", "first_batch", "require_training_parts", "trial_of", "untou
 
 
 def require_training_parts(loop: TrainLoop[Any], who: str) -> None:
-    """Raise where a loop that only predicts is to try training steps.
+    """Raise an error if the loop can't train, or is running.
 
     Raises
     ------
@@ -28,14 +28,14 @@ def require_training_parts(loop: TrainLoop[Any], who: str) -> None:
         If it has no ``train_loader`` or no ``optimizer``, or is running.
     """
     if loop.running is not None:
-        raise ConfigurationError(f"{who} was called by a callback of the running loop. Call it before fit.")
+        raise ConfigurationError(f"{who} was called in a callback of a running loop. Call it before fit.")
     if loop.train_loader is None or loop.optimizer is None:
         missing = "train_loader" if loop.train_loader is None else "optimizer"
         raise ConfigurationError(f"{who} tries a few training steps, but {missing} is None. Pass one to the loop.")
 
 
 def copies(loop: TrainLoop[Any], device: torch.device | None = None) -> Any:
-    """Model, optimizer and criterion of their own, still belonging together; on ``device`` where one is given."""
+    """Return copies of model, optimizer and criterion that belong together; on ``device`` if one is given."""
     model, optimizer, criterion = copy.deepcopy((loop.model, loop.optimizer, loop.criterion))
     model.train()
     if device is not None:
@@ -49,12 +49,12 @@ def copies(loop: TrainLoop[Any], device: torch.device | None = None) -> Any:
 
 
 def first_batch(loader: Any) -> Any:
-    """The loader's first batch.
+    """Return the loader's first batch.
 
     Raises
     ------
     ConfigurationError
-        If it has none.
+        If it has no batches.
     """
     for batch in loader:
         return batch
@@ -62,7 +62,7 @@ def first_batch(loader: Any) -> Any:
 
 
 def trial_of(loop: TrainLoop[Any], train_loader: Any = None) -> TrainLoop[Any]:
-    """A silent loop with copies of this one's model and optimizer, on the same devices, without evaluation."""
+    """Return a silent loop with copies of the model and optimizer, on the same devices, without evaluation."""
     model, optimizer, criterion = copies(loop)
     trial = TrainLoop(
         model,
@@ -86,7 +86,7 @@ def trial_of(loop: TrainLoop[Any], train_loader: Any = None) -> TrainLoop[Any]:
 
 @contextmanager
 def untouched(loop: TrainLoop[Any]) -> Iterator[None]:
-    """Restore the global generators, and the loader's own, at the end."""
+    """Restore the global generators and those of the loader at the end."""
     loader = loop.train_loader
     parts = (loader, getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
     generators = {id(g): g for part in parts if isinstance(g := getattr(part, "generator", None), torch.Generator)}

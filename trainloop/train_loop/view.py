@@ -1,4 +1,4 @@
-"""The training loop as callbacks and users read it: how far it has come, where it runs, and what is logged."""
+"""The training loop as callbacks and users read it: its progress, its devices, and its logs."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ __all__ = ["LoopView"]
 
 
 class LoopView:
-    """The part of a :class:`~trainloop.TrainLoop` that callbacks read, and write to: its state, its history, its logs.
+    """The part of a :class:`~trainloop.TrainLoop` that callbacks read and write: its state, its history, its logs.
 
-    It outlasts runs, and goes to ranks and back; :attr:`running` is the present run.
+    It outlives runs, and is sent to ranks and back; :attr:`running` is the present run.
     """
 
     model: Any
@@ -44,40 +44,40 @@ class LoopView:
 
     def __init__(self) -> None:
         self.callbacks: list[AbstractCallback] = []
-        """Callbacks of the last ``fit``, with those that the kind of loop brings along."""
+        """Callbacks of the last ``fit``, including those that the kind of loop adds."""
         self.message_service = MessageService()
-        """Where callbacks leave messages for each other."""
+        """Messages that callbacks exchange."""
         self.history = History()
-        """Each metric's values, one an epoch, over all calls of ``fit``: ``loop.history["val_loss"]``."""
+        """Values of each metric, one per epoch, over all calls of ``fit``: ``loop.history["val_loss"]``."""
         self.epoch: int = 0
-        """Epochs that are finished; while one runs, its number counted from 0."""
+        """Number of finished epochs; while one runs, its number counted from 0."""
         self.global_step: int = 0
-        """Optimizer steps taken, over all calls of ``fit``."""
+        """Number of optimizer steps, over all calls of ``fit``."""
         self.total_iteration_idx: int = -1
-        """The batch, counted from 0 over all epochs, that is or was the last one; -1 before the first."""
+        """Number of the present or last batch, counted from 0 over all epochs; -1 before the first."""
         self.asked_to_end: bool = False
         self.ends: list[End] = []
-        """The callbacks that asked for the end of training."""
+        """Callbacks that requested the end of training."""
         self.num_epochs = self.num_iterations = 0
         self.grad_accumulation = 1
         self.last_loss: Tensor | None = None
         """Loss of this process's last batch, on its device; reading it waits for the device."""
         self.process = Rank()
-        """This process's place among all that train together."""
+        """Rank of this process among all that train together."""
         self.drawn_seed = 0
-        """Drawn from the caller's generator: ranks must agree on an order even where the user gave no seed."""
+        """Seed derived from the caller's generator: ranks must agree on an order even if the user gave no seed."""
         self.found_inf: list[Tensor] = []
-        """For each device of the last step, whether its scaled gradients overflowed."""
+        """For each device of the last step, a tensor that is nonzero if its scaled gradients overflowed."""
         self.scaler_state: dict[str, Any] = {}
         self.restarts: list[Restart] = []
         """Restarts of the last ``fit(max_restarts=...)``, in the process that called it; a rank has an empty list."""
         self.timings_of_last_fit = Timings()
         self.fsdp_model_args: dict[str, Any] = {}
-        """Arguments of ``fit`` for the wrapper of ``fsdp``; evaluation outside of ``fit`` has the same units."""
+        """Arguments of ``fit`` for the wrapper of ``fsdp``; evaluation outside of ``fit`` uses the same units."""
         self.left_behind: LeftBehind | None = None
-        """After ``fit(gather=False)``, the parameters that have no trained values yet."""
+        """Parameters without trained values, after ``fit(gather=False)``."""
         self.running: Run | None = None
-        """The present run, while this process trains or evaluates."""
+        """Present run, while this process trains or evaluates."""
 
     # -- what users and callbacks read -------------------------------------------------------------------------------
 
@@ -88,12 +88,12 @@ class LoopView:
 
     @property
     def num_nodes(self) -> int:
-        """Hosts that train together."""
+        """Number of hosts that train together."""
         return self.site.num_nodes
 
     @property
     def device(self) -> torch.device:
-        """The device on which this process trains; in the caller of ``ddp``, the first rank's."""
+        """Device on which this process trains; in the caller of ``ddp``, that of the first rank."""
         return self.running.place.device if self.running is not None else self.site.devices[0]
 
     @property
@@ -103,21 +103,21 @@ class LoopView:
 
     @property
     def world_size(self) -> int:
-        """Processes that train together; 1 in the caller of ``ddp``."""
+        """Number of processes that train together; 1 in the caller of ``ddp``."""
         return self.process.world_size
 
     @property
     def is_global_zero(self) -> bool:
-        """True if this is the process that prints and writes: true in one process of all nodes."""
+        """True if this is the process that prints and writes, which is one process of all nodes."""
         return self.process.rank == 0
 
     def is_main_process(self) -> bool:
-        """The same as :attr:`is_global_zero`."""
+        """Return :attr:`is_global_zero`."""
         return self.is_global_zero
 
     @property
     def early_stop(self) -> bool:
-        """True if training is to end after this step; any callback may set it, on any rank."""
+        """True if training will end after this step; any callback may set it, on any rank."""
         return self.asked_to_end
 
     @early_stop.setter
@@ -129,7 +129,7 @@ class LoopView:
             self._note_end(end)
 
     def end_training(self, callback: AbstractCallback, reason: str = "") -> None:
-        """See :meth:`.AbstractCallback.end_training`, which calls it."""
+        """End training at a callback's request; see :meth:`.AbstractCallback.end_training`."""
         self._note_end(End(type(callback).__name__, callback.callback_name, reason))
         self.asked_to_end = True
 
@@ -144,18 +144,18 @@ class LoopView:
 
     @property
     def step_skipped(self) -> bool:
-        """True if AMP skipped the last optimizer step. Waits for the device where there is a scaler."""
+        """True if AMP skipped the last optimizer step. Waits for the device if there is a scaler."""
         return any(bool(found.item()) for found in self.found_inf)
 
     @property
     def timings(self) -> Timings:
-        """Where the time of the last ``fit`` went, or of the one that is running: ``print(tl.timings)``."""
+        """Timings of the present or last ``fit``: ``print(tl.timings)``."""
         clock = getattr(self.running, "clock", None)
         return clock.timings() if isinstance(clock, StepClock) else self.timings_of_last_fit
 
     @property
     def effective_batch_size(self) -> int | None:
-        """Samples that all processes together take from the training loader at once; ``None`` if it doesn't say."""
+        """Number of samples that all processes take from the training loader at once; ``None`` if unknown."""
         size = loader_batch_size(self.train_loader)
         if size is None:
             return None
@@ -166,23 +166,23 @@ class LoopView:
     ) -> int | None:
         """Return the number of optimizer steps of a training, for schedules; call it before, in or after ``fit``.
 
-        It is the same on all ranks: ``len(train_loader) * num_epochs`` in one process, less with several ranks, as each
-        step then takes a batch of each.
+        It is the same on all ranks: ``len(train_loader) * num_epochs`` in one process, fewer with several ranks, since
+        each step then takes a batch from each rank.
 
         Parameters
         ----------
         num_epochs, num_iterations, grad_accumulation : int, optional
-            As for ``fit``. Default: those of the running or last ``fit``.
+            As in ``fit``. Default: those of the present or last ``fit``.
 
         Returns
         -------
         int or None
-            ``None`` if the loader has no length, as a stream.
+            ``None`` if the loader has no length, such as a stream.
 
         Raises
         ------
         ConfigurationError
-            If there is no ``train_loader``, or nothing says how long the training is.
+            If there is no ``train_loader``, or the length of the training is unknown.
 
         Examples
         --------
@@ -195,13 +195,13 @@ class LoopView:
         if self.train_loader is None or not (epochs or iterations):
             missing = "train_loader is None" if self.train_loader is None else "there was no fit yet"
             raise ConfigurationError(
-                f"num_optimizer_steps: {missing}. Give the loop a train_loader, and say num_epochs or num_iterations."
+                f"num_optimizer_steps: {missing}. Give the loop a train_loader, and pass num_epochs or num_iterations."
             )
         accumulation = grad_accumulation or self.grad_accumulation
         ranks = len(self.site.devices) * self.site.num_nodes if has_ranks(self.gpu_mode) else 1
         if self.running is not None:
             ranks = self.world_size
-        # Of a feed that is never read.
+        # From a feed that is never read.
         feed = train_feed(self.train_loader, world_size=ranks, seed=0, exchange_ints=lambda values: [values] * ranks)
         if feed.num_batches is None:
             return -(-iterations // accumulation) if iterations else None
@@ -212,7 +212,7 @@ class LoopView:
 
     @property
     def rank_zero_only_metrics(self) -> set[str]:
-        """Metrics logged with ``rank_zero_only``: other ranks don't know them, so nothing may depend on them."""
+        """Names of metrics logged with ``rank_zero_only``: other ranks lack them, so nothing may depend on them."""
         return set() if self.running is None else self.running.recorder.rank_zero_only_names
 
     def __repr__(self) -> str:
@@ -242,32 +242,32 @@ class LoopView:
         prog_bar: bool = False,
         rank_zero_only: bool = False,
     ) -> None:
-        """Record a metric from anywhere in a running loop: :meth:`.TTModel.log` without the model.
+        """Record a metric from anywhere in a running loop, with the arguments of :meth:`.TTModel.log`.
 
         Raises
         ------
         ConfigurationError
-            As :meth:`.TTModel.log`; and if nothing is running, so that the value would belong to no epoch.
+            As in :meth:`.TTModel.log`; also if nothing is running, since the value would belong to no epoch.
         """
         run = self.running
         if run is None or run.sink is None:
             raise ConfigurationError(
-                f"log({name!r}, ...): nothing is running, so there is no epoch to log for. Call it in a hook, from "
-                "on_multiprocess_start on; insert_metric_result_into_history adds to the last epoch after fit."
+                f"log({name!r}, ...): nothing is running, so there is no epoch to log for. Call it in a hook, "
+                "on_multiprocess_start or later; after fit, insert_metric_result_into_history adds to the last epoch."
             )
         run.sink(name, value, (on_step, on_epoch, reduce, sync_dist, prog_bar, rank_zero_only), batch_size)
 
     @property
     def history_epoch(self) -> int:
-        """The epoch, counted from 0, whose row what is logged now goes into; between epochs the last one."""
+        """Epoch, counted from 0, that values logged now belong to; between epochs the last one."""
         return self.running.history_epoch if self.running is not None else max(self.epoch - 1, 0)
 
     def insert_metric_result_into_history(self, name: str, value: float) -> None:
         """Append a value to the history of a metric, for the running epoch (outside ``fit``: the last one).
 
-        It is there at once. In ``ddp`` ranks exchange what they inserted when the hook is over (inside an epoch: at its
-        end): the value becomes the mean over the ranks that inserted one, on all ranks. Of several values of one name
-        the first ones make one mean, the second ones another. :meth:`log` has other ways to reduce.
+        It is in the history at once. In ``ddp`` ranks exchange inserted values at the end of the hook (inside an epoch,
+        at the epoch's end): on all ranks, the value becomes the mean over the ranks that inserted one. Of several
+        values of a name, first ones are averaged with first ones, and so on. :meth:`log` can reduce in other ways.
         """
         run = self.running
         if run is None or run.gather is None:
@@ -276,19 +276,19 @@ class LoopView:
             self.history.record_own(name, float(value), self.history_epoch)
 
     def flush_logs(self) -> None:
-        """Read what was logged and hand it to ``on_log``. Collective; waits for the device."""
+        """Read the logs and pass them to ``on_log``. Collective; waits for the device."""
         if self.running is not None:
             self.running.flush_logs()
 
-    if not TYPE_CHECKING:  # with it, every name would be right
+    if not TYPE_CHECKING:  # a type checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
-            """Raise for a missing attribute, with a hint if another library's loop has it."""
+            """Raise an error for a missing attribute, with a hint if another library's loop has it."""
             if hasattr(type(self), name):  # a property raised: show its own error
                 return object.__getattribute__(self, name)
             kind = type(self).__name__
             raise AttributeError(f"{kind!r} object has no attribute {name!r}{attribute_hint(name)}")
 
     def __getstate__(self) -> dict[str, Any]:
-        # Process groups, open files, running iterators: of this process only.
+        # Process groups, open files and running iterators belong to this process only.
         return {**self.__dict__, "running": None, "found_inf": []}

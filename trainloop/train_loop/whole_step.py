@@ -1,9 +1,9 @@
 """``compile='step'``: forward, loss, backward, clipping and the optimizer's step as one graph.
 
-Dynamo traces all of it, with its guards: what ``get_loss`` reads in Python is looked at before each step, and a change
-is compiled anew. On the CPU Inductor makes one C++ function of it, on CUDA one CUDA graph. A learning rate that changes
-is a tensor of the graph's; from outside, and to schedulers, it stays the number that it was. What a graph can't hold is
-done as without ``compile``, and said so.
+Dynamo traces the whole step, with its guards: Python values that ``get_loss`` reads are checked before each step, and a
+change is compiled again. Inductor compiles it to one C++ function on the CPU, and to one CUDA graph on CUDA. A learning
+rate that changes is a tensor of the graph; schedulers and other code still see a number. Steps that a graph can't do
+run as without ``compile``, with a warning.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ __all__ = ["WholeStepTraining"]
 
 
 class WholeStepTraining(Training):
-    """A training whose steps are one compiled graph, as far as they can be.
+    """A training whose steps are one compiled graph where possible.
 
-    The graph is for batches as large as the first one; a last batch that is shorter is done without it. Gradients stand
-    in the same memory all the time, and stay there when a step is over.
+    The graph is for batches of the first one's size; a shorter last batch runs without it. Gradients stay in the same
+    memory, also between steps.
     """
 
     backend = "inductor"
     """Of torch.compile."""
     _whole: Callable[[Any], tuple[Tensor, Any]] | None = None
-    """The compiled step; ``None`` before the first batch, and where there is none."""
+    """Compiled step; ``None`` before the first batch, and if there is none."""
     _refused = False
-    """It was said that steps are not one graph."""
+    """True if the user was warned that steps are not one graph."""
     _size = 0
-    """Samples of the batches that the graph is for."""
+    """Number of samples of the batches that the graph is for."""
     _attached = False
-    """The parameters have the graph's gradients."""
+    """True if the parameters have the graph's gradients."""
     step_taken = False
-    """The step that is running was the graph's, which has taken it."""
+    """True if the graph has taken the present step."""
     _settings: list[dict[str, Any]]
-    """Of the optimizer, which the graph holds as constants; the learning rates only where it has no ``_rates``."""
+    """Settings of the optimizer that are constants of the graph; learning rates only without ``_rates``."""
     _rates: list[Tensor] | None = None
-    """The groups' learning rates, as the graph reads them; ``None`` while they are constants of the graph."""
+    """Learning rates of the groups, as the graph reads them; ``None`` while they are constants of the graph."""
 
     def forward_backward(self, step: StepBatches, *, first: bool = True, wants_loss: bool = False) -> Tensor | None:
-        """The whole step where the graph is for it; else as everywhere."""
+        """Run the whole step if the graph is for it, else like other trainings."""
         if self._refused or not self._takes(step):
-            if self._attached:  # else backward would add to the last step's
+            if self._attached:  # else backward would add to the last step's gradients gradients
                 self._detach()
             return super().forward_backward(step, first=first, wants_loss=wants_loss)
         loop, recorder, (size,) = self.loop, self.recorder, step.sizes
         recorder.step = loop.global_step + 1
         self.begin_batch(0, size)
-        # Only now: hooks of the batch may set a rate, or unfreeze layers, as those of the epoch may.
+        # Only now: hooks of the batch or the epoch may set a rate, or unfreeze layers.
         if self._whole is None:
             self._compile(follows_rates=self._is_scheduled())
         elif self._settings and (now := self._settings_now()) != self._settings:
@@ -100,7 +100,7 @@ class WholeStepTraining(Training):
         return None
 
     def step(self) -> None:
-        """What follows the optimizer's step; where the graph has not done it, that too."""
+        """Do the rest of the step, including the optimizer's step if the graph has not taken it."""
         if not self.step_taken:
             super().step()
             return
@@ -121,7 +121,7 @@ class WholeStepTraining(Training):
         return len(step.sizes) == 1 and step.sizes[0] == self._size
 
     def _reason_against(self, step: StepBatches) -> str | None:
-        """Why steps can't be one graph; ``None`` where they can, as far as can be told before it is tried."""
+        """Return why steps can't be one graph; ``None`` if they can, as far as is known before compiling."""
         loop, gradients = self.loop, self.gradients
         if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
             return f"torch {torch.__version__} can't trace a backward pass into a graph; 2.13 can"
@@ -141,21 +141,21 @@ class WholeStepTraining(Training):
             return "there are several optimizers"
         (optimizer,) = gradients.optimizers
         if not type(optimizer).__module__.startswith("torch.optim"):
-            return f"{type(optimizer).__name__} is no optimizer of torch's own"
+            return f"{type(optimizer).__name__} is not one of torch's own optimizers"
         if any(group.get("fused") for group in optimizer.param_groups):
-            return "torch keeps optimizers with fused=True out of graphs; leave it out, the compiler fuses by itself"
+            return "torch keeps optimizers with fused=True out of graphs; leave it out, since the compiler fuses anyway"
         if is_watched(optimizer):
-            return "somebody watches the optimizer's steps, such as a hook or a profiler"
+            return "a hook, a profiler or a wrapper observes the optimizer's steps"
         return self._hooked()
 
     def _hooked(self) -> str | None:
         if any(p._post_accumulate_grad_hooks for group in self.loop.optimizer.param_groups for p in group["params"]):
-            return "register_post_accumulate_grad_hook has hooks that wait for a backward pass outside of a graph"
+            return "register_post_accumulate_grad_hook has hooks that need a backward pass outside of a graph"
         return None
 
     def _begin_epoch(self) -> Iterator[StepBatches]:
         steps = super()._begin_epoch()
-        if self._whole is not None and (reason := self._hooked()) is not None:  # they came since
+        if self._whole is not None and (reason := self._hooked()) is not None:  # they may be new
             self._refuse(reason)
         return steps
 
@@ -174,7 +174,7 @@ class WholeStepTraining(Training):
         self.gradients.optimizers[0].zero_grad(set_to_none=True)
 
     def _settings_now(self) -> list[dict[str, Any]]:
-        """Of each group, with what is trained in place of ``params``."""
+        """Return each group's settings, with the trained parameters in place of ``params``."""
         (optimizer,) = self.gradients.optimizers
         return [{**group, "params": [p.requires_grad for p in group["params"]]} for group in optimizer.param_groups]
 
@@ -184,7 +184,7 @@ class WholeStepTraining(Training):
         return is_scheduled(optimizer) and not any(isinstance(g["lr"], Tensor) for g in optimizer.param_groups)
 
     def _follow(self, now: list[dict[str, Any]]) -> str | None:
-        """Go on with other settings than the graph was made with; else why that can't be."""
+        """Apply settings that changed since the graph was made; return the reason if the graph can't follow."""
         before = self._settings
         if [group["params"] for group in now] != [group["params"] for group in before]:
             return "parameters were frozen, unfrozen or added, and those that are trained are part of the graph"
@@ -214,7 +214,7 @@ class WholeStepTraining(Training):
         return None
 
     def _with_rates(self, step: StepBatches) -> tuple[Tensor, Any]:
-        """The graph's step, which finds tensors in the place of learning rates; only it sees them."""
+        """Run the graph's step, which reads tensors in place of learning rates; other code sees numbers."""
         groups = self.gradients.optimizers[0].param_groups
         numbers = [group["lr"] for group in groups]
         assert self._whole is not None
@@ -228,8 +228,8 @@ class WholeStepTraining(Training):
                 group["lr"] = number
 
     def _go_on_without(self, step: StepBatches, first: bool, wants_loss: bool) -> Tensor | None:
-        """The step that has begun, as everywhere; its hooks were called."""
-        self.loop.total_iteration_idx -= 1  # it begins once more
+        """Run the step that has begun without the graph; its hooks were already called."""
+        self.loop.total_iteration_idx -= 1  # it begins again
         self.epoch_batches -= 1
         table = vars(self.hooks)
         hooks, table["on_batch_begin"] = table["on_batch_begin"], ()
@@ -241,17 +241,17 @@ class WholeStepTraining(Training):
     # -- the graph ---------------------------------------------------------------------------------------------------
 
     def _compile(self, *, follows_rates: bool) -> None:
-        """Make the graph anew; ``follows_rates``: with learning rates that may change, else they are constants."""
+        """Compile the graph; with ``follows_rates`` learning rates may change, else they are constants."""
         loop, (optimizer,) = self.loop, self.gradients.optimizers
         self._settings = []
         self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        # Assigned inside of the graph, a gradient would be an input that changes with each step.
+        # If assigned inside the graph, a gradient would be an input that changes with each step.
         self._gradients = [torch.zeros_like(p) for p in self._parameters]
         for gradient in self._gradients:
-            # A CUDA graph writes to inputs only where these stay in their place: else torch makes none, without a word.
+            # A CUDA graph writes only to inputs with a fixed address; otherwise torch silently makes none.
             torch._dynamo.mark_static_address(gradient)
         if follows_rates:
-            # As precise as the numbers; a tensor without axes leaves the parameters' precision as it is.
+            # As precise as Python floats; a 0-d tensor does not change the parameters' precision.
             device, exact = self.place.device, torch.float32 if self.place.device.type == "mps" else torch.float64
             self._rates = [
                 torch.full((), float(group["lr"]), dtype=exact, device=device) for group in optimizer.param_groups
@@ -277,7 +277,7 @@ class WholeStepTraining(Training):
                 take_step(optimizer)
             return loss.detach(), weight
 
-        # Dynamo counts compilations by code object and refuses the ninth; fits of a process would share this one.
+        # Dynamo counts compilations by code object and refuses the ninth; all fits of a process would share this one.
         whole_step.__code__ = whole_step.__code__.replace()
         mode = "reduce-overhead" if device.type == "cuda" else None  # as a CUDA graph
         if self._whole is None:
@@ -287,8 +287,8 @@ class WholeStepTraining(Training):
 
     @contextmanager
     def listening(self, recorder: Recorder) -> Iterator[None]:
-        """As everywhere; what the graph logs is among its outputs, and handed on when it has run."""
-        # One list for all of the run: an evaluation listens in between, and the graph keeps the list that it knows.
+        """Send logs to the recorder; values that the graph logs are among its outputs, and sent after it has run."""
+        # One list for the whole run: an evaluation listens in between, but the graph keeps its list.
         self._logged: list[tuple[Any, ...]] = self.__dict__.get("_logged", [])
         logged, log = self._logged, recorder.log
 
@@ -307,7 +307,7 @@ class WholeStepTraining(Training):
 
 @contextmanager
 def _without_torchs_warnings() -> Iterator[None]:
-    """While it compiles torch warns of its own deprecated parts, which would be errors where warnings are."""
+    """Ignore torch's warnings about its own deprecated parts in compiling; they may be turned into errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
