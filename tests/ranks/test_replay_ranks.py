@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 import os
-import random
 import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn, optim
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import AbstractCallback, MultiOptimizer, TrainLoop, TTModel
+from recorded_models import Augmented, Broken, CarriesHidden, Noisy
+from trainloop import AbstractCallback, MultiOptimizer, TrainLoop
 from trainloop.callbacks import FailureRecorder, TerminateOnNaN
 from trainloop.checkpoint import load
 from trainloop.errors import WorkerFailedError
@@ -26,11 +25,7 @@ RANKS, BATCH = 3, 4
 BAD = 23  # of the second global batch of twelve, on the last rank
 
 
-class Broken(Exception):
-    pass
-
-
-class Net(TTModel):
+class Net(Noisy):
     """Keeps the gradients of the bad sample's batch as backward gave them, before any average over ranks."""
 
     raises = False
@@ -38,20 +33,10 @@ class Net(TTModel):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 3))
         self.own: dict[str, Tensor] = {}
         self.loss: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        noise = torch.randn(x.shape) * random.random() * np.random.rand()
-        result: Tensor = self.layers(x + noise.to(x))
-        return result
-
-    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
-        x, y = batch_data
-        return self.watched(x, criterion(self(x), y))
-
-    def watched(self, x: Tensor, loss: Tensor) -> Tensor:
+    def checked(self, x: Tensor, loss: Tensor) -> Tensor:
         if not bool((x[:, 0] == 0).any()):
             return loss
         if self.raises:
@@ -68,22 +53,9 @@ class Net(TTModel):
         self.loss = loss.detach().clone()
         return loss
 
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        return self(batch_data[0]), batch_data[1], {}
 
-
-class Carries(Net):
-    carried_state = {"hidden": 1}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.hidden is None:
-            self.hidden = torch.zeros(1, 6)
-        self.hidden = (0.5 * self.hidden + x.mean(0, keepdim=True)).detach()
-        return super().forward(x + self.hidden)
+class Carries(CarriesHidden, Net):
+    pass
 
 
 class Yields(Net):
@@ -95,19 +67,7 @@ class Yields(Net):
         x, y = batch_data
         noise = torch.randn(x.shape)
         yield "critic", (self.critic(x) - self.critic(noise)).mean()
-        yield "net", self.watched(x, criterion(self(x), y) + self.critic(noise).mean() * self.layers[0].weight.sum())
-
-
-class Augmented(Dataset[Any]):
-    def __init__(self, x: Tensor, y: Tensor) -> None:
-        self.x, self.y = x, y
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> Any:
-        x = self.x[index]
-        return (x if x[0] == 0 else x + 0.1 * torch.randn(6) * random.random() * np.random.rand()), self.y[index]
+        yield "net", self.checked(x, criterion(self(x), y) + self.critic(noise).mean() * self.layers[0].weight.sum())
 
 
 class Unloadable(Augmented):

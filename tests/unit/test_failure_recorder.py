@@ -21,6 +21,7 @@ from torch import Tensor, nn, optim
 from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from recorded_models import Augmented, Broken, CarriesHidden, Noisy
 from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TrainLoop, TTModel
 from trainloop._support.rng import seed_all
 from trainloop.callbacks import FailureRecorder, ModelCheckpoint, TerminateOnNaN
@@ -31,36 +32,15 @@ from trainloop.train_loop.whole_step import WholeStepTraining
 BAD = 28  # the sample whose first value is 0: the last epoch's eighth batch of four
 
 
-class Broken(Exception):
-    pass
-
-
-class Net(TTModel):
-    """Draws from all generators in its forward; raises for the bad sample, with the loss's bits in the text."""
+class Net(Noisy):
+    """Raises for the bad sample, with the loss's bits in the text."""
 
     raises = True
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        noise = torch.randn(x.shape) * random.random() * np.random.rand()
-        result: Tensor = self.layers(x + noise.to(x))
-        return result
-
-    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
-        x, y = batch_data
-        loss = criterion(self(x), y)
-        self.check(x, loss)
-        return loss
-
-    def check(self, x: Tensor, loss: Tensor) -> None:
+    def checked(self, x: Tensor, loss: Tensor) -> Tensor:
         if self.raises and bool((x[:, 0] == 0).any()):
             raise Broken(loss.detach().double().item().hex())
-
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        return self(batch_data[0]), batch_data[1], {}
+        return loss
 
 
 class Spectral(Net):
@@ -71,18 +51,8 @@ class Spectral(Net):
         nn.utils.parametrizations.spectral_norm(self.layers[0])
 
 
-class Carries(Net):
-    carried_state = {"hidden": 1}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.hidden is None:
-            self.hidden = torch.zeros(1, 6)
-        self.hidden = (0.5 * self.hidden + x.mean(0, keepdim=True)).detach()
-        return super().forward(x + self.hidden)
+class Carries(CarriesHidden, Net):
+    pass
 
 
 class Two(Net):
@@ -95,7 +65,7 @@ class Two(Net):
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
         x, y = batch_data
         loss = MultiLoss({"a": criterion(self(x), y), "b": criterion(self.other(x), y)}, {"a": 0, "b": 1})
-        self.check(x, loss["a"] + loss["b"])
+        self.checked(x, loss["a"] + loss["b"])
         return loss
 
 
@@ -111,7 +81,7 @@ class Yields(Net):
         noise = torch.randn(x.shape)
         yield "critic", (self.critic(x) - self.critic(noise)).mean()
         loss = criterion(self(x), y) + self.critic(noise + torch.rand(1)).mean() * self.layers[0].weight.sum()
-        self.check(x, loss)
+        self.checked(x, loss)
         yield "net", loss
 
 
@@ -130,14 +100,6 @@ def of_yields(model: Any) -> MultiOptimizer:
 
 def searching(model: Any) -> optim.Optimizer:
     return optim.LBFGS(model.parameters(), lr=0.01, max_iter=3)
-
-
-class Augmented(TensorDataset):
-    """Augmentation in the main process, from all generators."""
-
-    def __getitem__(self, index: Any) -> Any:
-        x, y = super().__getitem__(index)
-        return (x if x[0] == 0 else x + 0.1 * torch.randn(6) * random.random() * np.random.rand()), y
 
 
 def samples(n: int = 40, bad: int = BAD) -> tuple[Tensor, Tensor]:
@@ -253,15 +215,15 @@ def test_a_replay_that_does_not_fail_has_the_recorded_bits(name: str, tmp_path: 
     recorder = FailureRecorder(tmp_path, check_every_n_steps=1)
     loop = kind.made()
     loop.model.raises = False
-    step = loop.model.check
-    loop.model.check = lambda x, loss: turns_nan(loop.model, x)
+    step = loop.model.checked
+    loop.model.checked = lambda x, loss: turns_nan(loop.model, x, loss)
     loop.fit(num_epochs=1, callbacks=[recorder, TerminateOnNaN()], grad_accumulation=kind.accumulation)
-    del loop.model.check
-    assert loop.model.check == step
+    del loop.model.checked
+    assert loop.model.checked == step
     assert recorder.recorded is not None
     other = kind.made(seed=7)
     other.model.raises = False
-    other.model.check = lambda x, loss: turns_nan(other.model, x)
+    other.model.checked = lambda x, loss: turns_nan(other.model, x, loss)
     before = state_of(other)
     replay = other.replay(recorder.recorded)
     assert replay.loss_difference == 0
@@ -275,7 +237,7 @@ def test_a_replay_that_does_not_fail_has_the_recorded_bits(name: str, tmp_path: 
     assert same(before, state_of(other))
 
 
-def turns_nan(model: Any, x: Tensor) -> None:
+def turns_nan(model: Any, x: Tensor, loss: Tensor) -> Tensor:
     """A gradient that is not finite, of a loss that is: by a hook, as a backward of one's own might."""
     if bool((x[:, 0] == 0).any()):
         handles: list[Any] = []
@@ -286,6 +248,7 @@ def turns_nan(model: Any, x: Tensor) -> None:
             return gradient * math.nan
 
         handles.append(weight.register_hook(spoil))
+    return loss
 
 
 class Raises(AbstractCallback):
@@ -355,9 +318,10 @@ def test_an_optimizer_that_raises(tmp_path: Path) -> None:
 
 
 class FailsBackward(Net):
-    def check(self, x: Tensor, loss: Tensor) -> None:
+    def checked(self, x: Tensor, loss: Tensor) -> Tensor:
         if bool((x[:, 0] == 0).any()):
             loss.register_hook(self.fail)
+        return loss
 
     @staticmethod
     def fail(gradient: Tensor) -> None:
@@ -377,12 +341,11 @@ def test_a_backward_that_raises(tmp_path: Path) -> None:
 class Root(Net):
     """The square root of a zero: finite in the forward, infinity times zero in the backward."""
 
+    raises = False
+
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(1))
-
-    def check(self, x: Tensor, loss: Tensor) -> None:
-        pass
 
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
         loss = super().get_loss(batch_data, criterion, device)
@@ -725,7 +688,7 @@ def raises_always(*_: Any, **__: Any) -> None:
 
 def test_a_signal_is_no_failure(tmp_path: Path) -> None:
     loop = Kind().made()
-    loop.model.check = raises_interrupt
+    loop.model.checked = raises_interrupt
     failed(loop, FailureRecorder(tmp_path), KeyboardInterrupt)
     assert list(tmp_path.iterdir()) == []
 
