@@ -78,7 +78,7 @@ def test_the_documented_gbm_and_all_that_follows_a_fit(tmp_path: Path, capsys: p
     loaded = TabularPredictor.load(tmp_path / "saved")
     assert loaded.predict_proba(test_data).equals(chances)
     os.chmod(tmp_path / "saved" / "predictor.pkl", 0o666)
-    with pytest.raises(ConfigurationError, match="may be written by others"):
+    with pytest.raises(ConfigurationError, match="is writable by other users"):
         TabularPredictor.load(tmp_path / "saved")
     file = tmp_path / "saved" / "predictor.pkl"
     file.write_bytes(file.read_bytes()[:-1])

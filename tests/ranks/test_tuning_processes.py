@@ -79,7 +79,7 @@ def test_without_a_storage_the_files_last_as_long_as_the_result() -> None:
     "do, error",
     [
         ("raise", "ValueError: this fold raises"),
-        ("kill", "killed by SIGKILL, as the system does when memory runs out.\nIts last output:\nabout to kill"),
+        ("kill", "killed by SIGKILL, which the system sends when memory runs out.\nIts last output:\nabout to kill"),
         pytest.param(
             *("orphan", "ended with exit code 7, without a result.\nIts last output:\nabout to orphan"),
             marks=pytest.mark.slow,
@@ -95,7 +95,7 @@ def test_a_fold_that_fails_is_lost_alone_and_trained_again_by_the_next_search(
     make = MakeFailing(marks)
     options: dict[str, Any] = {"storage": tmp_path / "search", "num_bag_folds": 3}
     found = search(make, {"do": [do, "nothing"]}, progress=True, **options)
-    assert f"tune: lost fold 1 of trial 0: {'The fold' if 'xit code' in error or 'killed' in error else error}" in (
+    assert f"tune: fold 1 of trial 0 failed: {'The fold' if 'xit code' in error or 'killed' in error else error}" in (
         capsys.readouterr().err
     )
     lost, whole = found.trials
@@ -123,7 +123,8 @@ def test_folds_that_are_forks_end_as_others_do(tmp_path: Path) -> None:
     found = search(MakeFailing(marks), space, num_trials=4, preload=["numpy", "no_such_module"])
     assert [trial.state for trial in found.trials] == ["partial"] * 3 + ["done"]
     errors = [trial.errors.get(1, "") for trial in found.trials]
-    assert "killed by SIGKILL, as the system does when memory runs out.\nIts last output:\nabout to kill" in errors[0]
+    killed = "killed by SIGKILL, which the system sends when memory runs out.\nIts last output:\nabout to kill"
+    assert killed in errors[0]
     assert "ended with exit code 7, without a result.\nIts last output:\nabout to orphan" in errors[1]
     assert "ValueError: this fold raises" in errors[2]
     assert found.out_of_fold_predictions.tolist() == rows()[1].tolist()
@@ -167,7 +168,9 @@ def test_a_search_outlives_the_fork_server(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "exits_at_import.py").write_text("import os\nos._exit(5)\n")
     scales = {"scale": [0.0, 0.5]}
     kill_server()
-    with pytest.warns(UserWarning, match="fresh interpreters from now on.*exits_at_import.*it ended") as told:
+    with pytest.warns(
+        UserWarning, match="from now on, models start as fresh interpreters.*exits_at_import.*it ended"
+    ) as told:
         found = search(make_scaled, scales, preload=["exits_at_import"], **options)
     assert len(told) == 1
     assert [trial.state for trial in found.trials] == ["done"] * 2
@@ -360,7 +363,7 @@ def test_a_search_waits_for_other_runs_or_gives_up(tmp_path: Path, capsys: pytes
     with lease.acquire({"cpu": lease.Request(1, everything)}, timeout_s=0):
         with pytest.raises(ResourceError, match=r"were not free within 0\.2 s"):
             search(make_scaled, {"scale": [0.5]}, lease_timeout_s=0.2)
-        assert "tune waits for other runs" in capsys.readouterr().err
+        assert "tune is waiting for other runs" in capsys.readouterr().err
         with pytest.raises(ResourceError, match="were not free at once"):
             search(make_scaled, {"scale": [0.5]}, lease_timeout_s=0)
         # what fits beside the other run starts at once

@@ -79,9 +79,9 @@ def test_two_nodes_give_the_scores_of_one_machine(nodes: Nodes) -> None:
     assert [trial.scores for trial in there.trials] == [trial.scores for trial in here.trials]
     assert there.out_of_fold_predictions.tolist() == here.out_of_fold_predictions.tolist()
     assert there.predict(rows()[0]).tolist() == here.predict(rows()[0]).tolist()
-    # two CPUs in the cluster, but no node with both
+    # two CPUs in the cluster, and no node with both
     with pytest.raises(
-        ResourceError, match="one model takes 2 CPUs and 0 GPUs, and no node of the Ray cluster has both"
+        ResourceError, match="One model needs 2 CPUs and 0 GPUs, but no node of the Ray cluster has both"
     ):
         search(make_scaled, space, per_model=Q(2))
     with pytest.raises(ResourceError, match="the Ray cluster has 2 CPUs and 0 GPUs"):

@@ -66,4 +66,4 @@ def test_a_fork_server_that_still_imports_is_not_waited_for(
     )
     assert time.monotonic() - began < IMPORTS_S / 2
     assert result.interrupted
-    assert "time was over" in result.trials[0].errors[0]
+    assert "time was up" in result.trials[0].errors[0]

@@ -64,5 +64,5 @@ def test_a_class_that_is_gone_is_told_with_the_version(tmp_path: Path) -> None:
 @pytest.mark.parametrize("head", ["trainloop bagged predictor", "trainloop tabular predictor 1", "", "x" * 300])
 def test_something_else_is_no_predictor(head: str, tmp_path: Path) -> None:
     file_of(tmp_path / "bag", head, b"")
-    with pytest.raises(CheckpointError, match="is no bagged predictor"):
+    with pytest.raises(CheckpointError, match="is not a bagged predictor"):
         BaggedPredictor.load(tmp_path / "bag")

@@ -109,7 +109,7 @@ def test_distributions_of_scipy() -> None:
         ({"lr": {1, 2}}, "must be a list"),
         ({"lr": []}, r"space\['lr'\] is empty"),
         ({"lr": range(0)}, r"space\['lr'\] is empty"),
-        ({1: [2]}, "the name 1: names of parameters are strings"),
+        ({1: [2]}, "the name 1: names of parameters must be strings"),
         ([("lr", [1])], "must map names to lists"),
         (None, "must map names to lists"),
     ],
@@ -122,12 +122,12 @@ def test_malformed_spaces(space: Any, what: str) -> None:
 @pytest.mark.parametrize(
     "make, what",
     [
-        (lambda: Uniform(2, 1), "low the lesser one"),
+        (lambda: Uniform(2, 1), "low must be less than high"),
         (lambda: Uniform(0, math.inf), "finite"),
         (lambda: Uniform("a", 1), "finite"),
         (lambda: Uniform(0, 1, log=True), "must be positive"),
         (lambda: Integers(0, 1, log=True), "must be positive"),
-        (lambda: Integers(3, 1), "low the lesser one"),
+        (lambda: Integers(3, 1), "low must be less than high"),
     ],
 )
 def test_malformed_distributions(make: Callable[[], object], what: str) -> None:
@@ -142,7 +142,7 @@ def test_an_unknown_searcher(searcher: object) -> None:
 
 
 def test_a_grid_has_no_distributions() -> None:
-    with pytest.raises(ConfigurationError, match=r"space\['lr'\]=Uniform.* has no end.*List its values"):
+    with pytest.raises(ConfigurationError, match=r"space\['lr'\]=Uniform.* is not a list.*List its values"):
         make_searcher("grid", {"lr": Uniform(0, 1)}, seed=0, mode="min")
 
 
@@ -387,7 +387,7 @@ def test_the_rows_and_targets_that_a_loop_shows() -> None:
     bare = SimpleNamespace(train_loader=DataLoader([1, 2, 3]))  # type: ignore[arg-type]
     assert fitting.describe_data(bare) == (3, None)
     assert fitting.describe_data(EstimatorLoop(None, ([1, 2], [3, 4]))) == (2, [3, 4])
-    with pytest.raises(ConfigurationError, match="needs to know the rows of the data"):
+    with pytest.raises(ConfigurationError, match="needs the number of rows of the data"):
         fitting.describe_data(SimpleNamespace(train_loader=None))
 
 
@@ -439,7 +439,7 @@ def test_a_result_shows_its_trials_best_first() -> None:
         "    1   0.01      0.25   0.25 -      1.5  partial",
         "2 of 3 trials done; interrupted",
     ]
-    assert repr(found) == "TuneResult(3 trials, best val_loss 0.2 by trial 2, interrupted)"
+    assert repr(found) == "TuneResult(3 trials, best val_loss 0.2 (trial 2), interrupted)"
     html = found._repr_html_()
     assert html.count("<tr>") == 4
     assert "<th>val_loss</th>" in html
@@ -450,9 +450,9 @@ def test_a_result_shows_its_trials_best_first() -> None:
 
 def test_a_result_without_scores_tells_the_first_error() -> None:
     lost = Trial(0, {}, [None], 0.0, "failed", {0: "ValueError: this one"})
-    with pytest.raises(ConfigurationError, match=r"none of 1 trials has a score(?s:.*)ValueError: this one"):
+    with pytest.raises(ConfigurationError, match=r"None of the 1 trials has a score(?s:.*)ValueError: this one"):
         _ = result([lost]).best_params
-    with pytest.raises(ConfigurationError, match="None was begun"):
+    with pytest.raises(ConfigurationError, match="No trial was started"):
         _ = result([]).best_score
     assert repr(result([lost])) == "TuneResult(1 trials, no score)"
     with pytest.raises(ConfigurationError, match="out-of-fold predictions need folds"):
@@ -487,9 +487,9 @@ def test_what_is_shown_while_a_search_runs(capsys: pytest.CaptureFixture[str]) -
     view.last([first, failed, now], interrupted=True)
     shown = capsys.readouterr().err.splitlines()
     assert shown == [
-        "tune: trials 1 done, 1 running, 1 failed of 4; CPUs 1/4, GPUs 0.25/1; best 1.5 by trial 0",
-        "tune is interrupted: trials 1 done, 0 running, 1 failed, 1 interrupted of 4; CPUs 0/4, GPUs 0/1; "
-        "best 1.5 by trial 0",
+        "tune: 1 of 4 trials done, 1 running, 1 failed; CPUs 1/4, GPUs 0.25/1; best 1.5 (trial 0)",
+        "tune was interrupted: 1 of 4 trials done, 0 running, 1 failed, 1 interrupted; CPUs 0/4, GPUs 0/1; "
+        "best 1.5 (trial 0)",
     ]
     assert now.trial().state == "interrupted"
     assert "while this fold trained" in now.errors[0]
@@ -518,10 +518,10 @@ def test_a_damaged_or_foreign_predictor_is_refused(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match="is damaged: its checksum differs"):
+    with pytest.raises(CheckpointError, match="is damaged: its checksum is wrong"):
         BaggedPredictor.load(path)
     path.write_bytes(b"something else")
-    with pytest.raises(CheckpointError, match="is no bagged predictor"):
+    with pytest.raises(CheckpointError, match="is not a bagged predictor"):
         BaggedPredictor.load(path)
 
 
@@ -535,11 +535,11 @@ IDENTITY = {"space": {"a": "[1]"}, "seed": 3}
 
 def test_a_storage_is_one_search_in_one_process(tmp_path: Path) -> None:
     store = Storage(tmp_path, IDENTITY)
-    with pytest.raises(ConfigurationError, match="another process searches there now"):
+    with pytest.raises(ConfigurationError, match="another process is using this folder"):
         Storage(tmp_path, IDENTITY)
     store.close()
     Storage(tmp_path, IDENTITY).close()
-    with pytest.raises(ConfigurationError, match=r"a search with space=\{'a': '\[1\]'\}, and this one has space="):
+    with pytest.raises(ConfigurationError, match=r"a search with space=\{'a': '\[1\]'\}, but this call has space="):
         Storage(tmp_path, {**IDENTITY, "space": {"a": "[2]"}})
     Storage(tmp_path, IDENTITY).close()  # a refused one lets go
 
@@ -551,7 +551,7 @@ def test_a_search_without_a_seed_keeps_the_one_it_was_begun_with(tmp_path: Path)
     store = Storage(tmp_path, {**IDENTITY, "seed": None})
     assert store.fix_seed(12) == 11
     store.close()
-    with pytest.raises(ConfigurationError, match="seed=11, and this one has seed=4"):
+    with pytest.raises(ConfigurationError, match="seed=11, but this call has seed=4"):
         Storage(tmp_path, {**IDENTITY, "seed": 4})
 
 
@@ -671,7 +671,7 @@ def test_models_of_beaten_trials_are_there_if_asked_for(pretended: Pretended) ->
     assert [set(found.predictions_of(trial)) for trial in found.trials] == [{0.0}, {1.0}, {2.0}, {3.0}]
     found = pretend()
     assert len(found.predictor_of(found.best_trial)) == 3
-    with pytest.raises(ConfigurationError, match=r"trial 1 was beaten.*keep='all'"):
+    with pytest.raises(ConfigurationError, match=r"trial 1 is not the best trial.*keep='all'"):
         found.predictor_of(found.trials[1])
     with pytest.raises(ConfigurationError, match="keep='some': must be 'best' or 'all'"):
         pretend(keep="some")
@@ -684,7 +684,7 @@ def test_a_search_ends_when_its_time_is_over(pretended: Pretended) -> None:
     assert 0.25 < time.monotonic() - began < 5
     assert found.interrupted
     assert not pretended.running
-    assert found.trials[0].errors[0] == "The search's time was over while this fold trained."
+    assert found.trials[0].errors[0] == "The search's time was up while this fold trained."
     with pytest.raises(ConfigurationError, match="time_limit_s=0: must be a number of seconds above 0"):
         pretend(time_limit_s=0)
 
@@ -758,7 +758,7 @@ def test_own_folds_are_a_splitter_s_or_pairs_of_rows() -> None:
         ([([True, False], [False, True]), ([0], [1])], r"folds\[0\]=.* must be a pair"),
         ([([0], [6]), ([0], [1])], r"folds\[0\] has row 6: rows are numbered from 0 to 5"),
         ([([0], [1]), ([-1], [1])], r"folds\[1\] has row -1"),
-        ([([0, 1], [1, 2]), ([0], [1])], r"folds\[0\] trains on row 1 and holds it out"),
+        ([([0, 1], [1, 2]), ([0], [1])], r"folds\[0\] trains on row 1 and also holds it out"),
     ],
 )
 def test_own_folds_that_cannot_be(given: Any, what: str) -> None:
@@ -769,7 +769,7 @@ def test_own_folds_that_cannot_be(given: Any, what: str) -> None:
 def test_a_splitter_needs_the_rows_and_own_folds_have_their_number(pretended: Pretended) -> None:
     with pytest.raises(ConfigurationError, match=r"needs the data to split.*folds=list\(splitter"):
         own_folds(Halves(), None, None)
-    with pytest.raises(ConfigurationError, match=r"num_bag_folds=3 with folds: .*Leave num_bag_folds out"):
+    with pytest.raises(ConfigurationError, match=r"num_bag_folds=3 with folds: .*Remove num_bag_folds"):
         pretend(folds=Halves())
 
 

@@ -23,9 +23,9 @@ IDENTITY = {"version": 1, "seed": 1}
 @pytest.mark.parametrize(
     ("where", "mode", "wrong"),
     [
-        ("file", 0o646, "this file may be written by others"),
-        ("file", 0o666, "this file may be written by others"),
-        ("folder", 0o777, "this folder may be written by others"),
+        ("file", 0o646, "this file is writable by other users"),
+        ("file", 0o666, "this file is writable by other users"),
+        ("folder", 0o777, "this folder is writable by other users"),
         ("file", 0o600, None),
         ("folder", 0o1777, None),  # as /tmp: others can't replace one's own file
     ],
@@ -39,7 +39,7 @@ def test_what_others_may_write_is_not_unpickled(where: str, mode: int, wrong: st
         assert BaggedPredictor.load(file).predict([1.0]).tolist() == [2.0]
         return
     with pytest.raises(
-        ConfigurationError, match=rf"{wrong} \(mode {mode:o}\).*can run any code. chmod go-w .*trusted=True"
+        ConfigurationError, match=rf"{wrong} \(mode {mode:o}\).*execute arbitrary code. Run chmod go-w .*trusted=True"
     ):
         BaggedPredictor.load(file)
     assert BaggedPredictor.load(file, trusted=True).predict([1.0]).tolist() == [2.0]
@@ -50,11 +50,11 @@ def test_a_search_is_not_gone_on_with_where_others_may_write(tmp_path: Path) -> 
     store.begin_trial(0, {"lr": 1})
     assert store.params(0) == {"lr": 1}
     (store.trial_folder(0) / "params.pkl").chmod(0o666)
-    with pytest.raises(ConfigurationError, match=r"params\.pkl': this file may be written by others"):
+    with pytest.raises(ConfigurationError, match=r"params\.pkl': this file is writable by other users"):
         store.params(0)
     store.close()
     store.folder.chmod(0o777)
-    with pytest.raises(ConfigurationError, match="search': this folder may be written by others"):
+    with pytest.raises(ConfigurationError, match="search': this folder is writable by other users"):
         Storage(store.folder, IDENTITY)
     store = Storage(store.folder, IDENTITY, trusted=True)
     assert store.params(0) == {"lr": 1}
@@ -75,7 +75,7 @@ def test_what_is_written_can_be_read_again_under_any_umask(tmp_path: Path) -> No
 def test_another_user_s_file_is_not_unpickled(tmp_path: Path) -> None:
     write(tmp_path / "file", 1)
     os.chown(tmp_path / "file", 65534, 65534)
-    with pytest.raises(ConfigurationError, match=r"file': this file is owned by user 'nobody'.*folder of your own"):
+    with pytest.raises(ConfigurationError, match=r"file': this file is owned by user 'nobody'.*folder that you own"):
         read(tmp_path / "file")
     write(tmp_path / "other" / "file", 1)
     os.chown(tmp_path / "other", 65534, 65534)
@@ -96,5 +96,5 @@ def test_a_group_of_one_is_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(grp, "getgrgid", lambda gid: types.SimpleNamespace(gr_name=user.pw_name, gr_mem=members))
     assert read(tmp_path / "file") == 1
     members.append("somebody")
-    with pytest.raises(ConfigurationError, match="may be written by others"):
+    with pytest.raises(ConfigurationError, match="is writable by other users"):
         read(tmp_path / "file")

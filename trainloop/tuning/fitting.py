@@ -1,4 +1,4 @@
-"""Train a fold, by a ``TrainLoop`` or any object with ``fit`` and ``predict``: its score, predictions and model."""
+"""Train a fold with a ``TrainLoop`` or any object with ``fit`` and ``predict``; return score, predictions and model."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ class Outcome:
     model: Any
     """The trained model, on the CPU."""
     history: dict[str, list[float]]
-    """Values of each epoch by metric; empty for what has no epochs."""
+    """Values of each epoch by metric; empty for a model without epochs."""
     classes: list[Any] | None = None
-    """The class of each column, where predictions are probabilities of an estimator's ``classes_``."""
+    """Class of each column, if predictions are probabilities of an estimator's ``classes_``; else None."""
 
 
 class EstimatorLoop:
-    """An object with ``fit`` and ``predict`` (scikit-learn, LightGBM, XGBoost) in the form that a fold can train.
+    """Wrap an object with ``fit`` and ``predict`` (scikit-learn, LightGBM, XGBoost) so that a fold can train it.
 
-    ``make_loop`` may return the object itself where ``tune`` has ``data``; this class is for all other cases: other
-    data, sample weights, a training that falls back to the CPU.
+    ``make_loop`` may return the object itself if ``tune`` has ``data``. This class is for all other cases: other
+    data, sample weights, or training that falls back to the CPU.
 
     Parameters
     ----------
     estimator : object
-        With ``fit(x, y, **fit_args)`` and ``predict(x)``; ``predict_proba(x)`` is used where there is one.
+        Has ``fit(x, y, **fit_args)`` and ``predict(x)``; ``predict_proba(x)`` is used if it exists.
     train, validation : (x, y)
         Arrays or tables; ``validation`` may be None.
     fit : callable, optional
-        ``fit(estimator, x, y, **fit_args)`` returns the trained estimator, in place of the estimator's own, e.g. with
-        :func:`trainloop.resources.gpu_or_cpu`.
+        ``fit(estimator, x, y, **fit_args)`` returns the trained estimator. It replaces the estimator's own ``fit``,
+        e.g. to use :func:`trainloop.resources.gpu_or_cpu`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class EstimatorLoop:
         self._fit = fit
 
     def fit(self, **fit_args: Any) -> Any:
-        """Train the estimator, and return it."""
+        """Train the estimator and return it."""
         if self._fit is not None:
             trained = self._fit(self.estimator, *self.train, **fit_args)
             self.estimator = self.estimator if trained is None else trained
@@ -76,7 +76,7 @@ class EstimatorLoop:
 
 
 def rows_of(data: Any, rows: np.ndarray[Any, Any]) -> Any:
-    """These rows of an array, a table, a tensor or a list."""
+    """Return the given rows of an array, a table, a tensor or a list."""
     if hasattr(data, "iloc"):
         return data.iloc[rows]
     return [data[row] for row in rows] if isinstance(data, (list, tuple)) else data[rows]
@@ -91,12 +91,12 @@ def fit(
     params: Mapping[str, Any],
     metric: Metric,
 ) -> Outcome:
-    """Train the result of ``make_loop``, unless it is trained already, and score it.
+    """Train the result of ``make_loop``, unless it is already trained, and score it.
 
     Raises
     ------
     ConfigurationError
-        If it can't be trained, has no such metric, or predicts other rows than the fold's.
+        If it can't be trained, does not have the metric, or does not predict the fold's rows.
     """
     if hasattr(made, "predict_on_validation_set"):
         outcome = _fit_loop(made, fit_args, params, metric)
@@ -118,7 +118,7 @@ def fit(
     if fold is not None and (outcome.predictions is None or len(outcome.predictions) != len(fold.validation)):
         number = 0 if outcome.predictions is None else len(outcome.predictions)
         raise ConfigurationError(
-            f"the validation set has {number} rows, but the fold holds out {len(fold.validation)}. In make_loop build "
+            f"the validation set has {number} rows, but the fold holds out {len(fold.validation)}. In make_loop, build "
             "it from fold.validation: DataLoader(Subset(data, fold.validation), batch_size=...)."
         )
     return outcome
@@ -145,7 +145,7 @@ def _fit_loop(loop: Any, fit_args: Mapping[str, Any] | None, params: Mapping[str
             "Name one of these, log it in the model, or give a validation_loader (val_loss) or a callable "
             "metric(y_true, y_pred)."
         )
-    # The result is read where there may be no GPU, and by a process that must not open one.
+    # The process that reads the result may have no GPU, and must not open one.
     model = loop.model.cpu()
     return Outcome(score, predictions, model, {name: list(loop.history[name]) for name in loop.history})
 
@@ -153,7 +153,7 @@ def _fit_loop(loop: Any, fit_args: Mapping[str, Any] | None, params: Mapping[str
 def _fit_estimator(loop: EstimatorLoop, fit_args: Mapping[str, Any] | None, metric: Metric) -> Outcome:
     if loop.validation is None:
         raise ConfigurationError(
-            f"EstimatorLoop({type(loop.estimator).__name__}) has no validation rows to score. Give validation=(x, y)."
+            f"EstimatorLoop({type(loop.estimator).__name__}) has no validation rows to score. Pass validation=(x, y)."
         )
     estimator = loop.fit(**(fit_args or {}))
     x, y = loop.validation
@@ -175,7 +175,7 @@ def _fit_estimator(loop: EstimatorLoop, fit_args: Mapping[str, Any] | None, metr
 
 
 def _loss(estimator: Any, predictions: np.ndarray[Any, Any], truth: np.ndarray[Any, Any]) -> float:
-    """``val_loss`` of an estimator: cross entropy of classes, squared error of numbers."""
+    """Return an estimator's ``val_loss``: cross entropy for classes, squared error for numbers."""
     if truth.ndim == 2 and truth.shape[1] == 1:  # a table of one column
         truth = truth[:, 0]
     if hasattr(estimator, "predict_proba"):
@@ -186,14 +186,14 @@ def _loss(estimator: Any, predictions: np.ndarray[Any, Any], truth: np.ndarray[A
             )
         column = {label: number for number, label in enumerate(np.asarray(estimator.classes_).tolist())}
         columns = np.array([column.get(label, -1) for label in truth.tolist()], dtype=int)
-        # A class that it was not trained on has no column.
+        # A class that the estimator was not trained on has no column.
         chances = np.where(columns < 0, 0.0, predictions[np.arange(len(truth)), columns])
         return float(-np.log(np.clip(chances, 1e-15, 1.0)).mean())
     return float(np.square(np.asarray(predictions, dtype=float).reshape(truth.shape) - truth).mean())
 
 
 def as_rows(values: Any) -> Any:
-    """Tensors as arrays, arrays as they are, lists as arrays where their items have one shape."""
+    """Return tensors as arrays, arrays unchanged, and lists as arrays if all items have the same shape."""
     if hasattr(values, "detach"):
         values = values.detach().cpu()
         return values.float().numpy() if str(values.dtype) == "torch.bfloat16" else values.numpy()
@@ -208,12 +208,12 @@ def as_rows(values: Any) -> Any:
 
 
 def predict_with(model: Any, data: Any) -> Any:
-    """Predictions of one trained model, a row for each row of ``data``.
+    """Return the predictions of one trained model, a row for each row of ``data``.
 
     Parameters
     ----------
     model : object
-        A ``TTModel`` with a ``DataLoader`` or a dataset, or an estimator with an array or a table.
+        A ``TTModel``, if ``data`` is a ``DataLoader`` or a dataset; an estimator, if it is an array or a table.
     """
     if hasattr(model, "get_predictions"):
         from torch.utils.data import DataLoader
@@ -226,7 +226,7 @@ def predict_with(model: Any, data: Any) -> Any:
 
 
 def classes_of(model: Any) -> list[Any] | None:
-    """The class of each column of what :func:`predict_with` returns, where it is a single target's ``classes_``."""
+    """Return the class of each column of :func:`predict_with`'s result, if these are one target's ``classes_``."""
     if hasattr(model, "get_predictions") or not hasattr(model, "predict_proba"):
         return None
     classes = getattr(model, "classes_", None)
@@ -236,10 +236,10 @@ def classes_of(model: Any) -> list[Any] | None:
 
 
 def align(predictions: Sequence[Any], classes: Sequence[list[Any] | None]) -> list[Any]:
-    """Predictions with a column for every class that any of the models was trained on, in sorted order.
+    """Return predictions with a column for every class that any of the models was trained on, in sorted order.
 
-    A model gives no probability to a class that it was not trained on. Where all have the same classes, or any model's
-    are unknown, predictions stay as they are.
+    A model gives no probability to a class that it was not trained on. If all models have the same classes, or the
+    classes of any are unknown, the predictions are returned unchanged.
     """
     parts = [np.asarray(each) for each in predictions]
     known = [each for each in classes if each is not None]
@@ -255,9 +255,9 @@ def align(predictions: Sequence[Any], classes: Sequence[list[Any] | None]) -> li
 
 
 def combine(predictions: Sequence[Any], classes: Sequence[list[Any] | None] | None = None) -> Any:
-    """One prediction of several models': the mean of floats, the most frequent of classes (the least of equals).
+    """Combine predictions of several models: the mean of floats, the most frequent class (the lowest, if tied).
 
-    ``classes``: what each model's columns are (:func:`classes_of`).
+    ``classes``: the classes of each model's columns (:func:`classes_of`).
     """
     rows = align(predictions, classes or [None] * len(predictions))
     if rows[0].dtype.kind in "fc":
@@ -269,18 +269,18 @@ def combine(predictions: Sequence[Any], classes: Sequence[list[Any] | None] | No
 
 
 def learn_rows(make_loop: Callable[..., Any], params: Mapping[str, Any]) -> tuple[int, Any]:
-    """Rows of the data behind ``make_loop``, and their targets where they show.
+    """Return the number of rows of the data behind ``make_loop``, and their targets if they can be found.
 
-    It is called as it will be for each model, with a fold, but of two rows; the rows that the fold chooses from are
-    those of the dataset behind the ``Subset``. Only where that does not show is it called without a fold, for a loop
-    over all of them.
+    ``make_loop`` is called as it will be for each model, but with a fold of two rows; the dataset behind the
+    ``Subset`` has all rows that folds choose from. If there is no such dataset, it is called without a fold, to
+    return a loop over all rows.
 
     Raises
     ------
     Exception
-        That of the call with a fold, if the other one fails too.
+        The error of the call with a fold, if the other call fails too.
     """
-    # With a fold, since many a make_loop can't be called without one.
+    # With a fold first: many make_loop functions can't be called without one.
     fold = Fold(0, 2, np.array([0]), np.array([1]))
     try:
         made = make_loop(dict(params), fold)
@@ -289,10 +289,10 @@ def learn_rows(make_loop: Callable[..., Any], params: Mapping[str, Any]) -> tupl
         if inner is not None and hasattr(dataset, "indices"):
             return len(inner), _targets_of(inner)
         length, targets = describe_data(made)
-        if length > len(fold.train):  # it ignores the fold
+        if length > len(fold.train):  # make_loop ignores the fold
             return length, targets
         unclear: Exception = ConfigurationError(
-            "the loop that make_loop returned for a fold of two rows does not show how many rows there are in all. "
+            "The loop that make_loop returned for a fold of two rows does not show how many rows the data has. "
             "Give tune targets=(one for each row) or data=(x, y), or build the loader with Subset(data, fold.train)."
         )
     except Exception as error:
@@ -304,7 +304,7 @@ def learn_rows(make_loop: Callable[..., Any], params: Mapping[str, Any]) -> tupl
 
 
 def describe_data(made: Any) -> tuple[int, Any]:
-    """Rows of the training data of a loop over all of it, and their targets where they show.
+    """Return the number of rows of a loop's training data, and their targets if they can be found.
 
     Raises
     ------
@@ -318,8 +318,8 @@ def describe_data(made: Any) -> tuple[int, Any]:
         length = len(dataset)  # type: ignore[arg-type]
     except TypeError:
         raise ConfigurationError(
-            "num_bag_folds needs to know the rows of the data. Give tune data=(x, y) or targets=(one for each row), or "
-            "let make_loop(params, None) return a TrainLoop over all of it, with a dataset that has a length."
+            "num_bag_folds needs the number of rows of the data. Give tune data=(x, y) or targets=(one for each "
+            "row), or let make_loop(params, None) return a TrainLoop over all rows, whose dataset has a length."
         ) from None
     return length, _targets_of(dataset)
 

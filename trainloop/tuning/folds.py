@@ -1,4 +1,4 @@
-"""Folds: the rows on which each model of a bag trains, and those that it predicts."""
+"""Folds: the rows that each model of a bag trains on, and the rows that it predicts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Fold", "class_targets", "digest", "make_folds", "own_folds"]
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """One model's part of the data; ``torch.utils.data.Subset(data, fold.train)`` takes it as it is."""
+    """One model's part of the data. Pass its rows to ``torch.utils.data.Subset(data, fold.train)``."""
 
     index: int
     """Number of the fold, from 0."""
@@ -25,14 +25,14 @@ class Fold:
     train: np.ndarray[Any, Any]
     """Rows to train on, ascending; int64."""
     validation: np.ndarray[Any, Any]
-    """Rows held out, ascending; each row of the data is held out by one fold, except with folds of your own."""
+    """Rows held out, ascending; unless you pass folds of your own, exactly one fold holds out each row of the data."""
 
     def __repr__(self) -> str:
         return f"Fold({self.index} of {self.num_folds}, train={len(self.train)}, validation={len(self.validation)})"
 
 
 def class_targets(targets: object) -> np.ndarray[Any, Any] | None:
-    """Targets as classes, or None where they are none: floats, several a row, or hardly any value twice."""
+    """Return targets as classes; None if they are none: floats, several per row, or values that rarely repeat."""
     if targets is None:
         return None
     if hasattr(targets, "detach"):
@@ -51,7 +51,7 @@ def class_targets(targets: object) -> np.ndarray[Any, Any] | None:
 def make_folds(
     num_samples: int, num_folds: int, *, seed: int, classes: Sequence[int] | np.ndarray[Any, Any] | None = None
 ) -> list[Fold]:
-    """Folds that hold out each row once, as equal in size as possible, stratified if there are classes.
+    """Return folds of nearly equal size that hold out each row once, stratified if there are classes.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ def make_folds(
     seed : int
         Seed of the shuffle.
     classes : sequence of int, optional
-        Class of each row: a fold then has of each class its equal part, give or take one row.
+        Class of each row: every fold then has an equal part of each class, give or take one row.
 
     Raises
     ------
@@ -71,12 +71,12 @@ def make_folds(
     """
     if num_samples < num_folds:
         raise ConfigurationError(
-            f"num_bag_folds={num_folds} for {num_samples} rows: each fold holds out one row at least. Use fewer folds."
+            f"num_bag_folds={num_folds} for {num_samples} rows: each fold needs a row to hold out. Use fewer folds."
         )
     rng = np.random.default_rng([seed, num_folds])
     order = rng.permutation(num_samples)
     if classes is not None:
-        # Class by class, dealt like cards: the next class goes on where the last one ended, so sizes stay equal too.
+        # Class by class, dealt like cards: the next class continues where the last one ended, so sizes stay equal too.
         order = order[np.argsort(np.asarray(classes)[order], kind="stable")]
     held_by = np.empty(num_samples, dtype=np.int64)
     held_by[order] = np.arange(num_samples) % num_folds
@@ -85,25 +85,25 @@ def make_folds(
 
 
 def digest(folds: Sequence[Fold]) -> str:
-    """Return a text by which a search on disk recognises its folds."""
+    """Return a text that identifies the folds, to compare them with those of a search on disk."""
     rows = [repr(part.tolist()).encode() for fold in folds for part in (fold.train, fold.validation)]
     return hashlib.sha256(b"|".join(rows)).hexdigest()
 
 
 def own_folds(given: Any, x: Any, y: Any) -> list[Fold]:
-    """Folds of the user's: those of a splitter, or pairs of row numbers.
+    """Return the user's folds, from a splitter or from pairs of row numbers.
 
     Parameters
     ----------
     given : object
-        With ``split(x, y)``, as scikit-learn's splitters; or a sequence of ``(train rows, validation rows)``.
+        Has ``split(x, y)``, like scikit-learn's splitters; or is a sequence of ``(train rows, validation rows)``.
     x, y : array_like or None
         The data and its targets, which a splitter needs.
 
     Raises
     ------
     ConfigurationError
-        If they are no folds of these data.
+        If they are not folds of these data.
     """
     if callable(getattr(given, "split", None)):
         known = y if x is None else x
@@ -113,7 +113,7 @@ def own_folds(given: Any, x: Any, y: Any) -> list[Fold]:
                 "folds=list(splitter.split(x, y, groups))."
             )
         given = given.split(np.zeros(len(known)) if x is None else x, y)
-    if isinstance(given, Iterator):  # what a splitter's split returns
+    if isinstance(given, Iterator):  # as returned by a splitter's split
         given = list(given)
     if not isinstance(given, (list, tuple)) or len(given) < 2:
         raise ConfigurationError(
@@ -138,7 +138,7 @@ def own_folds(given: Any, x: Any, y: Any) -> list[Fold]:
         both = np.intersect1d(train, validation)
         if len(both):
             raise ConfigurationError(
-                f"folds[{index}] trains on row {both[0]} and holds it out. Leave such rows out of one of the two."
+                f"folds[{index}] trains on row {both[0]} and also holds it out. Remove such rows from one of the two."
             )
         folds.append(Fold(index, len(given), train, validation))
     return folds

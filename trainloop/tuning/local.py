@@ -1,4 +1,4 @@
-"""Folds as child processes of this machine, each on CPUs and GPUs of its own."""
+"""Run folds as child processes of this machine, each on its own CPUs and GPUs."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class FoldExit:
     """The end of a fold's process."""
 
     job: Job
-    """The job that the process was given."""
+    """The job of the process."""
     error: str = ""
-    """Why there is no result; empty where there is one."""
+    """Reason why there is no result; empty if there is one."""
 
 
 class Child:
-    """A fold's process, with all that it starts in one process group, which ends with it.
+    """A fold's process. The processes that it starts are in its process group, and end with it.
 
     Parameters
     ----------
     job : Job
         The fold.
     modules : sequence of str
-        Modules that the fork server imports when it starts; without any, the process is a fresh interpreter.
+        Modules that the fork server imports when it starts; if empty, the process is a fresh interpreter.
     """
 
     def __init__(self, job: Job, modules: Sequence[str] = ()) -> None:
@@ -52,13 +52,13 @@ class Child:
         self.served = bool(modules)
         """True if the process was forked from the server."""
         self.no_server: processes.NoServerError | None = None
-        """Why it was not, although there are modules to import."""
+        """Reason why it was not, although there are modules to import; empty if it was."""
         self.modules = modules
         self._process: BaseProcess | None = None
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._dropped = False
-        # The search does not wait for the server, which may import for a minute on a busy machine.
+        # The search does not wait for the server: on a busy machine its imports may take a minute.
         self._start = threading.Thread(target=self._begin, name="trainloop-fold-start", daemon=True)
         self._start.start()
 
@@ -82,7 +82,7 @@ class Child:
             self.end()
 
     def ended(self) -> bool:
-        """Return whether the process has ended; an error of its start is raised."""
+        """Return True if the process has ended. Raise the error if it could not be started."""
         if self._start.is_alive():
             return False
         if self._error is not None:
@@ -96,7 +96,7 @@ class Child:
             self._process.join()
 
     def end(self) -> int | None:
-        """Kill what is left of it; return its exit code, or None if it had not started or its status was lost."""
+        """Kill the remaining processes; return the exit code, or None if it had not started or its status was lost."""
         with self._lock:
             self._dropped = True
             process, self._process = self._process, None
@@ -106,7 +106,7 @@ class Child:
         if sys.platform != "win32":
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-        process.kill()  # where it has not made its group yet
+        process.kill()  # it may not have made its group yet
         process.join()
         code = process.exitcode
         process.close()
@@ -114,15 +114,15 @@ class Child:
 
 
 def read_end(job: Job, exitcode: int | None) -> FoldExit:
-    """Read how a fold ended, from its folder and its exit code; None if the fork server ended and took that along."""
+    """Read how a fold ended from its folder and its exit code, which is None if it was lost with the fork server."""
     folder = Path(job.folder)
-    # Whatever the exit code: the result is written last, so the fold is done.
+    # The result is written last: if it is there, the fold is done, whatever the exit code.
     if (folder / "result.pkl").exists():
         return FoldExit(job)
     if (folder / "error.txt").exists():
         return FoldExit(job, (folder / "error.txt").read_text())
     if exitcode is None:
-        what = "The fold was ended because the fork server that its process came from was killed."
+        what = "The fold was ended because the fork server that started its process was killed."
     else:
         what = f"The fold's process {_how(exitcode)}{'' if exitcode < 0 else ', without a result'}."
     with contextlib.suppress(OSError):
@@ -134,24 +134,24 @@ def read_end(job: Job, exitcode: int | None) -> FoldExit:
 
 
 def _how(exitcode: int) -> str:
-    """How a process ended, as the rest of a sentence."""
+    """Return how a process ended, as the predicate of a sentence."""
     if exitcode >= 0:
         return f"ended with exit code {exitcode}"
     try:
         name = signal.Signals(-exitcode).name
     except ValueError:
         name = f"signal {-exitcode}"
-    killer = ", as the system does when memory runs out" if name == "SIGKILL" else ""
+    killer = ", which the system sends when memory runs out" if name == "SIGKILL" else ""
     return f"was killed by {name}{killer}"
 
 
 class LocalBackend:
-    """Starts children, and returns those that ended.
+    """Start child processes, and return those that have ended.
 
     Parameters
     ----------
     modules : sequence of str
-        See :class:`Child`. Where no server can serve, children are fresh interpreters from then on.
+        See :class:`Child`. If no fork server is available, children are fresh interpreters from then on.
     """
 
     def __init__(self, modules: Sequence[str] = ()) -> None:
@@ -162,30 +162,30 @@ class LocalBackend:
         self._children.append(Child(job, self._modules))
 
     def wait(self, timeout_s: float) -> list[FoldExit]:
-        """The folds that ended, at once where there are some, else those of the next ``timeout_s`` seconds."""
+        """Return the folds that have ended; if there are none, wait up to ``timeout_s`` seconds for one."""
         deadline = time.monotonic() + timeout_s
         while True:
             over = [child for child in self._children if child.ended()]
             if over or time.monotonic() >= deadline:
                 break
-            # Nothing waits for one of several Popen; and a fold takes seconds at least.
+            # Python can't wait for the first of several Popen objects to end; and a fold takes at least seconds.
             time.sleep(0.02)
         ends = []
         for child in over:
             self._children.remove(child)
             if child.no_server is not None:
-                logger.info("models start as fresh interpreters, not from the fork server: %s", child.no_server)
+                logger.info("Models start as fresh interpreters, not from the fork server: %s", child.no_server)
             if isinstance(child.no_server, processes.NoOwnServerError) and self._modules:
                 self._modules = ()
                 warn(
-                    f"tune: models start as fresh interpreters from now on, not from a fork server with "
+                    f"tune: from now on, models start as fresh interpreters, not from a fork server with "
                     f"preload={list(child.modules)}: {child.no_server}."
                 )
             ends.append(read_end(child.job, child.end()))
         return ends
 
     def close(self) -> list[Job]:
-        """End all; the jobs that were running."""
+        """End all processes; return the jobs that were running."""
         running = [child.job for child in self._children]
         for child in self._children:
             child.end()

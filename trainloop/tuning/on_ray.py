@@ -1,8 +1,8 @@
-"""Folds as tasks of a Ray cluster.
+"""Run folds as tasks of a Ray cluster.
 
-Ray schedules: it counts CPUs and GPUs, and enforces neither. So a task only supervises; the fold trains in the same
-kind of process as on one machine, on CPUs leased on its node, under the same quota. A task that is lost with its node
-runs again elsewhere.
+Ray schedules tasks by CPUs and GPUs, but enforces neither. So a task only supervises. The fold trains in the same
+kind of process as on one machine, on CPUs leased on its node, under the same quota. If a node is lost, its tasks
+run again elsewhere.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RETRIES = 3  # restarts of a task whose node or worker is lost
 
 
 class RayBackend:
-    """Starts tasks, and returns those that ended."""
+    """Start tasks, and return those that have ended."""
 
     def __init__(self, ray: Any, total: ResourceQuota) -> None:
         self._ray = ray
@@ -48,7 +48,7 @@ class RayBackend:
     @classmethod
     @contextmanager
     def connected(cls, total: ResourceQuota | None) -> Iterator[RayBackend]:
-        """On the cluster this process is connected to, the one that ``RAY_ADDRESS`` names, or a local one.
+        """Use the cluster that this process is connected to, the one that ``RAY_ADDRESS`` names, or a local one.
 
         Raises
         ------
@@ -75,12 +75,12 @@ class RayBackend:
                 ray.shutdown()
 
     def begin(self, division: Plan) -> None:
-        """Check that a node of the cluster holds a model.
+        """Check that at least one node of the cluster is large enough for a model.
 
         Raises
         ------
         ResourceError
-            If none does: such a task would wait for ever.
+            If no node is: the task would wait forever.
         """
         self._plan = division
         model = division.per_model
@@ -89,7 +89,7 @@ class RayBackend:
             if node["Alive"] and have.get("CPU", 0) >= model.num_cpus and have.get("GPU", 0) >= model.num_gpus:
                 return
         raise ResourceError(
-            f"one model takes {model.num_cpus} CPUs and {model.num_gpus} GPUs, and no node of the Ray cluster has "
+            f"One model needs {model.num_cpus} CPUs and {model.num_gpus} GPUs, but no node of the Ray cluster has "
             "both. Lower per_model, or add a larger node."
         )
 
@@ -110,7 +110,7 @@ class RayBackend:
         self._running[reference] = job
 
     def wait(self, timeout_s: float) -> list[FoldExit]:
-        """The folds that ended, at once where there are some, else those of the next ``timeout_s`` seconds."""
+        """Return the folds that have ended; if there are none, wait up to ``timeout_s`` seconds for one."""
         if not self._running:
             return []
         ready, _ = self._ray.wait(list(self._running), num_returns=1, timeout=timeout_s)
@@ -127,7 +127,7 @@ class RayBackend:
         return ends
 
     def close(self) -> list[Job]:
-        """End all; the jobs that were running."""
+        """End all tasks; return the jobs that were running."""
         jobs = list(self._running.values())
         for reference in self._running:
             self._ray.cancel(reference, force=True)  # the fold's process ends with its supervisor
@@ -138,7 +138,7 @@ class RayBackend:
         return jobs
 
     def _shared(self, path: str) -> Any:
-        """The file in the object store, sent to each node once."""
+        """Return the file in the object store, which sends it to each node once."""
         data = Path(path).read_bytes()
         for known, reference in self._files.values():
             if known == data:
@@ -147,9 +147,9 @@ class RayBackend:
         return self._files[path][1]
 
     def _group_of(self, bag: int) -> Any:
-        """The resources of a bag's folds, reserved together or not at all: a bundle for each fold that trains at once.
+        """Reserve the resources of a bag's folds, all or none: a bundle for each fold that trains at once.
 
-        Trials follow each other in it, and the next one's folds may begin while the last one's end.
+        Trials use it one after the other. The folds of the next trial may begin before the last trial has ended.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -171,8 +171,8 @@ def _connect(ray: Any, total: ResourceQuota | None) -> None:
     asked = ResourceQuota() if total is None else total
     from ray._private import ray_constants
 
-    # Without this switch (Ray's own on macOS) 127.0.0.1 is replaced by the machine's address, and all the world may
-    # connect.
+    # Without this switch (Ray sets it on macOS only) Ray replaces 127.0.0.1 by the machine's address, to which
+    # anybody can connect.
     before = getattr(ray_constants, "ENABLE_RAY_CLUSTER", None)
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
@@ -197,13 +197,13 @@ def _cluster_total(ray: Any, total: ResourceQuota | None) -> ResourceQuota:
     if int(num_cpus) > int(cluster.num_cpus) or exact(num_gpus) > exact(cluster.num_gpus):
         raise ResourceError(
             f"total={total!r}: the Ray cluster has {cluster.num_cpus} CPUs and {cluster.num_gpus} GPUs. "
-            "Ask for no more than these."
+            "Ask for at most these."
         )
     return ResourceQuota(num_cpus, num_gpus, total.memory)
 
 
 def _supervise(told: dict[str, Any], work: bytes, params: bytes) -> tuple[int | None, dict[str, bytes]]:
-    """In a task, on some node: train the fold in a child, and bring back its files."""
+    """In a Ray task: train the fold in a child process and return its files."""
     folder = Path(tempfile.mkdtemp(prefix="trainloop-fold-"))
     try:
         (folder / "work.pkl").write_bytes(work)
@@ -213,7 +213,7 @@ def _supervise(told: dict[str, Any], work: bytes, params: bytes) -> tuple[int | 
         with ExitStack() as undo:
             if cpus := affinity():
                 job.cpus = free_cpus(int(job.quota[0]), cpus, undo)
-            # In a child, as Ray's worker has imported things already, and must outlive a crash.
+            # In a child: Ray's worker has already imported modules, and must survive a crash.
             child = Child(job)
             undo.callback(child.end)
             child.wait()

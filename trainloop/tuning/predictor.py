@@ -1,4 +1,4 @@
-"""A bag of models as one predictor, which can be saved and loaded."""
+"""Combine a bag of models into one predictor, which can be saved and loaded."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _WHAT = ("bagged predictor", 1)
 
 
 class BaggedPredictor:
-    """The models of a bag's folds, predicting together.
+    """One predictor made of the models of a bag's folds.
 
     Parameters
     ----------
     models : sequence of object, or callable
-        ``TTModel`` s, or estimators with ``predict``; all of one kind. A callable gives them when they are first
-        needed: models may be large, and need libraries that take seconds to import.
+        ``TTModel`` s, or estimators with ``predict``; all of one kind. A callable is called when they are first
+        needed: models may be large, and their libraries may take seconds to import.
     """
 
     def __init__(self, models: Sequence[Any] | Callable[[], Sequence[Any]]) -> None:
@@ -39,45 +39,47 @@ class BaggedPredictor:
         return {"_models": self.models}
 
     def predict(self, data: Any) -> Any:
-        """Mean over the models, a row for each row of ``data``.
+        """Return the mean prediction of the models, a row for each row of ``data``.
 
         Parameters
         ----------
         data : DataLoader, Dataset or array
-            For a ``TTModel`` a loader or dataset whose batches its ``get_predictions`` takes; for an estimator its
-            ``x``.
+            For a ``TTModel``, a loader or dataset whose batches its ``get_predictions`` accepts; for an estimator,
+            its ``x``.
 
         Returns
         -------
         numpy.ndarray
-            The mean where predictions are floats (logits, probabilities, numbers). For classes the most frequent one,
-            the lowest of equally frequent ones. Where models were trained on different classes, probabilities have a
-            column for each class that any of them knows, sorted, and a model gives none to a class that it does not.
+            The mean if predictions are floats (logits, probabilities, numbers). For classes the most frequent one,
+            or the lowest of equally frequent ones. If models were trained on different classes, probabilities have a
+            column for each class that any of them knows, sorted; a model gives 0 to classes that it does not know.
         """
         predictions = [fitting.predict_with(model, data) for model in self.models]
         return fitting.combine(predictions, [fitting.classes_of(model) for model in self.models])
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the models into one file, whole or not at all."""
+        """Write the models into one file, atomically."""
         write_checked(Path(path), *_WHAT, self.models, "models")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, trusted: bool = False) -> BaggedPredictor:
-        """Read what :meth:`save` wrote.
+        """Read a predictor from a file that :meth:`save` wrote.
 
-        The file holds pickled objects, which can run any code when they are read. So it is read only where nobody else
-        can have written it: the file and its folder must belong to this user or to root, and not be writable by others.
+        The file contains pickled objects, which can execute arbitrary code when they are read. So it is read only if
+        nobody else can have written it: this user or root must own the file and its folder, and others must not be
+        able to write to them.
 
         Parameters
         ----------
         path : path
+            File that :meth:`save` wrote.
         trusted : bool
-            Skip the check of who may have written the file, for one from a source that you trust.
+            Skip the check of owner and mode, for a file from a source that you trust.
 
         Raises
         ------
         CheckpointError
-            If the file is absent, damaged, something else, or of another version; the message says which.
+            If the file is missing, damaged, not a predictor, or of another version; the message says which.
         ConfigurationError
             If others may have written it.
         """

@@ -1,4 +1,4 @@
-"""Running trials, and their display."""
+"""Running trials and their display."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Running", "View"]
 
 @dataclass
 class Running:
-    """A trial that was begun."""
+    """A trial that has begun."""
 
     number: int
     params: dict[str, Any]
@@ -25,23 +25,23 @@ class Running:
     seconds: float = 0.0
     errors: dict[int, str] = field(default_factory=dict)
     waiting: list[int] = field(default_factory=list)
-    """Folds that were not started yet."""
+    """Folds that have not started yet."""
     training: dict[int, int] = field(default_factory=dict)
-    """Folds that train now, and the place of each among the models that run at once."""
+    """Folds that are training, and the slot of each among the models that run at once."""
     cpus: int = 0
     gpus: float = 0.0
     cpu_seconds: float = 0.0
     facts: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     interrupted: bool = False
-    """True if the search ended before it."""
+    """True if the search ended before the trial did."""
 
     @property
     def over(self) -> bool:
         return not self.waiting and not self.training
 
     def add(self, fold: int, result: dict[str, Any]) -> None:
-        """A fold that has finished, now or in an earlier run."""
+        """Add the result of a fold that finished, now or in an earlier run."""
         self.scores[fold] = result["score"]
         self.seconds += result["seconds"]
         self.cpu_seconds += result.get("cpu_seconds", 0.0)
@@ -61,7 +61,7 @@ class Running:
         self.waiting.clear()
 
     def trial(self) -> Trial:
-        """The trial as it stands."""
+        """Return the trial in its present state."""
         state: State
         if len(self.scores) == self.num_folds:
             state = "done"
@@ -84,7 +84,7 @@ class Running:
 
 
 class View:
-    """Trials, folds and resources in use: a line drawn again and again, or one for each trial that ends in a log."""
+    """Display of trials, folds and resources in use: one line, redrawn; in a log a line for each trial that ends."""
 
     def __init__(self, division: Plan, mode: str, progress: bool) -> None:
         self._plan = division
@@ -118,18 +118,18 @@ class View:
         self._printed = over
 
     def tell_lost(self, running: Running, fold: int) -> None:
-        """Print in a line why a fold has no result; the result has the whole error."""
+        """Print one line that says why a fold has no result; the search's result has the whole error."""
         if self._progress:
             lines = running.errors[fold].strip().splitlines()
             first = lines[0] if lines and lines[0].startswith("The fold") else (lines or [""])[-1]
-            text = f"tune: lost fold {fold} of trial {running.number}: {first}"
+            text = f"tune: fold {fold} of trial {running.number} failed: {first}"
             if self._bar is None:
                 print(text, file=sys.stderr, flush=True)
             else:
                 self._bar.write(text, file=sys.stderr)
 
     def line(self, begun: list[Running]) -> str:
-        """The present state in one line."""
+        """Return the present state in one line."""
         now = [running for running in begun if running.training]
         models = sum(len(running.training) for running in now)
         quota = self._plan.per_model
@@ -138,15 +138,15 @@ class View:
         interrupted = f", {states['interrupted']} interrupted" if states["interrupted"] else ""
         best = best_of(over, self._mode)
         return (
-            f"trials {states['done']} done, {len(now)} running, {states['failed']} failed{interrupted} "
-            f"of {self._plan.num_trials}; "
+            f"{states['done']} of {self._plan.num_trials} trials done, {len(now)} running, "
+            f"{states['failed']} failed{interrupted}; "
             f"CPUs {models * int(quota.num_cpus)}/{self._plan.total.num_cpus}, "
             f"GPUs {models * float(quota.num_gpus):.4g}/{float(self._plan.total.num_gpus):.4g}"
-            + ("" if best is None else f"; best {best.score:.5g} by trial {best.number}")
+            + ("" if best is None else f"; best {best.score:.5g} (trial {best.number})")
         )
 
     def last(self, begun: list[Running], interrupted: bool) -> None:
-        """Show the end."""
+        """Show the final state."""
         if self._progress:
-            ended = "interrupted" if interrupted else "over"
-            print(f"tune is {ended}: {self.line(begun)}", file=sys.stderr, flush=True)
+            ended = "was interrupted" if interrupted else "has finished"
+            print(f"tune {ended}: {self.line(begun)}", file=sys.stderr, flush=True)

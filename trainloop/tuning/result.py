@@ -29,35 +29,35 @@ class Trial:
     """One setting of the parameters, and the results of its models."""
 
     number: int
-    """From 0, in the order of proposal."""
+    """Number of the trial from 0, in the order of proposal."""
     params: dict[str, Any]
-    """The parameters that ``make_loop`` got."""
+    """Parameters that ``make_loop`` received."""
     scores: list[float | None]
-    """For each fold its score, None where it has none; one of them without bagging."""
+    """Score of each fold, None if it has none; a single score without bagging."""
     seconds: float
-    """The time of all its folds together."""
+    """Sum of the seconds that its folds took."""
     state: State
-    """``done``: all folds; ``partial``: some failed; ``failed``: all failed; ``interrupted``: the search was."""
+    """``done``: all folds finished; ``partial``: some failed; ``failed``: all did; ``interrupted``: the search was."""
     errors: dict[int, str] = field(default_factory=dict)
-    """For each fold that failed its traceback, or how its process ended."""
+    """For each fold that failed, its traceback or how its process ended."""
     cpus: int = 0
-    """CPUs that each of its models could run on."""
+    """Number of CPUs that each of its models could run on."""
     gpus: float = 0.0
-    """Share of GPUs that each of its models had."""
+    """Number of GPUs, or fraction of one, that each of its models had."""
     cpu_seconds: float = 0.0
-    """CPU time of all its folds, counted by the system; at most ``cpus`` times ``seconds``."""
+    """CPU seconds of all its folds, counted by the system; at most ``cpus`` times ``seconds``."""
     facts: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """For each fold what its model says of itself: the mapping that is its attribute ``facts``, if it has one."""
+    """For each fold, its model's attribute ``facts``, a mapping, if it has one."""
 
     @property
     def score(self) -> float | None:
-        """Mean over the folds that have one."""
+        """Mean score of the folds that have one; None if no fold has."""
         present = [score for score in self.scores if score is not None]
         return sum(present) / len(present) if present else None
 
 
 def best_of(trials: Sequence[Trial], mode: str) -> Trial | None:
-    """The best trial: a whole one before all others, whatever their scores; None where no trial has a score."""
+    """Return the best trial, or None if no trial has a score. Complete trials rank before all others."""
     scored = [trial for trial in trials if is_number(trial.score)]
     whole = [trial for trial in scored if trial.state == "done"]
     sign = 1 if mode == "min" else -1
@@ -89,14 +89,14 @@ class TuneResult:
         self.mode = mode
         """``min`` or ``max``."""
         self.plan = plan
-        """Under which they ran."""
+        """Resources that the trials ran on."""
         self.folder = folder
-        """Where parameters, predictions, models and logs are; without a ``storage`` as long as the result is."""
+        """Folder of parameters, predictions, models and logs; without ``storage`` it is deleted with this result."""
         self.folds = folds
-        """The bag's folds; None without bagging."""
+        """Folds of the bag; None without bagging."""
         self._trusted = trusted
         self.interrupted = interrupted
-        """True if the search was stopped before its end."""
+        """True if the search was stopped before it had finished."""
 
     @property
     def best_trial(self) -> Trial:
@@ -105,14 +105,14 @@ class TuneResult:
         Raises
         ------
         ConfigurationError
-            If no trial has a score; the message has the first error.
+            If no trial has a score; the message contains the first error.
         """
         best = best_of(self.trials, self.mode)
         if best is None:
             errors = [error for trial in self.trials for error in trial.errors.values()]
-            first = f" The first error:\n{errors[0]}" if errors else " None was begun."
+            first = f" The first error:\n{errors[0]}" if errors else " No trial was started."
             raise ConfigurationError(
-                f"none of {len(self.trials)} trials has a score; result.trials has their errors.{first}"
+                f"None of the {len(self.trials)} trials has a score. See the errors in result.trials.{first}"
             )
         return best
 
@@ -130,26 +130,32 @@ class TuneResult:
 
     @property
     def predictor(self) -> BaggedPredictor:
-        """The best trial's models as one; ``save`` it to keep it."""
+        """The best trial's models as one predictor. Call its ``save`` to keep it."""
         return self.predictor_of(self.best_trial)
 
     def predictor_of(self, trial: Trial, *, lazy: bool = False) -> BaggedPredictor:
-        """Models of any trial as one; for any but the best one, the search needs ``tune(..., keep='all')``.
+        """Return the models of any trial as one predictor.
 
-        ``lazy`` reads their files when they are first needed. Until then it keeps this result, and its folder.
+        Parameters
+        ----------
+        trial : Trial
+            One of :attr:`trials`. For any but the best one, the search needs ``tune(..., keep='all')``.
+        lazy : bool
+            Read the models' files when they are first needed. Until then, the predictor keeps this result and its
+            folder alive.
         """
         paths = [folder / "model.pkl" for _, folder in self._finished(trial)]
         if not all(path.exists() for path in paths):
             raise ConfigurationError(
-                f"trial {trial.number} was beaten, and its models are not kept. Use tune(..., keep='all')."
+                f"trial {trial.number} is not the best trial, so its models were not kept. Use tune(..., keep='all')."
             )
         predictor = BaggedPredictor(lambda: [self._read(path) for path in paths])
         return predictor if lazy else BaggedPredictor(predictor.models)
 
     def predictions_of(self, trial: Trial) -> Any:
-        """Predictions of any trial, for the rows that its models did not train on.
+        """Return a trial's predictions for the rows that its models did not train on.
 
-        With bagging they are like :attr:`out_of_fold_predictions`; without it, those of the loop's validation set.
+        With bagging they are like :attr:`out_of_fold_predictions`; without it they are for the loop's validation set.
         Probabilities of classes have a column for each class that any fold was trained on, sorted.
 
         Raises
@@ -159,7 +165,7 @@ class TuneResult:
         """
         finished = self._finished(trial)
         if not finished:
-            raise ConfigurationError(f"trial {trial.number} has no finished fold; its errors say why.")
+            raise ConfigurationError(f"trial {trial.number} has no finished fold. Its attribute errors says why.")
         predictions = [np.asarray(self._read(folder / "predictions.pkl")) for _, folder in finished]
         if self.folds is None:
             return predictions[0]
@@ -178,15 +184,15 @@ class TuneResult:
         return whole
 
     def predict(self, data: Any) -> Any:
-        """Mean of the best trial's models; see :meth:`BaggedPredictor.predict`."""
+        """Return the mean prediction of the best trial's models; see :meth:`BaggedPredictor.predict`."""
         return self.predictor.predict(data)
 
     @property
     def out_of_fold_predictions(self) -> Any:
-        """The best trial's prediction for each row of the data, by the model that did not train on it.
+        """The best trial's prediction for each row of the data, from the model that did not train on it.
 
-        Rows of a fold that failed are NaN, or None where predictions are no floats, and so are rows that no fold of
-        your own holds out. Of a row that several hold out it is the last one's.
+        Rows of a fold that failed are NaN, or None if predictions are not floats. The same holds for rows that no
+        fold of your own holds out. If several folds hold out a row, the last one counts.
 
         Raises
         ------
@@ -204,10 +210,10 @@ class TuneResult:
         folder = self.folder / f"trial-{trial.number:04d}"
         return [(fold, folder / f"fold-{fold}") for fold, score in enumerate(trial.scores) if score is not None]
 
-    # -- shown -------------------------------------------------------------------------------------------------------
+    # -- display -----------------------------------------------------------------------------------------------------
 
     def rows(self) -> list[dict[str, Any]]:
-        """A mapping for each trial, the best first: for a table of your own (``pandas.DataFrame(result.rows())``)."""
+        """Return a mapping for each trial, the best first, e.g. for ``pandas.DataFrame(result.rows())``."""
         best_first = sorted(
             self.trials,
             key=lambda t: (
@@ -230,7 +236,7 @@ class TuneResult:
         ]
 
     def _cells(self) -> list[list[str]]:
-        """The table's lines, its head first."""
+        """Return the table's lines, its header first."""
         names = ["trial", *dict.fromkeys(n for trial in self.trials for n in trial.params)]
         names += [self.metric, "folds", "seconds", "state"]
         return [names] + [[_cell(row.get(name, "")) for name in names] for row in self.rows()]
@@ -240,7 +246,7 @@ class TuneResult:
         return html_table(names, rows)
 
     def table(self) -> str:
-        """Trials as text, the best first."""
+        """Return a table of the trials as text, the best first."""
         cells = self._cells()
         widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
         return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)).rstrip() for line in cells)
@@ -252,11 +258,11 @@ class TuneResult:
 
     def __repr__(self) -> str:
         best = best_of(self.trials, self.mode)
-        score = "no score" if best is None else f"best {self.metric} {best.score:.6g} by trial {best.number}"
+        score = "no score" if best is None else f"best {self.metric} {best.score:.6g} (trial {best.number})"
         return f"TuneResult({len(self.trials)} trials, {score}{', interrupted' if self.interrupted else ''})"
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Scores by trial, and by each parameter that is a number.
+        """Plot scores by trial, and by each parameter that is a number.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""Scores of predictions by scikit-learn's scorers, and weights of models that predict together."""
+"""Score predictions with scikit-learn's scorers, and find the weights of an ensemble of models."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ Metric = Callable[[Any, Any], float]
 
 @dataclass(frozen=True)
 class Scorer:
-    """A ``metric(y_true, predictions)`` of which greater is better; made by :func:`scorer`."""
+    """A ``metric(y_true, predictions)``, greater is better; made by :func:`scorer`."""
 
     name: str
     score_model: Callable[[Any, Any, Any], float]
-    """scikit-learn's, which asks a model for its predictions."""
+    """scikit-learn's scorer, which asks a model for its predictions."""
 
     @property
     def __name__(self) -> str:
         return self.name
 
     def __call__(self, y_true: Any, predictions: Any) -> float:
-        """The score; NaN where these rows have none."""
+        """Return the score; NaN if these rows have none."""
         rows = np.asarray(predictions)
         model = _Probabilities(rows) if rows.ndim == 2 and rows.shape[1] > 1 else _OneColumn(rows.reshape(-1))
         with warnings.catch_warnings():  # a few rows may lack classes
@@ -51,24 +51,24 @@ class Scorer:
 
 
 def scorer(metric: str | Callable[[Any, Any], float], name: str | None = None) -> Scorer:
-    """One of scikit-learn's scorers as ``metric`` of :func:`~trainloop.tuning.tune`, for a ``TrainLoop``, too.
+    """Return a scorer of scikit-learn as a ``metric`` for :func:`~trainloop.tuning.tune`, also for a ``TrainLoop``.
 
-    scikit-learn's own call a model; this one takes what was predicted: numbers or classes in one column, or the
-    probabilities of the classes 0, 1, 2 ... in a column each.
+    scikit-learn's scorers call a model; this one takes predictions: numbers or classes in one column, or the
+    probabilities of the classes 0, 1, 2 ... in one column each.
 
     Parameters
     ----------
     metric : str or callable
         One of ``sklearn.metrics.get_scorer_names()``, such as ``'roc_auc'`` or ``'neg_log_loss'``; or
-        ``metric(y_true, y_pred)`` of which greater is better, which gets the likeliest classes of probabilities.
+        ``metric(y_true, y_pred)``, greater is better, which receives the most likely classes of probabilities.
     name : str, optional
-        Its name in tables.
+        Name in tables.
 
     Returns
     -------
     callable
-        ``metric(y_true, predictions)``; use it with ``mode='max'``. It is NaN where rows have no such score, as rows
-        of a single class have no area under the curve.
+        ``metric(y_true, predictions)``; use it with ``mode='max'``. It is NaN if rows have no such score: rows of a
+        single class have no area under the curve.
 
     Raises
     ------
@@ -89,7 +89,7 @@ def scorer(metric: str | Callable[[Any, Any], float], name: str | None = None) -
         return Scorer(name or metric, get_scorer(metric))
     except ValueError as error:
         raise ConfigurationError(
-            f"metric={metric!r}: scikit-learn has no such scorer. sklearn.metrics.get_scorer_names() lists them."
+            f"metric={metric!r}: scikit-learn has no such scorer. Choose one of sklearn.metrics.get_scorer_names()."
         ) from error
 
 
@@ -101,41 +101,41 @@ def ensemble_weights(
     bags: int = 10,
     time_limit_s: float | None = None,
 ) -> list[float]:
-    """Weights of models whose predictions are averaged, found by bagged greedy selection.
+    """Find weights for averaging the predictions of models, by bagged greedy selection.
 
-    In each round the model is added, once more if need be, that makes the average best; the best round counts (Caruana
-    et al., *Ensemble selection from libraries of models*, 2004). What is best on a few hundred rows is partly chance,
-    so the selection is repeated on samples of the rows, drawn with replacement (of each class as many rows as it has),
-    and the weights are averaged.
+    Each round adds the model that improves the average most; a model can be added several times. The best round counts
+    (Caruana et al., *Ensemble selection from libraries of models*, 2004). On a few hundred rows, chance partly decides
+    which model is best. So the selection is repeated on samples of the rows, drawn with replacement (each class keeps
+    its number of rows), and the weights are averaged.
 
     Parameters
     ----------
     predictions : sequence of array
-        For each model its predictions of the same rows, on which it did not train:
+        For each model, its predictions for the same rows, on which it did not train:
         ``[result.predictions_of(trial) for trial in result.trials]`` of a bag.
     y_true : array
         Targets of these rows.
     *metrics : callable
-        ``metric(y_true, predictions)``, of which greater is better (:func:`scorer`). The second decides between those
-        that are equal by the first, and so on: few rows have few accuracies.
+        ``metric(y_true, predictions)``, greater is better (:func:`scorer`). The second breaks ties of the first, and
+        so on: with few rows, many models have the same accuracy.
     rounds : int
         Models to add in each selection.
     bags : int
-        Samples of the rows. With 0 there is one selection, on the rows as they are.
+        Number of samples of the rows. With 0 there is one selection, on the rows themselves.
     time_limit_s : float, optional
-        After so many seconds no further sample is drawn; there is one at least.
+        After so many seconds no further sample is drawn; at least one is.
 
     Returns
     -------
     list of float
-        One for each model, with the sum 1.
+        One weight for each model; their sum is 1.
 
     Notes
     -----
-    The first metric is called ``rounds * bags`` times for each model, the others where it does not decide.
+    The first metric is called ``rounds * bags`` times for each model, the others only to break ties.
     """
     truth, rows = np.asarray(y_true), [np.asarray(each) for each in predictions]
-    generator = np.random.default_rng(0)  # the same rows have the same weights
+    generator = np.random.default_rng(0)  # the same rows give the same weights
     samples = [_drawn(truth, generator) for _ in range(bags)] or [np.arange(len(truth))]
     found: list[Rows] = []
     end = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
@@ -146,7 +146,7 @@ def ensemble_weights(
 
 
 def _drawn(truth: Rows, generator: np.random.Generator) -> Rows:
-    """Rows drawn with replacement; of a class as many as it has, since a metric may need rows of each."""
+    """Draw rows with replacement; each class keeps its number of rows, since a metric may need rows of each."""
     if truth.ndim != 1 or truth.dtype.kind == "f":
         return generator.integers(len(truth), size=len(truth))
     _, of = np.unique(truth, return_inverse=True)
@@ -155,7 +155,7 @@ def _drawn(truth: Rows, generator: np.random.Generator) -> Rows:
 
 
 def _select(predictions: list[Rows], truth: Rows, metrics: Sequence[Metric], rounds: int) -> Rows:
-    """Greedy selection: the share of each model among those that were added up to the best round."""
+    """Select greedily; return the share of each model among those added up to the best round."""
     counts = np.zeros(len(predictions))
     total = np.zeros_like(predictions[0], dtype=float)
     best: tuple[list[float], Rows] | None = None
@@ -175,7 +175,7 @@ def _select(predictions: list[Rows], truth: Rows, metrics: Sequence[Metric], rou
 
 
 def _number(score: float) -> float:
-    """For comparisons: no score is the worst."""
+    """Return the score for comparisons; a missing score is the worst."""
     return float("-inf") if np.isnan(score) else score
 
 
@@ -186,14 +186,14 @@ class _Known(BaseEstimator):
         self.predictions = predictions
 
     def fit(self) -> None:
-        """Nothing is left to learn; scikit-learn takes nothing for a model that has no ``fit``."""
+        """Do nothing; scikit-learn accepts no model without ``fit``."""
 
     def predict(self, x: object) -> Rows:
         return self.predictions
 
 
 class _OneColumn(RegressorMixin, _Known):
-    """Of numbers, or of classes."""
+    """A model whose predictions are numbers or classes."""
 
 
 class _Probabilities(ClassifierMixin, _Known):
@@ -210,5 +210,5 @@ class _Probabilities(ClassifierMixin, _Known):
 
 
 def _log_loss(model: _Probabilities, x: object, y_true: Rows) -> float:
-    """Also of rows that lack classes, which scikit-learn's refuses."""
+    """Return the log loss, also of rows that lack classes, which scikit-learn's function rejects."""
     return float(np.log(np.clip(model.predict_proba(x)[np.arange(len(y_true)), y_true], 1e-15, 1)).mean())

@@ -1,4 +1,4 @@
-"""``tune``: trials and folds under one plan, until all are done or the search is stopped."""
+"""``tune``: run trials and folds under one plan, until all are done or the search is stopped."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from trainloop.tuning.worker import Job
 __all__ = ["tune"]
 
 
-_SOFT = 0.9  # of a model's time; what it predicts and writes takes some, too
+_SOFT = 0.9  # part of a model's time for training; the rest is for its predictions and files
 
 
 class Backend(Protocol):
-    """Runs folds, on this machine or elsewhere."""
+    """Run folds, on this machine or elsewhere."""
 
     def start(self, job: Job, bag: int) -> None: ...
 
@@ -75,72 +75,73 @@ def tune(
 ) -> TuneResult:
     """Search for the best parameters, each trial one model or a bag of them, under quotas that are enforced.
 
-    Every model trains in a process of its own, on CPUs and GPUs of its own (:func:`trainloop.resources.plan`). One that
-    fails or is killed is recorded with its traceback, and the others go on. Ctrl-C ends the search and returns what
-    there is; with a ``storage`` the same call goes on later.
+    Every model trains in its own process, on its own CPUs and GPUs (:func:`trainloop.resources.plan`). If one fails or
+    is killed, its traceback is recorded and the others continue. Ctrl-C ends the search and returns the results so far;
+    with ``storage``, the same call resumes the search later.
 
     Parameters
     ----------
     make_loop : callable
-        ``make_loop(params, fold)`` returns a :class:`~trainloop.TrainLoop`, trained or not yet; or an object with
+        ``make_loop(params, fold)`` returns a :class:`~trainloop.TrainLoop`, trained or not; or an object with
         ``fit`` and ``predict``; or an :class:`EstimatorLoop`. It runs in the model's process, and may be defined
         anywhere. ``fold.train`` and ``fold.validation`` are row numbers; ``fold`` is None without bagging.
     space : mapping of str to list, range or distribution
-        See ``trainloop.tuning.space.parse_space``. With an empty one and folds, the models are cross-validated; with an
-        empty one and no folds, one model is trained, with a warning.
+        See ``trainloop.tuning.space.parse_space``. If it is empty, the models are cross-validated with folds; without
+        folds one model is trained, with a warning.
     num_trials : int
-        Settings to try; a smaller space ends sooner.
+        Number of settings to try; a smaller space ends sooner.
     searcher : {'random', 'grid', 'optuna'} or an Optuna sampler
-        The way to propose parameters.
+        How parameters are proposed.
     num_bag_folds : int
-        2 or more: each trial is a bag of so many models, each of which is scored on the rows that it did not train on.
-        Folds are stratified where targets are classes.
+        2 or more: each trial is a bag of so many models, and each model is scored on the rows that it did not train on.
+        Folds are stratified if targets are classes.
     total : ResourceQuota, optional
-        Resources that the search holds, leased so that other runs on this machine leave them alone. By default all that
-        this process may use (with Ray: all of the cluster).
+        Resources that the search holds, leased so that other runs on this machine don't use them. By default all that
+        this process may use (with Ray: the whole cluster).
     per_bag, per_model : ResourceQuota, optional
         Share of a trial, and of a model.
     metric : str or callable
-        A name in the loop's history, of which the last value counts (``val_loss`` of an estimator: log loss or mean
-        squared error; other names: scikit-learn's scorers), or ``metric(y_true, y_pred)`` of the validation rows.
+        A name in the loop's history, whose last value counts; or ``metric(y_true, y_pred)`` of the validation rows.
+        For estimators ``val_loss`` is log loss or mean squared error; other names are scikit-learn's scorers.
     mode : {'min', 'max'}
-        Which scores are better.
+        ``'min'`` if lower scores are better, ``'max'`` if higher ones are.
     backend : {'local', 'ray'}
         This machine, or a Ray cluster (``pip install 'tt-trainloop[ray]'``).
     seed : int, optional
-        Seed of parameters, folds and models.
+        Seed for parameters, folds and models.
     storage : path, optional
-        Folder of the search. One that was begun there goes on, and trains no finished fold again. It holds pickles,
-        which can run any code when they are read: it must belong to you or to root, and not be writable by others.
+        Folder of the search. A search that began there is resumed, and trains no finished fold again. The folder holds
+        pickles, which can execute arbitrary code when they are read: you or root must own it, and others must not be
+        able to write to it.
     fit_args : mapping, optional
-        Arguments of ``fit``, where ``make_loop`` returns an untrained loop: ``{'num_epochs': 5}``. By default
+        Arguments of ``fit``, if ``make_loop`` returns an untrained loop: ``{'num_epochs': 5}``. By default
         ``num_epochs`` is the parameter of that name, or 10.
     data : (x, y), optional
-        For objects with ``fit`` and ``predict``: each fold trains on its rows of these.
+        Data for objects with ``fit`` and ``predict``: each fold trains on its rows of them.
     targets : sequence, optional
         A target for each row of the data, for the folds. By default ``y`` of ``data``; without either, ``make_loop`` is
-        called once with a fold of two rows, in a process of its own that trains nothing, and the dataset behind the
-        ``Subset`` in its ``train_loader`` tells.
+        called once with a fold of two rows, in a separate process that trains nothing, and the targets are read from
+        the dataset behind the ``Subset`` in its ``train_loader``.
     parallel_folds : bool
-        False trains a trial's folds one after the other.
+        If False, the folds of a trial train one after the other.
     progress : bool
-        Whether to show trials done, running and failed, and resources in use.
+        Show trials done, running and failed, and resources in use.
     lease_timeout_s : float, optional
-        How long to wait for CPUs and GPUs that other runs hold; a day by default.
+        Seconds to wait for CPUs and GPUs that other runs hold; a day by default.
     time_limit_s : float, optional
-        After so many seconds no fold begins, and those that train are ended: the result is that of a Ctrl-C. A model
-        that asks :func:`~trainloop.tuning.seconds_left` can end before with what it has.
+        After so many seconds no fold begins, and running folds are ended, as by Ctrl-C. A model that asks
+        :func:`~trainloop.tuning.seconds_left` can end earlier and keep its result.
     keep : {'best', 'all'}
-        Models that stay: the best trial's, or every trial's (:meth:`TuneResult.predictor_of`).
+        Models to keep: those of the best trial, or of every trial (:meth:`TuneResult.predictor_of`).
     preload : sequence of str
         Modules that the models need. This process's fork server imports them when it starts, and the models' processes
-        are forked from it; a server that an earlier search or fit in several processes has started is used as it is.
-        The modules must start no thread and touch no GPU when they are imported. With none, ``()``, each model gets a
+        are forked from it. A server that an earlier search or multi-process fit has started is used unchanged.
+        The modules must not start threads or touch a GPU when they are imported. With ``()``, each model gets a
         fresh interpreter. Not with Ray.
     trusted : bool
-        Skip the check of owners and modes of ``storage``, for a folder that you trust.
+        Skip the check of the owner and mode of ``storage``, for a folder that you trust.
     folds : splitter, or list of (train, validation), optional
-        Folds of your own in place of ``num_bag_folds``: an object with ``split(x, y)``, such as scikit-learn's
+        Your own folds in place of ``num_bag_folds``: an object with ``split(x, y)``, such as scikit-learn's
         ``TimeSeriesSplit``, for the rows of ``data`` or ``targets``; or pairs of arrays of row numbers, such as
         ``list(GroupKFold(5).split(x, y, groups))``.
 
@@ -151,9 +152,9 @@ def tune(
     Raises
     ------
     ConfigurationError
-        For arguments that can't work, before any process starts.
+        If arguments are invalid, before any process starts.
     ResourceError
-        If the machine can't give what is asked for, or not in time.
+        If the machine does not have the requested resources, or they are not free in time.
     """
     if not callable(make_loop):
         raise ConfigurationError(f"make_loop={make_loop!r}: must be callable as make_loop(params, fold).")
@@ -172,7 +173,7 @@ def tune(
     if folds is not None:
         if num_bag_folds != 1:
             raise ConfigurationError(
-                f"num_bag_folds={num_bag_folds} with folds: the number of folds is theirs. Leave num_bag_folds out."
+                f"num_bag_folds={num_bag_folds} with folds: folds already sets their number. Remove num_bag_folds."
             )
         x, y = (None, targets) if data is None else (data[0], data[1] if targets is None else targets)
         own = own_folds(folds, x, y)
@@ -180,11 +181,11 @@ def tune(
     if isinstance(space, Mapping) and not space:
         if num_bag_folds == 1:
             warn(
-                "space is empty: one model is trained, and nothing searched. Name parameters, e.g. "
-                "space={'lr': [0.1, 0.01]}, or cross-validate the one setting with num_bag_folds=5."
+                "space is empty: one model is trained and nothing is searched. Name parameters, e.g. "
+                "space={'lr': [0.1, 0.01]}, or cross-validate this one setting with num_bag_folds=5."
             )
         num_trials = min(num_trials, 1)
-    proposals = make_searcher(searcher, space, seed=0 if seed is None else seed, mode=mode)  # to find errors early
+    proposals = make_searcher(searcher, space, seed=0 if seed is None else seed, mode=mode)  # finds errors early
     with ExitStack() as undo:
         if backend == "ray":
             from trainloop.tuning.on_ray import RayBackend
@@ -193,7 +194,7 @@ def tune(
             total = ray_backend.total
         else:
             total = machine_total(total)
-        # Before anything is written: a plan that can't be had leaves no folder behind.
+        # Before anything is written: an impossible plan leaves no folder behind.
         division = plan(
             total,
             num_trials=num_trials,
@@ -254,7 +255,7 @@ def tune(
         )
         if scratch is not None:
             unless_returned.pop_all()
-            weakref.finalize(result, remove, scratch)  # its models are there
+            weakref.finalize(result, remove, scratch)  # it holds the result's models
         return result
 
 
@@ -266,9 +267,9 @@ def _name_of(metric: str | Callable[..., float]) -> str:
 
 
 class _Search:
-    """The trials in progress, and a place for each model that the plan lets run at once.
+    """The trials in progress, and a slot for each model that may run at once by the plan.
 
-    A place that one trial no longer needs is taken by the next one's folds.
+    Folds of the next trial take the slots that a trial no longer needs.
     """
 
     def __init__(
@@ -305,7 +306,7 @@ class _Search:
     # -- folds -------------------------------------------------------------------------------------------------------
 
     def settle_folds(self, num_bag_folds: int, targets: Any, own: list[Fold] | None) -> None:
-        """The bag's folds, the user's or from the targets or the data, and the file that all children read."""
+        """Set the bag's folds (the user's, or made from targets or data) and write the file that all children read."""
         self.folds = own
         if num_bag_folds > 1 and own is None:
             path = self._store.folder / "folds.pkl"
@@ -315,7 +316,7 @@ class _Search:
                 length, targets = self._describe(targets)
                 self.folds = make_folds(length, num_bag_folds, seed=self._seed, classes=class_targets(targets))
                 write(path, self.folds)
-        # Once for all children: the data may be large, and each job only names the file.
+        # Once for all children: the data may be large, so each job only names the file.
         write(self._store.folder / "work.pkl", {**self._work, "folds": self.folds}, "tune")
 
     def _describe(self, targets: Any) -> tuple[int, Any]:
@@ -323,7 +324,7 @@ class _Search:
             targets = self._work["data"][1]
         if targets is not None:
             return len(targets), targets
-        # Only the loop knows its data: a child makes one and looks.
+        # Only the loop knows its data: a child process makes a loop and looks.
         write(self._store.folder / "work.pkl", {**self._work, "folds": None}, "tune")
         params = self._store.params(0) or self._searcher.propose(0) or {}
         self._store.begin_trial(0, params)
@@ -331,9 +332,9 @@ class _Search:
         folder = Path(ended.job.folder)
         if ended.error:
             raise ConfigurationError(
-                "To learn the rows of the data make_loop was called with a fold of two rows, then "
-                "make_loop(params, None) was called too, and they did not show. Give "
-                f"tune data=(x, y) or targets=(one for each row), or mend it:\n{ended.error}"
+                "The number of rows of the data could not be found: make_loop was called with a fold of two rows, then "
+                "as make_loop(params, None), and both failed. Give "
+                f"tune data=(x, y) or targets=(one for each row), or fix make_loop:\n{ended.error}"
             )
         found = read(folder / "result.pkl", trusted=self._store.trusted)
         return found["length"], found["targets"]
@@ -349,7 +350,7 @@ class _Search:
                 return ended
 
     def _job(self, number: int, fold: int, folder: Path, *, place: int, probe: bool = False) -> Job:
-        # Places of one trial lie side by side, on the devices that the plan gives to one bag.
+        # Slots of one trial are adjacent, on the devices that the plan gives to one bag.
         bag, model = divmod(place, self._plan.folds_in_parallel)
         return Job(
             trial=number,
@@ -368,7 +369,7 @@ class _Search:
     # -- the run -----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run until every trial is over, time is up, or Ctrl-C."""
+        """Run until every trial has ended, time is up, or the user presses Ctrl-C."""
         why = "the search was interrupted"
         try:
             with self._view:
@@ -377,12 +378,12 @@ class _Search:
                     for ended in self._backend.wait(self._patience_s()):
                         self._record(ended)
                     if self._patience_s() <= 0:
-                        self.interrupted, why = True, "the search's time was over"
+                        self.interrupted, why = True, "the search's time was up"
         except KeyboardInterrupt:
             self.interrupted = True
         if self.interrupted:
             for job in self._backend.close():
-                if self._store.result(job.trial, job.fold) is not None:  # it had just finished
+                if self._store.result(job.trial, job.fold) is not None:  # it has just finished
                     self._record(FoldExit(job))
             for running in self.begun:
                 running.interrupt(why)
@@ -390,11 +391,11 @@ class _Search:
         self._view.last(self.begun, self.interrupted)
 
     def _patience_s(self) -> float:
-        """Seconds to wait for a fold's end."""
+        """Return the seconds to wait for the end of a fold."""
         return 1.0 if self._deadline is None else min(1.0, max(0.0, self._deadline - time.monotonic()))
 
     def _soft_end(self, num_training: int) -> float | None:
-        """Time of the epoch by which a fold that begins now should have ended, so that those after it have as long."""
+        """Return when (seconds since 1970) a fold that begins now should end, so that later folds have equal time."""
         if self._deadline is None:
             return None
         waiting = sum(len(running.waiting) for running in self.begun)
@@ -403,7 +404,7 @@ class _Search:
         return time.time() + _SOFT * (self._deadline - time.monotonic()) / waves
 
     def _fill(self) -> bool:
-        """Give every free place a fold to train; returns whether anything trains."""
+        """Start a fold in every free slot; return True if any fold is training."""
         taken = {place for running in self.begun for place in running.training.values()}
         for place in range(self._plan.models_in_parallel):
             if place in taken:
@@ -421,7 +422,7 @@ class _Search:
         return bool(taken)
 
     def _with_a_fold(self) -> Running | None:
-        """The first trial that may train one fold more; one that an earlier run finished has none."""
+        """Return the first trial that may start another fold; a trial that an earlier run finished has none."""
         for running in self.begun:
             if running.waiting and len(running.training) < self._plan.folds_in_parallel:
                 return running
@@ -469,13 +470,13 @@ class _Search:
 
     def _end(self, running: Running) -> None:
         trial = running.trial()
-        # Failures too, or a searcher that models the space would propose the same again.
+        # Report failures too, or a searcher that models the space would propose the same again.
         self._searcher.tell(running.number, running.params, trial.score if trial.state == "done" else None)
         if self._keep_all:
             return
         over = [other.trial() for other in self.begun if other.over]
         best = best_of(over, self._mode)
         for other in over:
-            # A partial trial may be completed by another run, and then be the best.
+            # Another run may complete a partial trial, which may then be the best.
             if other.state == "done" and best is not None and other.number != best.number:
                 self._store.forget_models(other.number)

@@ -21,19 +21,19 @@ def machine_total(total: ResourceQuota | None) -> ResourceQuota:
         return ResourceQuota(machine.num_cpus, machine.num_gpus)
     cpus = machine.num_cpus if total.num_cpus == "auto" else total.num_cpus
     num_gpus = machine.num_gpus if total.num_gpus == "auto" else total.num_gpus
-    # A run may hold one and a half GPUs, which its models share; check the rest as for any run.
+    # A search may hold one and a half GPUs, which its models share; check the rest as for any run.
     enforce.check_quota(ResourceQuota(cpus, math.ceil(exact(num_gpus)), total.memory), machine=machine)
     return ResourceQuota(cpus, num_gpus, total.memory)
 
 
 def lease_total(total: ResourceQuota, timeout_s: float | None, undo: ExitStack) -> tuple[list[int], list[int]]:
-    """CPUs and indices of GPUs that this search has for itself."""
+    """Lease CPUs and GPUs for this search; return the CPUs and the indices of the GPUs."""
     cpus = affinity() or list(range(os.cpu_count() or 1))
     num_cpus, num_gpus = int(total.num_cpus), math.ceil(exact(total.num_gpus))
     names = gpus.names(available().num_gpus) if num_gpus else []
     if lease.inherited():
         return cpus[:num_cpus], list(range(num_gpus))
-    # The GPUs that nobody else computes on first.
+    # GPUs that no other process uses come first.
     others = gpus.other_processes(names)
     requests = {
         "cpu": lease.Request(num_cpus, [f"cpu-{cpu}" for cpu in cpus]),
@@ -46,7 +46,7 @@ def lease_total(total: ResourceQuota, timeout_s: float | None, undo: ExitStack) 
     except ResourceError as busy:
         if timeout_s == 0:
             raise
-        print(f"tune waits for other runs: {busy}", file=sys.stderr)
+        print(f"tune is waiting for other runs: {busy}", file=sys.stderr)
         held = lease.acquire(requests, timeout_s=timeout_s)
     undo.enter_context(held)
     return [int(name.removeprefix("cpu-")) for name in held.names["cpu"]], sorted(

@@ -1,7 +1,7 @@
-"""Search spaces, and the searchers that walk them: random, grid, and Optuna's samplers.
+"""Search spaces and searchers: random, grid, and Optuna's samplers.
 
-Which parameters a trial has depends on the seed and the trial's number alone (for Optuna also on the scores before
-it), not on which backend ran it or when it ended.
+The parameters of a trial depend only on the seed and the trial's number (for Optuna also on earlier scores), not on
+the backend or on the order in which trials end.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from trainloop.errors import ConfigurationError
 
 __all__ = ["Choice", "Integers", "Searcher", "Uniform", "make_searcher", "parse_space"]
 
-_ENUMERABLE = 1_000_000  # in spaces of fewer settings, a random search never tries one twice
+_ENUMERABLE = 1_000_000  # in spaces with fewer settings, a random search never tries one twice
 
 
 class Dimension(Protocol):
-    """Values of one parameter."""
+    """The possible values of one parameter."""
 
     def sample(self, rng: np.random.Generator) -> Any:
-        """One of them, at random."""
+        """Return one of them, at random."""
         ...
 
 
@@ -37,7 +37,7 @@ class Choice:
     """The values, in the order of the grid."""
 
     def sample(self, rng: np.random.Generator) -> Any:
-        """One of the values, each as likely."""
+        """Return one of the values, each with equal probability."""
         return self.values[int(rng.integers(len(self.values)))]
 
 
@@ -50,13 +50,13 @@ class Uniform:
     high: float
     """Greatest value."""
     log: bool = False
-    """True if its logarithm is uniform instead, as suits a learning rate."""
+    """True if the logarithm is uniform instead, which suits a learning rate."""
 
     def __post_init__(self) -> None:
         _check_bounds(self, 0.0)
 
     def sample(self, rng: np.random.Generator) -> float:
-        """A number between the bounds, evenly over them or over their logarithm."""
+        """Return a number between the bounds, uniform on a linear or logarithmic scale."""
         if self.log:
             value = math.exp(rng.uniform(math.log(self.low), math.log(self.high)))
             return min(max(value, self.low), self.high)
@@ -72,13 +72,13 @@ class Integers:
     high: int
     """Greatest value."""
     log: bool = False
-    """True if small values are as likely as large ones by order of magnitude."""
+    """True if the scale is logarithmic: every order of magnitude is equally likely."""
 
     def __post_init__(self) -> None:
         _check_bounds(self, 1)
 
     def sample(self, rng: np.random.Generator) -> int:
-        """A whole number from the bounds, both included, evenly over them or over their logarithm."""
+        """Return an int from ``low`` to ``high``, both included, uniform on a linear or logarithmic scale."""
         if self.log:
             value = math.exp(rng.uniform(math.log(self.low - 0.5), math.log(self.high + 0.5)))
             return min(max(round(value), self.low), self.high)
@@ -87,7 +87,7 @@ class Integers:
 
 @dataclass(frozen=True)
 class _Distribution:
-    """Anything with scipy's ``rvs``."""
+    """Sample with scipy's ``rvs``."""
 
     frozen: Any
 
@@ -99,13 +99,13 @@ class _Distribution:
 def _check_bounds(dimension: Uniform | Integers, above: float) -> None:
     finite = all(isinstance(v, (int, float)) and math.isfinite(v) for v in (dimension.low, dimension.high))
     if not finite or dimension.low > dimension.high:
-        raise ConfigurationError(f"{dimension}: low and high must be finite numbers, low the lesser one.")
+        raise ConfigurationError(f"{dimension}: low and high must be finite numbers, and low must be less than high.")
     if dimension.log and (dimension.low < above or dimension.low <= 0):
         raise ConfigurationError(f"{dimension}: with log=True the bounds must be positive. Raise low above 0.")
 
 
 def parse_space(space: Mapping[str, Any]) -> dict[str, Dimension]:
-    """Dimensions of a search space, by the name of the parameter.
+    """Return the dimensions of a search space, by the name of the parameter.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ def parse_space(space: Mapping[str, Any]) -> dict[str, Dimension]:
     Raises
     ------
     ConfigurationError
-        For anything else, with the name.
+        For anything else; the message names the parameter.
     """
     if not isinstance(space, Mapping):
         raise ConfigurationError(
@@ -125,7 +125,7 @@ def parse_space(space: Mapping[str, Any]) -> dict[str, Dimension]:
     dimensions: dict[str, Dimension] = {}
     for name, values in space.items():
         if not isinstance(name, str):
-            raise ConfigurationError(f"space has the name {name!r}: names of parameters are strings.")
+            raise ConfigurationError(f"space has the name {name!r}: names of parameters must be strings.")
         if isinstance(values, np.ndarray):
             values = values.tolist()
         if isinstance(values, (Uniform, Integers)):
@@ -135,7 +135,7 @@ def parse_space(space: Mapping[str, Any]) -> dict[str, Dimension]:
         elif isinstance(values, Choice) or (isinstance(values, Sequence) and not isinstance(values, (str, bytes))):
             choice = values if isinstance(values, Choice) else Choice(values)
             if len(choice.values) == 0:
-                raise ConfigurationError(f"space[{name!r}] is empty: give at least one value, or leave the name out.")
+                raise ConfigurationError(f"space[{name!r}] is empty. Give at least one value, or remove the name.")
             dimensions[name] = choice
         else:
             raise ConfigurationError(
@@ -146,24 +146,24 @@ def parse_space(space: Mapping[str, Any]) -> dict[str, Dimension]:
 
 
 class Searcher(Protocol):
-    """Proposes parameters, and may learn from scores."""
+    """Propose parameters, and possibly learn from scores."""
 
     def propose(self, number: int) -> dict[str, Any] | None:
-        """Parameters of trial ``number``; None where the space is exhausted."""
+        """Return the parameters of trial ``number``, or None if the space is exhausted."""
         ...
 
     def tell(self, number: int, params: Mapping[str, Any], score: float | None) -> None:
-        """The trial's score, or None where it failed; also for trials of an earlier run that goes on."""
+        """Receive a trial's score, or None if it failed; also for trials of an earlier run that is resumed."""
         ...
 
 
 def make_searcher(searcher: Any, space: Mapping[str, Any], *, seed: int, mode: str) -> Searcher:
-    """The searcher for a name or an Optuna sampler.
+    """Return the searcher for a name or an Optuna sampler.
 
     Raises
     ------
     ConfigurationError
-        If there is no such searcher, the space doesn't suit it, or Optuna is not installed.
+        If there is no such searcher, it can't search this space, or Optuna is not installed.
     """
     dimensions = parse_space(space)
     if searcher == "random":
@@ -181,13 +181,13 @@ def make_searcher(searcher: Any, space: Mapping[str, Any], *, seed: int, mode: s
 
 
 def _grid_size(dimensions: Mapping[str, Dimension]) -> int | None:
-    """Settings in a space of choices alone, else None."""
+    """Return the number of settings if all dimensions are choices, else None."""
     sizes = [len(d.values) if isinstance(d, Choice) else None for d in dimensions.values()]
     return None if None in sizes else math.prod(size for size in sizes if size is not None)
 
 
 def _setting(dimensions: Mapping[str, Dimension], index: int) -> dict[str, Any]:
-    """Setting ``index`` of the grid, the last parameter the fastest."""
+    """Return setting ``index`` of the grid; the last parameter varies fastest."""
     params = {}
     for name, dimension in reversed(list(dimensions.items())):
         assert isinstance(dimension, Choice)
@@ -220,7 +220,7 @@ class _Grid:
         for name, dimension in dimensions.items():
             if not isinstance(dimension, Choice):
                 raise ConfigurationError(
-                    f"space[{name!r}]={dimension!r} has no end: searcher='grid' takes lists and ranges. "
+                    f"space[{name!r}]={dimension!r} is not a list: searcher='grid' accepts only lists and ranges. "
                     "List its values, or use searcher='random'."
                 )
         self._dimensions = dimensions
@@ -234,7 +234,7 @@ class _Grid:
 
 
 class _Optuna:
-    """Ask and tell; a choice is sampled by its index, so that its values may be of any type."""
+    """Ask Optuna for parameters and report scores. A choice is sampled by index: its values may have any type."""
 
     def __init__(self, dimensions: dict[str, Dimension], sampler: Any, seed: int, mode: str) -> None:
         try:

@@ -1,8 +1,8 @@
-"""A search on disk: what is finished stays finished, whatever happens to the process that runs it.
+"""Keep a search on disk: finished folds stay finished, whatever happens to the process that runs the search.
 
 ::
 
-    search.json                     identity of the search; a search that goes on must have the same
+    search.json                     identity of the search; a search that is resumed must have the same
     folds.pkl                       the folds, where there is bagging
     trial-0003/params.pkl, .json    its parameters, exact and readable
     trial-0003/fold-1/job.json      where and how the child runs
@@ -11,7 +11,7 @@
                       model.pkl     the trained model
                       error.txt     why there is no result
 
-Every file is written beside its place and renamed into it. Pickles are read only where no other user can have written
+Every file is written under a temporary name and then renamed. Pickles are read only if no other user can have written
 them.
 """
 
@@ -52,12 +52,12 @@ _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
 
 def dumps(value: object, root: str = "") -> bytes:
-    """``value`` for another process, today or later; what ``__main__`` and notebooks define travels by value.
+    """Pickle ``value`` for another process, now or later; definitions of ``__main__`` and notebooks go by value.
 
     Raises
     ------
     UnpicklableError
-        With the path from ``root`` to what can't be sent.
+        With the path from ``root`` to the object that can't be sent.
     """
     import cloudpickle
 
@@ -70,71 +70,72 @@ def dumps(value: object, root: str = "") -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """The inverse of :func:`dumps`. It can run any code, so it must come from a trusted file."""
+    """Return the value that :func:`dumps` pickled. This can execute arbitrary code: the file must be trusted."""
     import pickle
 
     return pickle.loads(data)
 
 
 def write(path: Path, value: object, root: str = "") -> None:
-    """Pickle ``value`` into a file that is whole or absent."""
+    """Pickle ``value`` into a file, atomically."""
     write_bytes(path, dumps(value, root))
 
 
 def read(path: Path, *, trusted: bool = False) -> Any:
-    """Read what :func:`write` wrote: a pickle, so only if nobody else can have written it, or if ``trusted``."""
+    """Read a pickle that :func:`write` wrote, only if nobody else can have written it, or if ``trusted``."""
     return loads(read_own(path, trusted=trusted))
 
 
 def read_own(path: Path, *, trusted: bool = False) -> bytes:
-    """Bytes of a file that runs code when it is read: refused where another user may have written it.
+    """Return the bytes of a file that can execute code when it is read; reject it if others may have written it.
 
     Parameters
     ----------
     trusted : bool
-        Check nothing.
+        Skip the checks.
 
     Raises
     ------
     ConfigurationError
-        If the file or its folder is owned by a user other than this one and root, or others may write to it.
+        If a user other than this one and root owns the file or its folder, or others may write to it.
     """
     with open(path, "rb") as file:
         if not trusted:
-            # Check the open file and not its name, which may be another file's by now.
+            # Check the open file, not its name, which may belong to another file by now.
             _check_owner(path, os.fstat(file.fileno()))
             _check_owner(path.parent, os.stat(path.parent))
         return file.read()
 
 
 def check_own_folder(folder: Path, *, trusted: bool = False) -> None:
-    """Check that nobody else can put files into a folder of pickles; raises as :func:`read_own`."""
+    """Check that nobody else can put files into a folder of pickles; raise the errors of :func:`read_own`."""
     if not trusted:
         _check_owner(folder, os.stat(folder))
 
 
 def _check_owner(path: Path, found: os.stat_result) -> None:
-    if user_id() is None:  # a system whose files have no such owners
+    if user_id() is None:  # a system whose files have no owners of this kind
         return
     is_folder = stat.S_ISDIR(found.st_mode)
     if found.st_uid not in (user_id(), 0):
-        wrong, mend = f"is owned by user {_name(found.st_uid)}", "Copy what you trust into a folder of your own"
-    # In a folder that is open to all, such as /tmp, the sticky bit protects files from other users.
+        wrong, remedy = f"is owned by user {_name(found.st_uid)}", "Copy trusted files to a folder that you own"
+    # In a folder that all users can write to, such as /tmp, the sticky bit protects files from other users.
     elif is_folder and found.st_mode & stat.S_ISVTX:
         return
     elif stat.S_IMODE(found.st_mode) & 0o002 or (stat.S_IMODE(found.st_mode) & 0o020 and not _is_private(found)):
-        wrong, mend = f"may be written by others (mode {stat.S_IMODE(found.st_mode):o})", f"chmod go-w {str(path)!r}"
+        wrong = f"is writable by other users (mode {stat.S_IMODE(found.st_mode):o})"
+        remedy = f"Run chmod go-w {str(path)!r}"
     else:
         return
     what = "folder" if is_folder else "file"
     raise ConfigurationError(
-        f"{str(path)!r}: this {what} {wrong}, and what is read from it can run any code. {mend}, or pass trusted=True "
-        "if you know who wrote it."
+        f"{str(path)!r}: this {what} {wrong}, and reading it can execute arbitrary code. {remedy}, or pass "
+        "trusted=True if you know who wrote it."
     )
 
 
 def _is_private(found: os.stat_result) -> bool:
-    """Return True if it is a private group, which many systems create per user: same name, no other members."""
+    """Return True if the file's group is private; many systems create one per user: same name, no other members."""
     assert grp is not None
     assert pwd is not None
     try:
@@ -150,14 +151,14 @@ def _name(uid: int) -> str:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file that is whole or absent, and that others can't write to, whatever the umask is."""
+    """Write a file atomically; others can't write to it, whatever the umask is."""
     make_folder(path.parent)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(beside, "wb", opener=lambda name, flags: os.open(name, flags | _NO_LINK, 0o644)) as file:
             file.write(data)
             file.flush()
-            # A search goes on after a loss of power, too.
+            # A search can be resumed after a loss of power, too.
             os.fsync(file.fileno())
         os.replace(beside, path)
     finally:
@@ -166,21 +167,21 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """A folder, and those above it, that others can't write to; one that is there stays as it is."""
+    """Create a folder and its parents, not writable by others; existing ones are left unchanged."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     for path in reversed(missing):
         path.mkdir(mode=0o755, exist_ok=True)
 
 
 def write_checked(path: Path, what: str, layout: int, value: object, root: str) -> None:
-    """Pickle ``value`` into a file that says what it holds, in which layout, and which version wrote it.
+    """Pickle ``value`` into a file with a header: its kind, its layout, and the version that wrote it.
 
     Parameters
     ----------
     what : str
-        Lower-case words: ``'tabular predictor'``.
+        Kind of the file, in lower case: ``'tabular predictor'``.
     layout : int
-        Number of the layout of ``value``, raised where :func:`read_checked` could not use an older one.
+        Number of the layout of ``value``; increased when :func:`read_checked` can't use older files.
     """
     body = dumps(value, root)
     digest = hashlib.sha256(body).hexdigest()
@@ -188,41 +189,41 @@ def write_checked(path: Path, what: str, layout: int, value: object, root: str) 
 
 
 def read_checked(path: Path, what: str, layout: int, writer: str, *, trusted: bool) -> Any:
-    """Read what :func:`write_checked` wrote, under the rules of :func:`read`.
+    """Read a file that :func:`write_checked` wrote, under the rules of :func:`read`.
 
     Raises
     ------
     CheckpointError
-        If the file is absent, damaged, something else, or of a version whose files this one can't use.
+        If the file is missing, damaged, of another kind, or of a version whose files this one can't use.
     ConfigurationError
         If others may have written it.
     """
     try:
         data = read_own(path, trusted=trusted)
     except OSError as error:
-        raise CheckpointError(f"no {what} at {str(path)!r}: {error}. Give the path that save() got.") from error
+        raise CheckpointError(f"no {what} at {str(path)!r}: {error}. Give the path that save() wrote.") from error
     head = data[:200].partition(b"\n")[0]
-    # Files of version 0.1.0 up to layout 2 don't say which version wrote them.
+    # Files of version 0.1.0 up to layout 2 don't contain the version that wrote them.
     found = re.fullmatch(rf"trainloop {what} (\d+)(?: by (\S+))?", head.decode(errors="replace"))
     if found is None:
-        raise CheckpointError(f"{str(path)!r} is no {what}. Give a file that {writer} wrote.")
+        raise CheckpointError(f"{str(path)!r} is not a {what}. Give a file that {writer} wrote.")
     by = f"trainloop {found[2]}" if found[2] else "an earlier version of trainloop"
-    mend = "Load it with the version that wrote it, or train again and save with this one."
+    remedy = "Load it with the version that wrote it, or train again and save with this one."
     if int(found[1]) != layout:
         raise CheckpointError(
             f"{str(path)!r} was written by {by}, in layout {found[1]}; this is trainloop {__version__}, which reads "
-            f"layout {layout}. {mend}"
+            f"layout {layout}. {remedy}"
         )
     start = len(head) + 1
     digest, body = data[start : start + 64], data[start + 65 :]
     if hashlib.sha256(body).hexdigest().encode() != digest:
-        raise CheckpointError(f"{str(path)!r} is damaged: its checksum differs. Save the predictor again.")
+        raise CheckpointError(f"{str(path)!r} is damaged: its checksum is wrong. Save the predictor again.")
     try:
         return loads(body)
-    except Exception as error:  # a class that has moved, a library that is not here
+    except Exception as error:  # a class has moved, or a library is not installed
         raise CheckpointError(
             f"{str(path)!r} was written by {by}, and trainloop {__version__} can't read it here "
-            f"({type(error).__name__}: {error}). Install what its models need. {mend}"
+            f"({type(error).__name__}: {error}). Install the libraries that its models need. {remedy}"
         ) from error
 
 
@@ -249,35 +250,35 @@ class Storage:
             lock.acquire(timeout=0)
         except filelock.Timeout:
             raise ConfigurationError(
-                f"storage={str(self.folder)!r}: another process searches there now. Wait until it ends, or use another "
-                "folder."
+                f"storage={str(self.folder)!r}: another process is using this folder. Wait until it ends, or use "
+                "another folder."
             ) from None
         return lock
 
     def close(self) -> None:
-        """Close the folder, so that another process may open it."""
+        """Close the folder: another process may then open it."""
         self._lock.release()
 
     def _checked(self, identity: dict[str, Any]) -> dict[str, Any]:
-        """The identity of the search: that of one begun here, if there is one, as it has a seed."""
+        """Return the identity of the search; if one began here, its identity, which contains its seed."""
         path = self.folder / "search.json"
         if not path.exists():
             write_bytes(path, json.dumps(identity, indent=2).encode())
             return identity
         begun: dict[str, Any] = json.loads(path.read_text())
         for name, value in identity.items():
-            # Not given: that of the search which goes on.
+            # Not given: use the value of the search that is resumed.
             if name == "seed" and value is None:
                 continue
             if begun.get(name) != json.loads(json.dumps(value)):
                 raise ConfigurationError(
-                    f"storage={str(self.folder)!r} holds a search with {name}={begun.get(name)!r}, and this one has "
-                    f"{name}={value!r}. Give the same arguments to go on with it, or another folder for a new search."
+                    f"storage={str(self.folder)!r} holds a search with {name}={begun.get(name)!r}, but this call has "
+                    f"{name}={value!r}. Give the same arguments to resume it, or another folder for a new search."
                 )
         return begun
 
     def fix_seed(self, seed: int) -> int:
-        """The search's seed: the one it was begun with, or this."""
+        """Return the search's seed: the one that it began with, or ``seed`` for a new search."""
         if self.identity["seed"] is None:
             self.identity["seed"] = seed
             write_bytes(self.folder / "search.json", json.dumps(self.identity, indent=2).encode())
@@ -292,7 +293,7 @@ class Storage:
         return self.trial_folder(number) / f"fold-{fold}"
 
     def params(self, number: int) -> dict[str, Any] | None:
-        """Parameters of a trial begun earlier."""
+        """Return the parameters of a trial that began earlier; None if it did not."""
         path = self.trial_folder(number) / "params.pkl"
         return dict(read(path, trusted=self.trusted)) if path.exists() else None
 
@@ -302,20 +303,20 @@ class Storage:
         write(folder / "params.pkl", dict(params))
 
     def result(self, number: int, fold: int) -> dict[str, Any] | None:
-        """The finished fold, without its predictions and its model."""
+        """Return the result of a finished fold, without predictions and model; None if it has not finished."""
         path = self.fold_folder(number, fold) / "result.pkl"
         return read(path, trusted=self.trusted) if path.exists() else None
 
     def forget_models(self, number: int) -> None:
-        """Delete the models of a trial that is not the best any more."""
+        """Delete the models of a trial that is no longer the best."""
         for path in self.trial_folder(number).glob("fold-*/model.pkl"):
             with contextlib.suppress(OSError):
                 path.unlink()
 
     def clean_fold(self, number: int, fold: int) -> Path:
-        """An empty folder for a fold that begins."""
+        """Return an empty folder for a fold that begins."""
         folder = self.fold_folder(number, fold)
-        # What a fold that was killed left there.
+        # Remove files that a killed fold left there.
         shutil.rmtree(folder, ignore_errors=True)
         make_folder(folder)
         return folder

@@ -1,7 +1,7 @@
-"""The process that trains one fold: from its first line to its last.
+"""The process that trains one fold, from its first line to its last.
 
-It takes its CPUs before it imports anything that counts them, ends when its parent does, and writes its result into the
-fold's folder. None of this runs in the searching process.
+It binds itself to its CPUs before it imports anything that counts them, ends when its parent ends, and writes its
+result into the fold's folder. None of this runs in the process that called ``tune``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainloop._support import platform
 __all__ = ["Job", "seconds_left", "train_fold"]
 
 _OVER_S = 1e-3
-_until: float | None = None  # when the model that this process trains should have ended, by time.time()
+_until: float | None = None  # when the model that this process trains should end, by time.time()
 
 
 @dataclass
@@ -36,25 +36,25 @@ class Job:
     fold: int
     """Number of the fold; 0 without bagging."""
     folder: str
-    """Where the child writes what it came to."""
+    """Folder into which the child writes its result."""
     work: str
-    """File with what all folds of the search share."""
+    """File with the data that all folds of the search share."""
     params: str
     """File with the trial's parameters."""
     seed: int
-    """For all random generators, so that a fold's score doesn't depend on where it ran."""
+    """Seed of all random generators: a fold's score doesn't depend on where it ran."""
     quota: tuple[Any, Any, Any]
     """CPUs, GPUs and memory of the model."""
     cpus: list[int] = field(default_factory=list)
-    """CPUs of the child; all it finds where the list is empty."""
+    """CPUs of the child; if empty, all that it may use."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables that must be there before its libraries are loaded."""
+    """Environment variables that must be set before its libraries are loaded."""
     trusted: bool = False
-    """True if the files are read whoever may have written them."""
+    """True if the files are read without a check of who may have written them."""
     until: float | None = None
-    """Seconds of the epoch at which the model should have ended by itself; None without a time limit."""
+    """Time (seconds since 1970) at which the model should end by itself; None without a time limit."""
     probe: bool = False
-    """Only look at the data, for its length and targets."""
+    """True if the child only reads the length and targets of the data."""
 
     def write(self) -> Path:
         path = Path(self.folder) / "job.json"
@@ -63,10 +63,10 @@ class Job:
 
 
 def train_fold(job_file: str, log: str) -> None:
-    """Train the fold of ``job_file``: the main function of its process, which ends here.
+    """Train the fold of ``job_file``, then end the process. This is its main function.
 
-    The process has a session of its own: a Ctrl-C in the terminal is for the search, which then ends all that the fold
-    has started. Its output goes into the file ``log``.
+    The process has its own session: a Ctrl-C in the terminal reaches the search only, which then ends all processes
+    of the fold. The output goes into the file ``log``.
     """
     if hasattr(os, "setsid"):
         os.setsid()
@@ -102,16 +102,15 @@ def _exit_at_once(exitcode: int) -> None:
 
 
 def seconds_left() -> float | None:
-    """Seconds that the model in this process may still take, for one that can end sooner with what it has.
+    """Return the seconds that the model in this process may still take, for models that can end early.
 
-    Under ``tune(..., time_limit_s=...)`` each model gets an equal part of the time that is left when it begins; what
-    one does not need is for those after it. A tenth is kept back, for predictions and files.
+    Under ``tune(..., time_limit_s=...)`` each model gets an equal part of the time that is left when it begins. Time
+    that one does not use is left to later models. A tenth is reserved for predictions and files.
 
     Returns
     -------
     float or None
-        A thousandth at least, so that ``TimeLimit`` takes it; None without a limit, and where nothing of ``tune``
-        trains.
+        At least 0.001, which ``TimeLimit`` accepts; None without a limit and outside of ``tune``.
 
     Examples
     --------
@@ -123,7 +122,7 @@ def seconds_left() -> float | None:
 
 
 def _end_with_the_parent(sentinel: int) -> None:
-    """All of the fold's processes are in one group."""
+    """Kill the fold's process group when the parent ends."""
     connection.wait([sentinel])
     if sys.platform != "win32" and os.getpgid(0) == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
@@ -136,10 +135,10 @@ def _train(job: Job, folder: Path) -> None:
 
     global _until
     _until = job.until
-    # The search has leased what this fold may use: a lease of its own would wait for the search to end.
+    # The search has leased this fold's resources: a lease by the fold would wait for the search to end.
     lease.inherit()
     quota = ResourceQuota(*job.quota)
-    # CPU seconds used up to here were imports.
+    # The CPU seconds until here were spent on imports.
     began, used = time.monotonic(), _cpu_seconds()
     device = None
     if 0 < float(quota.num_gpus) < 1:
@@ -150,7 +149,7 @@ def _train(job: Job, folder: Path) -> None:
         work = read(Path(job.work), trusted=job.trusted)
         params = read(Path(job.params), trusted=job.trusted)
         _seed(job.seed)
-        # Only now: it may import torch, which reads the number of threads that applied() has set.
+        # Not earlier: this may import torch, which reads the number of threads that applied() has set.
         from trainloop.tuning import fitting
 
         if job.probe:
@@ -179,7 +178,7 @@ def _train(job: Job, folder: Path) -> None:
 
 
 def _cpu_seconds() -> float:
-    """CPU seconds of this process and its ended children, counted by the kernel."""
+    """Return the CPU seconds of this process and its ended children, counted by the kernel."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
@@ -191,6 +190,6 @@ def _seed(seed: int) -> None:
 
     random.seed(seed)
     np.random.seed(seed)
-    # If the work needs torch, it is imported by now; imported later, its default seed is a constant too.
+    # If the work needs torch, it is imported by now; if it is imported later, its default seed is constant too.
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(seed)
