@@ -156,28 +156,10 @@ def tune(
     ResourceError
         If the machine does not have the requested resources, or they are not free in time.
     """
-    if not callable(make_loop):
-        raise ConfigurationError(f"make_loop={make_loop!r}: must be callable as make_loop(params, fold).")
-    if mode not in ("min", "max"):
-        raise ConfigurationError(f"mode={mode!r}: must be 'min' or 'max'.")
-    if backend not in ("local", "ray"):
-        raise ConfigurationError(f"backend={backend!r}: must be 'local' or 'ray'.")
-    if keep not in ("best", "all"):
-        raise ConfigurationError(f"keep={keep!r}: must be 'best' or 'all'.")
-    if time_limit_s is not None and not (isinstance(time_limit_s, (int, float)) and time_limit_s > 0):
-        raise ConfigurationError(f"time_limit_s={time_limit_s!r}: must be a number of seconds above 0, or None.")
+    _check_arguments(make_loop, mode, backend, keep, time_limit_s, data)
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
-    if data is not None and (not isinstance(data, (tuple, list)) or len(data) != 2 or len(data[0]) != len(data[1])):
-        raise ConfigurationError("data must be (x, y), with as many rows in x as in y.")
-    own: list[Fold] | None = None
-    if folds is not None:
-        if num_bag_folds != 1:
-            raise ConfigurationError(
-                f"num_bag_folds={num_bag_folds} with folds: folds already sets their number. Remove num_bag_folds."
-            )
-        x, y = (None, targets) if data is None else (data[0], data[1] if targets is None else targets)
-        own = own_folds(folds, x, y)
-        num_bag_folds = len(own)
+    own = None if folds is None else _given_folds(folds, num_bag_folds, data, targets)
+    num_bag_folds = num_bag_folds if own is None else len(own)
     if isinstance(space, Mapping) and not space:
         if num_bag_folds == 1:
             warn(
@@ -257,6 +239,32 @@ def tune(
             unless_returned.pop_all()
             weakref.finalize(result, remove, scratch)  # it holds the result's models
         return result
+
+
+def _check_arguments(make_loop: Any, mode: Any, backend: Any, keep: Any, time_limit_s: Any, data: Any) -> None:
+    if not callable(make_loop):
+        raise ConfigurationError(f"make_loop={make_loop!r}: must be callable as make_loop(params, fold).")
+    for name, value, known in (
+        ("mode", mode, ("min", "max")),
+        ("backend", backend, ("local", "ray")),
+        ("keep", keep, ("best", "all")),
+    ):
+        if value not in known:
+            raise ConfigurationError(f"{name}={value!r}: must be {known[0]!r} or {known[1]!r}.")
+    if time_limit_s is not None and not (isinstance(time_limit_s, (int, float)) and time_limit_s > 0):
+        raise ConfigurationError(f"time_limit_s={time_limit_s!r}: must be a number of seconds above 0, or None.")
+    if data is not None and (not isinstance(data, (tuple, list)) or len(data) != 2 or len(data[0]) != len(data[1])):
+        raise ConfigurationError("data must be (x, y), with as many rows in x as in y.")
+
+
+def _given_folds(folds: Any, num_bag_folds: int, data: Any, targets: Any) -> list[Fold]:
+    """Return the user's own folds."""
+    if num_bag_folds != 1:
+        raise ConfigurationError(
+            f"num_bag_folds={num_bag_folds} with folds: folds already sets their number. Remove num_bag_folds."
+        )
+    x, y = (None, targets) if data is None else (data[0], data[1] if targets is None else targets)
+    return own_folds(folds, x, y)
 
 
 def _name_of(metric: str | Callable[..., float]) -> str:
