@@ -101,6 +101,6 @@ def test_the_stack_above_get_loss_is_the_one_that_the_way_names() -> None:
         loop.fit(num_epochs=1)
     finally:
         sys.setprofile(None)  # which the model sets after each get_loss
-    named = re.search(r"``(\w+)``, ``(\w+)``, ``(\w+)``\s+and\s+``(\w+)`` are all", TEXT)
+    named = re.search(r"``(\w+)``,\s+``(\w+)``, ``(\w+)``\s+and\s+``(\w+)`` are on", TEXT)
     assert named is not None
     assert model.stacks == [list(reversed(named.groups()))] * 2
