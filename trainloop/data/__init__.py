@@ -1,12 +1,12 @@
-"""Loaders of any kind, made into what one rank trains on and evaluates.
+"""Turn loaders of any kind into the batches that one rank trains on and evaluates.
 
-A *source* (``sources.py``, ``indexed.py``) gives a rank's part of one global batch after another; which part
-its rule says (``samplers.py``, ``whole_batches.py``). Training groups them into steps, evaluation does not.
+A *source* (``sources.py``, ``indexed.py``) yields a rank's part of each global batch; its rule (``samplers.py``,
+``whole_batches.py``) chooses the part. Training groups the parts into steps, evaluation does not.
 
-* :func:`train_feed`: an epoch as optimizer steps, each rank's part of every global batch in them.
+* :func:`train_feed`: an epoch as optimizer steps, with each rank's part of every global batch.
 * :func:`eval_feed`: the batches that one process would see, each on one rank.
 * :class:`SplitBatches`: each rank takes its own columns of every batch, for state carried from batch to batch.
-* :func:`count_samples`, :func:`move_to`: of batches of any shape.
+* :func:`count_samples`, :func:`move_to`: count and move the samples of batches of any shape.
 """
 
 from trainloop.data.batches import count_samples, move_to
