@@ -72,7 +72,7 @@ def test_an_entry_of_an_earlier_run_is_not_believed() -> None:
     content, _, signature = recorded[0].decode().rpartition(" ")
     assert json.loads(content)["hosts"]
     other.set("host/0", f"{content} {signature}")
-    with pytest.raises(ConfigurationError, match="it is busy with another run, or about to end an earlier one"):
+    with pytest.raises(ConfigurationError, match="it is busy with another run, or still ending an earlier one"):
         meet(other.port, 1, key=KEY, wait_s=5)
 
 

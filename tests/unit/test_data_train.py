@@ -370,8 +370,8 @@ class RepeatedLoader(DataLoader[Any]):
         ([], r"train_loader has no batches: its length is 0"),
         (
             DataLoader(Rows(7), 4, drop_last=True),
-            r"train_loader has 7 samples and drop_last=True, but one global batch takes 8 \(batch_size 4 on 2 ranks\), so "
-            r"no batch would be left. Use drop_last=False, or a smaller batch_size.",
+            r"train_loader has 7 samples and drop_last=True, but one global batch takes 8 \(batch_size 4 on 2 ranks\), "
+            r"so no batch would be left. Use drop_last=False, or a smaller batch_size.",
         ),
         (
             DataLoader(Rows(), 4, sampler=DistributedSampler(Rows(), num_replicas=4, rank=0)),

@@ -242,7 +242,7 @@ def test_an_absent_accelerator_or_device_is_refused(
 
 @pytest.mark.parametrize("asked", [10**6, str(10**6), 10**18, 65])
 def test_an_absurd_number_of_processes_is_refused(asked: object) -> None:
-    with pytest.raises(DeviceError, match=rf"devices='?{asked}'?: .*2 cores to use. Use devices=2; more than 64"):
+    with pytest.raises(DeviceError, match=rf"devices='?{asked}'?: .*2 cores available. Use devices=2; more than 64"):
         choose_devices("cpu", asked, cuda=0, cores=2)
     assert len(choose_devices("cpu", 65, cuda=0, cores=9).indices) == 65
 

@@ -107,12 +107,12 @@ def knows_foreign_names(foreign: Mapping[str, str]) -> Callable[[Function], Func
 WRAPPERS = table_of(
     {
         "default_model_methods transfer_model_attributes":
-            ": every attribute and method of the model is reachable through the wrapper, none is named",
+            ": every attribute and method of the model is reachable through the wrapper, without naming it",
         "find_unused find_unused_params unused_parameters": "find_unused_parameters=",
         "device device_id gpus gpu gpu_ids local_rank rank": "device_ids=, a list",
         "num_devices replicas_count num_replicas": "devices=",
         "auto_wrap_policy wrap_policy wrap wrap_cls units": "shard=[Block], the classes of blocks",
-        "sharding_strategy": "reshard_after_forward=, and replicas= for copies that are sharded each",
+        "sharding_strategy": "reshard_after_forward=, and replicas= for several sharded copies",
         "mixed_precision": "mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy(...)",
         "cpu_offload": "offload_policy=torch.distributed.fsdp.CPUOffloadPolicy()",
         "device_mesh": "mesh=",

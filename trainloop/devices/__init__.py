@@ -145,7 +145,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     """
     if not isinstance(num_devices, Integral) or isinstance(num_devices, bool) or num_devices < -1:
         raise DeviceError(
-            f"num_devices={shown(num_devices)}: must be an int: -1 for all usable GPUs, or how many (0 or more)."
+            f"num_devices={shown(num_devices)}: must be an int: -1 for all usable GPUs, or their number (0 or more)."
         )
     if num_devices == 0:
         return []
@@ -157,7 +157,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
         )
     if num_devices > count:
         raise DeviceError(
-            f"num_devices={num_devices}: that is more than the {count} CUDA devices visible here. "
-            f"Ask for {count} at most, or -1 for all usable."
+            f"num_devices={num_devices}: only {count} CUDA devices are visible here. "
+            f"Ask for at most {count}, or -1 for all usable ones."
         )
     return gpus.lease_usable(int(num_devices), count)

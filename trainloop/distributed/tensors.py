@@ -53,7 +53,7 @@ def _map_leaves(value: Any, leaf: Callable[[Any, str], Any], path: str = "") -> 
 def _as_tensor(value: Any, path: str) -> Tensor:
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
-            raise TypeError(f"value{path} is a tensor of layout {value.layout}; give a dense one (.to_dense())")
+            raise TypeError(f"value{path} is a tensor of layout {value.layout}; pass a dense one (.to_dense())")
         return value.detach().resolve_conj().resolve_neg()
     if isinstance(value, float):  # float64 holds a Python float whole; the default dtype would round it
         return torch.tensor(value, dtype=torch.float64)
@@ -122,9 +122,9 @@ def _agreed(
         ]
         listed = "; ".join(f"rank {rank}: {', '.join(leaves) or 'nothing'}" for rank, leaves in enumerate(odd))
         raise ValueError(
-            f"{call}: the ranks' values differ in structure or shape ({listed}). Every rank must give the same. Where "
+            f"{call}: the ranks' values differ in structure or shape ({listed}). Every rank must pass the same. If "
             "they differ in their first axis, as an uneven last batch does, all_gather(value, concat=True) joins them; "
-            "else pad or cut the tensors to one shape first, or use gather_object, which takes unequal ones."
+            "otherwise pad or cut the tensors to one shape first, or use gather_object, which accepts unequal ones."
         )
     agreed: dict[str, _Agreed] = {}
     for same_leaf in zip(*(leaves for _, leaves in everyone), strict=True):

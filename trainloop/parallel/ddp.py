@@ -91,7 +91,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         if not trained:
             raise RuntimeError(
                 f"TTDistributedDataParallel: no parameter of {type(module).__name__} requires a gradient, so there is "
-                "nothing to average over ranks: train something of it, or use the module as it is."
+                "nothing to average over ranks. Unfreeze a parameter, or use the module without the wrapper."
             )
         if "process_group" not in ddp_args and "device_mesh" not in ddp_args and not dist.is_initialized():
             raise ConfigurationError(
@@ -322,7 +322,7 @@ for _owner, _names in _TORCHS_OWN:
     for _name in _names.split():
         if not callable(getattr(_owner, _name, None)):
             raise ImportError(
-                f"torch {torch.__version__}: {_owner.__name__} has no {_name} any more, which trainloop builds on. "
+                f"torch {torch.__version__}: {_owner.__name__} no longer has {_name}, which trainloop needs. "
                 "Install a torch from 2.6 to 2.15, or a newer trainloop."
             )
 
@@ -355,9 +355,9 @@ def _explained(error: RuntimeError, wrapper: TTDistributedDataParallel) -> Runti
     unused = ", ".join(names[i] for i in indices if i < len(names)) or "see below"
     return RuntimeError(
         f"These parameters got no gradient in the last backward on rank {dist.get_rank(wrapper.process_group)}, so the "
-        f"gradients could not be averaged over ranks: {unused}. Where that is meant, pass find_unused_parameters=True "
-        "to the wrapper (in a TrainLoop: fit(..., ddp_model_args={'find_unused_parameters': True})); where it is not, "
-        "let the loss depend on them, or freeze them by requires_grad_(False) before wrapping.\n\n"
+        f"gradients could not be averaged over ranks: {unused}. If that is intended, pass find_unused_parameters=True "
+        "to the wrapper (in a TrainLoop: fit(..., ddp_model_args={'find_unused_parameters': True})); otherwise "
+        "make the loss depend on them, or freeze them with requires_grad_(False) before wrapping.\n\n"
         f"DistributedDataParallel's own message: {text}"
     )
 

@@ -182,8 +182,8 @@ class TTDataParallel(Transparent, DataParallel):
             names = {item[0] if has_name else None for item, has_name in zip(items, named, strict=True)}
             if len(names) > 1 or ended in items:
                 raise ConfigurationError(
-                    "the replicas' parts of one batch yielded losses of different optimizers at the same place, or not "
-                    "equally many. Let the sequence of get_loss depend on nothing but what is the same for all."
+                    "the replicas' parts of one batch yielded losses for different optimizers at the same position, or "
+                    "different numbers of losses. Let the sequence depend only on values that are equal for all."
                 )
             losses = [item[1] if has_name else item for item, has_name in zip(items, named, strict=True)]
             loss = self._loss_of_all(losses, sizes, criterion)
@@ -195,23 +195,23 @@ class TTDataParallel(Transparent, DataParallel):
             if t.device != device:
                 raise RuntimeError(
                     f"TTDataParallel: the module must be on {device}, its first device, but has a tensor on "
-                    f"{t.device}: call module.to('{device}') first."
+                    f"{t.device}. Call module.to('{device}') first."
                 )
 
 
 def _check_cpu_replicas(module: nn.Module, devices: Any, device_ids: Any, output_device: Any) -> None:
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise ConfigurationError(f"devices={devices!r}: must be the number of replicas on the CPU, an int from 1 on.")
+        raise ConfigurationError(f"devices={devices!r}: must be the number of replicas on the CPU, 1 or more.")
     if device_ids is not None or output_device is not None:
         raise ConfigurationError(
-            f"devices={devices} asks for replicas on the CPU, device_ids={device_ids!r} and "
-            f"output_device={output_device!r} for GPUs: give one or the other."
+            f"devices={devices} asks for replicas on the CPU, but device_ids={device_ids!r} and "
+            f"output_device={output_device!r} for GPUs. Pass one or the other."
         )
     on = {str(p.device) for p in module.parameters() if p.device.type != "cpu"}
     if on:
         raise ConfigurationError(
-            f"devices={devices} asks for replicas on the CPU, but the module is on {', '.join(sorted(on))}: call "
-            "module.cpu() first, or give device_ids for GPUs."
+            f"devices={devices} asks for replicas on the CPU, but the module is on {', '.join(sorted(on))}. Call "
+            "module.cpu() first, or pass device_ids for GPUs."
         )
 
 

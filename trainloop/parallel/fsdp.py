@@ -117,8 +117,8 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             )
         if any(is_sharded(p) for p in module.parameters()):
             raise ConfigurationError(
-                f"TTFullyShardedDataParallel: {type(module).__name__} has DTensor parameters: it is sharded already. "
-                "Pass the model as it is built."
+                f"TTFullyShardedDataParallel: {type(module).__name__} has DTensor parameters, so it is already "
+                "sharded. Pass the model before sharding."
             )
         can_undo()
         guard_forks()
@@ -285,14 +285,14 @@ def _mesh(module: nn.Module, mesh: Any, replicas: Any) -> Any:
     world_size = dist.get_world_size()
     if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1 or world_size % replicas:
         raise ConfigurationError(
-            f"replicas={replicas!r}: must be a number that divides the {world_size} ranks, each replica being sharded "
-            "over the same number of them."
+            f"replicas={replicas!r}: must divide the number of ranks, {world_size}, since each replica is sharded "
+            "over the same number of ranks."
         )
     if mesh is not None:
         if replicas != 1:
             raise ConfigurationError(
-                f"replicas={replicas} with a mesh: a mesh of two dimensions says by its first how many there are. "
-                "Pass one of the two."
+                f"replicas={replicas} with a mesh: the first dimension of a two-dimensional mesh is the number of "
+                "replicas. Pass one of the two."
             )
         if not isinstance(mesh, DeviceMesh):
             raise ConfigurationError(f"mesh={mesh!r}: must be a torch.distributed.device_mesh.DeviceMesh or None.")
@@ -351,8 +351,8 @@ def _give_values(unit: nn.Module, device: torch.device, seed: int) -> None:
     for part in parts:
         if not callable(getattr(part, "reset_parameters", None)):
             raise ConfigurationError(
-                f"TTFullyShardedDataParallel: {type(part).__name__} is on the meta device, and has no "
-                "reset_parameters() to give its tensors values. Write one, or build the model on the CPU."
+                f"TTFullyShardedDataParallel: {type(part).__name__} is on the meta device, but has no "
+                "reset_parameters() to initialize its tensors. Write one, or build the model on the CPU."
             )
     made: dict[int, nn.Parameter] = {}
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
