@@ -118,5 +118,5 @@ def test_one_host_with_a_key_and_node_0_without() -> None:
     zero, keyed, right = in_threads(
         {"port": port, "node_rank": 0}, {"port": port, "node_rank": 1, "key": KEY}, {"port": port, "node_rank": 1}
     )
-    assert "node 1 has a key (TRAINLOOP_KEY), node 0 has none: set it to the same secret on all hosts" in str(keyed)
+    assert "node 1 has a key (TRAINLOOP_KEY), but node 0 has none: set it to the same secret on all hosts" in str(keyed)
     leave(zero, right)

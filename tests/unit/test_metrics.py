@@ -567,6 +567,7 @@ def test_ranks_must_agree_on_options() -> None:
     expected = (
         "log('x', ...): rank 0 logs it with reduce='mean', rank 1 with reduce='sum'. Use the same options for each"
     )
+    expected += " name."
     assert results == [expected] * 2
 
 
