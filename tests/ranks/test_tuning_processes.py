@@ -167,7 +167,7 @@ def test_a_search_outlives_the_fork_server(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "exits_at_import.py").write_text("import os\nos._exit(5)\n")
     scales = {"scale": [0.0, 0.5]}
     kill_server()
-    with pytest.warns(UserWarning, match="fresh interpreters from now on.*exits_at_import.*it ended") as told:
+    with pytest.warns(UserWarning, match="new interpreters from now on.*exits_at_import.*it ended") as told:
         found = search(make_scaled, scales, preload=["exits_at_import"], **options)
     assert len(told) == 1
     assert [trial.state for trial in found.trials] == ["done"] * 2
@@ -360,7 +360,7 @@ def test_a_search_waits_for_other_runs_or_gives_up(tmp_path: Path, capsys: pytes
     with lease.acquire({"cpu": lease.Request(1, everything)}, timeout_s=0):
         with pytest.raises(ResourceError, match=r"were not free within 0\.2 s"):
             search(make_scaled, {"scale": [0.5]}, lease_timeout_s=0.2)
-        assert "tune waits for other runs" in capsys.readouterr().err
+        assert "tune is waiting for other runs" in capsys.readouterr().err
         with pytest.raises(ResourceError, match="were not free at once"):
             search(make_scaled, {"scale": [0.5]}, lease_timeout_s=0)
         # what fits beside the other run starts at once
@@ -482,5 +482,5 @@ def test_the_rows_are_learnt_from_the_loop_where_nobody_tells(tmp_path: Path) ->
 def test_a_loop_that_cannot_be_made_is_told_before_the_search() -> None:
     from trainloop.errors import ConfigurationError
 
-    with pytest.raises(ConfigurationError, match=r"make_loop\(params, None\) was called .*(?s:.*)no data here"):
+    with pytest.raises(ConfigurationError, match=r"make_loop\(params, None\), but .*(?s:.*)no data here"):
         search(make_broken, {"a": [1]}, data=None)

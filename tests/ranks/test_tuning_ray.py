@@ -81,7 +81,7 @@ def test_two_nodes_give_the_scores_of_one_machine(nodes: Nodes) -> None:
     assert there.predict(rows()[0]).tolist() == here.predict(rows()[0]).tolist()
     # two CPUs in the cluster, but no node with both
     with pytest.raises(
-        ResourceError, match="one model takes 2 CPUs and 0 GPUs, and no node of the Ray cluster has both"
+        ResourceError, match="one model needs 2 CPUs and 0 GPUs, but no node of the Ray cluster has both"
     ):
         search(make_scaled, space, per_model=Q(2))
     with pytest.raises(ResourceError, match="the Ray cluster has 2 CPUs and 0 GPUs"):

@@ -39,7 +39,7 @@ def test_what_others_may_write_is_not_unpickled(where: str, mode: int, wrong: st
         assert BaggedPredictor.load(file).predict([1.0]).tolist() == [2.0]
         return
     with pytest.raises(
-        ConfigurationError, match=rf"{wrong} \(mode {mode:o}\).*can run any code. chmod go-w .*trusted=True"
+        ConfigurationError, match=rf"{wrong} \(mode {mode:o}\).*can execute arbitrary code. chmod go-w .*trusted=True"
     ):
         BaggedPredictor.load(file)
     assert BaggedPredictor.load(file, trusted=True).predict([1.0]).tolist() == [2.0]
@@ -75,7 +75,7 @@ def test_what_is_written_can_be_read_again_under_any_umask(tmp_path: Path) -> No
 def test_another_user_s_file_is_not_unpickled(tmp_path: Path) -> None:
     write(tmp_path / "file", 1)
     os.chown(tmp_path / "file", 65534, 65534)
-    with pytest.raises(ConfigurationError, match=r"file': this file is owned by user 'nobody'.*folder of your own"):
+    with pytest.raises(ConfigurationError, match=r"file': this file is owned by user 'nobody'.*folder that you own"):
         read(tmp_path / "file")
     write(tmp_path / "other" / "file", 1)
     os.chown(tmp_path / "other", 65534, 65534)

@@ -105,7 +105,7 @@ def fit(
     elif hasattr(made, "fit") and hasattr(made, "predict"):
         if data is None or fold is None:
             raise ConfigurationError(
-                f"make_loop returned a {type(made).__name__} without data to train it on. Give tune data=(x, y) and "
+                f"make_loop returned a {type(made).__name__} without data to train it on. Pass data=(x, y) to tune and "
                 "num_bag_folds of 2 or more, or return EstimatorLoop(estimator, train=(x, y), validation=(x, y))."
             )
         train, held_out = ((rows_of(data[0], rows), rows_of(data[1], rows)) for rows in (fold.train, fold.validation))
@@ -118,7 +118,7 @@ def fit(
     if fold is not None and (outcome.predictions is None or len(outcome.predictions) != len(fold.validation)):
         number = 0 if outcome.predictions is None else len(outcome.predictions)
         raise ConfigurationError(
-            f"the validation set has {number} rows, but the fold holds out {len(fold.validation)}. In make_loop build "
+            f"the validation set has {number} rows, but the fold holds out {len(fold.validation)}. In make_loop, build "
             "it from fold.validation: DataLoader(Subset(data, fold.validation), batch_size=...)."
         )
     return outcome
@@ -142,7 +142,7 @@ def _fit_loop(loop: Any, fit_args: Mapping[str, Any] | None, params: Mapping[str
         raise ConfigurationError(
             f"metric={metric!r} is not in the loop's history, which has "
             f"{', '.join(sorted(loop.history)) or 'nothing'}. "
-            "Name one of these, log it in the model, or give a validation_loader (val_loss) or a callable "
+            "Use one of these, log it in the model, or pass a validation_loader (val_loss) or a callable "
             "metric(y_true, y_pred)."
         )
     # The result is read where there may be no GPU, and by a process that must not open one.
@@ -153,7 +153,7 @@ def _fit_loop(loop: Any, fit_args: Mapping[str, Any] | None, params: Mapping[str
 def _fit_estimator(loop: EstimatorLoop, fit_args: Mapping[str, Any] | None, metric: Metric) -> Outcome:
     if loop.validation is None:
         raise ConfigurationError(
-            f"EstimatorLoop({type(loop.estimator).__name__}) has no validation rows to score. Give validation=(x, y)."
+            f"EstimatorLoop({type(loop.estimator).__name__}) has no validation rows to score. Pass validation=(x, y)."
         )
     estimator = loop.fit(**(fit_args or {}))
     x, y = loop.validation
@@ -168,7 +168,7 @@ def _fit_estimator(loop: EstimatorLoop, fit_args: Mapping[str, Any] | None, metr
         except ImportError as error:
             raise ConfigurationError(
                 f"metric={metric!r} of a {type(estimator).__name__} needs scikit-learn: pip install scikit-learn, or "
-                "give a callable metric(y_true, y_pred)."
+                "pass a callable metric(y_true, y_pred)."
             ) from error
         score = float(get_scorer(metric)(estimator, x, y))
     return Outcome(score, predictions, estimator, {}, classes_of(estimator))
@@ -181,7 +181,7 @@ def _loss(estimator: Any, predictions: np.ndarray[Any, Any], truth: np.ndarray[A
     if hasattr(estimator, "predict_proba"):
         if truth.ndim != 1:
             raise ConfigurationError(
-                f"metric='val_loss' of classes needs one target, but y has the shape {truth.shape}. Give a callable "
+                f"metric='val_loss' of classes needs one target, but y has the shape {truth.shape}. Pass a callable "
                 "metric(y_true, y_pred)."
             )
         column = {label: number for number, label in enumerate(np.asarray(estimator.classes_).tolist())}
@@ -292,8 +292,8 @@ def learn_rows(make_loop: Callable[..., Any], params: Mapping[str, Any]) -> tupl
         if length > len(fold.train):  # it ignores the fold
             return length, targets
         unclear: Exception = ConfigurationError(
-            "the loop that make_loop returned for a fold of two rows does not show how many rows there are in all. "
-            "Give tune targets=(one for each row) or data=(x, y), or build the loader with Subset(data, fold.train)."
+            "the loop that make_loop returned for a fold of two rows does not show the total number of rows. "
+            "Pass targets=(one for each row) or data=(x, y), or build the loader with Subset(data, fold.train)."
         )
     except Exception as error:
         unclear = error
@@ -318,7 +318,7 @@ def describe_data(made: Any) -> tuple[int, Any]:
         length = len(dataset)  # type: ignore[arg-type]
     except TypeError:
         raise ConfigurationError(
-            "num_bag_folds needs to know the rows of the data. Give tune data=(x, y) or targets=(one for each row), or "
+            "num_bag_folds needs the number of rows. Pass data=(x, y) or targets=(one for each row), or "
             "let make_loop(params, None) return a TrainLoop over all of it, with a dataset that has a length."
         ) from None
     return length, _targets_of(dataset)

@@ -71,7 +71,7 @@ def make_folds(
     """
     if num_samples < num_folds:
         raise ConfigurationError(
-            f"num_bag_folds={num_folds} for {num_samples} rows: each fold holds out one row at least. Use fewer folds."
+            f"num_bag_folds={num_folds} for {num_samples} rows: each fold needs at least one row. Use fewer folds."
         )
     rng = np.random.default_rng([seed, num_folds])
     order = rng.permutation(num_samples)
@@ -109,7 +109,7 @@ def own_folds(given: Any, x: Any, y: Any) -> list[Fold]:
         known = y if x is None else x
         if known is None:
             raise ConfigurationError(
-                f"folds={given!r} needs the data to split. Give tune data=(x, y) or targets=(one for each row), or "
+                f"folds={given!r} needs the data to split. Pass data=(x, y) or targets=(one for each row), or "
                 "folds=list(splitter.split(x, y, groups))."
             )
         given = given.split(np.zeros(len(known)) if x is None else x, y)
@@ -133,7 +133,7 @@ def own_folds(given: Any, x: Any, y: Any) -> list[Fold]:
         if first < 0 or (length is not None and last >= length):
             raise ConfigurationError(
                 f"folds[{index}] has row {first if first < 0 else last}: rows are numbered from 0"
-                + (f" to {length - 1}, as the data has {length}." if length else ".")
+                + (f" to {length - 1}, since the data has {length}." if length else ".")
             )
         both = np.intersect1d(train, validation)
         if len(both):

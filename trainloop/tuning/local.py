@@ -122,7 +122,7 @@ def read_end(job: Job, exitcode: int | None) -> FoldExit:
     if (folder / "error.txt").exists():
         return FoldExit(job, (folder / "error.txt").read_text())
     if exitcode is None:
-        what = "The fold was ended because the fork server that its process came from was killed."
+        what = "The fold was ended because the fork server of its process was killed."
     else:
         what = f"The fold's process {_how(exitcode)}{'' if exitcode < 0 else ', without a result'}."
     with contextlib.suppress(OSError):
@@ -174,11 +174,11 @@ class LocalBackend:
         for child in over:
             self._children.remove(child)
             if child.no_server is not None:
-                logger.info("models start as fresh interpreters, not from the fork server: %s", child.no_server)
+                logger.info("models start in new interpreters, not from the fork server: %s", child.no_server)
             if isinstance(child.no_server, processes.NoOwnServerError) and self._modules:
                 self._modules = ()
                 warn(
-                    f"tune: models start as fresh interpreters from now on, not from a fork server with "
+                    f"tune: models start in new interpreters from now on, not from a fork server with "
                     f"preload={list(child.modules)}: {child.no_server}."
                 )
             ends.append(read_end(child.job, child.end()))

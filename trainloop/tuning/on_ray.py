@@ -89,7 +89,7 @@ class RayBackend:
             if node["Alive"] and have.get("CPU", 0) >= model.num_cpus and have.get("GPU", 0) >= model.num_gpus:
                 return
         raise ResourceError(
-            f"one model takes {model.num_cpus} CPUs and {model.num_gpus} GPUs, and no node of the Ray cluster has "
+            f"one model needs {model.num_cpus} CPUs and {model.num_gpus} GPUs, but no node of the Ray cluster has "
             "both. Lower per_model, or add a larger node."
         )
 
@@ -197,7 +197,7 @@ def _cluster_total(ray: Any, total: ResourceQuota | None) -> ResourceQuota:
     if int(num_cpus) > int(cluster.num_cpus) or exact(num_gpus) > exact(cluster.num_gpus):
         raise ResourceError(
             f"total={total!r}: the Ray cluster has {cluster.num_cpus} CPUs and {cluster.num_gpus} GPUs. "
-            "Ask for no more than these."
+            "Ask for at most these."
         )
     return ResourceQuota(num_cpus, num_gpus, total.memory)
 

@@ -56,7 +56,7 @@ class Running:
         for fold in self.training:
             self.errors[fold] = f"{why} while this fold trained."
         for fold in self.waiting:
-            self.errors[fold] = f"{why} before this fold began."
+            self.errors[fold] = f"{why} before this fold started."
         self.training.clear()
         self.waiting.clear()
 

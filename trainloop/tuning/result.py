@@ -110,7 +110,7 @@ class TuneResult:
         best = best_of(self.trials, self.mode)
         if best is None:
             errors = [error for trial in self.trials for error in trial.errors.values()]
-            first = f" The first error:\n{errors[0]}" if errors else " None was begun."
+            first = f" The first error:\n{errors[0]}" if errors else " No trial was started."
             raise ConfigurationError(
                 f"none of {len(self.trials)} trials has a score; result.trials has their errors.{first}"
             )
@@ -141,7 +141,7 @@ class TuneResult:
         paths = [folder / "model.pkl" for _, folder in self._finished(trial)]
         if not all(path.exists() for path in paths):
             raise ConfigurationError(
-                f"trial {trial.number} was beaten, and its models are not kept. Use tune(..., keep='all')."
+                f"trial {trial.number} was not the best, so its models were not kept. Use tune(..., keep='all')."
             )
         predictor = BaggedPredictor(lambda: [self._read(path) for path in paths])
         return predictor if lazy else BaggedPredictor(predictor.models)
@@ -159,7 +159,7 @@ class TuneResult:
         """
         finished = self._finished(trial)
         if not finished:
-            raise ConfigurationError(f"trial {trial.number} has no finished fold; its errors say why.")
+            raise ConfigurationError(f"trial {trial.number} has no finished fold; see its errors.")
         predictions = [np.asarray(self._read(folder / "predictions.pkl")) for _, folder in finished]
         if self.folds is None:
             return predictions[0]

@@ -66,7 +66,7 @@ class Backend(Protocol):
         "num_epochs epochs max_epochs callbacks num_iterations grad_accumulation": "fit_args={...}, which fit gets",
         "random_state random_seed": "seed=",
         "verbose progress_bar": "progress=",
-        "scheduler pruner": ": a trial trains to its end; fit_args={'callbacks': [EarlyStopping(...)]} ends it sooner",
+        "scheduler pruner": ": a trial trains to its end; fit_args={'callbacks': [EarlyStopping(...)]} ends it earlier",
     }
 )
 def tune(
@@ -195,7 +195,7 @@ def tune(
     if folds is not None:
         if num_bag_folds != 1:
             raise ConfigurationError(
-                f"num_bag_folds={num_bag_folds} with folds: the number of folds is theirs. Leave num_bag_folds out."
+                f"num_bag_folds={num_bag_folds} with folds: these set the number of folds. Leave num_bag_folds out."
             )
         x, y = (None, targets) if data is None else (data[0], data[1] if targets is None else targets)
         own = own_folds(folds, x, y)
@@ -203,7 +203,7 @@ def tune(
     if isinstance(space, Mapping) and not space:
         if num_bag_folds == 1:
             warn(
-                "space is empty: one model is trained, and nothing searched. Name parameters, e.g. "
+                "space is empty: one model is trained, and nothing is searched. Pass parameters, e.g. "
                 "space={'lr': [0.1, 0.01]}, or cross-validate the one setting with num_bag_folds=5."
             )
         num_trials = min(num_trials, 1)
@@ -354,9 +354,9 @@ class _Search:
         folder = Path(ended.job.folder)
         if ended.error:
             raise ConfigurationError(
-                "To learn the rows of the data make_loop was called with a fold of two rows, then "
-                "make_loop(params, None) was called too, and they did not show. Give "
-                f"tune data=(x, y) or targets=(one for each row), or mend it:\n{ended.error}"
+                "To find the number of rows, make_loop was called with a fold of two rows, and then as "
+                "make_loop(params, None), but neither call showed it. Pass "
+                f"data=(x, y) or targets=(one for each row), or fix this error:\n{ended.error}"
             )
         found = read(folder / "result.pkl", trusted=self._store.trusted)
         return found["length"], found["targets"]
@@ -400,7 +400,7 @@ class _Search:
                     for ended in self._backend.wait(self._patience_s()):
                         self._record(ended)
                     if self._patience_s() <= 0:
-                        self.interrupted, why = True, "the search's time was over"
+                        self.interrupted, why = True, "the search's time limit was reached"
         except KeyboardInterrupt:
             self.interrupted = True
         if self.interrupted:

@@ -46,7 +46,7 @@ def lease_total(total: ResourceQuota, timeout_s: float | None, undo: ExitStack) 
     except ResourceError as busy:
         if timeout_s == 0:
             raise
-        print(f"tune waits for other runs: {busy}", file=sys.stderr)
+        print(f"tune is waiting for other runs: {busy}", file=sys.stderr)
         held = lease.acquire(requests, timeout_s=timeout_s)
     undo.enter_context(held)
     return [int(name.removeprefix("cpu-")) for name in held.names["cpu"]], sorted(

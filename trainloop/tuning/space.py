@@ -99,7 +99,7 @@ class _Distribution:
 def _check_bounds(dimension: Uniform | Integers, above: float) -> None:
     finite = all(isinstance(v, (int, float)) and math.isfinite(v) for v in (dimension.low, dimension.high))
     if not finite or dimension.low > dimension.high:
-        raise ConfigurationError(f"{dimension}: low and high must be finite numbers, low the lesser one.")
+        raise ConfigurationError(f"{dimension}: low and high must be finite numbers, with low < high.")
     if dimension.log and (dimension.low < above or dimension.low <= 0):
         raise ConfigurationError(f"{dimension}: with log=True the bounds must be positive. Raise low above 0.")
 
@@ -135,11 +135,11 @@ def parse_space(space: Mapping[str, Any]) -> dict[str, Dimension]:
         elif isinstance(values, Choice) or (isinstance(values, Sequence) and not isinstance(values, (str, bytes))):
             choice = values if isinstance(values, Choice) else Choice(values)
             if len(choice.values) == 0:
-                raise ConfigurationError(f"space[{name!r}] is empty: give at least one value, or leave the name out.")
+                raise ConfigurationError(f"space[{name!r}] is empty. Pass at least one value, or leave the name out.")
             dimensions[name] = choice
         else:
             raise ConfigurationError(
-                f"space[{name!r}]={values!r}: must be a list, a range or a distribution. For one fixed value write "
+                f"space[{name!r}]={values!r}: must be a list, a range or a distribution. For a fixed value write "
                 f"[{values!r}]."
             )
     return dimensions
@@ -220,7 +220,7 @@ class _Grid:
         for name, dimension in dimensions.items():
             if not isinstance(dimension, Choice):
                 raise ConfigurationError(
-                    f"space[{name!r}]={dimension!r} has no end: searcher='grid' takes lists and ranges. "
+                    f"space[{name!r}]={dimension!r} is infinite: searcher='grid' needs lists and ranges. "
                     "List its values, or use searcher='random'."
                 )
         self._dimensions = dimensions

@@ -118,18 +118,18 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
         return
     is_folder = stat.S_ISDIR(found.st_mode)
     if found.st_uid not in (user_id(), 0):
-        wrong, mend = f"is owned by user {_name(found.st_uid)}", "Copy what you trust into a folder of your own"
+        wrong, remedy = f"is owned by user {_name(found.st_uid)}", "Copy trusted files to a folder that you own"
     # In a folder that is open to all, such as /tmp, the sticky bit protects files from other users.
     elif is_folder and found.st_mode & stat.S_ISVTX:
         return
     elif stat.S_IMODE(found.st_mode) & 0o002 or (stat.S_IMODE(found.st_mode) & 0o020 and not _is_private(found)):
-        wrong, mend = f"may be written by others (mode {stat.S_IMODE(found.st_mode):o})", f"chmod go-w {str(path)!r}"
+        wrong, remedy = f"may be written by others (mode {stat.S_IMODE(found.st_mode):o})", f"chmod go-w {str(path)!r}"
     else:
         return
     what = "folder" if is_folder else "file"
     raise ConfigurationError(
-        f"{str(path)!r}: this {what} {wrong}, and what is read from it can run any code. {mend}, or pass trusted=True "
-        "if you know who wrote it."
+        f"{str(path)!r}: this {what} {wrong}, and files read from it can execute arbitrary code. {remedy}, or pass "
+        "trusted=True if you know who wrote it."
     )
 
 
@@ -200,18 +200,18 @@ def read_checked(path: Path, what: str, layout: int, writer: str, *, trusted: bo
     try:
         data = read_own(path, trusted=trusted)
     except OSError as error:
-        raise CheckpointError(f"no {what} at {str(path)!r}: {error}. Give the path that save() got.") from error
+        raise CheckpointError(f"no {what} at {str(path)!r}: {error}. Pass the path that save() was given.") from error
     head = data[:200].partition(b"\n")[0]
     # Files of version 0.1.0 up to layout 2 don't say which version wrote them.
     found = re.fullmatch(rf"trainloop {what} (\d+)(?: by (\S+))?", head.decode(errors="replace"))
     if found is None:
-        raise CheckpointError(f"{str(path)!r} is no {what}. Give a file that {writer} wrote.")
+        raise CheckpointError(f"{str(path)!r} is not a {what}. Pass a file that {writer} wrote.")
     by = f"trainloop {found[2]}" if found[2] else "an earlier version of trainloop"
-    mend = "Load it with the version that wrote it, or train again and save with this one."
+    remedy = "Load it with the version that wrote it, or train again and save with this one."
     if int(found[1]) != layout:
         raise CheckpointError(
-            f"{str(path)!r} was written by {by}, in layout {found[1]}; this is trainloop {__version__}, which reads "
-            f"layout {layout}. {mend}"
+            f"{str(path)!r} was written by {by} in layout {found[1]}, but trainloop {__version__} reads "
+            f"layout {layout}. {remedy}"
         )
     start = len(head) + 1
     digest, body = data[start : start + 64], data[start + 65 :]
@@ -221,8 +221,8 @@ def read_checked(path: Path, what: str, layout: int, writer: str, *, trusted: bo
         return loads(body)
     except Exception as error:  # a class that has moved, a library that is not here
         raise CheckpointError(
-            f"{str(path)!r} was written by {by}, and trainloop {__version__} can't read it here "
-            f"({type(error).__name__}: {error}). Install what its models need. {mend}"
+            f"{str(path)!r} was written by {by}, but trainloop {__version__} can't read it here "
+            f"({type(error).__name__}: {error}). Install the packages that its models need. {remedy}"
         ) from error
 
 
@@ -249,7 +249,7 @@ class Storage:
             lock.acquire(timeout=0)
         except filelock.Timeout:
             raise ConfigurationError(
-                f"storage={str(self.folder)!r}: another process searches there now. Wait until it ends, or use another "
+                f"storage={str(self.folder)!r}: another process is searching there. Wait until it ends, or use another "
                 "folder."
             ) from None
         return lock
@@ -271,8 +271,8 @@ class Storage:
                 continue
             if begun.get(name) != json.loads(json.dumps(value)):
                 raise ConfigurationError(
-                    f"storage={str(self.folder)!r} holds a search with {name}={begun.get(name)!r}, and this one has "
-                    f"{name}={value!r}. Give the same arguments to go on with it, or another folder for a new search."
+                    f"storage={str(self.folder)!r} has a search with {name}={begun.get(name)!r}, but this one has "
+                    f"{name}={value!r}. Pass the same arguments to resume it, or another folder for a new search."
                 )
         return begun
 
