@@ -78,7 +78,7 @@ def resolve(accelerator: object = "auto", devices: object = "auto") -> list[torc
     Returns
     -------
     list of torch.device
-        For the CPU one ``torch.device('cpu')`` a process.
+        For the CPU one ``torch.device('cpu')`` per process.
 
     Raises
     ------
@@ -90,7 +90,7 @@ def resolve(accelerator: object = "auto", devices: object = "auto") -> list[torc
     Warns
     -----
     UserWarning
-        In a notebook or shell, where ``devices='auto'`` takes one of several GPUs; and for more processes than cores.
+        In a notebook or shell, if ``devices='auto'`` uses one of several GPUs; and for more processes than cores.
     """
     import torch
 
@@ -125,7 +125,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     Parameters
     ----------
     num_devices : int
-        How many; -1 for all usable; 0 for none.
+        Number of GPUs; -1 for all usable ones; 0 for none.
 
     Returns
     -------
@@ -140,7 +140,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
 
     Notes
     -----
-    In the default compute mode a busy GPU still takes a tensor, so 'usable' does not mean that nobody else is there.
+    In the default compute mode a busy GPU still accepts a tensor, so 'usable' does not mean that it has no other user.
     GPUs without other users' processes come first if ``nvidia-ml-py`` is installed (the extra ``gpu``).
     """
     if not isinstance(num_devices, Integral) or isinstance(num_devices, bool) or num_devices < -1:

@@ -1,6 +1,6 @@
 """Search for parameters, and bags of models, under resource quotas that are enforced.
 
-:func:`tune` is the way in. ``trainloop.resources.plan`` shows beforehand what it would run at once.
+Start with :func:`tune`. ``trainloop.resources.plan`` shows beforehand what it would run at once.
 """
 
 from __future__ import annotations

@@ -38,17 +38,17 @@ class Outcome:
 class EstimatorLoop:
     """An object with ``fit`` and ``predict`` (scikit-learn, LightGBM, XGBoost) in the form that a fold can train.
 
-    ``make_loop`` may return the object itself where ``tune`` has ``data``; this class is for all other cases: other
+    ``make_loop`` may return the object itself if ``tune`` has ``data``; this class is for all other cases: other
     data, sample weights, a training that falls back to the CPU.
 
     Parameters
     ----------
     estimator : object
-        With ``fit(x, y, **fit_args)`` and ``predict(x)``; ``predict_proba(x)`` is used where there is one.
+        Object with ``fit(x, y, **fit_args)`` and ``predict(x)``; ``predict_proba(x)`` is used if it exists.
     train, validation : (x, y)
         Arrays or tables; ``validation`` may be None.
     fit : callable, optional
-        ``fit(estimator, x, y, **fit_args)`` returns the trained estimator, in place of the estimator's own, e.g. with
+        ``fit(estimator, x, y, **fit_args)`` returns the trained estimator; used instead of its own ``fit``, e.g. with
         :func:`trainloop.resources.gpu_or_cpu`.
     """
 

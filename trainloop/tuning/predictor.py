@@ -21,7 +21,7 @@ class BaggedPredictor:
     Parameters
     ----------
     models : sequence of object, or callable
-        ``TTModel`` s, or estimators with ``predict``; all of one kind. A callable gives them when they are first
+        ``TTModel`` s, or estimators with ``predict``; all of one kind. A callable returns them when they are first
         needed: models may be large, and need libraries that take seconds to import.
     """
 
@@ -50,9 +50,9 @@ class BaggedPredictor:
         Returns
         -------
         numpy.ndarray
-            The mean where predictions are floats (logits, probabilities, numbers). For classes the most frequent one,
-            the lowest of equally frequent ones. Where models were trained on different classes, probabilities have a
-            column for each class that any of them knows, sorted, and a model gives none to a class that it does not.
+            The mean if predictions are floats (logits, probabilities, numbers). For classes the most frequent one,
+            the lowest of equally frequent ones. If models were trained on different classes, probabilities have a
+            sorted column for each class that any of them knows; a model's probability of unknown classes is 0.
         """
         predictions = [fitting.predict_with(model, data) for model in self.models]
         return fitting.combine(predictions, [fitting.classes_of(model) for model in self.models])
@@ -65,8 +65,8 @@ class BaggedPredictor:
     def load(cls, path: str | os.PathLike[str], *, trusted: bool = False) -> BaggedPredictor:
         """Read what :meth:`save` wrote.
 
-        The file holds pickled objects, which can run any code when they are read. So it is read only where nobody else
-        can have written it: the file and its folder must belong to this user or to root, and not be writable by others.
+        The file has pickled objects, which can execute arbitrary code when they are read. So the file and its folder
+        must belong to this user or to root, and not be writable by others.
 
         Parameters
         ----------

@@ -33,7 +33,7 @@ class Trial:
     params: dict[str, Any]
     """The parameters that ``make_loop`` got."""
     scores: list[float | None]
-    """For each fold its score, None where it has none; one of them without bagging."""
+    """Score of each fold, None if it has none; a single score without bagging."""
     seconds: float
     """The time of all its folds together."""
     state: State
@@ -83,7 +83,7 @@ class TuneResult:
         trusted: bool = False,
     ) -> None:
         self.trials = trials
-        """All trials that were begun, in their order."""
+        """All trials that were started, in order."""
         self.metric = metric
         """Name of the metric."""
         self.mode = mode
@@ -185,8 +185,8 @@ class TuneResult:
     def out_of_fold_predictions(self) -> Any:
         """The best trial's prediction for each row of the data, by the model that did not train on it.
 
-        Rows of a fold that failed are NaN, or None where predictions are no floats, and so are rows that no fold of
-        your own holds out. Of a row that several hold out it is the last one's.
+        Rows of a failed fold are NaN, or None if predictions are not floats; so are rows that none of your own folds
+        holds out. If several folds hold out a row, the last one counts.
 
         Raises
         ------
@@ -261,7 +261,7 @@ class TuneResult:
         Parameters
         ----------
         path : path, optional
-            Where to write the figure.
+            File to write the figure to. Default: no file.
 
         Returns
         -------

@@ -60,15 +60,15 @@ def scorer(metric: str | Callable[[Any, Any], float], name: str | None = None) -
     ----------
     metric : str or callable
         One of ``sklearn.metrics.get_scorer_names()``, such as ``'roc_auc'`` or ``'neg_log_loss'``; or
-        ``metric(y_true, y_pred)`` of which greater is better, which gets the likeliest classes of probabilities.
+        ``metric(y_true, y_pred)`` for which greater is better; it gets the most likely classes of probabilities.
     name : str, optional
-        Its name in tables.
+        Name in tables.
 
     Returns
     -------
     callable
-        ``metric(y_true, predictions)``; use it with ``mode='max'``. It is NaN where rows have no such score, as rows
-        of a single class have no area under the curve.
+        ``metric(y_true, predictions)``; use it with ``mode='max'``. It is NaN if rows have no such score, such as the
+        area under the curve for rows of a single class.
 
     Raises
     ------
@@ -103,10 +103,10 @@ def ensemble_weights(
 ) -> list[float]:
     """Weights of models whose predictions are averaged, found by bagged greedy selection.
 
-    In each round the model is added, once more if need be, that makes the average best; the best round counts (Caruana
-    et al., *Ensemble selection from libraries of models*, 2004). What is best on a few hundred rows is partly chance,
-    so the selection is repeated on samples of the rows, drawn with replacement (of each class as many rows as it has),
-    and the weights are averaged.
+    Each round adds the model, possibly again, that makes the average best; the best round counts (Caruana et al.,
+    *Ensemble selection from libraries of models*, 2004). The best on a few hundred rows is partly chance, so the
+    selection is repeated on samples of the rows, drawn with replacement (from each class as many rows as it has), and
+    the weights are averaged.
 
     Parameters
     ----------
@@ -116,14 +116,14 @@ def ensemble_weights(
     y_true : array
         Targets of these rows.
     *metrics : callable
-        ``metric(y_true, predictions)``, of which greater is better (:func:`scorer`). The second decides between those
-        that are equal by the first, and so on: few rows have few accuracies.
+        ``metric(y_true, predictions)`` for which greater is better (:func:`scorer`). The second decides between models
+        that are equal by the first, and so on: few rows have few different accuracies.
     rounds : int
-        Models to add in each selection.
+        Number of models to add in each selection.
     bags : int
-        Samples of the rows. With 0 there is one selection, on the rows as they are.
+        Number of samples of the rows. With 0 there is one selection, on all rows.
     time_limit_s : float, optional
-        After so many seconds no further sample is drawn; there is one at least.
+        Seconds after which no further sample is drawn; there is at least one.
 
     Returns
     -------

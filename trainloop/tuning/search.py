@@ -98,9 +98,9 @@ def tune(
 ) -> TuneResult:
     """Search for the best parameters, each trial one model or a bag of them, under quotas that are enforced.
 
-    Every model trains in a process of its own, on CPUs and GPUs of its own (:func:`trainloop.resources.plan`). One that
-    fails or is killed is recorded with its traceback, and the others go on. Ctrl-C ends the search and returns what
-    there is; with a ``storage`` the same call goes on later.
+    Every model trains in its own process, on its own CPUs and GPUs (:func:`trainloop.resources.plan`). A model that
+    fails or is killed is recorded with its traceback, and the others continue. Ctrl-C ends the search and returns the
+    results so far; with a ``storage`` the same call resumes the search later.
 
     Parameters
     ----------
@@ -112,58 +112,58 @@ def tune(
         See ``trainloop.tuning.space.parse_space``. With an empty one and folds, the models are cross-validated; with an
         empty one and no folds, one model is trained, with a warning.
     num_trials : int
-        Settings to try; a smaller space ends sooner.
+        Number of settings to try; a smaller space ends earlier.
     searcher : {'random', 'grid', 'optuna'} or an Optuna sampler
-        The way to propose parameters.
+        Method to propose parameters.
     num_bag_folds : int
-        2 or more: each trial is a bag of so many models, each of which is scored on the rows that it did not train on.
-        Folds are stratified where targets are classes.
+        With 2 or more, each trial is a bag of that many models, each of which is scored on the rows that it did not
+        train on. Folds are stratified if targets are classes.
     total : ResourceQuota, optional
-        Resources that the search holds, leased so that other runs on this machine leave them alone. By default all that
-        this process may use (with Ray: all of the cluster).
+        Resources of the search, leased so that other runs on this machine do not use them. Default: all that this
+        process may use (with Ray, the whole cluster).
     per_bag, per_model : ResourceQuota, optional
         Share of a trial, and of a model.
     metric : str or callable
         A name in the loop's history, of which the last value counts (``val_loss`` of an estimator: log loss or mean
         squared error; other names: scikit-learn's scorers), or ``metric(y_true, y_pred)`` of the validation rows.
     mode : {'min', 'max'}
-        Which scores are better.
+        ``'min'`` if lower scores are better, ``'max'`` if higher ones are.
     backend : {'local', 'ray'}
         This machine, or a Ray cluster (``pip install 'tt-trainloop[ray]'``).
     seed : int, optional
         Seed of parameters, folds and models.
     storage : path, optional
-        Folder of the search. One that was begun there goes on, and trains no finished fold again. It holds pickles,
-        which can run any code when they are read: it must belong to you or to root, and not be writable by others.
+        Folder of the search. A search that was started there is resumed; finished folds are not trained again. It has
+        pickles, which can execute arbitrary code: it must belong to you or to root, and not be writable by others.
     fit_args : mapping, optional
-        Arguments of ``fit``, where ``make_loop`` returns an untrained loop: ``{'num_epochs': 5}``. By default
+        Arguments of ``fit``, if ``make_loop`` returns an untrained loop: ``{'num_epochs': 5}``. By default
         ``num_epochs`` is the parameter of that name, or 10.
     data : (x, y), optional
         For objects with ``fit`` and ``predict``: each fold trains on its rows of these.
     targets : sequence, optional
         A target for each row of the data, for the folds. By default ``y`` of ``data``; without either, ``make_loop`` is
-        called once with a fold of two rows, in a process of its own that trains nothing, and the dataset behind the
-        ``Subset`` in its ``train_loader`` tells.
+        called once with a fold of two rows, in a separate process that trains nothing, and targets are taken from the
+        dataset behind the ``Subset`` in its ``train_loader``.
     parallel_folds : bool
-        False trains a trial's folds one after the other.
+        If False, a trial's folds are trained one after the other.
     progress : bool
         Whether to show trials done, running and failed, and resources in use.
     lease_timeout_s : float, optional
-        How long to wait for CPUs and GPUs that other runs hold; a day by default.
+        Seconds to wait for CPUs and GPUs that other runs use. Default: a day.
     time_limit_s : float, optional
-        After so many seconds no fold begins, and those that train are ended: the result is that of a Ctrl-C. A model
-        that asks :func:`~trainloop.tuning.seconds_left` can end before with what it has.
+        Seconds after which no fold is started and running ones are ended, as with Ctrl-C. A model that calls
+        :func:`~trainloop.tuning.seconds_left` can end before that with what it has.
     keep : {'best', 'all'}
-        Models that stay: the best trial's, or every trial's (:meth:`TuneResult.predictor_of`).
+        Models to keep: the best trial's, or every trial's (:meth:`TuneResult.predictor_of`).
     preload : sequence of str
         Modules that the models need. This process's fork server imports them when it starts, and the models' processes
-        are forked from it; a server that an earlier search or fit in several processes has started is used as it is.
-        The modules must start no thread and touch no GPU when they are imported. With none, ``()``, each model gets a
-        fresh interpreter. Not with Ray.
+        are forked from it; a server that an earlier search or fit in several processes has started is used unchanged.
+        Importing the modules must start no thread and use no GPU. With no modules, ``()``, each model gets a new
+        interpreter. Not with Ray.
     trusted : bool
         Skip the check of owners and modes of ``storage``, for a folder that you trust.
     folds : splitter, or list of (train, validation), optional
-        Folds of your own in place of ``num_bag_folds``: an object with ``split(x, y)``, such as scikit-learn's
+        Your own folds instead of ``num_bag_folds``: an object with ``split(x, y)``, such as scikit-learn's
         ``TimeSeriesSplit``, for the rows of ``data`` or ``targets``; or pairs of arrays of row numbers, such as
         ``list(GroupKFold(5).split(x, y, groups))``.
 
@@ -174,9 +174,9 @@ def tune(
     Raises
     ------
     ConfigurationError
-        For arguments that can't work, before any process starts.
+        For invalid arguments, before any process starts.
     ResourceError
-        If the machine can't give what is asked for, or not in time.
+        If the machine does not have the requested resources, or they are not free in time.
     """
     if not callable(make_loop):
         raise ConfigurationError(f"make_loop={make_loop!r}: must be callable as make_loop(params, fold).")
