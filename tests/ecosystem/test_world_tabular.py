@@ -78,7 +78,7 @@ def test_without_weights_the_preset_and_the_folder_to_fill_are_named(tmp_path: P
     data = rooms(tmp_path)
     for preset in list_text_presets():
         with pytest.raises(
-            ConfigurationError, match=rf"text preset '{preset}'.*could not be fetched.*Put the model's"
+            ConfigurationError, match=rf"text preset '{preset}'.*could not be downloaded.*Put the model's"
         ) as e:
             TabularPredictor("class").fit(data, hyperparameters={"AG_TEXT_NN": [preset]}, verbosity=0)
         assert str(tmp_path / "models") in str(e.value)

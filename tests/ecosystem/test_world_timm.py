@@ -57,7 +57,9 @@ def test_names_are_timm_s_and_weights_that_are_not_here_name_the_folder_to_fill(
     assert names[:10] == timm.list_models(pretrained=True)[:10]
     data = striped(tmp_path, 4)
     for model in (names[0], "mobilenetv3_large_100"):
-        with pytest.raises(ConfigurationError, match=f"image model '{model}'.*could not be fetched.*Put the") as caught:
+        with pytest.raises(
+            ConfigurationError, match=f"image model '{model}'.*could not be downloaded.*Put the"
+        ) as caught:
             TabularPredictor("class").fit(data, hyperparameters={"AG_IMAGE_NN": {"model": model}}, verbosity=0)
         assert str(tmp_path / "models" / model) in str(caught.value)
     with pytest.raises(ConfigurationError, match="'no_such_net' is neither a folder nor a model of timm"):

@@ -421,7 +421,7 @@ def test_one_ctrl_c_stops_all_at_a_step(repeats: int, tmp_path: Path) -> None:
         os.killpg(running.process.pid, signal.SIGINT)  # as a terminal does
         out, err = running.end()
         assert out == "reasons 2\n"
-        assert err.strip() == "Interrupted: training stops after this step. Ctrl-C again stops at once."
+        assert err.strip() == "Interrupted: training stops after this step. Press Ctrl-C again to stop at once."
         assert running.process.returncode == 0
 
 
@@ -493,14 +493,14 @@ class Unprintable(Exception):
 
 
 def test_an_error_without_text() -> None:
-    assert failure_of(Unprintable(), 0).message == "<its text can't be made>"
+    assert failure_of(Unprintable(), 0).message == "<its text can't be computed>"
 
 
 HINTS = {
     "OutOfMemoryError: CUDA out of memory. Tried to allocate": "the GPU's memory ran out",
     "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried": "memory ran out",
     "MemoryError: ": "memory ran out",
-    "RuntimeError: The server socket has failed. EADDRINUSE: Address already in use": "the port is taken",
+    "RuntimeError: The server socket has failed. EADDRINUSE: Address already in use": "the port is in use",
     "OSError: [Errno 24] Too many open files": "file descriptors ran out",
     "RuntimeError: unable to write to file </torch_1>: unable to mmap 8 bytes from shared memory": "shared memory ran",
     "RuntimeError: DataLoader worker (pid 5) is killed by signal: Bus error.": "shared memory ran out",
@@ -521,7 +521,7 @@ def test_hints_where_the_cause_is_known(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("exitcode", "words"),
-    [(-9, "memory runs out"), (-7, "shared memory ran out"), (-11, "native code crashed"), (-15, ""), (3, "")],
+    [(-9, "memory ran out"), (-7, "shared memory ran out"), (-11, "native code crashed"), (-15, ""), (3, "")],
 )
 def test_hints_for_a_death_without_words(exitcode: int, words: str) -> None:
     advice = hint(record(0, 0, type=None, exitcode=exitcode))

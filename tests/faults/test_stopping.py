@@ -159,9 +159,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
     one.reached()
     zero.reached()
     zero.request(EARLY_STOP)
-    with pytest.raises(
-        TimeoutError, match=r"rank 1 did not come to step boundary 2 within 0.2 s \(it is at 1\); rank 0"
-    ):
+    with pytest.raises(TimeoutError, match=r"rank 1 did not reach step boundary 2 within 0.2 s \(it is at 1\); rank 0"):
         zero.reached()
 
 
@@ -232,7 +230,7 @@ def test_the_first_ctrl_c_waits_and_the_second_does_not() -> None:
         assert stop.reached() == INTERRUPT
         send(signal.SIGINT)
         raise AssertionError("not reached")
-    assert lines == ["Interrupted: training stops after this step. Ctrl-C again stops at once."]
+    assert lines == ["Interrupted: training stops after this step. Press Ctrl-C again to stop at once."]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -266,7 +266,9 @@ def test_a_rank_killed_while_parts_are_written_beside_the_training(rank: int, tm
 
 
 def test_what_parts_cannot_be_is_said_before_ranks_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"safetensors=True.*gpu_mode='fsdp': not offered.*checkpoint export"):
+    with pytest.raises(
+        ConfigurationError, match=r"safetensors=True.*gpu_mode='fsdp' is not supported.*checkpoint export"
+    ):
         fitted("fsdp", 2, tmp_path, checkpoint_args={"safetensors": True})
     assert torch.get_default_dtype() == torch.float32
 

@@ -253,7 +253,7 @@ def test_a_host_that_is_killed_is_lost(node: int) -> None:
         failure = here.wait_for_failure(10)
     assert failure is not None
     assert failure.rank == 2 * node
-    assert f"node {node} of 2 was lost: {'nothing was heard of it for' if node else 'the connection to it broke'}" in (
+    assert f"node {node} of 2 was lost: {'it sent nothing for' if node else 'the connection to it was lost'}" in (
         failure.message
     )
     leave(here)
@@ -273,7 +273,7 @@ def test_a_host_that_falls_silent_is_lost_for_all(monkeypatch: pytest.MonkeyPatc
         assert failure is not None
         assert failure.rank == 2
         assert "s: the link was cut, or the host is down" in failure.message
-    with pytest.raises(ConfigurationError, match="node 1 of 3 was lost: nothing was heard of it for"):
+    with pytest.raises(ConfigurationError, match="node 1 of 3 was lost: it sent nothing for"):
         two.start_again()
     leave(zero, one, two)
 
@@ -348,7 +348,7 @@ def test_hosts_that_contradict_each_other(capfd: pytest.CaptureFixture[str]) -> 
         {"port": port, "node_rank": 1},
     )
     assert "node 1 has num_nodes=2 and 3 ranks, node 0 has num_nodes=2 and 2 ranks" in str(ranks)
-    assert "node_rank=5 was taken by another host" in str(taken)
+    assert "node_rank=5 is used by another host" in str(taken)
     leave(zero, right)
     printed = capfd.readouterr().err
     assert printed.count("node 0 has num_nodes=2 and 2 ranks, node 1 has num_nodes=2 and 3 ranks: they must be") == 1
@@ -361,9 +361,9 @@ def test_a_port_that_is_taken_and_an_address_of_another_host() -> None:
         s.listen()
         with pytest.raises(ConfigurationError, match=r"node 0 can't listen at 127.*in use. Choose another port"):
             meet(s.getsockname()[1], 0)
-    with pytest.raises(ConfigurationError, match=r"node 0 can't listen at 192.0.2.1:5.* Give an address of this host"):
+    with pytest.raises(ConfigurationError, match=r"node 0 can't listen at 192.0.2.1:5.* Use an address of this host"):
         Hosts(("192.0.2.1", 5), node_rank=0, num_nodes=2, ranks_per_node=1, wait_s=1)
-    with pytest.raises(ConfigurationError, match=r"can't listen at no.such.host.invalid:5.* Give an address of this"):
+    with pytest.raises(ConfigurationError, match=r"can't listen at no.such.host.invalid:5.* Use an address of this"):
         Hosts(("no.such.host.invalid", 5), node_rank=0, num_nodes=2, ranks_per_node=1, wait_s=1)
 
 

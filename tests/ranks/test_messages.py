@@ -122,8 +122,8 @@ def test_a_stranger_in_the_place_of_a_rank_is_noticed_and_runs_nothing(with_key:
     assert not trap.exists()
     assert facts["has a key"] == with_key
     expected = {
-        "noise": "bytes that are no message",
-        "zeros": "bytes that are no message",
+        "noise": "bytes that are not a message",
+        "zeros": "bytes that are not a message",
         "a pickle": "was not made with this run's key" if with_key else "a body of form 2 in gather_object",
         "a pickle as plain data": "was not made with this run's key" if with_key else "got",
         "a form that is none": "was not made with this run's key" if with_key else "a body of form 9",
@@ -135,7 +135,7 @@ def test_a_stranger_in_the_place_of_a_rank_is_noticed_and_runs_nothing(with_key:
     for name, message in expected.items():
         assert facts[name].startswith("ConnectionError: rank 0 of 2 got "), (name, facts[name])
         assert message in facts[name], name
-        assert "in the place of rank 1's: another program has connected to this run" in facts[name]
+        assert "instead of rank 1's: another program has connected to this run" in facts[name]
     assert facts["the message before"].startswith("ValueError: ranks are in different exchanges")
     for rank, mine in enumerate((facts, other)):
         for sender, theirs in enumerate(mine["afterwards"]):
@@ -147,7 +147,7 @@ def test_a_stranger_in_the_place_of_a_rank_is_noticed_and_runs_nothing(with_key:
             for call, sender in (("gather_object", 0), ("broadcast_object", 1)):
                 text = mine["own" if sender == 0 else "own, broadcast"]
                 assert text.startswith(
-                    f"UnpicklableError: {call}: the object of rank {sender} holds something of type "
+                    f"UnpicklableError: {call}: the object of rank {sender} contains an object of type "
                 )
                 assert "set TRAINLOOP_KEY to the same secret on every host" in text
         assert "ranks are in different exchanges (rank" in mine["calls mixed up"], rank
@@ -194,13 +194,13 @@ KEYS = {
     "no key": (
         (None, None),
         True,
-        "UnpicklableError: gather_object: the object of rank 0 holds something of type __main__",
+        "UnpicklableError: gather_object: the object of rank 0 contains an object of type __main__",
     ),
     "one key": (("k" * 32, "k" * 32), True, "1 2 True"),
     "one without": (
         ("k" * 32, None),
         True,
-        "ConfigurationError: ranks 1 of 2 have no key and the others have: set TRAINLOOP",
+        "ConfigurationError: ranks 1 of 2 have no key, but the others have one: set TRAINLOOP",
     ),
     "two keys": (
         ("k" * 32, "l" * 32),

@@ -425,7 +425,7 @@ def test_training_goes_on_after_an_in_place_change_of_weights() -> None:
         ({"devices": "2"}, "devices='2': must be"),
         (
             {"devices": 2, "device_ids": [0]},
-            r"devices=2 asks for replicas on the CPU, device_ids=\[0\].*one or the other",
+            r"devices=2 asks for replicas on the CPU, but device_ids=\[0\].*one or the other",
         ),
     ],
 )
@@ -435,7 +435,7 @@ def test_dp_refuses_wrong_arguments(arguments: dict[str, Any], message: str) -> 
 
 
 def test_dp_refuses_a_module_that_is_elsewhere() -> None:
-    with pytest.raises(ConfigurationError, match=r"the module is on meta: call module.cpu"):
+    with pytest.raises(ConfigurationError, match=r"the module is on meta. Call module.cpu"):
         TTDataParallel(nn.Linear(2, 2, device="meta"), devices=2)
     wrapper = TTDataParallel(nn.Linear(2, 2), devices=2)
     wrapper.module.to("meta")

@@ -46,7 +46,7 @@ def test_the_documented_gbm_and_all_that_follows_a_fit(tmp_path: Path, capsys: p
     assert len([each for each in caught if "GPU" in str(each.message)]) == 1
     shown = capsys.readouterr()
     assert "'class' is a binary problem" in shown.out
-    assert "dropped   'key': it is different in each row" in shown.out
+    assert "dropped   'key': it differs in each row" in shown.out
     assert "Plan for LightGBM, LightGBM_2, Killed" in shown.out
     # one is lost, alone
     assert list(predictor.lost) == ["Killed"]

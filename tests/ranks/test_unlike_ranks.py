@@ -40,17 +40,17 @@ UNLIKE: dict[str, tuple[Callable[[int], Any], Callable[[int], dict[str, Any]], s
     "weights": (
         lambda rank: loader(weighted(torch.arange(1.0, ROWS + 1) + rank)),
         lambda rank: {},
-        "WeightedRandomSampler gives another order on each rank",
+        "WeightedRandomSampler yields another order on each rank",
     ),
     "the state of a generator": (
         lambda rank: loader(weighted(seed=rank)),
         lambda rank: {},
-        "WeightedRandomSampler gives another order on each rank",
+        "WeightedRandomSampler yields another order on each rank",
     ),
     "a shuffle's generator": (
         lambda rank: loader(RandomSampler(range(ROWS), generator=torch.Generator().manual_seed(rank))),
         lambda rank: {},
-        "RandomSampler gives another order on each rank",
+        "RandomSampler yields another order on each rank",
     ),
     "draws, of which only some are shared": (
         lambda rank: loader(weighted(number=65_000 + 1000 * rank)),
@@ -202,7 +202,7 @@ FITS: dict[str, tuple[Callable[[int], Any], str]] = {
     ),
     "a sampler in predictions": (
         lambda rank: loop_of(rows()).predict_with_model(rows(sampler=[3, 2, 1, 0] if rank else [0, 1, 2, 3])),
-        "data_loader: list gives another order on each rank",
+        "data_loader: list yields another order on each rank",
     ),
     "kinds of orders in predictions": (
         lambda rank: loop_of(rows()).predict_with_model(rows(40, shuffle=bool(rank))),

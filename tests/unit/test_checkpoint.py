@@ -103,7 +103,7 @@ def load_newest_with_warnings(where: Path) -> tuple[float, list[str]]:
 def test_cut_off_at_each_tenth_the_one_before_is_used(tmp_path: Path, tenths: int) -> None:
     paths = write_some(tmp_path)
     os.truncate(paths[-1], paths[-1].stat().st_size * tenths // 10)
-    with pytest.raises(CheckpointError, match=r"step=00000030.pt is no whole checkpoint: .*Use another one"):
+    with pytest.raises(CheckpointError, match=r"step=00000030.pt is not a complete checkpoint: .*Use another one"):
         checkpoint.load(paths[-1])
     epoch, messages = load_newest_with_warnings(tmp_path)
     assert epoch == 2
@@ -121,7 +121,7 @@ def test_any_flipped_byte_is_found(tmp_path: Path) -> None:
         changed = bytearray(data)
         changed[at] ^= rng.choice([1, 0x80, 0xFF])
         paths[-1].write_bytes(changed)
-        with pytest.raises(CheckpointError, match=r"is damaged: its checksum is|is no whole checkpoint"):
+        with pytest.raises(CheckpointError, match=r"is damaged: its checksum is|is not a complete checkpoint"):
             checkpoint.load(paths[-1])
     epoch, messages = load_newest_with_warnings(tmp_path)
     assert (epoch, len(messages)) == (2, 1)
@@ -174,7 +174,7 @@ def test_an_empty_or_missing_folder_has_no_newest(tmp_path: Path) -> None:
 def test_all_deleted_is_a_fresh_start_with_a_warning(tmp_path: Path) -> None:
     for path in write_some(tmp_path, 2):
         path.unlink()
-    with pytest.warns(RuntimeWarning, match=r"is missing.\nThere is no other: training starts afresh"):
+    with pytest.warns(RuntimeWarning, match=r"is missing.\nThere is no other one: training starts from scratch"):
         assert checkpoint.load_newest(tmp_path) is None
 
 
@@ -196,7 +196,7 @@ def test_the_newest_is_the_one_written_last_whatever_its_step(tmp_path: Path) ->
 
 
 def test_load_takes_a_folder_for_its_newest(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"is a folder with no checkpoint in it. Give a checkpoint's path"):
+    with pytest.raises(CheckpointError, match=r"is a folder without a checkpoint. Pass a checkpoint's path"):
         checkpoint.load(tmp_path)
     write_some(tmp_path)
     assert checkpoint.load(tmp_path)["place"]["epoch"] == 3
@@ -204,14 +204,14 @@ def test_load_takes_a_folder_for_its_newest(tmp_path: Path) -> None:
 
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"none.pt: no such file. Give a checkpoint's path, or resume_from='last'"
+        CheckpointError, match=r"none.pt: no such file. Pass a checkpoint's path, or resume_from='last'"
     ):
         checkpoint.load(tmp_path / "none.pt")
 
 
 def test_what_is_no_dict_is_told(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "a.pt", [1, 2])  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match=r"a.pt holds a list, not a dict. Use a checkpoint that trainloop wrote"):
+    with pytest.raises(CheckpointError, match=r"a.pt contains a list, not a dict. Use a checkpoint that"):
         checkpoint.load(tmp_path / "a.pt")
 
 
@@ -245,7 +245,7 @@ def test_code_is_refused_and_does_not_run(tmp_path: Path, form: str, marked: boo
     expected = "has no end mark"
     if marked:
         expected = (
-            r"names code \(classes or functions\).*nothing of it was run" if form == "torch.save" else "is a pickle of"
+            r"names code \(classes or functions\).*no code in it was run" if form == "torch.save" else "is a pickle in"
         )
     with pytest.raises(CheckpointError, match=expected):
         checkpoint.load(path)
@@ -262,7 +262,7 @@ def test_code_is_refused_and_does_not_run(tmp_path: Path, form: str, marked: boo
 
 def test_what_cannot_be_read_without_code_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"state\['callbacks'\]\['x'\]\[1\] is a .*RunsWhenUnpickled, which can't"
+        CheckpointError, match=r"state\['callbacks'\]\['x'\]\[1\] is a .*RunsWhenUnpickled, which a checkpoint can't"
     ):
         checkpoint.save(tmp_path / "a.pt", {"callbacks": {"x": [1, RunsWhenUnpickled(tmp_path)]}})
     assert os.listdir(tmp_path) == []

@@ -363,7 +363,7 @@ def test_a_state_that_is_not_plain_ends_training(tmp_path: Path) -> None:
         ({"mode": "best", "monitor": "a"}, r"ModelCheckpoint: mode='best': must be"),
         ({"mode": "maxx"}, r"ModelCheckpoint: mode='maxx': must be"),
         ({"every_n_steps": np.True_}, r"every_n_steps=.*True_?: must be a whole number above 0, or None"),
-        ({"dirpath": ""}, r"'' is no folder: give a path or a URL"),
+        ({"dirpath": ""}, r"'' is not a folder. Pass a path or a URL"),
     ],
 )
 def test_arguments_are_checked(tmp_path: Path, arguments: Any, message: str) -> None:

@@ -368,7 +368,7 @@ def test_a_path_to_nothing_and_to_something_else_are_told(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match=r"none.pt: no such file"):
         make_loop().fit(num_epochs=1, resume_from=tmp_path / "none.pt")
     torch.save(Net().state_dict(), tmp_path / "weights.pt")
-    with pytest.raises(CheckpointError, match=r"weights.pt is no whole checkpoint: it has no end mark"):
+    with pytest.raises(CheckpointError, match=r"weights.pt is not a complete checkpoint: it has no end mark"):
         make_loop().fit(num_epochs=1, resume_from=str(tmp_path / "weights.pt"))
 
 
@@ -379,7 +379,7 @@ def test_the_damaged_newest_is_passed_over_by_fit(tmp_path: Path) -> None:
     newest = Path(checkpoint.checkpoints(tmp_path)[-1].path)
     newest.write_bytes(newest.read_bytes()[:-1000])
     loop = make_loop()
-    with pytest.warns(RuntimeWarning, match=r"step=00000008.pt is no whole checkpoint") as caught:
+    with pytest.warns(RuntimeWarning, match=r"step=00000008.pt is not a complete checkpoint") as caught:
         loop.fit(num_epochs=3, grad_accumulation=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
     assert len(caught) == 1
     assert same(state_of(loop), state_of(whole))

@@ -65,14 +65,14 @@ def test_plain_types_come_back_from_disk(tmp_path: Path, value: Any, expected: A
     [
         (
             {"f": [print]},
-            r"state\['f'\]\[0\] is a builtins.builtin_function_or_method, which can't stand in a checkpoint",
+            r"state\['f'\]\[0\] is a builtins.builtin_function_or_method, which a checkpoint can't contain",
         ),
         ({"f": np.array([object()])}, r"state\['f'\] is a numpy.ndarray of object"),
         ({"f": np.datetime64("2020-01-01")}, r"state\['f'\] is a datetime.date"),
         ({(1, print): 2}, r"the key \(1, <built-in function print>\) of state\[1\] is a builtins"),
         ({"f": torch.empty(2, device="meta")}, r"state\['f'\] is a torch.Tensor of torch.float32"),
         ({"f": np.longdouble(2)}, r"state\['f'\] is a numpy.longdouble of float128"),
-        ({"f": Path("x")}, r"state\['f'\] is a pathlib\.(_local\.)?PosixPath.*Let state_dict\(\) give its content"),
+        ({"f": Path("x")}, r"state\['f'\] is a pathlib\.(_local\.)?PosixPath.*Let state_dict\(\) return its content"),
     ],
 )
 def test_what_is_not_plain_is_named_by_its_path(value: Any, message: str) -> None:

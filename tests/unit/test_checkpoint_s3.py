@@ -97,8 +97,8 @@ def test_the_callback_keeps_resumes_and_passes_over_damage(bucket: str) -> None:
         state = ModelCheckpoint(where).last_state()
     assert state is not None
     assert state["place"]["step"] == 5
-    assert len([w for w in caught if "is no whole checkpoint" in str(w.message)]) == 1
-    with pytest.raises(CheckpointError, match="is no whole checkpoint"):
+    assert len([w for w in caught if "is not a complete checkpoint" in str(w.message)]) == 1
+    with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
         checkpoint.load(f"{where}/checkpoint-epoch=0005-step=00000025.pt")
 
 

@@ -19,7 +19,7 @@ from trainloop.errors import ConfigurationError
 
 @pytest.mark.parametrize("location", ["", None, 3])
 def test_what_is_no_folder_is_told(location: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"is no folder: give a path or a URL such as 's3://bucket/run'"):
+    with pytest.raises(ConfigurationError, match=r"is not a folder. Pass a path or a URL such as 's3://bucket/run'"):
         folder(location)
 
 

@@ -162,7 +162,7 @@ def test_aitoolbox_itself_must_not_be_there(monkeypatch: pytest.MonkeyPatch) -> 
     real = ModuleType("aitoolbox")
     real.__file__ = "/site-packages/aitoolbox/__init__.py"
     monkeypatch.setitem(sys.modules, "aitoolbox", real)
-    with pytest.raises(ConfigurationError, match=r"imported already, from /site-packages.*before the first import"):
+    with pytest.raises(ConfigurationError, match=r"already imported, from /site-packages.*before the first import"):
         install()
 
 
@@ -507,7 +507,7 @@ def test_training_goes_on_from_a_checkpoint_of_aitoolbox(tmp_path: Path) -> None
     assert (second.epoch, second.total_iteration_idx) == (1, 3)
     assert torch.equal(second.model.fc.weight, first.model.fc.weight)
     third = make(TrainLoopCheckpoint, *where, cloud_save_mode=None)
-    with pytest.raises(ConfigurationError, match="states of 1 schedulers, and the loop has 0"):
+    with pytest.raises(ConfigurationError, match="states of 1 schedulers, but the loop has 0"):
         third.fit(2, callbacks=[ModelLoadContinueTraining(stamp, epoch_num=0)])
 
 

@@ -48,7 +48,7 @@ def test_other_arguments_go_where_they_belong() -> None:
     assert (load.project_name, load.saved_model_dir) == ("p", "checkpoint_model")
     with pytest.raises(TypeError, match="projekt_name"):
         ModelTrainHistoryPlot(projekt_name="p")
-    with pytest.raises(TypeError, match="project_name given twice"):
+    with pytest.raises(TypeError, match="project_name passed twice"):
         TensorboardFullTracking(None, 1, None, True, "p", project_name="p")
     with pytest.raises(TypeError, match="7 comes after cloud_dir_prefix"):
         LogUpload("log.txt", False, *EXPERIMENT.values(), 7)

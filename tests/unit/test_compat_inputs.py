@@ -232,7 +232,7 @@ def test_several_optimizers_of_ones_own() -> None:
 
 def test_an_optimizer_without_state_is_no_error_but_for_checkpoints() -> None:
     checkpoint = ModelCheckpoint("project", "experiment", "unused", {}, cloud_save_mode=None)
-    with pytest.raises(AttributeError, match=r"Decaying, has no state_dict\(\): write one"):
+    with pytest.raises(AttributeError, match=r"Decaying, has no state_dict\(\). Write one"):
         loop(Decaying).callbacks_handler.register_callbacks([checkpoint])
     assert loop(Decaying).optimizer.state_dict() == {}
     with pytest.raises(ConfigurationError, match="must be a torch optimizer"):
@@ -391,7 +391,7 @@ def test_parts_are_what_they_are_in_aitoolbox(tmp_path: Path) -> None:
     tl = loop()
     assert isinstance(tl.amp_scaler, torch.cuda.amp.GradScaler)
     assert not tl.amp_scaler.is_enabled()
-    with pytest.raises(ConfigurationError, match="amp_scaler is the loop's own"):
+    with pytest.raises(ConfigurationError, match="amp_scaler is made by the loop"):
         tl.amp_scaler = torch.amp.GradScaler("cpu")
 
     clip, report = GradNormClip(1.0), GradientStatsPrint(lambda model: [model.fc])

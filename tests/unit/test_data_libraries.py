@@ -73,7 +73,7 @@ def test_a_stream_that_was_made_in_a_rank_is_its_ranks_own() -> None:
 
 
 def test_a_stream_that_asks_and_says_nothing_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"Asking asks .*get_world_size.*is_distributed = True"):
+    with pytest.raises(ConfigurationError, match=r"Asking calls .*get_world_size.*is_distributed = True"):
         seen(lambda: DataLoader(Asking(), 4), 2)
 
 

@@ -365,13 +365,13 @@ class RepeatedLoader(DataLoader[Any]):
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        (7, r"train_loader=7: can't be iterated. Pass a torch DataLoader, or any iterable of batches."),
-        (DataLoader(Rows(0), 4), r"train_loader has no samples: .* length 0. Training needs one."),
+        (7, r"train_loader=7 can't be iterated. Pass a torch DataLoader, or any iterable of batches."),
+        (DataLoader(Rows(0), 4), r"train_loader has no samples: .* length 0. Training needs at least one."),
         ([], r"train_loader has no batches: its length is 0"),
         (
             DataLoader(Rows(7), 4, drop_last=True),
-            r"train_loader has 7 samples and drop_last=True, but one global batch takes 8 \(batch_size 4 on 2 ranks\): "
-            r"no batch would be left. Use drop_last=False, or a smaller batch_size.",
+            r"train_loader has 7 samples and drop_last=True, but one global batch takes 8 \(batch_size 4 on 2 ranks\), "
+            r"so no batch would be left. Use drop_last=False, or a smaller batch_size.",
         ),
         (
             DataLoader(Rows(), 4, sampler=DistributedSampler(Rows(), num_replicas=4, rank=0)),
@@ -379,7 +379,7 @@ class RepeatedLoader(DataLoader[Any]):
         ),
         (
             DataLoader(Stream(), 4),
-            r"train_loader: each of 2 ranks must ask the others how many samples they have; exchange_ints=None",
+            r"train_loader: 2 ranks must exchange how many samples they have, but exchange_ints=None",
         ),
     ],
     ids=["no loader", "no samples", "no batches", "all dropped", "other ranks", "no exchange"],
@@ -393,13 +393,15 @@ def test_an_iterator_is_empty_the_second_time() -> None:
     feed = train_feed(iter(batches_of(4)))
     assert len(list(feed.steps(1))) == 11
     feed.set_epoch(1)
-    with pytest.raises(ConfigurationError, match=r"train_loader gave no batch in epoch 2: .* starts anew each epoch"):
+    with pytest.raises(
+        ConfigurationError, match=r"train_loader yielded no batch in epoch 2, .* from the beginning each epoch"
+    ):
         list(feed.steps(1))
 
 
 def test_a_loader_that_ignores_its_sampler_is_an_error() -> None:
     feed = train_feed(RepeatedLoader(Rows(), 4), rank=0, world_size=2, seed=SEED)
-    with pytest.raises(ConfigurationError, match=r"RepeatedLoader.__iter__ gave a batch without asking its sampler"):
+    with pytest.raises(ConfigurationError, match=r"RepeatedLoader.__iter__ yielded a batch without asking its sampler"):
         list(feed.steps(1))
 
 
@@ -413,7 +415,7 @@ def test_a_loader_that_ignores_its_sampler_is_an_error() -> None:
     ],
 )
 def test_ranks_that_read_different_orders_are_an_error(make: Callable[[], Any]) -> None:
-    message = r"train_loader: (OwnEntropy|list) gives another order on each rank, so that its samples can't be shared"
+    message = r"train_loader: (OwnEntropy|list) yields another order on each rank, so its samples can't be split"
     with pytest.raises(ConfigurationError, match=message):
         rank_steps(make, 3)
 
@@ -437,7 +439,7 @@ def test_a_stream_that_asks_for_its_rank_has_to_say_why(workers: int, monkeypatc
     loader: Any = DataLoader(RankStream(), 4, num_workers=workers)
     feed = train_feed(loader, rank=1, world_size=2, seed=SEED, exchange_ints=lambda values: [values, values])
     evaluation = eval_feed(loader, rank=1, world_size=2, seed=SEED)
-    message = r"RankStream asks torch.distributed.get_rank\(\) while it is iterated.*RankStream.is_distributed = True"
+    message = r"RankStream calls torch.distributed.get_rank\(\) while it is iterated.*RankStream.is_distributed = True"
     for batches in (feed.steps(1), evaluation.batches()):
         with pytest.raises(ConfigurationError, match=message):
             list(batches)

@@ -81,17 +81,17 @@ MALFORMED = [
     *((given, "no device") for given in (0, "0", " 0 ", "00", [], (), "", "  ", ",", " , ", range(0), "-0")),
     # -1 means 'all' only alone
     *((given, "1 or more, or -1 for all") for given in (-2, "-2", -(10**30))),
-    *((given, "only alone") for given in ([-1], "-1,", "0,-1", [0, -1], "-1,-1", "-2,")),
+    *((given, "only by itself") for given in ([-1], "-1,", "0,-1", [0, -1], "-1,-1", "-2,")),
     # no number
     *((given, "is a bool|a bool names") for given in (True, False, [True], [0, False])),
     (np.True_, "names no devices"),
     *((given, "names no devices") for given in (None, 3.0, b"3", bytearray(b"3"), {1}, {0: 1}, frozenset({1}))),
     *((given, "names no devices") for given in (np.array([0, 1]), object(), 1 + 0j, iter([0]), _Nameless())),
     *((given, "an index is an int") for given in ([1.0], ["1"], [[0]], [None], ([0], [1]))),
-    *((given, "named twice") for given in ([0, 0], "1,1", (3, 1, 3))),
+    *((given, "listed twice") for given in ([0, 0], "1,1", (3, 1, 3))),
     # not there
     *((given, "no device") for given in ([4], "4,", [0, 9], "0,4", range(5), [10**5000])),
-    *((given, "more than the 4") for given in (5, "5", "999999999999999999", 10**30)),
+    *((given, "only 4 are available") for given in (5, "5", "999999999999999999", 10**30)),
     *(
         (given, "is no number")
         for given in (
@@ -133,7 +133,7 @@ def test_nothing_can_be_had_where_there_is_nothing(request_: object) -> None:
 
 
 def test_the_message_counts_one_device_as_one() -> None:
-    with pytest.raises(DeviceError, match=r"more than the 1 there is\. There is 1 device \(device 0\)"):
+    with pytest.raises(DeviceError, match=r"only 1 is available\. There is 1 device \(device 0\)"):
         parse_devices(2, count=1)
 
 
@@ -212,9 +212,9 @@ REFUSED = [
     ("cuda", "auto", 0, False, r"this machine has none. It has: cpu. Use accelerator='cpu'"),
     ("cuda", "auto", 0, True, r"It has: mps, cpu. Use accelerator='mps'"),
     ("mps", "auto", 2, False, r"It has: 2 CUDA devices, cpu. Use accelerator='cuda'"),
-    ("mps", 2, 0, True, "more than the 1 there is"),
+    ("mps", 2, 0, True, "only 1 is available"),
     ("mps", [1], 0, True, "no device 1"),
-    ("auto", 2, 0, True, "more than the 1 there is"),
+    ("auto", 2, 0, True, "only 1 is available"),
     ("cpu", -1, 0, False, "number of processes"),
     ("cpu", "-1", 4, False, "number of processes"),
     ("cpu", 0, 0, False, "number of processes"),
@@ -242,7 +242,7 @@ def test_an_absent_accelerator_or_device_is_refused(
 
 @pytest.mark.parametrize("asked", [10**6, str(10**6), 10**18, 65])
 def test_an_absurd_number_of_processes_is_refused(asked: object) -> None:
-    with pytest.raises(DeviceError, match=rf"devices='?{asked}'?: .*2 cores to use. Use devices=2; more than 64"):
+    with pytest.raises(DeviceError, match=rf"devices='?{asked}'?: .*2 cores available. Use devices=2; more than 64"):
         choose_devices("cpu", asked, cuda=0, cores=2)
     assert len(choose_devices("cpu", 65, cuda=0, cores=9).indices) == 65
 
@@ -501,7 +501,7 @@ def test_too_few_usable_gpus_name_the_occupied(gpus: list[int]) -> None:
 
 
 def test_more_than_visible_is_refused_before_any_try(gpus: list[int]) -> None:
-    with pytest.raises(DeviceError, match="num_devices=5: that is more than the 4"):
+    with pytest.raises(DeviceError, match="num_devices=5: only 4"):
         find_usable_cuda_devices(5)
     assert gpus == []
 

@@ -500,7 +500,7 @@ def test_a_metric_of_another_kind_starts_anew() -> None:
         (("x", "0.5"), r"log\('x', '0.5'\): the value is a str, but must be a number or a 0-d tensor."),
         (("x", None), r"log\('x', None\): the value is a NoneType"),
         (("x", [1.0]), r"the value is a list"),
-        (("", 1.0), r"log\('', ...\): the name must be a non-empty text."),
+        (("", 1.0), r"log\('', ...\): the name must be a non-empty string."),
         ((3, 1.0), r"log\(3, ...\): the name must be"),
         (("x", 1.0, -1), r"log\('x', batch_size=-1\): must be a number of samples, 0 or more."),
         (("x", 1.0, "many"), r"log\('x', batch_size='many'\): must be a number"),
@@ -536,7 +536,7 @@ def test_options_may_not_change() -> None:
     with pytest.raises(
         ConfigurationError,
         match=r"log\('x', reduce='sum', prog_bar=False\): it was logged with reduce='mean', prog_bar=True before. "
-        "Use one set of options for a name.",
+        "Use the same options for each name.",
     ):
         log(recorder, "x", 1.0, reduce="sum")
 
@@ -565,8 +565,9 @@ def test_ranks_must_agree_on_options() -> None:
 
     results, _ = in_ranks(2, work)
     expected = (
-        "log('x', ...): rank 0 logs it with reduce='mean', rank 1 with reduce='sum'. Use one set of options for a name."
+        "log('x', ...): rank 0 logs it with reduce='mean', rank 1 with reduce='sum'. Use the same options for each"
     )
+    expected += " name."
     assert results == [expected] * 2
 
 

@@ -55,7 +55,7 @@ def test_files_are_read_as_pillow_resizes_them(paths: list[str], tmp_path: Path)
     assert PictureFiles([tmp_path / "grey.png"], SIZE)[0].shape == (3, SIZE, SIZE)
     (tmp_path / "no.png").write_text("no picture")
     for wrong in (tmp_path / "no.png", tmp_path / "nowhere.png"):
-        with pytest.raises(ConfigurationError, match=f"the picture '{wrong}' can't be read .*paths are taken from"):
+        with pytest.raises(ConfigurationError, match=f"the picture '{wrong}' can't be read .*Paths are relative to"):
             PictureFiles([str(wrong)], SIZE)[0]
 
 
@@ -106,7 +106,7 @@ def test_folders_are_found_by_name_and_those_that_are_not_there_are_named(
     monkeypatch.chdir(tmp_path / "models")
     assert find_text_model("./plain") == str(tmp_path / "models" / "plain")
     fill = str(tmp_path / "models" / "who--knows")
-    with pytest.raises(ConfigurationError, match=rf"not on this machine, and could not be fetched .* into '{fill}'"):
+    with pytest.raises(ConfigurationError, match=rf"not on this machine, and could not be downloaded .* into '{fill}'"):
         find_text_model("who/knows")
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(ConfigurationError, match=r"find_picture_model needs timm, .*'\.\[multimodal\]', with a"):

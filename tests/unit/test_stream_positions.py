@@ -222,7 +222,7 @@ class Raising(Unsaid):
 )
 def test_a_state_that_is_not_plain_is_told_and_left_out(kind: Any, message: str, workers: int) -> None:
     for seed in [SEED] if workers else [SEED, None]:
-        with pytest.warns(UserWarning, match=f"train_loader: its state_dict\\(\\) can't be kept.*{message}"):
+        with pytest.warns(UserWarning, match=f"train_loader: its state_dict\\(\\) can't be stored.*{message}"):
             _, states, _ = epochs(lambda: DataLoader(kind(), 3, num_workers=workers), 1, seed, stop=(0, 1))
         assert states[0]["position"] is None
 

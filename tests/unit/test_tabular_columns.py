@@ -46,8 +46,8 @@ def test_what_a_column_is() -> None:
         "picture": ["pictures"],
     }
     assert columns.dropped == {
-        "names": "it is different in each row, as an identifier is",
-        "row_id": "it is different in each row, as an identifier is",
+        "names": "it differs in each row, like an identifier",
+        "row_id": "it differs in each row, like an identifier",
         "same": "all its values are the same",
         "missing": "all its values are missing",
     }
@@ -105,13 +105,16 @@ def test_labels_of_rows_may_repeat_and_names_of_columns_be_numbers() -> None:
         (lambda f: f.head(0), r"train_data has no rows"),
         (lambda f: f.set_axis([*f.columns[:-2], "number", "class"], axis=1), r"more than one column 'number'"),
         (lambda f: f[["class", "constant", "key"]], r"no column is left.*'constant': all its values are the same"),
-        (lambda f: f.assign(lists=[[i] for i in range(len(f))]), r"column 'lists' holds values that are no scalars"),
+        (lambda f: f.assign(lists=[[i] for i in range(len(f))]), r"column 'lists' has values that are not scalars"),
         (lambda f: f.to_numpy(), r"train_data is a ndarray: must be a pandas DataFrame"),
         (lambda f: "nowhere.csv", r"train_data='nowhere.csv' can't be read"),
         (lambda f: f[f["class"] == "yes"].head(1), r"has only one value"),
         (lambda f: f.assign(**{"class": f["key"]}), r"label 'class' is different in each of the 120 rows .*'k00000', "),
-        (lambda f: f.assign(**{"class": pd.to_timedelta(f.index, unit="h")}), r"durations the seconds\) for a regress"),
-        (lambda f: f.assign(**{"class": [np.inf, *range(119)]}), r"values that are no finite numbers"),
+        (
+            lambda f: f.assign(**{"class": pd.to_timedelta(f.index, unit="h")}),
+            r"for dates and durations\) for a regress",
+        ),
+        (lambda f: f.assign(**{"class": [np.inf, *range(119)]}), r"values that are not finite numbers"),
     ],
 )
 def test_data_that_can_t_be_learnt_from(data: Callable[[pd.DataFrame], Any], what: str) -> None:
@@ -132,7 +135,7 @@ def test_other_columns_at_prediction_are_named() -> None:
     columns = Columns.learn(frame.drop(columns="class"))
     with pytest.raises(ConfigurationError, match="lacks the columns 'number', 'colour' of the training data"):
         columns.clean(frame.drop(columns=["number", "colour", "key"]))
-    with pytest.raises(ConfigurationError, match="column 'number' of data holds 'many', but numbers in training"):
+    with pytest.raises(ConfigurationError, match="column 'number' of data has 'many', but had numbers in training"):
         columns.clean(frame.assign(number="many"))
     assert columns.clean(frame.assign(more=1))["number"].equals(columns.clean(frame)["number"])
     unknown = columns.clean(frame.assign(colour="purple"))
@@ -169,11 +172,11 @@ def test_classes_come_back_as_they_were() -> None:
         target = Target.learn("y", values, "multiclass")
         chances = np.eye(len(classes))[target.encode(values)]
         assert target.decode(chances).tolist() == values.tolist()
-    with pytest.raises(ConfigurationError, match="label 'y' holds 'd', which was no class in training"):
+    with pytest.raises(ConfigurationError, match="label 'y' has 'd', which was not a class in training"):
         Target.learn("y", pd.Series(["a", "b"] * 2), None).encode(pd.Series(["a", "d"]))
-    with pytest.raises(ConfigurationError, match="no finite numbers"):
+    with pytest.raises(ConfigurationError, match="not finite numbers"):
         Target.learn("y", pd.Series(["a", "b", "c"]), "regression")
-    with pytest.raises(ConfigurationError, match="has 3 classes, and problem_type='binary' has two"):
+    with pytest.raises(ConfigurationError, match="has 3 classes, but problem_type='binary' needs 2"):
         Target.learn("y", pd.Series(["a", "b", "c"]), "binary")
     with pytest.raises(ConfigurationError, match="problem_type='ranking': must be one of binary"):
         TabularPredictor("y", problem_type="ranking")  # type: ignore[arg-type]
@@ -247,19 +250,22 @@ TUNED = {"num_trials": 2}
 @pytest.mark.parametrize(
     "given, what",
     [
-        ({"hyperparameters": {"XGB": {}}}, r"the model 'XGB': there are LR, RF, XT, GBM, NN_TORCH"),
+        ({"hyperparameters": {"XGB": {}}}, r"the unknown model 'XGB'. Use one of LR, RF, XT, GBM, NN_TORCH"),
         ({"hyperparameters": {}}, "must map models to settings"),
-        ({"hyperparameters": "huge"}, "hyperparameters 'huge' is not known: there are default, light"),
+        ({"hyperparameters": "huge"}, "hyperparameters 'huge' is not known. Choose one of default, light"),
         ({"hyperparameters": {"GBM": 3}}, r"hyperparameters\['GBM'\] has 3: must be a dict"),
-        ({"hyperparameters": {3: {}}}, "the model 3: there are LR"),
-        ({"hyperparameters": {"GBM": {"num_leaves": [8, 16]}}}, "has a search space .*num_leaves.*no search is asked"),
+        ({"hyperparameters": {3: {}}}, "the unknown model 3. Use one of LR"),
+        (
+            {"hyperparameters": {"GBM": {"num_leaves": [8, 16]}}},
+            "has a search space .*num_leaves.*no search is requested",
+        ),
         ({"hyperparameters": {"GBM": {"ag_args_fit": {"cpus": 1}}}}, "takes num_cpus, num_gpus and memory_limit"),
         ({"hyperparameters": {"AG_IMAGE_NN": {}}}, "no model is left .*ImagePredictor: the table has no columns"),
-        ({"hyperparameters": {"AG_TEXT_NN": ["huge"]}}, "text preset 'huge' is not known: there are default"),
+        ({"hyperparameters": {"AG_TEXT_NN": ["huge"]}}, "text preset 'huge' is not known. Choose one of default"),
         ({"hyperparameter_tune_kwargs": {"trials": 2}}, "takes searcher, .* and num_trials"),
         ({"hyperparameter_tune_kwargs": {"num_trials": 0}}, "num_trials=0: must be an int of 1 or more"),
         ({"hyperparameter_tune_kwargs": {"scheduler": "slurm"}}, r"scheduler \('local', 'ray'\)"),
-        ({"presets": "huge"}, "preset 'huge' is not known: there are medium_quality"),
+        ({"presets": "huge"}, "preset 'huge' is not known. Choose one of medium_quality"),
         # Where nothing is searched, too.
         ({"hyperparameters": {"LR": {}}, "hyperparameter_tune_kwargs": "best"}, "searcher='best': must be 'random'"),
         ({"hyperparameters": {"LR": {}}, "hyperparameter_tune_kwargs": {"num_trials": -1}}, "num_trials=-1: must be"),
@@ -323,7 +329,7 @@ def test_presets_are_plain_settings_to_be_changed() -> None:
         "best_quality",
         "multilingual",
     ]
-    with pytest.raises(ValueError, match="'multi' is not known: there are default, light, toy, multimodal"):
+    with pytest.raises(ValueError, match=r"'multi' is not known\. Choose one of default, light, toy, multimodal"):
         get_hyperparameter_config("multi")
 
 
@@ -450,7 +456,9 @@ def test_the_documented_gpu_that_is_not_there_is_one_warning(
 
 
 def test_no_model_begins_once_the_time_is_over(asked_of_tune: list[tuple[str, dict[str, Any]]]) -> None:
-    with pytest.raises(ConfigurationError, match=r"(?s)no model could be trained.*Forest: the time was over before it"):
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)no model could be trained.*Forest: the time limit was reached before it"
+    ):
         TabularPredictor("class").fit(mixed(), time_limit=1e-6, verbosity=0)
     assert not asked_of_tune
 
@@ -503,7 +511,7 @@ def test_a_lightgbm_without_gpus_trains_on_the_cpu_and_says_so_once() -> None:
     model = GradientBoosting(Given(columns, target, {"num_boost_round": 5}, gpu=True))
     model.fit(table, y, (table, y))
     assert len(model.facts["notes"]) == 1
-    assert "goes on from the start on the CPU, because there is no GPU" in model.facts["notes"][0]
+    assert "starts again on the CPU, because no GPU" in model.facts["notes"][0]
     assert not model.facts["used_gpu"]
     assert model.predict(table).shape == (120, 2)
 

@@ -96,7 +96,7 @@ KINDS: dict[str, tuple[Callable[[Resources], Any], str, str]] = {
     "generator": (lambda r: generator(), "generator", "keep the function"),
     "coroutine": (lambda r: r.coroutine, "coroutine", "keep the function"),
     "socket": (lambda r: r.socket, "socket", "keep its address"),
-    "thread": (lambda r: threading.current_thread(), "_MainThread|Thread", "A thread, and"),
+    "thread": (lambda r: threading.current_thread(), "_MainThread|Thread", "Threads, and"),
     "database": (lambda r: r.database, "Connection", "keep its path"),
     "executor": (lambda r: r.executor, "ThreadPoolExecutor", "An executor's workers"),
     "event loop": (lambda r: r.loop, "_UnixSelectorEventLoop", "An event loop and"),

@@ -212,7 +212,7 @@ class _Starts:
             except ConfigurationError as problem:
                 if self._failed is None:
                     raise
-                raise with_note(self._failed, f"The ranks could not start again: {problem}") from None
+                raise with_note(self._failed, f"The ranks could not be restarted: {problem}") from None
         if self._policy is not None:
             self._policy.before_start(order)
 
@@ -245,7 +245,7 @@ class _Starts:
         # Of several hosts each would have to start again.
         if ranks.disturbance and not self._disturbed and self._spec_with.keywords["num_nodes"] == 1:
             self._disturbed = True
-            print(f"The ranks start again, once: {ranks.disturbance}", file=sys.stderr, flush=True)
+            print(f"Restarting the ranks, once: {ranks.disturbance}", file=sys.stderr, flush=True)
             return
         if self._policy is None or ranks.cause is None:
             raise error
@@ -257,10 +257,10 @@ class _Starts:
 
 def _check_caller() -> None:
     if started_by_launch():
-        raise ConfigurationError("a rank can't start ranks: call fit() with gpu_mode='single' inside of one.")
+        raise ConfigurationError("a rank can't start ranks. Inside a rank, call fit() with gpu_mode='single'.")
     if multiprocessing.current_process().daemon:
         raise ConfigurationError(
-            "this process is a daemon (a worker of a pool or of a DataLoader), which may not start processes: call "
+            "this process is a daemon (a worker of a pool or of a DataLoader), which may not start processes. Call "
             "fit() with gpu_mode='single', or from the main process."
         )
 
@@ -374,7 +374,7 @@ def _start(ranks: Ranks, environment: dict[str, str], method: str, served: bool)
 def _explain(error: NoServerError, method: str) -> None:
     if method == "forkserver":
         raise ConfigurationError(
-            f"start_method='forkserver': ranks can't come from a fork server here: {error}. Use 'spawn', or 'auto', "
-            "which then means it."
+            f"start_method='forkserver': a fork server can't be used here: {error}. Use 'spawn', or 'auto', "
+            "which chooses it."
         ) from error
-    logger.info("ranks are spawned, since they can't come from a fork server: %s", error)
+    logger.info("ranks are spawned, since a fork server can't be used: %s", error)

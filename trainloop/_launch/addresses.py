@@ -26,7 +26,7 @@ def rendezvous_point(init_method: str | None, environ: Mapping[str, str] = os.en
         host, port_text = environ.get("MASTER_ADDR", "").strip("[]"), environ.get("MASTER_PORT", "")
         if not host or not port_text:
             raise ConfigurationError(
-                f"several nodes need a rendezvous point, but MASTER_ADDR={host!r} and MASTER_PORT={port_text!r}: set "
+                f"several nodes need a rendezvous point, but MASTER_ADDR={host!r} and MASTER_PORT={port_text!r}. Set "
                 "both on every node to an address of node 0 and a free port there, or pass init_method='tcp://host:port'."
             )
         given = f"MASTER_ADDR={host} and MASTER_PORT={port_text}"
@@ -52,7 +52,7 @@ def listener_at(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise ConfigurationError(
-            f"node 0 can't listen at {host}:{port}: {error}. Give an address of this host."
+            f"node 0 can't listen at {host}:{port}: {error}. Use an address of this host."
         ) from None
     if ipaddress.ip_address(address[0]).is_loopback and host not in ("localhost", address[0]):
         # Some systems give their own name a loopback address, which other hosts can't reach; which interface is meant
@@ -65,7 +65,7 @@ def listener_at(host: str, port: int) -> socket.socket:
         listener.listen(128)
     except OSError as error:
         listener.close()
-        advice = "Choose another port." if error.errno == errno.EADDRINUSE else "Give an address of this host."
+        advice = "Choose another port." if error.errno == errno.EADDRINUSE else "Use an address of this host."
         raise ConfigurationError(f"node 0 can't listen at {host}:{port}: {error.strerror}. {advice}") from None
     return listener
 

@@ -55,7 +55,7 @@ RECORDED = "trainloop_recorded"
 
 def about_record(path: str) -> str:
     """The sentence that says where a failure is recorded, and which line repeats it."""
-    return f'The failure is recorded. Repeat it in one process, in your own script: tl.replay("{path}")'
+    return f'The failure was recorded. Repeat it in one process, in your own script: tl.replay("{path}")'
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ _OUT_OF_SHARED_MEMORY = (
 )
 """How errors begin, of torch and of the kernel, where ``/dev/shm`` is full."""
 _MORE_SHARED_MEMORY = (
-    "shared memory ran out: give the container more of /dev/shm (docker run --shm-size=8g), or use fewer "
+    "shared memory ran out: give the container a larger /dev/shm (docker run --shm-size=8g), or use fewer "
     "DataLoader workers, or num_workers=0."
 )
 
@@ -213,7 +213,7 @@ def _text_of(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:  # a user's __str__
-        return "<its text can't be made>"
+        return "<its text can't be computed>"
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure:
@@ -249,28 +249,28 @@ _HINTS = [
     ),
     (
         r"Address already in use|EADDRINUSE",
-        "the port is taken: choose another one with MASTER_PORT or init_method.",
+        "the port is in use: choose another one with MASTER_PORT or init_method.",
     ),
     (r"Too many open files", "file descriptors ran out: raise the limit (ulimit -n), or use fewer DataLoader workers."),
     (
         r"Expected to have finished reduction|find_unused_parameters|did not receive grad",
-        "some parameters took no part in the loss: pass ddp_model_args={'find_unused_parameters': True}, or freeze "
-        "them by requires_grad_(False).",
+        "some parameters do not contribute to the loss: pass ddp_model_args={'find_unused_parameters': True}, or "
+        "freeze them with requires_grad_(False).",
     ),
     (
         r"DataLoader worker .* (exited unexpectedly|is killed)|(?s:dataloader\.py.*(ConnectionResetError|EOFError))",
-        "a DataLoader worker died: num_workers=0 shows its error in this process; often it is memory.",
+        "a DataLoader worker died: num_workers=0 shows its error in this process. The usual cause is lack of memory.",
     ),
     (
         r"op\.preamble\.length|mismatch|gloo::EnforceNotMet|Detected mismatch between collectives",
         "ranks called different collectives, or with different shapes: every rank must call the same ones in the same "
-        "order (TORCH_DISTRIBUTED_DEBUG=DETAIL names them). Unequal shapes, as of an uneven last batch, are what "
-        "trainloop.distributed.all_gather(value, concat=True) takes.",
+        "order (TORCH_DISTRIBUTED_DEBUG=DETAIL names them). For unequal shapes, as of an uneven last batch, use "
+        "trainloop.distributed.all_gather(value, concat=True).",
     ),
     (
         r"(?s:(distributed_c10d|distributed/nn/functional).*Connection (reset|closed) by peer)",
-        "another rank left in the middle of a collective. Where none failed before, ranks gave torch's own collective "
-        "unequal shapes, as of an uneven last batch: trainloop.distributed.all_gather(value, concat=True) takes them.",
+        "another rank left in the middle of a collective. If no rank failed before, ranks passed unequal shapes to "
+        "torch's collective (an uneven last batch): use trainloop.distributed.all_gather(value, concat=True).",
     ),
 ]
 
@@ -279,8 +279,8 @@ def hint(failure: Failure) -> str:
     """Advice, if the cause is known; else empty."""
     if failure.timeout:
         return (
-            "some rank did not come to a collective that others waited in: the stacks below show who waits where. "
-            "Every rank must make the same collective calls; a longer wait is TrainLoop(timeout=seconds)."
+            "at least one rank never reached a collective operation that others were waiting in: see the stacks below. "
+            "Every rank must make the same collective calls; TrainLoop(timeout=seconds) waits longer."
         )
     text = f"{failure.type}: {failure.message}\n{failure.traceback}"
     if _MORE_SHARED_MEMORY in text:
@@ -290,21 +290,21 @@ def hint(failure: Failure) -> str:
             return advice
     if failure.type is None and failure.exitcode == _STATUS_LOST:
         return (
-            "that is also the exit code of ranks whose fork server was killed: a process of this program that shows as "
-            "multiprocessing.forkserver. The next call starts another one; start_method='spawn' needs none."
+            "ranks also have this exit code if their fork server was killed, a process of this program that is listed "
+            "as multiprocessing.forkserver. The next call starts another one; start_method='spawn' needs none."
         )
     if failure.type is None and failure.exitcode is not None and failure.exitcode < 0:
         ended_by = exit_text(failure.exitcode).removeprefix("signal ")
         if ended_by == "SIGKILL":
             return (
-                "it did not end itself: the kernel kills the largest process when memory runs out (see dmesg, or the "
-                "memory limit of the job or container), else somebody sent the signal."
+                "it did not end itself: either the kernel killed it because memory ran out (see dmesg, or the "
+                "memory limit of the job or container), or another process sent the signal."
             )
         # A page of a mapped file that could not be given: the memory file system is full.
         if ended_by == "SIGBUS":
             return _MORE_SHARED_MEMORY
         if ended_by in ("SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL"):
-            return "native code crashed: the Python stacks at that moment are below where they could be written."
+            return "native code crashed: if they could be written, the Python stacks at that moment are below."
     return ""
 
 
@@ -341,13 +341,13 @@ def worker_failed_error(
     if hanging:
         waiting = _names([r for r in range(world_size) if r not in hanging])
         who = f"{_names(hanging)} of {world_size}"
-        done = " done with all work and" if others_done else ""
+        done = " finished all work and" if others_done else ""
         what = f"{who} {'hangs' if len(hanging) == 1 else 'hang'}: {waiting}{done} waited {timeout_s:g} s for "
         what += "it" if len(hanging) == 1 else "them"
         if world_size == 1:
-            what = f"{who} hangs: for {timeout_s:g} s it was in one call, or waited for a process or thread"
+            what = f"{who} hangs: for {timeout_s:g} s it was in one call, or waiting for a process or thread"
     elif failure.timeout:
-        what = f"all ranks wait for each other: {who} did so for {timeout_s:g} s"
+        what = f"all ranks wait for each other: {who} has waited for {timeout_s:g} s"
     elif failure.type == LOST_HOST:
         what = failure.message
     elif failure.type == "SystemExit":
@@ -391,11 +391,11 @@ def describe_failure(failure: Failure) -> str:
     """Return a one-line description of a failure, to follow ``rank N``."""
     if failure.timeout:
         alive = failure.type is None and failure.exitcode is None
-        return "hangs" if alive else "waited for a rank that hangs"
+        return "hangs" if alive else "was waiting for a rank that hangs"
     if failure.type == "SystemExit":
         return f"ended itself with {exit_text(failure.exitcode)}"
     if failure.type == LOST_HOST:
-        return f"went with its host ({failure.message})"
+        return f"was lost when its host failed ({failure.message})"
     if failure.type is not None:
         return f"raised {failure.type}: {_first_line(failure.message)}"
     if failure.exitcode is not None and failure.exitcode < 0:

@@ -234,7 +234,7 @@ class Hosts:
         theirs = entries.refused(node)
         if theirs is not None and node not in self._refused:
             if theirs == self._own["facts"]:
-                why = f"node {node} has not the same key: set {KEY_VARIABLE} to the same secret on all hosts"
+                why = f"node {node} does not have the same key: set {KEY_VARIABLE} to the same secret on all hosts"
             else:
                 why = self._contradiction(0, node, theirs)
             self._refused[node] = why
@@ -245,8 +245,8 @@ class Hosts:
         connected = f", connected: {', '.join(map(str, sorted(self._others)))}" if self._others else ""
         return (
             f"node 0 of {self._num_nodes} waited {self._wait_s:g} s at {self._name}; missing: node_rank "
-            f"{', '.join(map(str, missing))}{connected}. Start the script there with the same rendezvous point, and "
-            "check that no firewall is in between."
+            f"{', '.join(map(str, missing))}{connected}. Start the script on these nodes with the same rendezvous "
+            "point, and check that no firewall is in between."
             + "".join(f" Note: {self._refused[node]}." for node in missing if node in self._refused)
         )
 
@@ -273,7 +273,7 @@ class Hosts:
                     f"{who} connected to node 0 at {self._name}, which then closed the connection: see the error of "
                     "node 0."
                 ) from error
-            reason = "it is busy with another run, or about to end an earlier one"
+            reason = "it is busy with another run, or still ending an earlier one"
             time.sleep(0.2)
         raise ConfigurationError(
             f"{who} tried for {self._wait_s:g} s to connect to node 0 at {self._name}: {reason}. Start the script with "
@@ -348,8 +348,8 @@ class Hosts:
         if why.startswith("has"):
             keyed, keyless = (0, self._me) if why == "has a key" else (self._me, 0)
             return (
-                f"node {keyed} has a key ({KEY_VARIABLE}), node {keyless} has none: set it to the same secret on all "
-                "hosts."
+                f"node {keyed} has a key ({KEY_VARIABLE}), but node {keyless} has none: set it to the same secret on "
+                "all hosts."
             )
         return (
             f"{who}: node 0 at {self._name} did not prove that it has this run's key. Set {KEY_VARIABLE} to the same "
@@ -365,14 +365,14 @@ class Hosts:
     def _contradiction(self, here: int, there: int, theirs: dict[str, Any]) -> str:
         own = self._own["facts"]
         if (theirs.get("num_nodes"), theirs.get("ranks")) == (own["num_nodes"], own["ranks"]):
-            return "fit(max_restarts=...) was given on some hosts only: give it on all of them, or on none"
+            return "fit(max_restarts=...) was passed only on some hosts: pass it on all of them, or on none"
         return (
             f"node {here} has num_nodes={own['num_nodes']} and {own['ranks']} ranks, node {there} has "
             f"num_nodes={theirs.get('num_nodes')} and {theirs.get('ranks')} ranks: they must be the same on all nodes"
         )
 
     def _taken(self) -> str:
-        return f"node_rank={self._me} was taken by another host: give each host its own, 0 to num_nodes - 1."
+        return f"node_rank={self._me} is used by another host: give each host its own, from 0 to num_nodes - 1."
 
     # -- during the run --------------------------------------------------------------------------------------------
 
@@ -417,7 +417,7 @@ class Hosts:
                 return node, f"was lost: {self._losses[node]}"
             if silent_s > silence_s:
                 why = "the link was cut, or the host is down"
-                return node, f"was lost: nothing was heard of it for {silent_s:.0f} s: {why}"
+                return node, f"was lost: it sent nothing for {silent_s:.0f} s: {why}"
         node, why = self._others.get(0, {}).get("lost") or (self._me, "")
         return None if node == self._me else (int(node), str(why))
 
@@ -505,7 +505,7 @@ class Hosts:
             try:
                 self._exchange()
             except RuntimeError as error:
-                self._losses[0] = f"the connection to it broke ({str(error).splitlines()[0]})"
+                self._losses[0] = f"the connection to it was lost ({str(error).splitlines()[0]})"
                 return
             # Node 0 keeps the store for those that have not left yet.
             stays = self._me == 0 and not all(e["left"] or n in self._losses for n, e in self._others.items())

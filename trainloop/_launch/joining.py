@@ -73,8 +73,8 @@ def joined(environ: Mapping[str, str] | None = None) -> Rank | None:
         return None
     if not 0 <= rank < world_size:
         raise ConfigurationError(
-            f"this process is rank {rank} of {world_size} by its environment (RANK and WORLD_SIZE, or SLURM_PROCID and "
-            "SLURM_NTASKS): a rank is 0 to the number of processes less one. Unset them to start ranks from here."
+            f"by its environment (RANK and WORLD_SIZE, or SLURM_PROCID and SLURM_NTASKS) this process is rank {rank} "
+            f"of {world_size}, but a rank must be from 0 to world size - 1. Unset them to start ranks from here."
         )
     return Rank(rank, world_size, local_rank, local_world_size, node_rank, num_nodes)
 
@@ -90,7 +90,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
         return default
     if not (text.isascii() and text.isdigit()):
         raise ConfigurationError(
-            f"{name}={text!r} in the environment: must be a whole number; unset it, or mend the launcher."
+            f"{name}={text!r} in the environment: must be a whole number. Unset it, or fix the launcher's settings."
         )
     return int(text)
 

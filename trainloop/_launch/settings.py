@@ -77,7 +77,7 @@ def dumped_settings() -> bytes:
                 _dumped(value)
                 kept[name] = value
             except Exception as error:
-                warn(f"the ranks can't take over this process's {name}: {error}")
+                warn(f"this process's {name} can't be sent to the ranks: {error}")
         return _dumped(kept)
 
 
@@ -116,7 +116,7 @@ def write_settings(values: dict[str, Any]) -> None:
             if not same:
                 setting.write(value)
         except Exception as error:
-            warn(f"this rank could not take over the caller's {name}={value!r}: {error}")
+            warn(f"this rank could not apply the caller's {name}={value!r}: {error}")
 
 
 class SettingsInit:

@@ -326,9 +326,9 @@ class Ranks:
             return
         text = "".join(f"\n\nPython stack of rank {rank}:\n{stacks[rank].rstrip()}" for rank in still)
         warn(
-            f"{len(still)} of {self._spec.world_size} ranks had done all work but did not end within "
-            f"{self._spec.timeout_s:g} s, and were ended: see below for what they waited for (a thread that is no "
-            f"daemon, most often).{text}",
+            f"{len(still)} of {self._spec.world_size} ranks finished all work but did not exit within "
+            f"{self._spec.timeout_s:g} s, and were ended. The stacks below show what they waited for (usually a thread "
+            f"that is not a daemon).{text}",
             RuntimeWarning,
         )
 
@@ -484,8 +484,8 @@ def _process_state(process: Any) -> str:
         with open(f"/proc/{process.pid}/status") as file:
             state = next(line.split(":", 1)[1].strip() for line in file if line.startswith("State:"))
     except (OSError, StopIteration):
-        return "it did not answer"
-    return f"it did not answer; the system says '{state}'"
+        return "it did not respond"
+    return f"it did not respond; the system reports '{state}'"
 
 
 def _kill_strays(token: str, line_marks: set[str]) -> None:

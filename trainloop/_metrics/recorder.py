@@ -185,7 +185,7 @@ class Recorder:
                     raise
                 raise ConfigurationError(
                     f"log({name!r}, ...): the value has shape {tuple(value.shape)}, but must be a scalar. "
-                    "Reduce it first, for instance by .mean()."
+                    "Reduce it first, for example with .mean()."
                 ) from error
         elif type(value) is not float:
             value = _number(name, value)
@@ -270,7 +270,7 @@ class Recorder:
 
     def _check(self, name: Any, value: Any, asked: Asked, before: _Series | None) -> None:
         if not isinstance(name, str) or not name:
-            raise ConfigurationError(f"log({name!r}, ...): the name must be a non-empty text.")
+            raise ConfigurationError(f"log({name!r}, ...): the name must be a non-empty string.")
         if asked.reduce not in REDUCTIONS:
             raise ConfigurationError(f"log({name!r}, reduce={asked.reduce!r}): must be 'mean', 'sum', 'min' or 'max'.")
         if isinstance(value, Tensor) and value.is_complex():
@@ -283,7 +283,7 @@ class Recorder:
             raise ConfigurationError(
                 f"log({name!r}, {', '.join(f'{option}={now[option]!r}' for option in differing)}): it was logged with "
                 f"{', '.join(f'{option}={then[option]!r}' for option in differing)} before. "
-                "Use one set of options for a name."
+                "Use the same options for each name."
             )
 
     def _options(self, asked: Asked) -> Options:
@@ -417,7 +417,7 @@ def _joined(name: str, before: list[Any], entries: list[Any]) -> list[Any]:
     if before and before[0][0] != entries[0][0]:
         raise ConfigurationError(
             f"log({name!r}, ...): it was logged with other options before, on another rank. "
-            "Use one set of options for a name."
+            "Use the same options for each name."
         )
     return [*before, *entries]
 

@@ -42,12 +42,12 @@ def check_carried(model: nn.Module, gpu_mode: str) -> None:
             )
         if name in module._buffers or name in module._parameters:
             raise ConfigurationError(
-                f"carried_state names {path}, which is a buffer or parameter: ranks would get rank 0's. Make it a "
-                f"plain attribute, self.{name} = None in __init__."
+                f"carried_state names {path}, which is a buffer or parameter, so ranks would get rank 0's value. Make "
+                f"it a plain attribute, self.{name} = None in __init__."
             )
         if gpu_mode == "dp":
             raise ConfigurationError(
-                f"{path} is carried from batch to batch, but gpu_mode='dp' makes its replicas anew for each batch. Use "
+                f"{path} is carried from batch to batch, but gpu_mode='dp' makes new replicas for each batch. Use "
                 f"gpu_mode='ddp' with trainloop.data.SplitBatches."
             )
 

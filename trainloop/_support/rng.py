@@ -142,8 +142,8 @@ def restore(state: dict[str, Any]) -> None:
         _last_seed = state["seed"]
         if "packed" in state:
             warn(
-                "The checkpoint has its random states in the form of an earlier version of trainloop. They are not "
-                "restored: the run continues with other random numbers."
+                "The checkpoint has random states in the format of an earlier version of trainloop. They are not "
+                "restored, so the run continues with other random numbers."
             )
             return
         state = {**({} if _last_seed is None else _as_seeded(_last_seed)), **state}

@@ -149,7 +149,7 @@ class _Handlers:
                 raise self._raised[0] if self.heard.at_once and self._raised else KeyboardInterrupt
             self.postponed = True
             return
-        self._say("Interrupted: training stops after this step. Ctrl-C again stops at once.")
+        self._say("Interrupted: training stops after this step. Press Ctrl-C again to stop at once.")
 
     def on_request(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self.pid:

@@ -178,7 +178,7 @@ class SharedStop:
                     raise ConnectionAbortedError("another rank failed while this one waited for it at a step boundary")
                 if time.monotonic() > deadline:
                     raise TimeoutError(
-                        f"rank {rank} did not come to step boundary {boundary} within {self._timeout_s:g} s "
+                        f"rank {rank} did not reach step boundary {boundary} within {self._timeout_s:g} s "
                         f"(it is at {vote >> _BITS}); rank {self._rank} waited there to stop training with it."
                     )
                 time.sleep(pause_s)

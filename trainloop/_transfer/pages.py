@@ -216,7 +216,7 @@ class MovedPages:
             ctypes.memmove(fresh, address, nbytes)
             assert self._libc is not None
             if self._libc.mremap(fresh, nbytes, nbytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, address) == _FAILED:
-                raise OSError(ctypes.get_errno(), "memory that was shared with the ranks can't be taken back")
+                raise OSError(ctypes.get_errno(), "memory that was shared with the ranks can't be restored")
             give_back(self._fd, place, nbytes)
 
     def _may_move(self, first: int, last: int) -> bool:

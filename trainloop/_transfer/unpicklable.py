@@ -79,9 +79,9 @@ def explain(roots: Mapping[str, object], error: Exception) -> str:
     """
     found = find_unpicklable(roots)
     if not found:
-        return f"what fit() sends to the ranks can't be pickled: {_reason(error)}"
+        return f"an object that fit() sends to the ranks can't be pickled: {_reason(error)}"
     things = "\n".join(f"  {thing}" for thing in found)
-    return f"these can't be sent to the ranks, which are other processes:\n{things}"
+    return f"these objects can't be sent to the ranks, which are other processes:\n{things}"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def _reason(error: Exception) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
-_LAZILY = "make it where it is first used, in the rank, and leave it out of __getstate__."
+_LAZILY = "create it at first use, in the rank, and leave it out of __getstate__."
 _GENERAL_ADVICE = f"{_LAZILY[0].upper()}{_LAZILY[1:]}"
 _FILE = "An open file belongs to one process: keep its path and open it at first use, or leave it out of __getstate__."
 _CONNECTION = f"A connection belongs to one process: keep its address; {_LAZILY}"
@@ -252,13 +252,13 @@ _ADVICE = {
     "h5py": _FILE,
     "lmdb": _FILE,
     "mmap": f"A mapped file belongs to one process: keep its path; {_LAZILY}",
-    "generator": "A generator can't be copied: keep the function that makes it, or make a list of it.",
+    "generator": "A generator can't be copied: keep the function that makes it, or convert it to a list.",
     "coroutine": "A coroutine can't be copied: keep the function that makes it.",
     "async_generator": "A generator can't be copied: keep the function that makes it.",
-    "_thread": f"A lock belongs to one process, like all that threads share: {_LAZILY}",
-    "threading": f"A thread, and what threads share, belongs to one process: {_LAZILY}",
-    "queue": f"A queue of threads belongs to one process: {_LAZILY}",
-    "_queue": f"A queue of threads belongs to one process: {_LAZILY}",
+    "_thread": f"A lock belongs to one process, like everything that threads share: {_LAZILY}",
+    "threading": f"Threads, and objects that they share, belong to one process: {_LAZILY}",
+    "queue": f"A queue between threads belongs to one process: {_LAZILY}",
+    "_queue": f"A queue between threads belongs to one process: {_LAZILY}",
     "socket": _CONNECTION,
     "_socket": _CONNECTION,
     "ssl": _CONNECTION,
@@ -270,10 +270,10 @@ _ADVICE = {
     "weakref": "A weak reference can't be sent: keep the object itself, or leave it out of __getstate__.",
     "frame": "A running frame can't be copied: keep the values that you need from it.",
     "traceback": "A traceback can't be copied: keep its text (traceback.format_exc()).",
-    "_ctypes": "Memory of C code is another process's there: keep the values, and make the pointer in the rank.",
+    "_ctypes": "Memory of C code belongs to one process: keep the values, and create the pointer in the rank.",
     "subprocess": f"A running program belongs to the process that started it: {_LAZILY}",
-    "multiprocessing": f"Make it with torch.multiprocessing.get_context('spawn'), or {_LAZILY}",
-    "logging": f"A handler holds a lock: keep the logger, which travels by its name, or {_LAZILY}",
+    "multiprocessing": f"Create it with torch.multiprocessing.get_context('spawn'), or {_LAZILY}",
+    "logging": f"A handler has a lock: keep the logger, which is sent by name, or {_LAZILY}",
     "Stream": f"A stream belongs to one process's GPU context: {_LAZILY}",
     "Event": f"An event belongs to one process: {_LAZILY}",
 }

@@ -1,19 +1,19 @@
-"""Checkpoints on disk: written whole, verified when read, unable to run code.
+"""Checkpoints on disk: written atomically, verified when read, unable to run code.
 
 A checkpoint is one file::
 
-    body      what torch.save writes (a zip): nested dicts, lists and tuples of tensors, numbers and strings
-    info      JSON: where in training it was made, by which run, in which order (CheckpointInfo)
+    body      the output of torch.save (a zip): nested dicts, lists and tuples of tensors, numbers and strings
+    info      JSON: the step, the run and the order of writing (CheckpointInfo)
     end mark  lengths and checksums of body and info, a checksum of itself, 8 bytes that name the format
 
-The end mark comes last, so that a file cut off anywhere has none. Since a zip is read from its own end, which may
-be followed by other bytes, ``torch.load(path, weights_only=True)`` opens the file where trainloop is not installed.
+The end mark comes last, so a truncated file has none. Since a zip is read from its own end, which may be followed by
+other bytes, ``torch.load(path, weights_only=True)`` opens the file even if trainloop is not installed.
 
 The checksum is CRC-32: it finds damage (at 3.3 GB/s, while writing; SHA-256 with the CPU's help makes 1.4 and BLAKE2b
 0.7). The defence against attackers is ``weights_only=True``, under which a file that names any code is refused before
 that code is imported.
 
-This module knows no loop: it takes and gives dicts.
+This module does not depend on the loop: it takes and returns dicts.
 
 ========================================================  =====================================================
 :func:`save`, :func:`load`, :func:`read_info`             one checkpoint

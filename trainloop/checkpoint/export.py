@@ -1,4 +1,4 @@
-"""One file of a model's weights out of any checkpoint, with no more in memory than a rank's part of one tensor."""
+"""Write a model's weights from any checkpoint to one file, with only a rank's part of one tensor in memory."""
 
 from __future__ import annotations
 
@@ -33,36 +33,36 @@ _DTYPES = {
 
 
 def export(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str]) -> int:
-    """Write the model of a checkpoint in the safetensors format, which needs no package to be written.
+    """Write the weights in a checkpoint to a file in the safetensors format; no further package is needed.
 
     Parameters
     ----------
     checkpoint : str or path
-        A checkpoint, a file or the folder of a sharded one; a folder of checkpoints stands for the newest.
+        A checkpoint: a file, or the folder of a sharded one. A folder of checkpoints means the newest one in it.
     path : str or path
-        File to make; one of that name is replaced when the new one is whole.
+        File to write; an existing file is replaced when the new one is complete.
 
     Returns
     -------
     int
-        Bytes of the file.
+        Size of the file in bytes.
 
     Raises
     ------
     CheckpointError
-        If there is no whole checkpoint, or it holds a tensor that the format has no place for.
+        If there is no complete checkpoint, or it has a tensor that the format does not support.
     ConfigurationError
-        If the file can't be made.
+        If the file can't be written.
     """
     model = load(checkpoint, whole=False).get("model")
     if not isinstance(model, dict) or not all(isinstance(value, (Tensor, StoredTensor)) for value in model.values()):
-        raise CheckpointError(f"{os.fspath(checkpoint)} holds no model's weights alone. Pass one of fit's checkpoints.")
+        raise CheckpointError(f"{os.fspath(checkpoint)} has no model weights. Pass a checkpoint that fit wrote.")
     # The header first, as it has every tensor's place: so no more than a part of a tensor is in memory at a time.
     header: dict[str, Any] = {}
     end = 0
     for name, value in model.items():
         if value.dtype not in _DTYPES:
-            raise CheckpointError(f"{name} is of {value.dtype}, which the safetensors format has no name for.")
+            raise CheckpointError(f"{name} has dtype {value.dtype}, which the safetensors format does not support.")
         begin, end = end, end + value.shape.numel() * value.dtype.itemsize
         header[name] = {"dtype": _DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
@@ -78,7 +78,7 @@ def export(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str]) -> 
             _write(temporary, 8 + len(text) + header[name]["data_offsets"][0], value)
         os.replace(temporary, target)
     except OSError as error:
-        raise ConfigurationError(f"{target} can't be written: {error.strerror}. Choose another place.") from error
+        raise ConfigurationError(f"{target} can't be written: {error.strerror}. Choose another path.") from error
     finally:
         if os.path.exists(temporary):
             os.unlink(temporary)

@@ -50,30 +50,30 @@ _CHUNK = 4 << 20
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """The description of a checkpoint, readable without its body."""
+    """Description of a checkpoint, readable without its body."""
 
     epoch: int = 0
-    """0-based index of the epoch it was made in."""
+    """Index of the epoch in which it was made, counted from 0."""
 
     step: int = 0
-    """Optimizer steps done."""
+    """Number of optimizer steps."""
 
     run: str = ""
-    """Identifies the run: the same over all its resumptions, and different for other runs."""
+    """Identifier of the run: unchanged when a run is resumed, and different for other runs."""
 
     stamp: int = 0
-    """Nanoseconds since 1970, moved on where needed to be later than every older checkpoint in the same folder."""
+    """Nanoseconds since 1970, increased if needed to be later than every older checkpoint in the same folder."""
 
     value: float | None = None
-    """Value of the monitored metric; None where it was not judged."""
+    """Value of the monitored metric; None if there was none."""
 
     reason: str = ""
-    """Its cause: ``'epoch'``, ``'steps'``, ``'time'``, ``'improved'``, ``'end'``, ``'restart'`` or a signal."""
+    """Cause: ``'epoch'``, ``'steps'``, ``'time'``, ``'improved'``, ``'end'``, ``'restart'`` or a signal."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint file in a folder, from its name and its end; its body has not been read."""
+    """A checkpoint file in a folder, known from its name and its end; its body has not been read."""
 
     path: str
     """Path or URL."""
@@ -82,16 +82,16 @@ class Checkpoint:
     """Name in the folder."""
 
     info: CheckpointInfo | None
-    """None where the end mark is missing or damaged: no checkpoint to load."""
+    """None if the end mark is missing or damaged, so that it can't be loaded."""
 
     problem: str = ""
-    """Why ``info`` is None."""
+    """Reason why ``info`` is None."""
 
 
 def checkpoint_name(info: CheckpointInfo, version: int = 1, *, sharded: bool = False) -> str:
-    """``checkpoint-epoch=0003-step=00000120.pt``: epochs as in tables, from 1; ``version`` tells equal ones apart.
+    """Return ``checkpoint-epoch=0003-step=00000120.pt``: epochs from 1; ``version`` distinguishes equal ones.
 
-    A sharded one is a folder, of a name without a suffix.
+    A sharded one is a folder, whose name has no suffix.
     """
     again = f"_{version}" if version > 1 else ""
     return f"checkpoint-epoch={info.epoch + 1:04d}-step={info.step:08d}{again}{'' if sharded else _SUFFIX}"
@@ -103,30 +103,30 @@ def checkpoint_name(info: CheckpointInfo, version: int = 1, *, sharded: bool = F
 def save(
     path: str | os.PathLike[str], state: Mapping[str, Any], info: CheckpointInfo | None = None, *, durable: bool = True
 ) -> None:
-    """Write a checkpoint: under a temporary name, to the disk, then renamed, so that it is whole or is not there.
+    """Write a checkpoint atomically: under a temporary name, flushed to the disk, then renamed.
 
     Parameters
     ----------
     path : str or path
-        File or fsspec URL to make or to replace. Its folder is made where it is missing.
+        File or fsspec URL to create or replace. Its folder is created if it is missing.
     state : mapping
         Nested containers of tensors (on any device), numbers and strings.
     info : CheckpointInfo, optional
-        Kept in the file's end.
+        Description stored at the file's end.
     durable : bool
-        Wait until the file would survive a loss of power.
+        Wait until the file would survive a power failure.
 
     Raises
     ------
     CheckpointError
-        If ``state`` holds something that could not be read back without running code; nothing is written.
+        If ``state`` has an object that could not be read without running code; nothing is written.
     OSError
-        If it can't be written, for want of space for instance. A file that was there before is whole, and nothing
-        else is left.
+        If it can't be written, for example for lack of space. An existing file stays complete, and nothing else is
+        left.
 
     Notes
     -----
-    CPU tensors are not copied: nobody may change them meanwhile.
+    CPU tensors are not copied: they must not change while the checkpoint is written.
     """
     info = info or CheckpointInfo()
     body = plain(state, tensor=lambda t: t.cpu())
@@ -146,10 +146,10 @@ def _write(file: BinaryIO, body: Any, info: CheckpointInfo) -> None:
 
 
 class _Checksummed:
-    """The file that ``torch.save`` writes to: counts, sums, and keeps an error for later.
+    """File that ``torch.save`` writes to; it counts bytes, computes the checksum, and stores an error for later.
 
-    Torch's zip writer answers an exception in ``write`` with its own ("unexpected pos"), after it has tried to
-    write the zip's end as well; so it is told that all went well, and the error is raised afterwards.
+    After an exception in ``write``, torch's zip writer raises its own ("unexpected pos") and tries to write the zip's
+    end as well; so errors are hidden from it and raised afterwards.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -162,8 +162,8 @@ class _Checksummed:
         view = memoryview(data).cast("B")
         if self.error is None:
             try:
-                # By chunks, so that what was summed is still in the CPU's cache when it is copied to the system.
-                # Both let go of the interpreter's lock: a training loop in another thread goes on.
+                # In chunks, so that the data is still in the CPU's cache when it is written after the checksum.
+                # Both release the interpreter's lock: a training loop in another thread continues.
                 for start in range(0, len(view), _CHUNK):
                     chunk = view[start : start + _CHUNK]
                     self.crc = zlib.crc32(chunk, self.crc)
@@ -178,15 +178,15 @@ class _Checksummed:
 
 
 def mark_newest(where: Folder, name: str, *, run: str = "") -> None:
-    """Note that ``name`` is the folder's newest checkpoint, so that :func:`load_newest` notices if it gets lost.
+    """Record that ``name`` is the folder's newest checkpoint, so that :func:`load_newest` detects if it gets lost.
 
-    ``run`` is the run that wrote it, which may remove its own half-written files.
+    ``run`` is the run that wrote it, which may remove its own unfinished files.
     """
     try:
         # Not durable: losing it costs a warning only.
         where.write_text(_NEWEST, name + "\n", writer=run, durable=False)
         if "://" not in where.location:
-            # Older than the checkpoint: a folder's latest file (`ls -t`) is to be a checkpoint.
+            # Older than the checkpoint, so that a folder's latest file (`ls -t`) is a checkpoint.
             when = os.stat(where.path(name)).st_mtime_ns - 1
             os.utime(where.path(_NEWEST), ns=(when, when))
     except OSError:
@@ -194,14 +194,14 @@ def mark_newest(where: Folder, name: str, *, run: str = "") -> None:
 
 
 def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor], *, run: str = "") -> None:
-    """Write a model's ``state_dict()`` in the safetensors format, whole or not at all. Extra ``safetensors``.
+    """Write a model's ``state_dict()`` atomically in the safetensors format. Extra ``safetensors``.
 
     Parameters
     ----------
     path : str or path
         File or fsspec URL, usually ``*.safetensors``.
     weights : mapping from str to Tensor
-        On any device. Tied weights are written once for each of their names, so that a strict load finds them all.
+        Weights on any device. Tied weights are written under each of their names, so that a strict load finds all.
     run : str
         The run that writes, which may remove its own half-written files.
     """
@@ -213,7 +213,7 @@ def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor], *,
 
 
 def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Weights that :func:`save_weights` wrote, on the CPU, for ``model.load_state_dict``. Extra ``safetensors``."""
+    """Return weights from :func:`save_weights`, on the CPU, for ``model.load_state_dict``. Extra ``safetensors``."""
     where, name = split_file(path)
     with where.open(name) as file:
         weights: dict[str, Tensor] = require_safetensors(f"reading {os.fspath(path)!r}").load(file.read())
@@ -233,20 +233,20 @@ def require_safetensors(what: str) -> Any:
 
 
 def load(path: str | os.PathLike[str], *, whole: bool = True) -> dict[str, Any]:
-    """The state in a checkpoint, on the CPU, after its checksum was verified.
+    """Return the state in a checkpoint, on the CPU, after verifying its checksum.
 
     Parameters
     ----------
     path : str or path
-        File or fsspec URL, or the folder of a sharded checkpoint; another folder stands for the newest whole one in it.
+        File or fsspec URL, or the folder of a sharded checkpoint; any other folder means the newest complete one in it.
     whole : bool
-        Read the tensors of a sharded checkpoint. ``False``: each is a
-        :class:`~trainloop.checkpoint.sharded.StoredTensor`, to be read later, as a whole or in part.
+        Read the tensors of a sharded checkpoint. If False, each of them is a
+        :class:`~trainloop.checkpoint.sharded.StoredTensor`, which can be read later, wholly or in part.
 
     Raises
     ------
     CheckpointError
-        If there is no such file, it is cut off or damaged, or it holds code, which then is not run.
+        If there is no such file, it is truncated or damaged, or it contains code, which is not run.
     """
     text = os.fspath(path)
     if "://" not in text and os.path.isdir(os.path.expanduser(text)):
@@ -258,7 +258,7 @@ def load(path: str | os.PathLike[str], *, whole: bool = True) -> dict[str, Any]:
             return sharded.whole_of(state) if whole else state
         newest = load_newest(text, whole=whole)
         if newest is None:
-            raise CheckpointError(f"{text} is a folder with no checkpoint in it. Give a checkpoint's path.")
+            raise CheckpointError(f"{text} is a folder without a checkpoint. Pass a checkpoint's path.")
         return newest[1]
     where, name = split_file(text)
     shown = where.path(name)
@@ -271,20 +271,20 @@ def load(path: str | os.PathLike[str], *, whole: bool = True) -> dict[str, Any]:
             # weights_only=True would read these too, by older code of torch; trainloop never wrote one.
             if local.read(len(_ZIP)) != _ZIP:
                 raise CheckpointError(
-                    f"{shown} is a pickle of an older form than trainloop writes: refused, and nothing of it was run."
+                    f"{shown} is a pickle in an older format than trainloop writes. It was refused; no code was run."
                 )
             local.seek(0)
             state = torch.load(local, map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
     except FileNotFoundError as error:
-        raise CheckpointError(f"{shown}: no such file. Give a checkpoint's path, or resume_from='last'.") from error
+        raise CheckpointError(f"{shown}: no such file. Pass a checkpoint's path, or resume_from='last'.") from error
     except UnpicklingError as error:
         reason = str(error).strip().splitlines()
         named = next((line.strip() for line in reason if "GLOBAL" in line or "Unsupported" in line), "")
         raise CheckpointError(
-            f"{shown} names code (classes or functions), which a checkpoint of trainloop never does: refused, and "
-            f"nothing of it was run. {named} If you trust whoever made it, read it with "
+            f"{shown} names code (classes or functions), which trainloop's checkpoints never do. It was refused, and "
+            f"no code in it was run. {named} If you trust its author, read it with "
             "torch.load(path, weights_only=False) and load the weights yourself."
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
@@ -293,20 +293,20 @@ def load(path: str | os.PathLike[str], *, whole: bool = True) -> dict[str, Any]:
         ) from error
     if not isinstance(state, dict):
         raise CheckpointError(
-            f"{shown} holds a {type(state).__name__}, not a dict. Use a checkpoint that trainloop wrote."
+            f"{shown} contains a {type(state).__name__}, not a dict. Use a checkpoint that trainloop wrote."
         )
     return state
 
 
 def read_info(path: str | os.PathLike[str]) -> CheckpointInfo:
-    """Read the info at the end of a checkpoint. The body's length is checked, its content is not read.
+    """Return the info at the end of a checkpoint. The body's length is checked, but its content is not read.
 
     Raises
     ------
     CheckpointError
-        If the file is cut off, its end is damaged, or it is no checkpoint.
+        If the file is truncated, its end is damaged, or it is not a checkpoint.
     FileNotFoundError
-        If there is none.
+        If there is no such file.
     """
     where, name = split_file(path)
     with where.open(name) as file:
@@ -314,19 +314,19 @@ def read_info(path: str | os.PathLike[str]) -> CheckpointInfo:
 
 
 def _read_end(file: BinaryIO, shown: str) -> tuple[CheckpointInfo, int, int]:
-    """Info, and the body's length and checksum."""
+    """Return the info, and the body's length and checksum."""
     size = file.seek(0, os.SEEK_END)
-    problem = f"{shown} is no whole checkpoint"
+    problem = f"{shown} is not a complete checkpoint"
     if size < _END.size:
         raise CheckpointError(f"{problem}: it has {size} bytes. Use another one.")
     file.seek(size - _END.size)
     mark = file.read(_END.size)
     length, body_crc, info_length, end_crc, magic = _END.unpack(mark)
     if magic != _MAGIC:
-        raise CheckpointError(f"{problem}: it has no end mark: it is cut off, or not trainloop's. Use another one.")
+        raise CheckpointError(f"{problem}: it has no end mark, so it is cut off, or not trainloop's. Use another one.")
     if length + info_length + _END.size != size:
         raise CheckpointError(
-            f"{problem}: it has {size} bytes, by its end mark it should have {length + info_length + _END.size}. "
+            f"{problem}: it has {size} bytes, but by its end mark it should have {length + info_length + _END.size}. "
             "Use another one."
         )
     file.seek(length)
@@ -346,19 +346,19 @@ def _verify(file: BinaryIO, shown: str) -> None:
     while left:
         chunk = file.read(min(_CHUNK, left))
         if not chunk:
-            raise CheckpointError(f"{shown} is no whole checkpoint: it ended while it was read. Use another one.")
+            raise CheckpointError(f"{shown} is not a complete checkpoint: it ended while it was read. Use another one.")
         crc = zlib.crc32(chunk, crc)
         left -= len(chunk)
     if crc != expected:
         raise CheckpointError(
-            f"{shown} is damaged: its checksum is {crc:08x}, it was written with {expected:08x}. Use another one."
+            f"{shown} is damaged: its checksum is {crc:08x}, but should be {expected:08x}. Use another one."
         )
 
 
 def checkpoints(location: str | os.PathLike[str] | Folder) -> list[Checkpoint]:
-    """Checkpoints of a folder, oldest first; those whose end is damaged come first, by name.
+    """Return the checkpoints of a folder, oldest first; those with a damaged end come first, by name.
 
-    Reads the last bytes of each. Half-written files have other names and are not listed.
+    Reads the last bytes of each. Unfinished files have other names and are not listed.
     """
     where = location if isinstance(location, Folder) else folder(location)
     found = []
@@ -380,14 +380,14 @@ def checkpoints(location: str | os.PathLike[str] | Folder) -> list[Checkpoint]:
 
 
 def load_newest(location: str | os.PathLike[str] | Folder, *, whole: bool = True) -> tuple[str, dict[str, Any]] | None:
-    """Path and state of the newest whole checkpoint in a folder; None where there is none yet.
+    """Return path and state of the newest complete checkpoint in a folder; None if there is none yet.
 
-    Newer ones that are damaged or missing are passed over, with one warning for them all. ``whole`` as in :func:`load`.
+    Newer ones that are damaged or missing are skipped, with one warning for all. ``whole`` is as in :func:`load`.
 
     Raises
     ------
     CheckpointError
-        If there are checkpoints and none of them can be loaded: a fresh start would lose them.
+        If there are checkpoints but none can be loaded: a fresh start would lose them.
     """
     where = location if isinstance(location, Folder) else folder(location)
     listed = checkpoints(where)
@@ -410,7 +410,7 @@ def load_newest(location: str | os.PathLike[str] | Folder, *, whole: bool = True
         raise CheckpointError(
             f"no checkpoint in {where.location} can be loaded. To start afresh, move them away:\n" + "\n".join(problems)
         )
-    _warn_of(_missing_newest(where, []), "There is no other: training starts afresh.")
+    _warn_of(_missing_newest(where, []), "There is no other one: training starts from scratch.")
     return None
 
 

@@ -1,4 +1,4 @@
-"""The types that a checkpoint may hold, and copies of states in host memory."""
+"""The types that a checkpoint may contain, and copies of states in host memory."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def plain(value: Any, where: str = "state", *, tensor: Callable[[Tensor], Tensor] = _same) -> Any:
-    """``value`` in the types that a checkpoint may hold, so that reading it back needs no code.
+    """Return ``value`` in the types that a checkpoint may contain, so that reading it needs no code.
 
     ==============================================  ==================================================================
-    None, numbers, str, bytes, dtype, device, Size  as they are; of a subclass (IntEnum, say) the base
+    None, numbers, str, bytes, dtype, device, Size  unchanged; a subclass (such as IntEnum) becomes its base
     numpy scalars                                   Python numbers
     numpy arrays                                    tensors (their data copied)
-    tensors, parameters                             tensors without gradient; a view is cut out of its storage
-    tensors made of others (torchao's, say)         as they are, if their class is one of torch's safe globals
+    tensors, parameters                             tensors without gradient; a view is copied from its storage
+    tensors made of others (such as torchao's)      unchanged, if their class is one of torch's safe globals
     dicts of any kind                               dict; an OrderedDict stays one, with a state dict's ``_metadata``
     lists, deques; tuples; sets                     list; tuple, of a namedtuple too; set
     ==============================================  ==================================================================
@@ -43,14 +43,14 @@ def plain(value: Any, where: str = "state", *, tensor: Callable[[Tensor], Tensor
     ----------
     value : object
     where : str
-        How to name ``value`` in an error.
+        Name of ``value`` in errors.
     tensor : callable
-        Called with each tensor; what it returns takes the tensor's place.
+        Called with each tensor; the result replaces the tensor.
 
     Returns
     -------
     object
-        New containers. Tensors are not copied where the table doesn't say so.
+        The value in new containers. Tensors are copied only if the table says so.
 
     Raises
     ------
@@ -127,9 +127,9 @@ def _refuse(value: Any, where: str) -> NoReturn:
     kind = type(value)
     dtype = f" of {value.dtype}" if isinstance(value, (np.ndarray, np.generic, Tensor)) else ""
     raise CheckpointError(
-        f"{where} is a {kind.__module__}.{kind.__qualname__}{dtype}, which can't stand in a checkpoint: only tensors, "
-        "numbers, strings and containers of these can, so that reading it back runs no code. Let state_dict() give "
-        "its content in these types, and load_state_dict() make the object again."
+        f"{where} is a {kind.__module__}.{kind.__qualname__}{dtype}, which a checkpoint can't contain: only tensors, "
+        "numbers, strings and containers of these are allowed, so that reading it runs no code. Let state_dict() "
+        "return its content in these types, and load_state_dict() create the object again."
     )
 
 

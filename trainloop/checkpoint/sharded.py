@@ -1,4 +1,4 @@
-"""A checkpoint whose tensors were spread over ranks: a folder that each rank writes its part of.
+"""A checkpoint whose tensors are sharded over ranks: a folder into which each rank writes its part.
 
 ::
 
@@ -56,7 +56,7 @@ _CHUNK = 4 << 20
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor that lies in the files of a checkpoint."""
+    """A tensor in the files of a checkpoint."""
 
     folder: str
     shape: torch.Size
@@ -101,8 +101,8 @@ def verify_files(path: str, state: dict[str, Any]) -> None:
             raise CheckpointError(f"{full}: {error.strerror}. Use another checkpoint.") from error
         if found != (size, crc):
             raise CheckpointError(
-                f"{full} is damaged: it has {found[0]} bytes with the checksum {found[1]:08x}, written were {size} "
-                f"with {crc:08x}. Use another checkpoint."
+                f"{full} is damaged: it has {found[0]} bytes with the checksum {found[1]:08x}, but {size} bytes "
+                f"with {crc:08x} were written. Use another checkpoint."
             )
 
 
@@ -187,7 +187,7 @@ def size_and_checksum(path: str) -> tuple[int, int]:
 
 
 def new_folder(where: str, name: str, run: str) -> str:
-    """Make a folder of a temporary name, which a resumed ``run`` finds and removes where this one is killed."""
+    """Create a folder with a temporary name; if this process is killed, a resumed ``run`` removes it."""
     os.makedirs(where, exist_ok=True)
     path = os.path.join(where, temporary_name(name, run))
     os.mkdir(path)
@@ -196,7 +196,7 @@ def new_folder(where: str, name: str, run: str) -> str:
 
 def publish(temporary: str, path: str) -> None:
     """Give a folder that is whole its name, in the place of one that may have it."""
-    # What was written into it must be there before its name says so.
+    # Its content must be on the disk before it gets its name.
     sync_directory(temporary)
     if os.path.isdir(path):
         remove_folder(path)
@@ -205,8 +205,8 @@ def publish(temporary: str, path: str) -> None:
 
 
 def remove_folder(path: str) -> None:
-    """Delete a checkpoint, which is none any more from the first moment on; what is not its own stays."""
-    # state.pt first: without it nothing takes the rest for a checkpoint.
+    """Delete a checkpoint's files, the index first so that it is invalid at once; leave other files alone."""
+    # state.pt first: without it the rest is not a checkpoint.
     for name in sorted(os.listdir(path), key=lambda name: name != STATE):
         if name in (STATE, ".metadata") or _OWN.fullmatch(name):
             with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""Write a checkpoint whose tensors are spread over ranks: each rank its part, in parallel, without an exchange.
+"""Write a checkpoint whose tensors are sharded over ranks: each rank writes its part, in parallel, without exchanges.
 
-The folder's layout is in :mod:`~trainloop.checkpoint.sharded`. Ranks find each other in the folder itself: one that has
-written its part leaves word there, which rank 0 collects. So the writing may go on in threads beside a training, whose
-own exchanges it can't meet.
+The folder's layout is in :mod:`~trainloop.checkpoint.sharded`. Ranks communicate through the folder itself: a rank that
+has written its part leaves a report there, which rank 0 collects. So threads can write during a training without
+interfering with its exchanges.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LONGEST_REASON = 180  # bytes; a name has 255
 
 
 def check_offered(location: str, *, safetensors: bool) -> None:
-    """Refuse what a checkpoint of many ranks' parts can't be.
+    """Raise an error for options that sharded checkpoints don't support.
 
     Raises
     ------
@@ -44,13 +44,13 @@ def check_offered(location: str, *, safetensors: bool) -> None:
     """
     if safetensors:
         raise ConfigurationError(
-            "ModelCheckpoint(safetensors=True) with gpu_mode='fsdp': not offered. Make the file afterwards: "
+            "ModelCheckpoint(safetensors=True) with gpu_mode='fsdp' is not supported. Write the file afterwards: "
             "python -m trainloop checkpoint export FOLDER model.safetensors."
         )
     if "://" in location:
         raise ConfigurationError(
             f"ModelCheckpoint({location!r}) with gpu_mode='fsdp': all ranks write into one folder, which must be "
-            "on a disk that they share. Give a path."
+            "on a disk that they share. Pass a path."
         )
 
 

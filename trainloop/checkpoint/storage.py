@@ -1,11 +1,11 @@
-"""Folders of files that are written whole or not at all, on a disk or behind an fsspec URL.
+"""Folders whose files are written atomically, on a disk or behind an fsspec URL.
 
 ::
 
     folder("checkpoints")        a folder on a disk: temporary name, fsync, rename, fsync of the folder
     folder("s3://bucket/run")    any file system of fsspec (extra ``cloud``): visible once the upload is complete
 
-A reader sees a complete file or none, wherever the writer was killed.
+A reader sees a complete file or none, whenever the writer is killed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _COMMITTING = ("s3", "s3a", "gs", "gcs")
 
 
 def folder(location: str | os.PathLike[str]) -> Folder:
-    """The folder at a path or URL. It need not exist: the first write makes it.
+    """Return the folder at a path or URL. It may not exist: the first write creates it.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ def folder(location: str | os.PathLike[str]) -> Folder:
         If ``location`` is neither, or the file system of a URL is not installed.
     """
     if not isinstance(location, (str, os.PathLike)) or not os.fspath(location):
-        raise ConfigurationError(f"{location!r} is no folder: give a path or a URL such as 's3://bucket/run'.")
+        raise ConfigurationError(f"{location!r} is not a folder. Pass a path or a URL such as 's3://bucket/run'.")
     text = os.fspath(location)
     if "://" not in text:
         return _LocalFolder(os.path.abspath(os.path.expanduser(text)))
@@ -70,10 +70,10 @@ def split_file(path: str | os.PathLike[str]) -> tuple[Folder, str]:
 
 
 class Folder(ABC):
-    """A folder; holds no open file or connection, so that it can be pickled."""
+    """A folder without open files or connections, so that it can be pickled."""
 
     location: str
-    """The path or URL, as it is shown to the user."""
+    """Path or URL, as shown to the user."""
 
     def __init__(self, location: str) -> None:
         self.location = location
@@ -86,35 +86,35 @@ class Folder(ABC):
         return folder(self.path(name))
 
     def path(self, name: str) -> str:
-        """Path or URL of the file ``name``."""
+        """Return path or URL of the file ``name``."""
         return f"{self.location.rstrip('/')}/{name}"
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Complete files in it, sorted, without those being written. Empty if there is no such folder."""
+        """Return its complete files, sorted. Empty if there is no such folder."""
 
     @abstractmethod
     def folders(self) -> list[str]:
-        """Folders in it, sorted; empty where there is no such folder."""
+        """Return the folders in it, sorted; empty if there is no such folder."""
 
     @abstractmethod
     def open(self, name: str) -> BinaryIO:
-        """The file ``name``, open for reading; seekable. Raises FileNotFoundError."""
+        """Open the file ``name`` for reading; it is seekable. Raises FileNotFoundError."""
 
     @abstractmethod
     def write(self, name: str, write: Callable[[BinaryIO], object], *, writer: str = "", durable: bool = True) -> None:
-        """Make or replace the file ``name``: ``write`` is called with a file and fills it.
+        """Create or replace the file ``name``: ``write`` is called with a file and fills it.
 
-        If it raises, or the disk is full, nothing is left and an existing file stays whole.
+        If it raises, or the disk is full, nothing is left and an existing file stays complete.
 
         Parameters
         ----------
         name : str
         write : callable
         writer : str
-            The writer's name, for :meth:`remove_unfinished`.
+            Name of the writer, for :meth:`remove_unfinished`.
         durable : bool
-            Wait until the file would survive a loss of power.
+            Wait until the file would survive a power failure.
         """
 
     @abstractmethod
@@ -123,23 +123,23 @@ class Folder(ABC):
 
     @abstractmethod
     def remove_unfinished(self, writer: str) -> None:
-        """Delete half-written files of a killed ``writer``, and of nobody else."""
+        """Delete unfinished files of a killed ``writer``, and no others."""
 
     @abstractmethod
     def remove_dead(self) -> None:
-        """Delete half-written files of any killed process, on local disks, where its death is certain."""
+        """Delete unfinished files of any killed process, on local disks, if it is certainly dead."""
 
     @abstractmethod
     def check_writable(self) -> None:
-        """Raise ConfigurationError if certainly no file can be made here. Leaves nothing behind."""
+        """Raise ConfigurationError if certainly no file can be created here. Leaves nothing behind."""
 
     def read_text(self, name: str) -> str:
-        """The file ``name`` as UTF-8 text."""
+        """Return the file ``name`` as UTF-8 text."""
         with self.open(name) as file:
             return file.read().decode("utf-8")
 
     def write_text(self, name: str, text: str, *, writer: str = "", durable: bool = True) -> None:
-        """Make or replace the file ``name`` with this text, as :meth:`write` does."""
+        """Create or replace the file ``name`` with this text, as :meth:`write` does."""
         self.write(name, lambda file: file.write(text.encode("utf-8")), writer=writer, durable=durable)
 
 
@@ -302,14 +302,14 @@ class _RemoteFolder(Folder):
             import fsspec
         except ImportError as error:
             raise ConfigurationError(
-                f"{self.location!r} is a URL, which needs fsspec: {pip_install('cloud')}, or give a local path."
+                f"{self.location!r} is a URL, which needs fsspec: {pip_install('cloud')}, or pass a local path."
             ) from error
         try:
             system, path = fsspec.core.url_to_fs(self.location)
         except ImportError as error:
             raise ConfigurationError(
                 f"{self.location!r} needs a package that is not installed ({error}): {pip_install('cloud')}, "
-                "or give a local path."
+                "or pass a local path."
             ) from error
         except ValueError as error:
             raise ConfigurationError(f"{self.location!r}: fsspec can't open this URL ({error}).") from error

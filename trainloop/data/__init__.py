@@ -1,7 +1,7 @@
-"""Loaders of any kind, made into what one rank trains on and evaluates.
+"""Turn loaders of any kind into the batches that one rank trains on and evaluates.
 
-A *source* (``sources.py``, ``indexed.py``) gives a rank's part of one global batch after another; which part
-its rule says (``samplers.py``, ``whole_batches.py``). Training groups them into steps, evaluation does not.
+A *source* (``sources.py``, ``indexed.py``) yields a rank's part of each global batch; its rule (``samplers.py``,
+``whole_batches.py``) chooses the part. Training groups the parts into steps, evaluation does not.
 
 * ``train_feed``: an epoch as optimizer steps, each rank's part of every global batch in them.
 * ``eval_feed``: the batches that one process would see, each on one rank.

@@ -1,4 +1,4 @@
-"""Batches of any shape: how many samples, and on which device."""
+"""Count the samples of batches of any shape, and move them to devices."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 def count_samples(batch: Any, default: int | None = None) -> int:
-    """Samples in a batch of any shape.
+    """Return the number of samples in a batch of any shape.
 
-    That is the leading dimension of the first tensor or array that has one, found depth first in tuples, lists,
-    mappings and attributes of objects; where there is none, the length of the first list of anything else (strings,
-    say), or of an object that has a length; else ``default``; else 1.
+    It is the leading dimension of the first tensor or array that has one, found depth first in tuples, lists,
+    mappings and attributes of objects; without one, the length of the first list of other objects (such as strings),
+    or of an object that has a length; else ``default``; else 1.
 
     Examples
     --------
@@ -35,7 +35,7 @@ def count_samples(batch: Any, default: int | None = None) -> int:
 
 
 def _parts(batch: Any) -> Iterable[Any]:
-    """The parts of a batch; none for a single value."""
+    """Return the parts of a batch; empty for a single value."""
     if isinstance(batch, (str, bytes)):
         return ()
     parts = parts_of(batch)
@@ -48,7 +48,7 @@ def _leading_dimension(batch: Any) -> int | None:
         return int(shape[0]) if len(shape) else None
     if isinstance(num_graphs := getattr(batch, "num_graphs", None), int):
         return num_graphs  # torch_geometric: tensors are over nodes, losses over graphs
-    # A generator: only the parts before the first hit are looked at.
+    # A generator: only the parts up to the first match are read.
     counts = (_leading_dimension(part) for part in _parts(batch))
     return next((count for count in counts if count is not None), None)
 
@@ -59,8 +59,8 @@ def _length(batch: Any) -> int | None:
     if isinstance(batch, (Mapping, tuple, list)):
         counts = (_length(part) for part in _parts(batch))
         count = next((count for count in counts if count is not None), None)
-        # The first column has the number. Without columns the values are the samples themselves; tensors without
-        # dimensions, however, are the columns of a single sample.
+        # The first column has the number. Without columns the values are the samples themselves, but 0-d tensors are
+        # the columns of a single sample.
         if count is None and isinstance(batch, (tuple, list)) and not any(hasattr(part, "shape") for part in batch):
             count = len(batch) or None
         return count
@@ -71,32 +71,32 @@ def _length(batch: Any) -> int | None:
 
 
 def move_to(batch: T, device: torch.device, *, non_blocking: bool = False) -> T:
-    """A batch of any shape, its tensors on ``device``.
+    """Return a batch of any shape with its tensors on ``device``.
 
     Tuples, named tuples, lists, mappings and dataclasses keep their type; other objects are moved by their own
-    ``to(device)`` where they have one, and are left alone where not.
+    ``to(device)`` if they have one, and stay unchanged otherwise.
 
     Parameters
     ----------
     batch
-        What a loader gave.
+        A batch of a loader.
     device : torch.device
-        Where to.
+        Target device.
     non_blocking : bool
-        Don't wait for copies from pinned memory; what follows on the current stream does.
+        Don't wait for copies from pinned memory; later work on the current stream does.
     """
 
     def move(part: Any) -> Any:
         try:
             return part.to(device, non_blocking=non_blocking)
-        except TypeError:  # takes a device only
+        except TypeError:  # takes only a device
             return part.to(device)
 
     return _map(move, "to", batch)
 
 
 def pin(batch: T) -> T:
-    """A batch of any shape with its CPU tensors in pinned memory, from which a GPU can copy by itself."""
+    """Return a batch of any shape with its CPU tensors in pinned memory, from which a GPU can copy asynchronously."""
     return _map(lambda part: part if getattr(part, "is_cuda", False) else part.pin_memory(), "pin_memory", batch)
 
 
@@ -112,7 +112,7 @@ def record_use(batch: Any, stream: torch.cuda.Stream) -> None:
 
 
 def _map(function: Callable[[Any], Any], method: str, batch: Any) -> Any:
-    """A batch with ``function`` applied to every part that has ``method``: tensors, and the user's own objects."""
+    """Return a batch with ``function`` applied to every part that has ``method``: tensors, and users' objects."""
     if callable(getattr(batch, method, None)):  # also of mappings: BatchEncoding, TensorDict
         return function(batch)
     return map_parts(lambda part: _map(function, method, part), batch)

@@ -1,4 +1,4 @@
-"""Batches that all ranks share: each reads every batch, and takes its own columns of it."""
+"""Batches split by columns: each rank reads every batch, and takes its own columns of it."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from trainloop.errors import ConfigurationError
 
 
 class SplitBatches:
-    """A loader whose batches are shared out over the ranks by columns, so that a column stays on its rank.
+    """A loader whose batches are split over the ranks by columns, so that a column stays on its rank.
 
-    In ``ddp`` a loader's batches, or the samples of each global batch, are dealt out to the ranks in turn. Where state
-    is carried from batch to batch (truncated backpropagation through time), that would leave gaps: the state after a
-    chunk of the sequence belongs to the chunk that follows it. Wrapped in this class, every rank reads every batch, in
-    order, and takes a block of its columns: rank ``r`` the same block of each. So any number of ranks trains like one
-    process with the whole batches.
+    In ``ddp`` a loader's batches, or the samples of each global batch, are distributed to the ranks in turn. If state
+    is carried from batch to batch (truncated backpropagation through time), that leaves gaps: the state after a chunk
+    of the sequence belongs to the chunk that follows it. With this class, every rank reads every batch, in order, and
+    takes a block of its columns, the same block of each batch. Any number of ranks then trains like one process with
+    the whole batches.
 
     Parameters
     ----------
     loader : iterable of batches
-        A ``DataLoader`` or anything else that can be iterated again and again. Its batches are those of all ranks
+        A ``DataLoader`` or another object that can be iterated repeatedly. Its batches are those of all ranks
         together.
     dim : int
-        The dimension of the columns, in every tensor and array of a batch: 1 for chunks shaped ``(time, column)``, 0
+        Dimension of the columns, in every tensor and array of a batch: 1 for chunks shaped ``(time, column)``, 0
         for ``(column, time)``. One-dimensional tensors, such as lengths, and lists have an entry for each column;
-        numbers, texts and tensors without dimensions go to all ranks.
+        numbers, texts and 0-d tensors are passed to all ranks.
 
     Raises
     ------
     ConfigurationError
-        If the loader can't be iterated or ``dim`` is no dimension; and, in training, for a batch whose tensors don't
-        agree on the number of columns.
+        If the loader can't be iterated or ``dim`` is not a dimension; in training also for a batch whose tensors differ
+        in the number of columns.
 
     Notes
     -----
-    Columns count as samples: losses are weighed by their number. Of ``n`` columns on ``w`` ranks, the first ``n % w``
-    ranks have one more than the others. Each rank loads whole batches, so this is for data that is cheap to load.
+    Columns count as samples: losses are weighted by their number. Of ``n`` columns on ``w`` ranks, the first ``n % w``
+    ranks have one more than the others. Each rank loads whole batches, so use this for data that is cheap to load.
 
     Examples
     --------
@@ -57,7 +57,7 @@ class SplitBatches:
         if isinstance(loader, Iterator) or not hasattr(loader, "__iter__"):
             raise ConfigurationError(
                 f"SplitBatches(loader={loader!r}): must be a DataLoader, or an iterable of batches whose __iter__ "
-                f"begins anew each time."
+                f"starts from the beginning each time."
             )
         if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
             raise ConfigurationError(f"SplitBatches(dim={dim!r}): must be the columns' dimension, an int of 0 or more.")
@@ -87,9 +87,9 @@ class SplitBatches:
         if len(counts) != 1 or None in counts:
             found = ", ".join(counts.values()) or "no tensor"
             raise ConfigurationError(
-                f"SplitBatches(dim={self.dim}): the parts of a batch don't agree on the number of columns: it has "
+                f"SplitBatches(dim={self.dim}): the parts of a batch have different numbers of columns: it has "
                 f"{found}. Each tensor must have the same size in dimension {self.dim}, or one dimension of that size: "
-                f"give a target in the shape of its input, for instance, and flatten it in get_loss."
+                f"for example, give a target the shape of its input, and flatten it in get_loss."
             )
         (columns,) = counts
         assert columns is not None  # checked above

@@ -1,4 +1,4 @@
-"""Evaluation batches: the very batches that one process would see, each on one rank."""
+"""Evaluation batches: the batches that one process would see, each on one rank."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def eval_feed(
     exchange_ints: ExchangeInts | None = None,
     device: torch.device | None = None,
 ) -> EvalFeed:
-    """A loader's batches for evaluation: rank ``r`` of ``w`` gets the batches ``r, r + w, ...`` of one process.
+    """Return a loader's batches for evaluation: rank ``r`` of ``w`` gets the batches ``r, r + w, ...`` of one process.
 
-    Whole batches, so that whatever happens within a batch (collating, padding to the longest, BatchNorm in training
-    mode) is what happens in one process. Nothing is padded or left out, except by the loader's own ``drop_last``. A
-    loader that is already distributed is read as it is.
+    Ranks get whole batches, so that operations within a batch (collating, padding to the longest, BatchNorm in training
+    mode) are those of one process. Nothing is padded or left out, except by the loader's own ``drop_last``. A
+    loader that is already distributed is read unchanged.
 
     Parameters
     ----------
@@ -43,15 +43,15 @@ def eval_feed(
     rank, world_size : int
         The rank to read for, and the number of ranks.
     seed : int, optional
-        Common to all ranks. None only in one process: random numbers are drawn as ``for batch in loader`` draws them.
-        Else none are drawn from the global generators, and every pass is the same.
+        Seed common to all ranks. None only in one process: random numbers are drawn as ``for batch in loader`` does.
+        With a seed, none are drawn from the global generators, and every pass is the same.
     name : str
-        What the user calls the loader, for messages.
+        Name of the loader, for messages.
     exchange_ints : callable, optional
-        A collective exchange of integers. Where the loader's sampler has to be iterated to know the order, ranks then
-        make sure, once a pass, that it is the same on all.
+        A collective exchange of integers. If the loader's sampler has to be iterated to know the order, ranks check
+        with it, once per pass, that the order is the same on all.
     device : torch.device, optional
-        Where batches go; None leaves them where they are.
+        Device to move batches to; None to leave them where they are.
 
     Raises
     ------

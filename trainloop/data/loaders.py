@@ -1,4 +1,4 @@
-"""Recognise what kind of loader a user brought, and check that it can be shared out."""
+"""Recognise the kind of a user's loader, and check that it can be split over ranks."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:
     if sampler.num_replicas != world_size:
         raise ConfigurationError(
             f"{name} has a DistributedSampler with num_replicas={sampler.num_replicas}, but world_size={world_size}. "
-            f"Make it for {world_size}, or pass a loader without one: trainloop shares it out among ranks."
+            f"Make it for {world_size}, or pass a loader without one, which trainloop splits over ranks."
         )
     # A loader made before the ranks were started has the same rank on all of them.
     sampler.rank = rank
@@ -138,7 +138,7 @@ def _with_settings(loader: DataLoader[Any]) -> Any:
 
 
 def check_asked(log: Sized, loader: Any, name: str) -> None:
-    """Raise if a loader yields a batch without having asked for indices.
+    """Raise an error if a loader yields a batch without having asked for indices.
 
     Raises
     ------
@@ -147,54 +147,54 @@ def check_asked(log: Sized, loader: Any, name: str) -> None:
     """
     if not log:
         raise ConfigurationError(
-            f"{name}: {type(loader).__name__}.__iter__ gave a batch without asking its sampler for it, so that its "
-            f"batches can't be shared out among ranks. Let its __iter__ read super().__iter__(), or pass a loader that "
+            f"{name}: {type(loader).__name__}.__iter__ yielded a batch without asking its sampler for it, so its "
+            f"batches can't be split over ranks. Let its __iter__ read super().__iter__(), or pass a loader that "
             f"is already distributed (with a DistributedSampler)."
         )
 
 
 def check_orders(digests: list[list[int]], loader: Any, name: str) -> None:
-    """Raise if ranks read different orders: their shares would repeat some samples and miss others.
+    """Raise an error if ranks read different orders: their shards would repeat some samples and miss others.
 
     Raises
     ------
     ConfigurationError
-        If the ranks' digests of their order are not all the same.
+        If the ranks' digests of their order differ.
     """
     if all(digest == digests[0] for digest in digests):
         return
     sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     raise ConfigurationError(
-        f"{name}: {type(getattr(sampler, 'sampler', sampler)).__name__} gives another order on each rank, so that its "
-        f"samples can't be shared out. Let it draw from torch's, numpy's or Python's global generators, which are "
-        f"seeded alike on all ranks, or from a generator that you seed with the same number on each, and give it the "
-        f"same data and weights on each."
+        f"{name}: {type(getattr(sampler, 'sampler', sampler)).__name__} yields another order on each rank, so its "
+        "samples can't be split over ranks. Let it draw from torch's, numpy's or Python's global generators, which "
+        "have the same seed on all ranks, or from a generator that you seed with the same number on each, and give it "
+        f"the same data and weights on each."
     )
 
 
 class Shared(NamedTuple):
-    """What ranks that share a loader out must have in common, as integers; -1 where one may differ from another."""
+    """Properties of a loader that ranks must have in common, as integers; -1 for one that may differ."""
 
     rule: int = -1
-    """A checksum of the kind of loader and of how its order becomes known."""
+    """Checksum of the kind of loader and of the way in which its order is determined."""
     seed: int = -1
-    """A checksum of the seed of orders and augmentation."""
+    """Checksum of the seed of orders and augmentation."""
     samples: int = -1
     batches: int = -1
     batch_size: int = -1
 
 
 NO_LOADER = Shared(rule=-2)
-"""A rank that has none."""
+"""Value of a rank without a loader."""
 
 
 def check_shared(everyone: Sequence[Shared], name: str) -> None:
-    """Raise if ranks would not do the same steps: one of them would wait for others that never come.
+    """Raise an error if ranks would not do the same steps, since one would then wait for others forever.
 
     Raises
     ------
     ConfigurationError
-        Naming the first difference, and the first rank that has it.
+        If they would not; the message names the first difference, and the first rank that has it.
     """
     first = everyone[0]
     rank, other = next(((rank, theirs) for rank, theirs in enumerate(everyone) if theirs != first), (0, first))
@@ -203,24 +203,24 @@ def check_shared(everyone: Sequence[Shared], name: str) -> None:
     if NO_LOADER in (first, other):
         without, with_one = (0, rank) if first == NO_LOADER else (rank, 0)
         raise ConfigurationError(
-            f"{name} is None on rank {without}, but not on rank {with_one}: ranks share its batches out. "
-            "Pass it on every rank, or on none."
+            f"{name} is None on rank {without}, but not on rank {with_one}. Its batches are split over ranks: "
+            "pass it on every rank, or on no rank."
         )
     if (other.samples, other.batches, other.batch_size) != (first.samples, first.batches, first.batch_size):
         raise ConfigurationError(
             f"{name} has {_counted(first)} on rank 0, and {_counted(other)} on rank {rank}: every rank must have the "
-            "whole of it, from which trainloop takes the rank's part. Pass the same dataset, sampler and batch_size on "
-            "every rank; or, where each has data of its own, a loader that is already distributed (with a "
+            "whole dataset, from which trainloop takes the rank's part. Pass the same dataset, sampler and batch_size "
+            "on every rank; or, if each rank has its own data, a loader that is already distributed (with a "
             "DistributedSampler, or an IterableDataset split by rank)."
         )
     if other.rule != first.rule:
         raise ConfigurationError(
-            f"{name} is another kind of loader, or has another kind of sampler, on rank {rank} than on rank 0: its "
-            "samples can't be shared out. Make it in the same way on every rank."
+            f"{name} is another kind of loader, or has another kind of sampler, on rank {rank} than on rank 0, so its "
+            "samples can't be split over ranks. Make it in the same way on every rank."
         )
     raise ConfigurationError(
-        f"rank {rank} has another seed than rank 0: {name}'s order, by which samples are shared out, would differ. "
-        "Give TrainLoop(seed=) the same number on every rank; each draws its own numbers for augmentation from it."
+        f"rank {rank} has another seed than rank 0, so the order of {name}, by which samples are split, would differ. "
+        "Pass the same TrainLoop(seed=) on every rank; each rank derives its own numbers for augmentation from it."
     )
 
 
@@ -236,7 +236,7 @@ def _counted(shared: Shared) -> str:
 
 
 def check_iterable(loader: Any, name: str) -> None:
-    """Raise if something is no loader at all.
+    """Raise an error if an object is not a loader.
 
     Raises
     ------
@@ -245,24 +245,24 @@ def check_iterable(loader: Any, name: str) -> None:
     """
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise ConfigurationError(
-            f"{name}={loader!r}: can't be iterated. Pass a torch DataLoader, or any iterable of batches."
+            f"{name}={loader!r} can't be iterated. Pass a torch DataLoader, or any iterable of batches."
         )
 
 
 def check_trains(loader: Any, world_size: int, name: str) -> None:
-    """Raise if a loader can't yield a single training step.
+    """Raise an error if a loader can't yield a single training step.
 
     Raises
     ------
     ConfigurationError
-        If it is no iterable, has no samples, or drops all it has.
+        If it can't be iterated, has no samples, or drops all of them.
     """
     check_iterable(loader, name)
     batches = plain_batches(loader)
     samples = length_of(batches.sampler) if batches is not None else length_of(loader)
     if samples == 0 and batches is not None:
         raise ConfigurationError(
-            f"{name} has no samples: its dataset or sampler has length 0. Training needs one at least."
+            f"{name} has no samples: its dataset or sampler has length 0. Training needs at least one."
         )
     if samples == 0 and (batches is None and not isinstance(loader, DataLoader)):
         raise ConfigurationError(f"{name} has no batches: its length is 0. Training needs one.")
@@ -271,6 +271,6 @@ def check_trains(loader: Any, world_size: int, name: str) -> None:
         if samples < needed:
             raise ConfigurationError(
                 f"{name} has {samples} samples and drop_last=True, but one global batch takes {needed} (batch_size "
-                f"{batches.batch_size} on {world_size} rank{'s' * (world_size > 1)}): no batch would be left. Use "
+                f"{batches.batch_size} on {world_size} rank{'s' * (world_size > 1)}), so no batch would be left. Use "
                 f"drop_last=False, or a smaller batch_size."
             )

@@ -11,14 +11,14 @@ from trainloop.data.batches import move_to, pin, record_use
 
 
 def on_device(items: Iterator[tuple[Any, Any]], device: torch.device) -> Iterator[tuple[Any, Any]]:
-    """``(size, batch)`` items with the batch on a GPU, without the host waiting for anything.
+    """Yield ``(size, batch)`` items with the batch on a GPU, without making the host wait.
 
-    Each batch is pinned and copied on a stream of its own, while the one before is in use.
+    Each batch is pinned and copied on a separate stream, while the previous one is in use.
 
     Parameters
     ----------
     items : iterator of (size, batch)
-        Batches of any shape, on the CPU, or partly or wholly on the GPU already.
+        Batches of any shape, on the CPU, or partly or wholly on the GPU.
     device : torch.device
         A CUDA device.
     """
@@ -26,7 +26,7 @@ def on_device(items: Iterator[tuple[Any, Any]], device: torch.device) -> Iterato
 
     def start(item: tuple[Any, Any]) -> tuple[Any, Any, torch.cuda.Event]:
         size, batch = item
-        # Batches that a loader's own code put on the GPU are complete on the stream that code ran on.
+        # Batches that a loader's own code put on the GPU are complete on the stream of that code.
         copies.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(copies):
             moved = move_to(pin(batch), device, non_blocking=True)
@@ -38,13 +38,13 @@ def on_device(items: Iterator[tuple[Any, Any]], device: torch.device) -> Iterato
         size, batch, copied = started
         stream = torch.cuda.current_stream(device)
         stream.wait_event(copied)
-        # Else the allocator gives the memory to the next copy as soon as Python lets go, while this stream still reads.
+        # Otherwise the allocator reuses the memory when Python frees it, although this stream still reads it.
         record_use(batch, stream)
         return size, batch
 
     ahead = None
     for item in items:
-        # Started before the batch in hand is handed out, so that this copy runs beside that batch's step.
+        # Started before the present batch is yielded, so that the copy runs during that batch's step.
         following = start(item)
         if ahead is not None:
             yield finish(ahead)

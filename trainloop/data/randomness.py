@@ -1,7 +1,7 @@
-"""Randomness of loading, kept apart from that of training: what is drawn where, from which seed.
+"""Separate the random numbers of loading from those of training.
 
-With a seed, nothing that loads data draws from the generators that the model draws from (dropout, say), and a batch's
-augmentation depends on the seed, the epoch, the rank and the batch's place in the epoch alone. So an epoch that is
+With a seed, loading data never draws from the generators that the model uses (for dropout and the like), and a batch's
+augmentation depends only on the seed, the epoch, the rank and the batch's position in the epoch. So an epoch that is
 resumed in its middle, or loaded by another number of workers, has the same bits.
 """
 
@@ -18,27 +18,27 @@ T = TypeVar("T")
 
 
 def seed_cpu(seed: int) -> None:
-    """Seed the generators that datasets draw from: Python's, numpy's and torch's on the CPU."""
+    """Seed the generators that datasets use: Python's, numpy's and torch's on the CPU."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    # Not torch.manual_seed, which seeds every GPU too: theirs belong to the model.
+    # Not torch.manual_seed, which also seeds every GPU: the GPUs' generators belong to the model.
     torch.default_generator.manual_seed(seed)
 
 
 class Aside:
-    """Global random state of its own: what runs inside ``with`` neither sees nor moves the state outside.
+    """Isolated global random state: code inside ``with`` neither sees nor changes the state outside.
 
     Parameters
     ----------
     seed : int, optional
-        Where its state starts; each later ``with`` goes on where the one before ended. None: each ``with`` starts from
-        what :meth:`reseed` was given just before, and its end is forgotten.
+        Initial state; each later ``with`` continues where the previous one ended. None: each ``with`` starts from the
+        seed of the last :meth:`reseed`, and its end state is dropped.
 
     Notes
     -----
-    A ``with`` costs some 30 microseconds, most of it for Python's state. Of numpy the generator is exchanged and not
-    its state, whose copying would take three times that; the one thing lost by it is a second normal number that
-    ``np.random.randn`` may have put by outside.
+    A ``with`` costs about 30 microseconds, most of it for Python's state. numpy's generator is replaced rather than
+    its state, whose copying would take three times as long; the only state lost is the second normal sample that
+    ``np.random.randn`` may have cached outside.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -80,7 +80,7 @@ class Aside:
 
 
 def drawn_aside(iterator: Iterator[T], aside: Aside) -> Iterator[T]:
-    """The items of an iterator, each drawn inside ``aside``."""
+    """Yield the items of an iterator, each drawn inside ``aside``."""
     while True:
         with aside:
             try:

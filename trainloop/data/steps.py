@@ -1,4 +1,4 @@
-"""Micro-batches gathered into optimizer steps, and weighed over ranks."""
+"""Group micro-batches into optimizer steps, and weight them over ranks."""
 
 from __future__ import annotations
 

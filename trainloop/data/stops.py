@@ -1,7 +1,7 @@
-"""Find a ``StopIteration`` that slipped out of a dataset or a collate function, and is no end of the loader.
+"""Detect a ``StopIteration`` of a dataset or a collate function that is not the end of the loader.
 
-``for batch in loader`` takes it for the loader's end, in one process and from workers alike. So an epoch ends early
-and silently, and in ``ddp`` on one rank alone, for which the others then wait.
+``for batch in loader`` treats it as the loader's end, in one process and from workers alike. So an epoch ends early
+and silently; in ``ddp`` on only one rank, for which the others then wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TORCH = os.path.dirname(torch.__file__)
 
 
 def whole(batches: Iterator[T], name: str) -> Iterator[T]:
-    """The iterator's batches up to its own end; any other ``StopIteration`` is an error.
+    """Yield the iterator's batches up to its own end; any other ``StopIteration`` is an error.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ def whole(batches: Iterator[T], name: str) -> Iterator[T]:
     Raises
     ------
     RuntimeError
-        That says where the ``StopIteration`` came from.
+        If there is another ``StopIteration``; the message says where it was raised.
     """
     while True:
         try:
@@ -46,28 +46,28 @@ def whole(batches: Iterator[T], name: str) -> Iterator[T]:
 
 
 def check_end(stop: StopIteration, name: str) -> None:
-    """Raise if a loader's ``StopIteration`` is not its own.
+    """Raise an error if a loader's ``StopIteration`` is not its own.
 
     Raises
     ------
     RuntimeError
-        That says where it came from.
+        If it is not; the message says where it was raised.
     """
     if any(_is_loading(entry) for entry in _entries(stop.__traceback__)):
         raise slipped_out(stop, name) from stop
 
 
 def slipped_out(stop: StopIteration, name: str) -> RuntimeError:
-    """The error for a ``StopIteration`` from the user's code, like Python's for one from a generator."""
+    """Return the error for a ``StopIteration`` of the user's code, like Python's for one from a generator."""
     frames = traceback.extract_tb(stop.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_TORCH)]
     at = (own or frames)[-1]
-    # A worker's exception arrives as its text only, as the argument.
+    # Of a worker's exception only the text arrives, as the argument.
     where = str(stop) if "Original Traceback" in str(stop) else f"{at.filename}:{at.lineno}, in {at.name}: {at.line}"
     return RuntimeError(
         f"{name}: its dataset or collate function raised StopIteration, which would end the epoch as if there were no "
-        f"more data, on this rank alone. It comes from a next() without a default, as a rule: catch it there, and "
-        f"raise another error or begin the iterator anew. Raised at: {where}"
+        f"more data, on this rank only. Usually it is raised by a next() without a default: catch it there, and "
+        f"raise another error or restart the iterator. Raised at: {where}"
     )
 
 
@@ -82,6 +82,6 @@ def _is_loading(entry: TracebackType) -> bool:
     frame: FrameType = entry.tb_frame
     code = frame.f_code
     if code is _IterableDatasetFetcher.fetch.__code__:
-        # A stream's own end comes before there is anything to collate, or is raised by this very frame.
+        # A stream's own end occurs before there is anything to collate, or is raised by this frame.
         return entry.tb_next is not None and "data" in frame.f_locals
     return code is _MapDatasetFetcher.fetch.__code__ or code is ExceptionWrapper.reraise.__code__

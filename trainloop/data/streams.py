@@ -182,9 +182,9 @@ def _same_on_all_ranks(dataset: Any, draws: dict[str, Any] | None) -> Iterator[A
     if asked and is_split(dataset) is None:
         kind = type(dataset).__name__
         raise ConfigurationError(
-            f"{kind} asks torch.distributed.{asked[0]}() while it is iterated. If it shares its samples out among "
-            f"ranks, say so by an attribute, {kind}.is_distributed = True: each rank reads its own; "
-            f"if all copies give the same, is_distributed = False, and trainloop shares the samples out."
+            f"{kind} calls torch.distributed.{asked[0]}() while it is iterated. If it splits its samples over "
+            f"ranks, set an attribute {kind}.is_distributed = True, and each rank reads its own; "
+            f"if all copies yield the same, set is_distributed = False, and trainloop splits the samples."
         )
     return chain(first, _rest_of(stream))
 

@@ -36,10 +36,10 @@ def train_feed(
     exchange_ints: ExchangeInts | None = None,
     device: torch.device | None = None,
 ) -> TrainFeed:
-    """A loader's epochs as the optimizer steps of one rank.
+    """Return a loader's epochs as the optimizer steps of one rank.
 
-    Nothing is read from the loader, and nothing is drawn, before :meth:`TrainFeed.steps`; so a call whose result is
-    dropped only checks the loader.
+    Nothing is read from the loader, and no random number is drawn, before :meth:`TrainFeed.steps`; a call whose result
+    is dropped only checks the loader.
 
     Parameters
     ----------
@@ -55,21 +55,21 @@ def train_feed(
     exchange_ints : callable, optional
         A collective exchange of integers, for loaders whose sizes no rank can know of another.
     device : torch.device, optional
-        Where batches go; None leaves them where they are.
+        Device to move batches to; None to leave them where they are.
 
     Raises
     ------
     ConfigurationError
-        If the loader can't be shared out with its meaning kept, or has nothing to train on.
+        If the loader can't be split over ranks correctly, or has nothing to train on.
     """
     loaders.check_trains(loader, world_size, name)
-    # Ranks that drew orders of their own would repeat some samples and miss others.
+    # If ranks drew their own orders, they would repeat some samples and miss others.
     if world_size > 1 and seed is None:
         seed = 0
     source = _source_of(loader, rank, world_size, seed, name)
     if not source.sizes_known and world_size > 1 and exchange_ints is None:
         raise ConfigurationError(
-            f"{name}: each of {world_size} ranks must ask the others how many samples they have; exchange_ints=None "
+            f"{name}: {world_size} ranks must exchange how many samples they have, but exchange_ints=None "
             f"was given. Pass trainloop.distributed.exchange_ints."
         )
     return TrainFeed(source, loader, rank, world_size, seed, name, exchange_ints, device)
@@ -218,8 +218,8 @@ class TrainFeed:
         self._at_epoch_begin, self._position = None, _LIVE
         if not any_step:
             raise ConfigurationError(
-                f"{self._name} gave no batch in epoch {self._epoch + 1}: training needs one at least. An iterator can "
-                f"be read once; pass an object whose __iter__ starts anew each epoch."
+                f"{self._name} yielded no batch in epoch {self._epoch + 1}, but training needs at least one. An "
+                f"iterator can be read only once; pass an object whose __iter__ starts from the beginning each epoch."
             )
 
     def _items_of_new_workers(self, first_batch: int) -> Iterator[tuple[Any, Any]]:
@@ -280,8 +280,8 @@ class TrainFeed:
             warn(
                 f"{self._name}: the checkpoint holds the stream's position for another loader, or for other numbers of "
                 f"ranks ({resumed['world_size']} then, {self._world_size} now) or workers, so the epoch is read again "
-                f"from its begin. That is right unless a position continues across epochs: then resume with the loader "
-                f"and the numbers of before."
+                f"from its start. That is right unless positions continue across epochs; in that case resume with the "
+                f"same loader and numbers as before."
             )
         return False
 
@@ -325,8 +325,8 @@ class TrainFeed:
             state = plain(position.state(now), f"{self._name}: position")
         except Exception as error:  # of the user's own code
             warn(
-                f"{self._name}: its state_dict() can't be kept in a checkpoint, so that a resumed run reads the epoch "
-                f"again from its begin: {error}"
+                f"{self._name}: its state_dict() can't be stored in a checkpoint, so a resumed run will read the epoch "
+                f"again from its start: {error}"
             )
             state = None
         if state is None:
@@ -353,7 +353,7 @@ class TrainFeed:
         self._resumed = state.get("position")
 
     def close(self) -> None:
-        """End persistent workers of this rank's twin of the loader; the feed can't be read afterwards."""
+        """End persistent workers of this rank's copy of the loader; the feed can't be read afterwards."""
         # The user's own loader keeps its persistent workers: it may be read again after fit.
         if self.loader is not self._users_loader:
             end_workers(self.loader)

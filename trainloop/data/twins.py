@@ -1,4 +1,4 @@
-"""Copies of a loader with a few parts exchanged, and the persistent workers of one."""
+"""Copies of a loader with some attributes changed, and a loader's persistent workers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Loader = TypeVar("Loader", bound="DataLoader[Any]")
 def twin(loader: Loader, **changes: Any) -> Loader:
     """Copy a loader, of any class, with some attributes changed.
 
-    The attributes are copied, as a subclass may have computed them from constructor arguments that are gone.
-    ``DataLoader`` forbids to set some of them later, but only because its own constructor has drawn conclusions from
-    them, which the caller replaces too.
+    The attributes are copied, since a subclass may have computed them from constructor arguments that are gone.
+    ``DataLoader`` forbids setting some of them later, but only because its constructor has derived other attributes
+    from them, which the caller replaces too.
     """
     copy = object.__new__(type(loader))
     copy.__dict__.update(loader.__dict__)
@@ -40,7 +40,7 @@ def twin(loader: Loader, **changes: Any) -> Loader:
 
 
 def with_workers(loader: Any, num_workers: int) -> Any:
-    """The loader with another number of workers; without any, options for workers are reset."""
+    """Return the loader with another number of workers; with 0, options for workers are reset."""
     if isinstance(loader, SplitBatches):
         return SplitBatches(with_workers(loader.loader, num_workers), loader.dim)
     if num_workers:
@@ -50,9 +50,9 @@ def with_workers(loader: Any, num_workers: int) -> Any:
 
 
 def persistent_workers(loader: Any) -> Any:
-    """The iterator in which torch's own loader keeps persistent workers once they are started; else None.
+    """Return the iterator in which torch's loader keeps persistent workers that have started; else None.
 
-    A pass that finds them there draws no base seed for them.
+    A pass that finds them draws no base seed for them.
     """
     loader = loader.loader if isinstance(loader, SplitBatches) else loader
     return loader._iterator if isinstance(loader, DataLoader) and loader.persistent_workers else None
@@ -60,7 +60,7 @@ def persistent_workers(loader: Any) -> Any:
 
 @contextmanager
 def base_seed_aside(loader: Any) -> Iterator[None]:
-    """Let a loader draw its workers' base seed from none of the generators that its order may be drawn from."""
+    """Make a loader draw its workers' base seed from a generator that its order does not use."""
     loader = loader.loader if isinstance(loader, SplitBatches) else loader
     if not isinstance(loader, DataLoader):
         yield
@@ -76,9 +76,9 @@ def base_seed_aside(loader: Any) -> Iterator[None]:
 def end_workers(loader: Any) -> None:
     """End a loader's persistent workers, now.
 
-    Once nobody refers to them they would end as well, but only when the garbage collector finds them where a traceback
-    or a circle of objects refers to them; and it may have closed their queues by then, so that each is waited for in
-    vain for seconds, and then killed.
+    Unreferenced workers end too, but only when the garbage collector finds them if a traceback or a reference cycle
+    refers to them. It may have closed their queues by then, so that each would be waited for in vain for seconds, and
+    then killed.
     """
     workers = persistent_workers(loader)
     if workers is not None:
@@ -87,17 +87,17 @@ def end_workers(loader: Any) -> None:
 
 
 def _spawned_by_inheritance() -> bool:
-    """Return True if workers would be spawned for no other reason than that this rank was.
+    """Return True if workers would be spawned only because this rank was.
 
-    Python hands the method that started a process on to its children as their default. Spawned workers import
-    everything anew (seconds), copy the data, and need it to be picklable. Outside of ranks the same loader has forked
-    workers, without all that.
+    In Python, children inherit the start method of their process as their default. Spawned workers import everything
+    again (seconds), copy the data, and need it to be picklable. Outside of ranks the same loader has forked workers,
+    without these costs.
     """
     if multiprocessing.parent_process() is None:
         return False
     from trainloop._launch.rank_process import started_by_launch
 
-    # Our ranks have the method that the caller has.
+    # Our ranks use the caller's start method.
     return not started_by_launch() and multiprocessing.get_start_method() != multiprocessing.get_all_start_methods()[0]
 
 

@@ -68,7 +68,7 @@ def resolve(accelerator: object = "auto", devices: object = "auto") -> list[torc
     Returns
     -------
     list of torch.device
-        For the CPU one ``torch.device('cpu')`` a process.
+        For the CPU one ``torch.device('cpu')`` per process.
 
     Raises
     ------
@@ -80,7 +80,7 @@ def resolve(accelerator: object = "auto", devices: object = "auto") -> list[torc
     Warns
     -----
     UserWarning
-        In a notebook or shell, where ``devices='auto'`` takes one of several GPUs; and for more processes than cores.
+        In a notebook or shell, if ``devices='auto'`` uses one of several GPUs; and for more processes than cores.
     """
     import torch
 
@@ -115,7 +115,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     Parameters
     ----------
     num_devices : int
-        How many; -1 for all usable; 0 for none.
+        Number of GPUs; -1 for all usable ones; 0 for none.
 
     Returns
     -------
@@ -130,12 +130,12 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
 
     Notes
     -----
-    In the default compute mode a busy GPU still takes a tensor, so 'usable' does not mean that nobody else is there.
+    In the default compute mode a busy GPU still accepts a tensor, so 'usable' does not mean that it has no other user.
     GPUs without other users' processes come first if ``nvidia-ml-py`` is installed (the extra ``gpu``).
     """
     if not isinstance(num_devices, Integral) or isinstance(num_devices, bool) or num_devices < -1:
         raise DeviceError(
-            f"num_devices={shown(num_devices)}: must be an int: -1 for all usable GPUs, or how many (0 or more)."
+            f"num_devices={shown(num_devices)}: must be an int: -1 for all usable GPUs, or their number (0 or more)."
         )
     if num_devices == 0:
         return []
@@ -147,7 +147,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
         )
     if num_devices > count:
         raise DeviceError(
-            f"num_devices={num_devices}: that is more than the {count} CUDA devices visible here. "
-            f"Ask for {count} at most, or -1 for all usable."
+            f"num_devices={num_devices}: only {count} CUDA devices are visible here. "
+            f"Ask for at most {count}, or -1 for all usable ones."
         )
     return gpus.lease_usable(int(num_devices), count)

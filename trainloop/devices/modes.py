@@ -39,7 +39,7 @@ _REPLACED: dict[str, str] = {
 
 
 def resolve_mode(name: object, num_devices: int, num_nodes: int = 1, *, kind: str | None = None) -> Mode:
-    """The mode that a strategy's name stands for.
+    """Return the mode for a strategy's name.
 
     Parameters
     ----------

@@ -81,9 +81,9 @@ def _first(number: int, given: object, count: int) -> list[int]:
     if number < -1:
         raise _wrong(given, "a number of devices is 1 or more, or -1 for all", count)
     if count == 0:
-        raise _wrong(given, "there is none to use", count)
+        raise _wrong(given, "no device is available", count)
     if number > count:
-        raise _wrong(given, f"that is more than the {count} there {_be(count)}", count)
+        raise _wrong(given, f"only {count} {_be(count)} available", count)
     return list(range(count if number == -1 else number))
 
 
@@ -94,11 +94,11 @@ def _indices(entries: Sequence[object], given: object, count: int) -> list[int]:
             raise _wrong(given, f"{shown(entry)} is a {type(entry).__name__}, an index is an int", count)
         index = int(entry)
         if index < 0:
-            raise _wrong(given, f"an index is 0 or more, and -1 means 'all' only alone, not in a list ({index})", count)
+            raise _wrong(given, f"an index is 0 or more; -1 means 'all' only by itself, not in a list ({index})", count)
         if index >= count:
             raise _wrong(given, f"there is no device {shown(index)}", count)
         if index in indices:
-            raise _wrong(given, f"device {index} is named twice", count)
+            raise _wrong(given, f"device {index} is listed twice", count)
         indices.append(index)
     if not indices:
         raise _none_asked(given, count)
@@ -118,7 +118,7 @@ def _wrong(given: object, what: str, count: int) -> DeviceError:
     span = "device 0" if count == 1 else f"0 to {count - 1}"
     return DeviceError(
         f"devices={shown(given)}: {what}. There {_be(count)} {count} device{'s' * (count > 1)} ({span}). "
-        f"Give a number (devices={count}), indices (devices=[{count - 1}] or '{count - 1},'), "
+        f"Pass a number (devices={count}), indices (devices=[{count - 1}] or '{count - 1},'), "
         "or devices='auto' for all."
     )
 
@@ -203,7 +203,7 @@ def choose_devices(
     kind: Kind
     if name == "cpu" or (name == "auto" and not cuda and not mps):
         count = _cpu_processes(devices, cores, found_none=name == "auto")
-        note = f"devices={count} on {cores} CPU core{'s' * (cores > 1)}: processes will wait for each other's turn."
+        note = f"devices={count} on {cores} CPU core{'s' * (cores > 1)}: the processes will compete for CPU time."
         return DeviceChoice("cpu", [0] * count, note if count > cores else "")
     if name in ("auto", "gpu"):
         if not cuda and not mps:
@@ -219,7 +219,7 @@ def choose_devices(
     if not (cuda if kind == "cuda" else mps):
         raise DeviceError(
             f"accelerator={shown(accelerator)}: this machine has none. It has: {', '.join(here)}. "
-            f"Use accelerator='{'cuda' if cuda else 'mps' if mps else 'cpu'}', or 'auto' for the best there is."
+            f"Use accelerator='{'cuda' if cuda else 'mps' if mps else 'cpu'}', or 'auto' for the best available."
         )
     indices = parse_devices(devices, cuda if kind == "cuda" else 1)
     if interactive and len(indices) > 1 and isinstance(devices, str) and devices.strip().lower() == "auto":
@@ -257,13 +257,13 @@ def _cpu_processes(devices: object, cores: int, *, found_none: bool) -> int:
     if number is None or number < 1:
         where = "no GPU is visible, and " if found_none else ""
         raise DeviceError(
-            f"devices={shown(devices)}: {where}on the CPU devices is a number of processes, an int of 1 or more. "
+            f"devices={shown(devices)}: {where}on the CPU, devices is the number of processes, an int of 1 or more. "
             "Use devices=1 for one process, devices=2 for two; 'auto' is one."
         )
     if number > most_cpu_processes(cores):
         raise DeviceError(
             f"devices={shown(devices)}: on the CPU that is a number of processes, and there {_be(cores)} {cores} core"
-            f"{'s' * (cores > 1)} to use. Use devices={cores}; more than {most_cpu_processes(cores)} are refused."
+            f"{'s' * (cores > 1)} available. Use devices={cores}; more than {most_cpu_processes(cores)} are refused."
         )
     return number
 

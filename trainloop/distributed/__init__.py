@@ -1,17 +1,17 @@
 """Ranks and what they exchange; every function is right in one process too, with no process group.
 
-*Who is who*: :class:`Rank`, :func:`get_rank`, :func:`get_world_size`, :func:`is_global_zero`, :func:`rank_zero_only`.
+*Ranks*: :class:`Rank`, :func:`get_rank`, :func:`get_world_size`, :func:`is_global_zero`, :func:`rank_zero_only`.
 *Exchanges*: :func:`all_gather`, :func:`all_reduce`, :func:`broadcast_object`, :func:`gather_object`, :func:`gather_to`,
 :func:`exchange_ints`, :func:`barrier`. These are collective: every rank calls them, in the same
 order.
 
-Objects and CPU tensors go through Gloo, so that no exchange of a few bytes waits for a GPU. Where the default
-process group can't take CPU tensors (``init_process_group('nccl')``), one Gloo group is made beside it, at the
-first exchange, and kept for as long as that default group lives. GPU tensors go through the default group's backend for
-that device, or through the CPU if it has none.
+Objects and CPU tensors are sent over Gloo, so that no exchange of a few bytes waits for a GPU. If the default
+process group does not support CPU tensors (``init_process_group('nccl')``), a Gloo group is made beside it at the
+first exchange, and kept as long as the default group exists. GPU tensors are sent over the default group's backend for
+that device, or over the CPU if it has none.
 
-* ``ranks.py``: who is who
-* ``hosts.py``: who is on this host
+* ``ranks.py``: ranks and world size
+* ``hosts.py``: processes on this host
 * ``objects.py``: objects and ints, over the CPU
 * ``wire.py``, ``key.py``: messages that prove their sender
 * ``encoding.py``: objects as bytes

@@ -109,7 +109,7 @@ def decode(data: bytes | memoryview) -> Any:
             warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
             return torch.load(buffer, map_location=_here, weights_only=True)
     except Exception as error:  # torch's and pickle's errors are of many types
-        raise Malformed(f"bytes that hold no plain data ({type(error).__name__})") from error
+        raise Malformed(f"bytes that are not plain data ({type(error).__name__})") from error
 
 
 def _allowed(buffer: io.BytesIO) -> list[Any]:

@@ -71,14 +71,14 @@ def _read(path: str) -> str:
             data = file.read(1 << 16)
     except OSError as error:
         raise ConfigurationError(
-            f"{KEY_VARIABLE}={path!r}: {error.strerror}. Give a file that every rank can read, or the key itself; "
+            f"{KEY_VARIABLE}={path!r}: {error.strerror}. Pass a file that every rank can read, or the key itself; "
             f"{_ADVICE}."
         ) from None
     own = user_id()
     if own is not None and (found.st_uid not in (own, 0) or stat.S_IMODE(found.st_mode) & 0o077):
         raise ConfigurationError(
             f"{KEY_VARIABLE}={path!r} is owned by user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}: other "
-            f"users may read or change the key. Make it your own and run: chmod 600 {path}"
+            f"users may read or change the key. Make yourself its owner and run: chmod 600 {path}"
         )
     return data.decode("utf-8", "surrogateescape").strip()
 

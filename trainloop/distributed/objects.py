@@ -86,7 +86,7 @@ def gather_object(obj: T) -> list[T]:
     ----------
     obj : object
         Plain data: ``None``, numbers, strings, bytes, arrays, tensors, and lists, tuples, named tuples, sets and dicts
-        of these. Anything else that pickles, where the run has a key (see Notes). Ranks' objects may differ in type
+        of these. Other picklable objects if the run has a key (see Notes). Ranks' objects may differ in type
         and size.
 
     Returns
@@ -97,9 +97,9 @@ def gather_object(obj: T) -> list[T]:
     Raises
     ------
     UnpicklableError
-        On every rank, where the object of any rank can't be sent.
+        On every rank, if the object of any rank can't be sent.
     ConnectionError
-        If the answer did not come from a rank of this run.
+        If the answer was not sent by a rank of this run.
 
     Notes
     -----
@@ -128,7 +128,7 @@ def broadcast_object(obj: T, src: int = 0) -> T:
     Parameters
     ----------
     obj : object
-        What rank ``src`` sends; ignored on the others. As for :func:`gather_object`.
+        Object to send from rank ``src``; ignored on the others. As in :func:`gather_object`.
     src : int
         Global rank of the sender.
 
@@ -140,11 +140,11 @@ def broadcast_object(obj: T, src: int = 0) -> T:
     Raises
     ------
     ConfigurationError
-        On every rank, where there is no rank ``src``.
+        On every rank, if there is no rank ``src``.
     UnpicklableError
-        On every rank, where the object can't be sent.
+        On every rank, if the object can't be sent.
     ConnectionError
-        If the answer did not come from rank ``src`` of this run.
+        If the answer was not sent by rank ``src`` of this run.
     """
     world_size = get_world_size()
     if not 0 <= src < world_size:
@@ -174,14 +174,14 @@ def gather_to(obj: T, dst: int = 0) -> list[T] | None:
     Parameters
     ----------
     obj : object
-        As for :func:`gather_object`.
+        As in :func:`gather_object`.
     dst : int
         The rank that gets them.
 
     Returns
     -------
     list or None
-        Entry r is rank r's object; ``None`` on the other ranks, which send their own and hold nobody else's.
+        Entry r is rank r's object; ``None`` on the other ranks, which only send their own.
 
     Raises
     ------
@@ -235,12 +235,12 @@ def exchange_ints(values: Sequence[int]) -> list[list[int]]:
     Parameters
     ----------
     values : sequence of int
-        At most 64 bits each. Ranks may give different numbers of them.
+        Integers of at most 64 bits. Ranks may pass different numbers of them.
 
     Returns
     -------
     list of list of int
-        Entry r holds what rank r gave.
+        Entry r has rank r's values.
 
     Notes
     -----

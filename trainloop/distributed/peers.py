@@ -73,9 +73,9 @@ def _check(before: set[int], kind: type[ConnectionError], cause: Exception | Non
         then = "" if cause is None else f" It then failed: {cause}"
         # Without the cause: it would look like the loss of another rank.
         raise kind(
-            f"{users} connected to this run's process group while it was made, as only its ranks should (seen by the "
+            f"{users} connected to this run's process group while it was created, but only its ranks may (seen by the "
             f"run's own process {os.getpid()}, at {time.strftime('%H:%M:%S')}). Nothing was exchanged.{then} Start the "
-            "run again; where that happens on purpose, in a container with a network of its own. See SECURITY.md."
+            "run again; if somebody does that on purpose, in a container with its own network. See SECURITY.md."
         ) from None
 
 

@@ -66,8 +66,8 @@ def leave_group(*, failed: bool = False) -> None:
     Parameters
     ----------
     failed : bool
-        Don't wait for anybody: NCCL's orderly end waits for what is queued on the device, and a collective there never
-        ends once another rank is gone.
+        Don't wait for other ranks: NCCL's orderly shutdown waits for work queued on the device, and a collective there
+        never ends once another rank is gone.
     """
     if not has_group():
         return
@@ -113,8 +113,8 @@ def get_rank() -> int:
     Returns
     -------
     int
-        The process group's where there is one. Before it is up, ``RANK``, ``LOCAL_RANK`` or ``SLURM_PROCID``, the
-        first of these environment variables that holds a number; 0 where none does.
+        Rank in the process group if there is one. Otherwise the value of ``RANK``, ``LOCAL_RANK`` or ``SLURM_PROCID``,
+        the first of these environment variables that is a number; 0 if none is.
     """
     if has_group():
         return dist.get_rank()
@@ -131,8 +131,8 @@ def get_world_size() -> int:
     Returns
     -------
     int
-        The process group's size, and 1 where there is none, whatever the environment says: a shell inside a Slurm
-        allocation has ``SLURM_NTASKS=8`` and is one process all the same.
+        Size of the process group, or 1 without one, whatever the environment says: a shell inside a Slurm allocation
+        has ``SLURM_NTASKS=8`` but is a single process.
     """
     return dist.get_world_size() if has_group() else 1
 
@@ -148,7 +148,7 @@ def rank_zero_only(f: Callable[P, T]) -> Callable[P, T | None]:
     Parameters
     ----------
     f : callable
-        Must not contain an exchange: the other ranks don't take part in it.
+        Function to call on rank 0. It must not contain an exchange, since the other ranks don't take part.
 
     Returns
     -------

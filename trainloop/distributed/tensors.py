@@ -53,7 +53,7 @@ def _map_leaves(value: Any, leaf: Callable[[Any, str], Any], path: str = "") -> 
 def _as_tensor(value: Any, path: str) -> Tensor:
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
-            raise TypeError(f"value{path} is a tensor of layout {value.layout}; give a dense one (.to_dense())")
+            raise TypeError(f"value{path} is a tensor of layout {value.layout}; pass a dense one (.to_dense())")
         return value.detach().resolve_conj().resolve_neg()
     if isinstance(value, float):  # float64 holds a Python float whole; the default dtype would round it
         return torch.tensor(value, dtype=torch.float64)
@@ -122,9 +122,9 @@ def _agreed(
         ]
         listed = "; ".join(f"rank {rank}: {', '.join(leaves) or 'nothing'}" for rank, leaves in enumerate(odd))
         raise ValueError(
-            f"{call}: the ranks' values differ in structure or shape ({listed}). Every rank must give the same. Where "
+            f"{call}: the ranks' values differ in structure or shape ({listed}). Every rank must pass the same. If "
             "they differ in their first axis, as an uneven last batch does, all_gather(value, concat=True) joins them; "
-            "else pad or cut the tensors to one shape first, or use gather_object, which takes unequal ones."
+            "otherwise pad or cut the tensors to one shape first, or use gather_object, which accepts unequal ones."
         )
     agreed: dict[str, _Agreed] = {}
     for same_leaf in zip(*(leaves for _, leaves in everyone), strict=True):
@@ -163,8 +163,8 @@ def all_gather(value: Any, *, concat: bool = False) -> Any:
     Parameters
     ----------
     value : tensor, number, or nested dict, list, tuple, namedtuple of these
-        Tensors of any dtype on any device, numpy arrays and scalars, Python numbers. ``None`` stays as it is. Every
-        rank must give the same structure and shapes; where dtypes differ, the values are promoted.
+        Tensors of any dtype on any device, numpy arrays and scalars, Python numbers. ``None`` is unchanged. Every
+        rank must pass the same structure and shapes; if dtypes differ, the values are promoted.
     concat : bool
         Join along the first axis instead of a new one; ranks may then differ in its length, as they do in an uneven
         last batch.
@@ -180,10 +180,10 @@ def all_gather(value: Any, *, concat: bool = False) -> Any:
     Raises
     ------
     ValueError
-        On every rank, where ranks give different structures or shapes, or tensors of which some require a gradient and
-        some don't; the message names those of each rank.
+        On every rank, if ranks pass different structures or shapes, or only some ranks' tensors require a gradient; the
+        message names those of each rank.
     TypeError
-        On every rank, where some rank gives something that is no tensor or number.
+        On every rank, if a rank passes an object that is not a tensor or number.
 
     Notes
     -----
@@ -192,8 +192,8 @@ def all_gather(value: Any, *, concat: bool = False) -> Any:
     A tensor that requires a gradient gets the sum of the gradients that all ranks' losses have with respect to it: one
     all-reduce of the gathered tensor's size in the backward, which every rank must run. No factor is needed to train as
     one process would on the global batch: whether a rank's loss is that of all gathered rows, or the mean over its own
-    rows against all, ``DistributedDataParallel`` divides the sum by the number of ranks. Give ``value.detach()`` where
-    no gradient is wanted, for metrics say.
+    rows against all, ``DistributedDataParallel`` divides the sum by the number of ranks. Pass ``value.detach()`` if no
+    gradient is needed, for example for metrics.
 
     Examples
     --------
@@ -286,22 +286,22 @@ class _Flow(torch.autograd.Function):
 
 
 def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
-    """Values of all ranks reduced to one, on every rank; the input is left as it is.
+    """Return the values of all ranks reduced to one, on every rank; the input is not changed.
 
     Collective: every rank calls it.
 
     Parameters
     ----------
     value : tensor, number, or nested dict, list, tuple, namedtuple of these
-        As for :func:`all_gather`.
+        As in :func:`all_gather`.
     reduce : 'mean', 'sum', 'min' or 'max'
-        Each rank counts once in the mean; weigh by samples by reducing sums and counts.
+        Reduction. In the mean each rank counts once; to weight by samples, reduce sums and counts.
 
     Returns
     -------
     same structure
         Tensors of the same shapes and devices, arrays as CPU tensors, and Python numbers for Python numbers. Dtypes
-        are kept (promoted where ranks' differ), but for the mean of integers and bools, which is a float of torch's
+        are kept (promoted if ranks' differ), except for the mean of integers and bools, which is a float of torch's
         default dtype, and the sum of bools, which is an integer. No gradient flows through it. The same bits on every
         rank.
 
@@ -310,7 +310,7 @@ def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
     ConfigurationError
         If ``reduce`` is none of the four names.
     ValueError, TypeError
-        As for :func:`all_gather`; also for the 'min' and 'max' of complex numbers.
+        As in :func:`all_gather`; also for the 'min' and 'max' of complex numbers.
 
     Notes
     -----

@@ -47,7 +47,7 @@ CALLS = ("the start", "gather_object", "broadcast_object", "exchange_ints", "bar
 """Functions that exchange messages."""
 
 SAME_CALLS = (
-    "Every rank must make the same calls in order. What comes under `if rank == 0:` is the usual cause: a callback "
+    "Every rank must make the same calls in the same order. The usual cause is code under `if rank == 0:`; a callback "
     "such as ModelCheckpoint belongs on every rank."
 )
 
@@ -83,8 +83,8 @@ def encoded(obj: object, session: Session) -> tuple[int, bytes | bytearray]:
             return Form.PLAIN, encode(obj)
         except NotPlain as what:
             return Form.REFUSED, (
-                f"holds something {what}, which only a pickle can carry, and without a key nobody can tell whose "
-                f"pickle it is. Exchange plain data (numbers, strings, arrays, tensors, lists and dicts of these), or "
+                f"contains an object {what}, which needs a pickle, but without a key its sender can't be "
+                f"verified. Exchange plain data (numbers, strings, arrays, tensors, lists and dicts of these), or "
                 f"set {KEY_VARIABLE} to the same secret on every host"
             ).encode()
     except Exception as error:
@@ -132,8 +132,8 @@ class Session:
         if any(have != with_key[0] for have in with_key):
             without = ", ".join(str(rank) for rank, have in enumerate(with_key) if not have)
             raise ConfigurationError(
-                f"ranks {without} of {self._world_size} have no key and the others have: set {KEY_VARIABLE} to the "
-                "same secret for every rank, or for none. (If you did, another program has taken a rank's place.)"
+                f"ranks {without} of {self._world_size} have no key, but the others have one: set {KEY_VARIABLE} to "
+                "the same secret for every rank, or for no rank. (If you did, another program has connected as a rank.)"
             )
         if key is None:
             key = self._shared_key(group) if self._world_size > 1 else new_key()
@@ -188,7 +188,7 @@ class Session:
         """
         magic, number_of_call, form, sender, number, size = _FIELDS.unpack_from(block)
         if magic != _MAGIC:
-            raise self.stranger(rank, f"bytes that are no message ({bytes(block[:8]).hex(' ')} ...)")
+            raise self.stranger(rank, f"bytes that are not a message ({bytes(block[:8]).hex(' ')} ...)")
         if not self._same(block[_HEAD - _TAG : _HEAD], self._head_tag(block, size if size <= SHORT else 0)):
             raise self.stranger(rank, "a message that was not made with this run's key")
         if sender != rank or number_of_call >= len(CALLS):
@@ -239,8 +239,8 @@ class Session:
         if self.key is not None:
             also = f" (On several hosts: or {KEY_VARIABLE} is not the same on all of them.)"
         return ConnectionError(
-            f"rank {self._rank} of {self._world_size} got {what} in the place of rank {rank}'s: another program has "
-            f"connected to this run, or the data was damaged on the way. Nothing of it was used.{also} See SECURITY.md."
+            f"rank {self._rank} of {self._world_size} got {what} instead of rank {rank}'s: another program has "
+            f"connected to this run, or the data was damaged on the way. It was not used.{also} See SECURITY.md."
         )
 
 

@@ -1,4 +1,4 @@
-"""The checks: each takes the readings and returns one or more lines. They decide and read nothing themselves."""
+"""The checks: each takes the readings and yields one or more lines. They only decide, and read nothing themselves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["CHECKS", "Check"]
 
 GIB = 2**30
 LEAST_SHM = 1 * GIB
-"""Below it, workers of a loader that hand on large batches have filled it, in users' reports: Docker gives 64 MiB."""
+"""In users' reports, loader workers with large batches have filled a smaller one: Docker's default is 64 MiB."""
 LEAST_TEMPORARY = 1 * GIB
 LEAST_DESCRIPTORS = 1024
 _LISTENERS = {"linux": "ss -ltnp", "darwin": "lsof -iTCP -sTCP:LISTEN", "win32": "netstat -ano"}
@@ -41,7 +41,7 @@ def check_distribution(r: Readings) -> Iterator[Check]:
 
 def check_requirements(r: Readings) -> Iterator[Check]:
     if r.conflicts:
-        remedy = "install what it names; python -m pip check shows all of it."
+        remedy = "install the packages that it names; python -m pip check shows its whole output."
         yield Check("requirements", "problem", _line("; ".join(r.conflicts)), remedy)
     else:
         yield Check("requirements", "ok", "python -m pip check finds no conflict")
@@ -87,13 +87,13 @@ def check_cpus(r: Readings) -> Iterator[Check]:
             "threads",
             "attention",
             f"OMP_NUM_THREADS={threads} on {cpus} CPUs",
-            f"threads will wait for each other: OMP_NUM_THREADS={cpus} or less, in ddp divided by the ranks.",
+            f"threads will compete for CPUs: set OMP_NUM_THREADS={cpus} or less, in ddp divided by the ranks.",
         )
     elif r.torch.found is not None and not threads and r.torch.found["threads"] > cpus:
         yield Check(
             "threads",
             "attention",
-            f"torch takes {r.torch.found['threads']} threads on {cpus} CPUs",
+            f"torch uses {r.torch.found['threads']} threads on {cpus} CPUs",
             f"set OMP_NUM_THREADS={cpus}, or give the loop a ResourceQuota(num_cpus={cpus}).",
         )
     yield from _memory(r.resources.memory, list(r.resources.memory_limits))
@@ -105,9 +105,7 @@ def _memory(memory: int, limits: list[Limit]) -> Iterator[Check]:
         f" of the host's {limits[0].value / GIB:.1f}, by {least.source}" if least is not limits[0] else ""
     )
     low = memory < 2 * GIB
-    remedy = (
-        "each rank takes some 0.3 GiB before any data: raise the container's memory, or start fewer." if low else ""
-    )
+    remedy = "each rank needs about 0.3 GiB without data: raise the container's memory, or start fewer." if low else ""
     yield Check("memory", "attention" if low else "ok", found, remedy)
 
 
@@ -116,14 +114,14 @@ def check_places(r: Readings) -> Iterator[Check]:
         pass  # only Linux has this folder
     elif r.shm is None:
         yield Check(
-            "/dev/shm", "attention", "there is none", "data are shared by files of the temporary folder instead."
+            "/dev/shm", "attention", "does not exist", "data is shared through files in the temporary folder instead."
         )
     elif r.shm[1] < LEAST_SHM:
         yield Check(
             "/dev/shm",
             "attention",
             f"{r.shm[1] / GIB:.2f} of {r.shm[0] / GIB:.2f} GiB free",
-            "loaders with num_workers > 0 hand their batches on through it (Bus error): docker run --shm-size=8g, "
+            "loaders with num_workers > 0 send their batches through it (Bus error): use docker run --shm-size=8g, "
             "or num_workers=0.",
         )
     else:
@@ -134,7 +132,7 @@ def check_places(r: Readings) -> Iterator[Check]:
         "temporary files",
         "attention" if low else "ok",
         f"{folder}: {free / GIB:.1f} GiB free",
-        "data for ranks may go there: set TMPDIR to a larger disk." if low else "",
+        "data for ranks may be stored there: set TMPDIR to a larger disk." if low else "",
     )
     if r.descriptors is None:
         return
@@ -144,7 +142,7 @@ def check_places(r: Readings) -> Iterator[Check]:
         "file descriptors",
         "attention" if few else "ok",
         f"{soft} (at most {hard})",
-        f"loaders' workers use many (Too many open files): ulimit -n {min(65536, hard) if hard > 0 else 65536}."
+        f"loaders' workers need many (Too many open files): run ulimit -n {min(65536, hard) if hard > 0 else 65536}."
         if few
         else "",
     )
@@ -156,7 +154,7 @@ def check_network(r: Readings) -> Iterator[Check]:
             "loopback",
             "problem",
             r.loopback_error,
-            "ranks of one host talk over 127.0.0.1: bring it up (ip link set lo up), and let no firewall block it.",
+            "ranks of one host connect over 127.0.0.1: bring it up (ip link set lo up), and let no firewall block it.",
         )
     else:
         yield Check("loopback", "ok", "127.0.0.1 answers")
@@ -172,8 +170,8 @@ def check_network(r: Readings) -> Iterator[Check]:
         yield Check(
             "port",
             "problem",
-            f"MASTER_PORT={port} is taken here",
-            f"end the process that holds it ({_LISTENERS.get(r.platform, 'netstat')}), or choose another port.",
+            f"MASTER_PORT={port} is in use here",
+            f"end the process that uses it ({_LISTENERS.get(r.platform, 'netstat')}), or choose another port.",
         )
 
 
@@ -198,7 +196,7 @@ def check_launcher(r: Readings) -> Iterator[Check]:
             "torchrun",
             "attention",
             f"{shown}, without {missing}",
-            "fit starts its own ranks: set all four to join as one, or unset them.",
+            "fit starts its own ranks: set all four variables to join as a rank, or unset them.",
         )
     tasks = r.environ.get("SLURM_NTASKS", "")
     if r.environ.get("SLURM_JOB_ID") or tasks:
@@ -211,12 +209,12 @@ def check_launcher(r: Readings) -> Iterator[Check]:
             "slurm",
             "attention" if few else "ok",
             found,
-            "without --cpus-per-task each rank has one CPU for itself and its loaders' workers." if few else "",
+            "without --cpus-per-task each rank shares one CPU with its loaders' workers." if few else "",
         )
 
 
 def _line(text: str) -> str:
-    """The text in one line, cut if it is long."""
+    """Return the text in one line, cut if it is long."""
     line = " ".join(text.split())
     return line if len(line) <= 200 else f"{line[:197]}..."
 

@@ -27,24 +27,24 @@ __all__ = ["TTDistributedDataParallel", "WeighingDataParallel", "comm_hooks_of",
 class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     """A ``DistributedDataParallel`` that runs a model's ``get_loss`` the way it runs ``forward``.
 
-    ``wrapper.get_loss(...)``, ``get_loss_eval`` and ``get_predictions`` run inside DDP's own forward, as one call of
-    it, whichever submodules they call and however often. So gradients are averaged over ranks in the backward that
-    follows, and buffers come from rank 0, exactly as DDP does it for ``wrapper(...)``, which works too. With gradients
-    disabled they are plain calls without any exchange, so that ranks may evaluate different numbers of batches.
+    ``wrapper.get_loss(...)``, ``get_loss_eval`` and ``get_predictions`` run inside DDP's own forward, as a single call,
+    whichever submodules they call and however often. So gradients are averaged over ranks in the backward that
+    follows, and buffers are those of rank 0, as DDP does for ``wrapper(...)``, which works too. With gradients
+    disabled they are plain calls without any exchange, so ranks may evaluate different numbers of batches.
 
     A ``get_loss`` that yields its losses, so that one optimizer steps after another within a batch, yields them here
-    too: each is a pass of DDP of its own. As each loss's backward leaves the others' parameters without gradients, that
-    takes ``find_unused_parameters=True``.
+    too; each is a separate pass of DDP. Each loss's backward leaves the others' parameters without gradients, which
+    needs ``find_unused_parameters=True``.
 
     Every other attribute, property and method is the model's own, for reading and writing. A method other than these
-    three runs past DDP: gradients of a loss that it computes are **not** averaged.
+    three bypasses DDP: gradients of a loss that it computes are **not** averaged.
 
     Parameters
     ----------
     module : nn.Module
-        Any module; the three methods are those it has. On its final device, with no lazy parameters.
+        Any module, on its final device and without lazy parameters. Those of the three methods that it has are wrapped.
     device_ids : list of one int or torch.device, optional
-        Default: the device of a module that is whole on one GPU. Inputs are moved there.
+        Device to which inputs are moved. Default: the device of a module that is wholly on one GPU.
     output_device : int or torch.device, optional
         As in ``DistributedDataParallel``.
     **ddp_args
@@ -56,16 +56,16 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     ConfigurationError
         If there is no process group, or the module has lazy parameters.
     RuntimeError
-        If no parameter requires a gradient; and, in the forward after a backward that left parameters without
+        If no parameter requires a gradient; also in the forward after a backward that left parameters without
         gradient, with their names (see ``find_unused_parameters``).
 
     Notes
     -----
     Collective: every rank makes its wrapper, with the same arguments, and calls it equally often (but see
-    :meth:`no_exchange`). Hooks on the module and its parts fire as they run; hooks registered on the wrapper itself
-    fire for ``wrapper(...)`` alone. The wrapper keeps for itself ``module`` and the methods of
-    ``DistributedDataParallel`` (``no_sync``, ``join``, ``register_comm_hook``, ...): a model's own attribute of such a
-    name is ``wrapper.module.<name>``.
+    :meth:`no_exchange`). Hooks on the module and its parts fire when these run; hooks registered on the wrapper itself
+    fire only for ``wrapper(...)``. The names ``module`` and those of the methods of
+    ``DistributedDataParallel`` (``no_sync``, ``join``, ``register_comm_hook``, ...) belong to the wrapper: a model's
+    own attribute of such a name is ``wrapper.module.<name>``.
 
     Examples
     --------
@@ -86,7 +86,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         if not trained:
             raise RuntimeError(
                 f"TTDistributedDataParallel: no parameter of {type(module).__name__} requires a gradient, so there is "
-                "nothing to average over ranks: train something of it, or use the module as it is."
+                "nothing to average over ranks. Unfreeze a parameter, or use the module without the wrapper."
             )
         if "process_group" not in ddp_args and "device_mesh" not in ddp_args and not dist.is_initialized():
             raise ConfigurationError(
@@ -248,7 +248,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         Raises
         ------
         RuntimeError
-            Naming the parameters that got no gradient, and the argument that allows it.
+            If parameters got no gradient; the message names them, and the argument that allows it.
         """
         try:
             self._check_reducer_finalized()
@@ -317,7 +317,7 @@ for _owner, _names in _TORCHS_OWN:
     for _name in _names.split():
         if not callable(getattr(_owner, _name, None)):
             raise ImportError(
-                f"torch {torch.__version__}: {_owner.__name__} has no {_name} any more, which trainloop builds on. "
+                f"torch {torch.__version__}: {_owner.__name__} no longer has {_name}, which trainloop needs. "
                 "Install a torch from 2.6 to 2.15, or a newer trainloop."
             )
 
@@ -350,9 +350,9 @@ def _explained(error: RuntimeError, wrapper: TTDistributedDataParallel) -> Runti
     unused = ", ".join(names[i] for i in indices if i < len(names)) or "see below"
     return RuntimeError(
         f"These parameters got no gradient in the last backward on rank {dist.get_rank(wrapper.process_group)}, so the "
-        f"gradients could not be averaged over ranks: {unused}. Where that is meant, pass find_unused_parameters=True "
-        "to the wrapper (in a TrainLoop: fit(..., ddp_model_args={'find_unused_parameters': True})); where it is not, "
-        "let the loss depend on them, or freeze them by requires_grad_(False) before wrapping.\n\n"
+        f"gradients could not be averaged over ranks: {unused}. If that is intended, pass find_unused_parameters=True "
+        "to the wrapper (in a TrainLoop: fit(..., ddp_model_args={'find_unused_parameters': True})); otherwise "
+        "make the loss depend on them, or freeze them with requires_grad_(False) before wrapping.\n\n"
         f"DistributedDataParallel's own message: {text}"
     )
 
@@ -361,24 +361,24 @@ _BUCKET_BYTES = 32 * 2**20
 
 
 def reduce_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Average gradients over ranks by hand, in place, as DDP does it in the backward.
+    """Average gradients over ranks in place, as DDP does in the backward.
 
-    For steps under :meth:`TTDistributedDataParallel.no_exchange`. Collective: every rank of the group calls it, one
-    that ran no backward too.
+    For steps under :meth:`TTDistributedDataParallel.no_exchange`. Collective: every rank of the group must call it,
+    even if it ran no backward.
 
     Parameters
     ----------
     parameters : iterable of Tensor
-        The same on every rank, in the same order; those without a gradient on all ranks are passed over.
+        The same parameters on every rank, in the same order; those without a gradient on all ranks are skipped.
     group : ProcessGroup, optional
-        Default: all ranks.
+        Ranks to average over. Default: all ranks.
 
     Notes
     -----
-    ``.grad`` becomes the sum over ranks divided by the number of ranks, a rank without one counting as zeros. A
-    parameter that has none on any rank keeps ``None``. Parameters with a sparse gradient on any rank get a sparse one.
-    One exchange of a flag for each parameter, one for each 32 MiB of gradients of a dtype; where some are sparse one of
-    their numbers of entries, and two for each of them. In one process nothing happens.
+    ``.grad`` becomes the sum over ranks divided by the number of ranks; a missing gradient counts as zeros. A
+    parameter without one on any rank keeps ``None``. Parameters with a sparse gradient on any rank get a sparse one.
+    There is one exchange of a flag per parameter, and one for each 32 MiB of gradients of a dtype; for sparse ones, one
+    of their numbers of entries, and two for each of them. In one process nothing happens.
     """
     if not dist.is_available() or not dist.is_initialized():
         return

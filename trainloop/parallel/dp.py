@@ -27,8 +27,8 @@ __all__ = ["TTDataParallel"]
 class TTDataParallel(Transparent, DataParallel):
     """An ``nn.DataParallel`` that runs a model's ``get_loss`` the way it runs ``forward``.
 
-    ``wrapper.get_loss(...)``, ``get_loss_eval`` and ``get_predictions`` cut the batch, run the method on a replica for
-    each part, and put the results together: losses into the loss of the whole batch, predictions into all its rows, in
+    ``wrapper.get_loss(...)``, ``get_loss_eval`` and ``get_predictions`` split the batch, run the method on a replica
+    for each part, and join the results: losses to the loss of the whole batch, predictions to all its rows, in
     order. Gradients add up in the module's own parameters. ``wrapper(...)`` does the same with ``forward`` and
     concatenates the outputs, as ``nn.DataParallel`` does.
 
@@ -41,39 +41,39 @@ class TTDataParallel(Transparent, DataParallel):
     Parameters
     ----------
     module : nn.Module
-        Any module; the three methods are those it has. With no lazy parameters.
+        Any module without lazy parameters. Those of the three methods that it has are wrapped.
     device_ids : list of int or torch.device, optional
-        GPUs; default: all. The module must be on the first. Without GPUs the module is called as it is.
+        GPUs to use. Default: all. The module must be on the first. Without GPUs the module is called directly.
     output_device : int or torch.device, optional
-        Default: the first of ``device_ids``.
+        Device of the results. Default: the first of ``device_ids``.
     dim : int
         Dimension of the samples in tensors.
     devices : int, optional
-        Run this many replicas on the CPU, each in a thread, whatever GPUs there are: the same path, testable anywhere.
+        Number of replicas to run on the CPU, each in a thread, even if there are GPUs; to test this mode anywhere.
 
     Raises
     ------
     ConfigurationError
-        If ``devices`` is no number of replicas, comes together with ``device_ids``, or the module is on a GPU then; or
+        If ``devices`` is not a number of replicas, is passed together with ``device_ids`` or for a module on a GPU; or
         if the module has lazy parameters.
     Exception
         The exception of a replica, of the same type, with the replica's number and traceback in its message.
 
     Notes
     -----
-    What is cut, and how, says ``trainloop.parallel.scatter.scatter``: by ``torch.chunk``, so 7 samples over 2
-    replicas are 4 and 3, and over 8 one replica idles.
+    ``trainloop.parallel.scatter.scatter`` splits batches with ``torch.chunk``: 7 samples on 2 replicas are 4 and 3, and
+    on 8 replicas one is idle.
 
     As with ``nn.DataParallel``, a replica is a shallow copy: attributes that the method sets on ``self`` are lost, and
-    in-place changes of buffers last in the first replica only, so BatchNorm keeps the statistics of the first part.
+    in-place changes of buffers are kept only from the first replica, so BatchNorm has the first part's statistics.
 
-    On GPUs, as with ``nn.DataParallel``, a parameter that the loss doesn't reach gets a gradient of zeros, where one
-    process leaves it without: an optimizer with weight decay then decays it.
+    On GPUs, as with ``nn.DataParallel``, a parameter that the loss doesn't reach gets a gradient of zeros, rather than
+    none as in one process: an optimizer with weight decay then decays it.
 
     CPU replicas take turns: torch's CPU random generator belongs to all threads, and dropout in threads that race for
     it would give other numbers in each run. A replica's operations use all cores.
 
-    The wrapper keeps for itself ``module``: a model's own attribute of that name is ``wrapper.module.module``.
+    The name ``module`` belongs to the wrapper: a model's own attribute of that name is ``wrapper.module.module``.
 
     Examples
     --------
@@ -182,8 +182,8 @@ class TTDataParallel(Transparent, DataParallel):
             names = {item[0] if has_name else None for item, has_name in zip(items, named, strict=True)}
             if len(names) > 1 or ended in items:
                 raise ConfigurationError(
-                    "the replicas' parts of one batch yielded losses of different optimizers at the same place, or not "
-                    "equally many. Let the sequence of get_loss depend on nothing but what is the same for all."
+                    "the replicas' parts of one batch yielded losses for different optimizers at the same position, or "
+                    "different numbers of losses. Let the sequence depend only on values that are equal for all."
                 )
             losses = [item[1] if has_name else item for item, has_name in zip(items, named, strict=True)]
             loss = self._loss_of_all(losses, sizes, criterion)
@@ -195,23 +195,23 @@ class TTDataParallel(Transparent, DataParallel):
             if t.device != device:
                 raise RuntimeError(
                     f"TTDataParallel: the module must be on {device}, its first device, but has a tensor on "
-                    f"{t.device}: call module.to('{device}') first."
+                    f"{t.device}. Call module.to('{device}') first."
                 )
 
 
 def _check_cpu_replicas(module: nn.Module, devices: Any, device_ids: Any, output_device: Any) -> None:
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise ConfigurationError(f"devices={devices!r}: must be the number of replicas on the CPU, an int from 1 on.")
+        raise ConfigurationError(f"devices={devices!r}: must be the number of replicas on the CPU, 1 or more.")
     if device_ids is not None or output_device is not None:
         raise ConfigurationError(
-            f"devices={devices} asks for replicas on the CPU, device_ids={device_ids!r} and "
-            f"output_device={output_device!r} for GPUs: give one or the other."
+            f"devices={devices} asks for replicas on the CPU, but device_ids={device_ids!r} and "
+            f"output_device={output_device!r} for GPUs. Pass one or the other."
         )
     on = {str(p.device) for p in module.parameters() if p.device.type != "cpu"}
     if on:
         raise ConfigurationError(
-            f"devices={devices} asks for replicas on the CPU, but the module is on {', '.join(sorted(on))}: call "
-            "module.cpu() first, or give device_ids for GPUs."
+            f"devices={devices} asks for replicas on the CPU, but the module is on {', '.join(sorted(on))}. Call "
+            "module.cpu() first, or pass device_ids for GPUs."
         )
 
 

@@ -39,50 +39,51 @@ class _Call:
 class TTFullyShardedDataParallel(Transparent, nn.Module):
     """PyTorch's ``fully_shard`` (FSDP2) of a model, whose ``get_loss`` runs the way its ``forward`` does.
 
-    Parameters, gradients and, for an optimizer that is made afterwards from ``wrapper.parameters()``, its state are
-    sharded over the ranks: a rank holds its part, and whole only the unit that is just running. The module is changed
-    in place; its parameters are ``DTensor`` from then on.
+    Parameters, gradients and the state of optimizers that are made afterwards from ``wrapper.parameters()`` are sharded
+    over the ranks: a rank has its part, and gathers only the unit that is running. The module is changed in place; its
+    parameters are ``DTensor`` from then on.
 
     ``wrapper.get_loss(...)``, ``get_loss_eval`` and ``get_predictions`` are forward passes of the root unit, whichever
-    submodules they call and however often; a ``get_loss`` that yields its losses is one for each of them. Every other
-    attribute, property and method is the model's own, for reading and writing. A method other than these three runs
-    past it, and finds parameters that belong to the root unit sharded.
+    submodules they call and however often; a ``get_loss`` that yields its losses is one pass for each loss. Every other
+    attribute, property and method is the model's own, for reading and writing. A method other than these three bypasses
+    it, and sees the root unit's parameters sharded.
 
     Parameters
     ----------
     module : nn.Module
-        Any module, with no lazy parameters. One that was built under ``torch.device('meta')`` gets its values here,
-        unit by unit, by the ``reset_parameters`` of its parts.
+        Any module without lazy parameters. One that was built under ``torch.device('meta')`` is initialized here, unit
+        by unit, with the ``reset_parameters`` of its parts.
     shard : type, list of types or callable, optional
-        What is sharded as a unit of its own: classes of modules, or a function ``module -> bool`` or
+        Modules that are separate units: their classes, or a function ``module -> bool`` or
         ``(name, module) -> bool``. Default: the repeated blocks, members of one class in a ``ModuleList`` or
         ``Sequential``. The root unit has the rest.
     mesh : DeviceMesh, optional
-        Of one dimension, or of two named ones: replicas, and shards of each (HSDP). Default: all ranks.
+        Mesh with one dimension, or with two named ones: replicas, and shards of each (HSDP). Default: all ranks.
     replicas : int
-        Copies of the model, each sharded over a part of the ranks; in place of a mesh.
+        Number of copies of the model, each sharded over a part of the ranks; instead of a mesh.
     reshard_after_forward : bool or int
-        Whether a unit's whole parameters are freed between its forward and its backward; those of the root never are.
-        An int: sharded over so many ranks meanwhile.
+        If True, a unit's gathered parameters are freed between its forward and its backward; those of the root never
+        are. An int: they are sharded over that many ranks in between.
     mp_policy, offload_policy : optional
         ``torch.distributed.fsdp.MixedPrecisionPolicy`` and ``OffloadPolicy``.
     init_sync : bool
-        Whether parameters and buffers of the mesh's first rank are sent to its other ranks first, as DDP does it; one
-        at a time. ``False`` where they are equal already.
+        If True, parameters and buffers of the mesh's first rank are first sent to its other ranks, as DDP does, one at
+        a time. Use ``False`` if they are already equal.
 
     Raises
     ------
     ConfigurationError
-        If there is no process group, the module has lazy parameters or is sharded already, a unit's parameters have
-        several dtypes, or an argument can't work.
+        If there is no process group, the module has lazy parameters or is already sharded, a unit's parameters have
+        several dtypes, or an argument is invalid.
 
     Notes
     -----
     Collective: every rank makes its wrapper with the same arguments, and **every forward, in evaluation too, is an
-    exchange of all ranks**, which call the same units in the same order. Scalar parameters (without a dimension), and
-    those without elements, can't be sharded: each rank holds them, and their gradients are averaged as they come about.
-    A block that shares a parameter with a module outside of it belongs to the unit that holds both. The wrapper keeps
-    for itself ``module`` and the methods of ``FSDPModule`` (``unshard``, ``set_requires_gradient_sync``, ...).
+    exchange of all ranks**, which must call the same units in the same order. Scalar and empty parameters can't be
+    sharded: each rank has all of them, and their gradients are averaged in the backward.
+    A block that shares a parameter with a module outside of it belongs to the unit that contains both. The names
+    ``module`` and those of ``FSDPModule``'s methods (``unshard``, ``set_requires_gradient_sync``, ...) belong to the
+    wrapper.
 
     Examples
     --------
@@ -117,8 +118,8 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             )
         if any(is_sharded(p) for p in module.parameters()):
             raise ConfigurationError(
-                f"TTFullyShardedDataParallel: {type(module).__name__} has DTensor parameters: it is sharded already. "
-                "Pass the model as it is built."
+                f"TTFullyShardedDataParallel: {type(module).__name__} has DTensor parameters, so it is already "
+                "sharded. Pass the model before sharding."
             )
         can_undo()
         guard_forks()
@@ -241,7 +242,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
     def _average(self, parameter: Tensor) -> None:
         """Average a whole parameter's gradient over the ranks.
 
-        Called anew after each backward: an average that is averaged again stays what it is.
+        Called after every backward; averaging an already averaged gradient has no effect.
         """
         assert parameter.grad is not None
         parameter.grad /= self._tt_mesh.size()
@@ -254,7 +255,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         Parameters
         ----------
         parameters : mapping from str to nn.Parameter
-            The new parameters, by the names that ``module.named_parameters()`` gives to those they replace.
+            New parameters, by the names in ``module.named_parameters()`` of those that they replace.
 
         Returns
         -------
@@ -285,14 +286,14 @@ def _mesh(module: nn.Module, mesh: Any, replicas: Any) -> Any:
     world_size = dist.get_world_size()
     if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1 or world_size % replicas:
         raise ConfigurationError(
-            f"replicas={replicas!r}: must be a number that divides the {world_size} ranks, each replica being sharded "
-            "over the same number of them."
+            f"replicas={replicas!r}: must divide the number of ranks, {world_size}, since each replica is sharded "
+            "over the same number of ranks."
         )
     if mesh is not None:
         if replicas != 1:
             raise ConfigurationError(
-                f"replicas={replicas} with a mesh: a mesh of two dimensions says by its first how many there are. "
-                "Pass one of the two."
+                f"replicas={replicas} with a mesh: the first dimension of a two-dimensional mesh is the number of "
+                "replicas. Pass one of the two."
             )
         if not isinstance(mesh, DeviceMesh):
             raise ConfigurationError(f"mesh={mesh!r}: must be a torch.distributed.device_mesh.DeviceMesh or None.")
@@ -351,8 +352,8 @@ def _give_values(unit: nn.Module, device: torch.device, seed: int) -> None:
     for part in parts:
         if not callable(getattr(part, "reset_parameters", None)):
             raise ConfigurationError(
-                f"TTFullyShardedDataParallel: {type(part).__name__} is on the meta device, and has no "
-                "reset_parameters() to give its tensors values. Write one, or build the model on the CPU."
+                f"TTFullyShardedDataParallel: {type(part).__name__} is on the meta device, but has no "
+                "reset_parameters() to initialize its tensors. Write one, or build the model on the CPU."
             )
     made: dict[int, nn.Parameter] = {}
     with torch.random.fork_rng([device] if device.type == "cuda" else []):

@@ -21,13 +21,13 @@ def explain_sharded(error: RuntimeError) -> None:
         raise ConfigurationError(
             "gpu_mode='fsdp': a parameter was used outside of its unit's forward, where it is sharded (a DTensor). Use "
             "it in the forward of its block (calling a submodule of the block does not run that), use weight_decay for "
-            "a penalty over self.parameters(), make it part of a larger unit by fsdp_model_args={'shard': ...}, or use "
-            f"gpu_mode='ddp'. torch says: {text}"
+            "a penalty over self.parameters(), make it part of a larger unit with fsdp_model_args={'shard': ...}, or "
+            f"use gpu_mode='ddp'. torch says: {text}"
         ) from error
     if "setStorage" in text and "storage of size 0" in text:
         raise ConfigurationError(
-            "gpu_mode='fsdp': backward needs a unit's parameters once more, after they were freed: a second backward "
-            "through its graph, as of torch.autograd.grad(..., create_graph=True) in a gradient penalty, comes after "
+            "gpu_mode='fsdp': backward needs a unit's parameters again after they were freed: a second backward "
+            "through its graph, as of torch.autograd.grad(..., create_graph=True) in a gradient penalty, runs after "
             "the first one of another forward of the same loss. Compute the penalty after all other forwards of its "
             f"loss, or use gpu_mode='ddp'. torch says: {text}"
         ) from error
@@ -92,10 +92,10 @@ class WatchedForwards:
                 self.end()
                 shown = seen.name.removeprefix("module.")
                 raise ConfigurationError(
-                    f"gpu_mode='fsdp': {shown} is changed while the model runs. There it is a gathered copy, which is "
-                    "dropped afterwards, and the change with it. Change parameters in a callback's "
+                    f"gpu_mode='fsdp': {shown} is changed while the model runs. It is then a gathered copy, which is "
+                    "dropped afterwards, with the change. Change parameters in a callback's "
                     "on_after_optimizer_step, on all ranks: there each is a DTensor, and target.lerp_(online, 0.01) "
-                    "works as always. Or use gpu_mode='ddp'."
+                    "works as usual. Or use gpu_mode='ddp'."
                 )
         if is_root and torch.is_grad_enabled():
             self._left -= 1

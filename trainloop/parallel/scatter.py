@@ -182,7 +182,7 @@ def _wrong_loss(loss: Any) -> ConfigurationError:
     given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}: {loss!r}"
     return ConfigurationError(
         f"get_loss returned {given}: must be a 0-d tensor that is a mean over the batch's samples, a MultiLoss "
-        "of such, or (loss, weight), where the loss is a mean over `weight` units."
+        "of these, or (loss, weight) with a loss that is a mean over `weight` units."
     )
 
 

@@ -63,8 +63,8 @@ def check_dtypes(unit: str, parameters: Mapping[str, nn.Parameter]) -> None:
     if len(found) > 1:
         shown = " and ".join(f"{name} of {dtype}" for dtype, name in found.items())
         raise ConfigurationError(
-            f"TTFullyShardedDataParallel: the unit {unit} has {shown}, and gradients of one dtype only can be reduced "
-            "together. Convert them (model.to(dtype)), or give each a unit of its own by shard=."
+            f"TTFullyShardedDataParallel: the unit {unit} has {shown}, but only gradients of one dtype can be reduced "
+            "together. Convert them (model.to(dtype)), or give each its own unit with shard=."
         )
 
 
@@ -100,8 +100,8 @@ def _matching(module: nn.Module, shard: Any) -> list[tuple[str, nn.Module]]:
     for name, part in found:
         if not _has_forward(part):
             raise ConfigurationError(
-                f"shard={_shown(shard)} matches {name}, a {type(part).__name__}, which has no forward to gather its "
-                "parameters for. Name the class of its members."
+                f"shard={_shown(shard)} matches {name}, a {type(part).__name__}, which has no forward in which to "
+                "gather its parameters. Pass the class of its members."
             )
     return [(name, part) for name, part in found if _can_be_unit(part)]
 

@@ -1,6 +1,6 @@
-"""Pretrained networks for texts and pictures as ``TTModel``: those of transformers and timm.
+"""Pretrained networks of transformers and timm for texts and pictures, as ``TTModel``.
 
-They predict classes or numbers of your own: the last layer is new where the model's does not suit. Weights come from a
+They predict your own classes or numbers: the last layer is new if the model's does not fit. Weights are loaded from a
 folder, or from the Hugging Face hub. The libraries are in the extra ``multimodal``.
 """
 

@@ -1,4 +1,4 @@
-"""The folder of a pretrained model, on this machine or fetched from the hub. To look for one takes no torch."""
+"""Find the folder of a pretrained model on this machine, or download it from the hub. Does not need torch."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ __all__ = ["find_picture_model", "find_text_model", "import_library"]
 
 _FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]
 _HINTS = {
-    "timm": ", with a torchvision of the same build as torch. Pictures need no timm where 'model' is a folder of a "
+    "timm": ", with a torchvision of the same build as torch. Pictures need no timm if 'model' is a folder of a "
     "transformers model, or a function that makes a module"
 }
 
 
 def find_text_model(model: str, *, wanted_by: str = "find_text_model") -> str:
-    """Find the folder of a transformers model, or fetch it.
+    """Return the folder of a transformers model; download it if it is not on this machine.
 
     Parameters
     ----------
     model : str
-        A folder, or a name on the Hugging Face hub. Of a name, the folder is looked for in ``$TRAINLOOP_MODEL_DIR`` (by
-        default ``~/.cache/trainloop/models``), where ``--`` may stand for ``/``, and then on the hub.
+        A folder, or a name on the Hugging Face hub. A name is searched for in ``$TRAINLOOP_MODEL_DIR`` (by default
+        ``~/.cache/trainloop/models``), where ``--`` may replace ``/``, and then on the hub.
     wanted_by : str
-        How the error begins.
+        Beginning of the error message.
 
     Returns
     -------
@@ -38,26 +38,26 @@ def find_text_model(model: str, *, wanted_by: str = "find_text_model") -> str:
     Raises
     ------
     ConfigurationError
-        If it is neither here nor can be fetched. The message names the folder to fill.
+        If it is not on this machine and can't be downloaded. The message names the folder to fill.
     """
     return _local(model) or _fetched(model, model, wanted_by)
 
 
 def find_picture_model(model: str, *, wanted_by: str = "find_picture_model") -> str:
-    """Find the folder of a timm or transformers model for pictures, or fetch it.
+    """Return the folder of a timm or transformers model for pictures; download it if needed.
 
     Parameters
     ----------
     model : str
-        A folder, or a name of timm (``timm.list_models(pretrained=True)``). Of a name, the folder is looked for as by
+        A folder, or a name of timm (``timm.list_models(pretrained=True)``). A name is searched for like that of
         :func:`find_text_model`.
     wanted_by : str
-        How the error begins.
+        Beginning of the error message.
 
     Raises
     ------
     ConfigurationError
-        If it is neither here nor can be fetched, or there is no such model.
+        If it is not on this machine and can't be downloaded, or there is no such model.
     """
     if (folder := _local(model)) is not None:
         return folder
@@ -67,13 +67,13 @@ def find_picture_model(model: str, *, wanted_by: str = "find_picture_model") -> 
     except (RuntimeError, AttributeError) as error:  # it depends on timm's version
         raise ConfigurationError(
             f"{wanted_by}: {model!r} is neither a folder nor a model of timm. timm.list_models(pretrained=True) "
-            "has the names."
+            "lists the names."
         ) from error
     return _fetched(model, on_hub, wanted_by)
 
 
 def import_library(name: str, wanted_by: str) -> Any:
-    """Import transformers, timm or PIL. The error says why it can't be imported."""
+    """Import transformers, timm or PIL; if that fails, the error says why."""
     try:
         return importlib.import_module(name)
     except Exception as error:  # a torchvision that doesn't suit torch raises RuntimeError
@@ -102,7 +102,7 @@ def _fetched(model: str, on_hub: str, wanted_by: str) -> str:
         fill = _models_folder() / model.replace("/", "--")
         cause = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         raise ConfigurationError(
-            f"{wanted_by}: the weights of {model!r} are not on this machine, and could not be fetched ({cause}). Put "
-            f"the model's files (config.json, weights, tokenizer) into {str(fill)!r}, or give the folder that has "
+            f"{wanted_by}: the weights of {model!r} are not on this machine, and could not be downloaded ({cause}). "
+            f"Put the model's files (config.json, weights, tokenizer) into {str(fill)!r}, or pass the folder that has "
             "them as 'model'."
         ) from error

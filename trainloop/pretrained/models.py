@@ -21,7 +21,7 @@ __all__ = ["PictureFiles", "PictureModel", "TextModel"]
 
 
 class TextModel(TTBasicModel):
-    """A transformers model that maps texts to a number for each class, or to numbers.
+    """A transformers model that predicts a score for each class, or numbers, from texts.
 
     Its batches are ``(input_ids, attention_mask, target)``; :meth:`tokens` makes the first two.
 
@@ -30,7 +30,7 @@ class TextModel(TTBasicModel):
     module : nn.Module
         A model of transformers whose result has ``logits``.
     tokenizer : callable
-        Its tokenizer.
+        Tokenizer of the model.
 
     Examples
     --------
@@ -62,29 +62,29 @@ class TextModel(TTBasicModel):
         return cls(_of_transformers("AutoModelForSequenceClassification", folder, num_outputs), tokenizer)
 
     def tokens(self, texts: Sequence[str], max_length: int = 128) -> tuple[Tensor, Tensor]:
-        """Token numbers and attention mask, each of shape (texts, length of the longest). Longer texts are cut."""
+        """Return token ids and attention mask, each of shape (texts, longest length). Too long texts are cut."""
         found = self.tokenizer(list(texts), padding=True, truncation=True, max_length=max_length, return_tensors="pt")
         return found["input_ids"], found["attention_mask"]
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The logits, of shape (texts, num_outputs)."""
+        """Return the logits, of shape (texts, num_outputs)."""
         logits: Tensor = self.module(input_ids=input_ids, attention_mask=attention_mask).logits
         return logits
 
 
 class PictureModel(TTBasicModel):
-    """A network for pictures, on pixels of 0 to 255, that predicts a number for each class, or numbers.
+    """A network that predicts a score for each class, or numbers, from pictures with pixels from 0 to 255.
 
-    Its batches are ``(pictures, target)``. A sample may be several pictures; the mean over them counts.
+    Its batches are ``(pictures, target)``. A sample may be several pictures; their outputs are averaged.
 
     Parameters
     ----------
     module : nn.Module
-        Maps pictures of shape (n, 3, size, size) to logits of shape (n, num_outputs), or to something with ``logits``.
+        Maps pictures of shape (n, 3, size, size) to logits of shape (n, num_outputs), or to an object with ``logits``.
     size : int
-        Width and height of its pictures. Of a shape or a mapping, as models' configurations have it, one side counts.
+        Width and height of its pictures. Of a shape or a mapping, as in models' configurations, one side is used.
     mean, std : sequence of float
-        Of each channel, in values of 0 to 1. The defaults are those of ImageNet.
+        Mean and standard deviation of each channel, for values from 0 to 1. Defaults: those of ImageNet.
 
     Examples
     --------
@@ -118,7 +118,7 @@ class PictureModel(TTBasicModel):
         num_outputs : int
             Number of classes, or of numbers to predict.
         **settings
-            ``size``, ``mean`` and ``std``, to be used in place of the model's own.
+            ``size``, ``mean`` and ``std``, to use instead of the model's own.
         """
         folder = find_picture_model(model, wanted_by="PictureModel.load")
         known = _known(Path(folder))
@@ -137,7 +137,7 @@ class PictureModel(TTBasicModel):
         return cls(module, **{name: value for name, value in settings.items() if value is not None})
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """The logits, of shape (n, num_outputs), of pictures of shape (n, 3, size, size) or (n, several, 3, ...)."""
+        """Return logits, (n, num_outputs), of pictures of shape (n, 3, size, size) or (n, several, 3, ...)."""
         several = pictures.unsqueeze(1) if pictures.dim() == 4 else pictures
         found = self.module((several.flatten(0, 1).float() / 255 - self.mean) / self.std)
         logits: Tensor = getattr(found, "logits", found)
@@ -145,12 +145,12 @@ class PictureModel(TTBasicModel):
 
 
 class PictureFiles(Dataset[Tensor]):
-    """Picture files as a dataset, read on access. An empty path is a black picture.
+    """A dataset of picture files, read on access. An empty path is a black picture.
 
     Parameters
     ----------
     paths : sequence of str, or of sequences of str
-        For each sample a path, or several.
+        A path, or several, for each sample.
     size : int
         Width and height to resize pictures to.
 
@@ -168,7 +168,7 @@ class PictureFiles(Dataset[Tensor]):
         return len(self.paths)
 
     def __getitem__(self, index: int) -> Tensor:
-        """RGB values as bytes, of shape (3, size, size), or (several, 3, size, size)."""
+        """Return RGB values as bytes, of shape (3, size, size), or (several, 3, size, size)."""
         paths = self.paths[index]
         if isinstance(paths, (str, os.PathLike)):
             return self._read(os.fspath(paths))
@@ -183,14 +183,14 @@ class PictureFiles(Dataset[Tensor]):
                 picture = np.array(file.convert("RGB").resize((self.size, self.size)))
         except OSError as error:
             raise ConfigurationError(
-                f"the picture {path!r} can't be read ({error}); paths are taken from {os.getcwd()!r}. "
-                "Mend the path, or leave it empty for a black picture."
+                f"the picture {path!r} can't be read ({error}). Paths are relative to {os.getcwd()!r}. "
+                "Fix the path, or leave it empty for a black picture."
             ) from error
         return torch.from_numpy(picture).permute(2, 0, 1)
 
 
 def _known(folder: Path) -> dict[str, Any]:
-    """What a model's folder says of it."""
+    """Configuration in a model's folder."""
     known: dict[str, Any] = {}
     for file in (folder / name for name in ("preprocessor_config.json", "config.json")):
         known = {**(json.loads(file.read_text()) if file.exists() else {}), **known}

@@ -41,22 +41,22 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 
 def check_quota(quota: ResourceQuota, *, ranks: int = 1, machine: Resources | None = None) -> None:
-    """Raise if this machine can't meet a run's quota.
+    """Raise an error if this machine can't meet a run's quota.
 
     Parameters
     ----------
     quota : ResourceQuota
-        Quota of the run on this node, all its ranks together.
+        Quota of the run on this node, for all its ranks together.
     ranks : int
-        Processes that train on this node.
+        Number of processes that train on this node.
     machine : Resources, optional
-        Stands in for :func:`~trainloop.resources.available`.
+        Replacement for :func:`~trainloop.resources.available`.
 
     Raises
     ------
     ResourceError
-        If it asks for more than there is (a clamp would hide that), for fewer CPUs than ranks, or for a fraction of
-        GPUs that one model can't have.
+        If it asks for more than is available (reducing it would hide that), for fewer CPUs than ranks, or for a
+        fraction of GPUs that one model can't have.
     """
     if not isinstance(quota, ResourceQuota):
         raise ResourceError(
@@ -67,12 +67,12 @@ def check_quota(quota: ResourceQuota, *, ranks: int = 1, machine: Resources | No
         if quota.num_cpus > machine.num_cpus:
             raise ResourceError(
                 f"num_cpus={quota.num_cpus}: this process may use {machine.num_cpus}, "
-                f"by {_least(machine.cpu_limits)}. Ask for {machine.num_cpus} at most, or 'auto'. "
+                f"by {_least(machine.cpu_limits)}. Ask for at most {machine.num_cpus}, or 'auto'. "
                 "print(trainloop.resources.available()) shows the limits."
             )
         if quota.num_cpus < ranks:
             raise ResourceError(
-                f"num_cpus={quota.num_cpus} for {ranks} ranks: each takes one CPU at least. "
+                f"num_cpus={quota.num_cpus} for {ranks} ranks: each needs at least one CPU. "
                 f"Ask for {ranks} CPUs or more, or start fewer ranks."
             )
     if quota.num_gpus != "auto":
@@ -99,7 +99,7 @@ def _least(limits: Sequence[tuple[int, str]]) -> str:
 
 
 def devices_under(quota: ResourceQuota | None, devices: list[torch.device], asked: object) -> list[torch.device]:
-    """The run's devices, held to the quota's GPUs.
+    """Return the run's devices, limited to the quota's GPUs.
 
     Parameters
     ----------
@@ -108,7 +108,7 @@ def devices_under(quota: ResourceQuota | None, devices: list[torch.device], aske
     devices : list of torch.device
         The devices that :func:`trainloop.devices.resolve` chose.
     asked : object
-        The user's ``devices``: ``'auto'`` follows the quota, an explicit request must fit it.
+        The user's ``devices``: ``'auto'`` follows the quota, an explicit request must fit into it.
 
     Returns
     -------
@@ -136,16 +136,16 @@ def devices_under(quota: ResourceQuota | None, devices: list[torch.device], aske
 
 
 def cpu_shares(quota: ResourceQuota | None, ranks: int, cpus: Sequence[int] | None = None) -> list[list[int]]:
-    """CPUs of each rank: disjoint and as equal as possible, the first ranks with one more.
+    """Return the CPUs of each rank: disjoint and as equal as possible, the first ranks with one more.
 
     Parameters
     ----------
     quota : ResourceQuota or None
         Quota of the run on this node; without one the machine is divided.
     ranks : int
-        Processes that train on this node.
+        Number of processes that train on this node.
     cpus : sequence of int, optional
-        CPUs to divide, if not this process's affinity mask.
+        CPUs to divide. Default: this process's affinity mask.
 
     Returns
     -------
@@ -167,7 +167,7 @@ def _affinity() -> list[int]:
 
 
 def _threads(quota: ResourceQuota | None, ranks: int) -> int:
-    """CPUs of one rank, as a number: a container's CPU time may be less than its affinity mask."""
+    """Return the number of CPUs of one rank: a container's CPU time may be less than its affinity mask."""
     cpus = available().num_cpus if quota is None or quota.num_cpus == "auto" else quota.num_cpus
     return max(1, cpus // ranks)
 
@@ -175,17 +175,17 @@ def _threads(quota: ResourceQuota | None, ranks: int) -> int:
 def child_environment(
     quota: ResourceQuota | None, ranks: int = 1, environ: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Thread variables for children of a run, to be set before their interpreter starts: OpenMP reads them once.
+    """Return thread variables for children of a run, set before their interpreter starts: OpenMP reads them once.
 
     Parameters
     ----------
     quota : ResourceQuota or None
-        Quota of the run on this node; without one the machine is divided, and fewer threads that this process has set
-        by ``torch.set_num_threads`` stay.
+        Quota of the run on this node; without one the machine is divided, and a lower number of threads set with
+        ``torch.set_num_threads`` is kept.
     ranks : int
-        Processes that train on this node.
+        Number of processes that train on this node.
     environ : mapping, optional
-        Stands in for ``os.environ``: a lower value set there stays.
+        Replacement for ``os.environ``; a lower value set there is kept.
 
     Returns
     -------
@@ -199,7 +199,7 @@ def child_environment(
 
 
 def threads_in(variable: str) -> int | None:
-    """The number of threads in a value of ``OMP_NUM_THREADS`` or the like; ``None`` if it is none."""
+    """Return the number of threads in a value of ``OMP_NUM_THREADS`` or the like; ``None`` without one."""
     # OpenMP takes a list, one number for each level of nesting.
     found = re.fullmatch(r"\s*([1-9][0-9]{0,8})\s*(,.*)?", variable)
     return None if found is None else int(found[1])
@@ -214,21 +214,21 @@ def _thread_variables(threads: int, environ: Mapping[str, str]) -> dict[str, str
 
 
 def cap_workers(num_workers: int | Literal["auto"], quota: ResourceQuota | None, ranks: int = 1) -> int:
-    """Workers of a ``DataLoader`` under a quota: main process and workers together take no more than its CPUs.
+    """Return a ``DataLoader``'s workers under a quota: with the main process they use no more than its CPUs.
 
     Parameters
     ----------
     num_workers : int or 'auto'
-        The loader's number; ``'auto'`` is all CPUs but the main process's.
+        The loader's number; ``'auto'`` for all CPUs except that of the main process.
     quota : ResourceQuota or None
-        Quota of the run on this node; without one, or with ``num_cpus='auto'``, a number stays as it is.
+        Quota of the run on this node; without one, or with ``num_cpus='auto'``, a number is unchanged.
     ranks : int
-        Processes that train on this node, each with workers of its own.
+        Number of processes that train on this node, each with its own workers.
 
     Returns
     -------
     int
-        With one CPU 0: loading happens in the main process.
+        Number of workers; 0 with one CPU, so that the main process loads.
 
     Warns
     -----
@@ -244,7 +244,7 @@ def cap_workers(num_workers: int | Literal["auto"], quota: ResourceQuota | None,
         return num_workers
     warn(
         f"num_workers={num_workers} is lowered to {most}: the quota has {most + 1} CPU{'s' * (most > 0)} for each "
-        "rank, and its main process takes one. Raise num_cpus for more workers, or set num_workers to this."
+        f"rank, and its main process uses one. Raise num_cpus for more workers, or set num_workers={most}."
     )
     return most
 
@@ -261,32 +261,32 @@ def applied(
     device: torch.device | None = None,
     loader_workers: int = 0,
 ) -> Iterator[None]:
-    """This process within its share of the quota; as before when the block ends, however it ends.
+    """Limit this process to its share of the quota inside the block; undo all changes at its end.
 
     Parameters
     ----------
     quota : ResourceQuota or None
         Quota of the run on this node. Without one, ranks of ``ddp`` divide the machine and one process changes nothing.
     local_rank : int or None
-        The rank whose share to apply; None for the process that starts ``ranks`` others and only waits: it takes the
-        CPUs of all of them, which they inherit and divide.
+        Rank whose share to apply; None for the process that starts ``ranks`` others and only waits: it gets the CPUs
+        of all of them, which they inherit and divide.
     ranks : int
-        Processes that train on this node.
+        Number of processes that train on this node.
     device : torch.device, optional
-        Device that this process trains on: a fraction of a GPU bounds torch's allocator there.
+        Device that this process trains on; a fraction of a GPU limits torch's allocator there.
     loader_workers : int
-        ``DataLoader`` workers beside this process, which then has so many threads fewer.
+        Number of ``DataLoader`` workers beside this process, which then has fewer threads by that number.
 
     Raises
     ------
     ResourceError
-        If the machine can't meet the quota, or the process holds more memory than it allows already.
+        If the machine can't meet the quota, or the process already uses more memory than it allows.
 
     Notes
     -----
-    Affinity: CPUs that no other trainloop run has leased are taken first, and leased for the length of the block; if
-    too few are free, others are shared. The memory fraction bounds torch's caching allocator, not the CUDA context nor
-    other libraries; only MIG or MPS are walls. The memory limit is on this process's private memory (``RLIMIT_DATA``,
+    Affinity: CPUs that no other trainloop run has leased are chosen first, and leased during the block; if too few are
+    free, others are shared. The memory fraction limits torch's caching allocator, but not the CUDA context or other
+    libraries; only MIG and MPS isolate strictly. The memory limit is on this process's private memory (``RLIMIT_DATA``,
     Linux): allocations beyond it fail. Each child has the same limit.
     """
     if quota is None and ranks == 1:
@@ -320,7 +320,7 @@ def _narrow_affinity(
     elif quota is not None and quota.num_cpus != "auto":
         cpus = free_cpus(quota.num_cpus, before, undo)
         if not platform.affinity():
-            warn(f"num_cpus={quota.num_cpus} limits threads only: this system can't bind a process to CPUs.")
+            warn(f"num_cpus={quota.num_cpus} limits only threads: this system can't bind a process to CPUs.")
     if cpus != before:
         undo.callback(_widen_affinity, before, cpus, _own_threads())
         platform.set_affinity(cpus)
@@ -424,7 +424,7 @@ def _bound_memory(quota: ResourceQuota, ranks: int, undo: contextlib.ExitStack) 
     if usage.rss > share:
         each = f" for each of {ranks} ranks" if ranks > 1 else ""
         raise ResourceError(
-            f"memory={format_bytes(share)}{each}: this process holds {format_bytes(usage.rss)} already. "
+            f"memory={format_bytes(share)}{each}: this process already uses {format_bytes(usage.rss)}. "
             "Ask for more, or load less before training."
         )
     before = resource.getrlimit(resource.RLIMIT_DATA)

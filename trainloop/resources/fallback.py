@@ -1,4 +1,4 @@
-"""Train on the GPU, or on the CPU if the library's build can't use one."""
+"""Train on the GPU, or on the CPU if the library's build can't use a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NO_GPU = r"""
 
 
 def gpu_or_cpu(fit_on_gpu: Callable[[], T], fit_on_cpu: Callable[[], T]) -> T:
-    """Train on the GPU; start again on the CPU if the library was built without GPUs or finds no device.
+    """Train on the GPU; start again on the CPU if the library was built without GPU support or finds no device.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ def gpu_or_cpu(fit_on_gpu: Callable[[], T], fit_on_cpu: Callable[[], T]) -> T:
             raise
         cause = f"{type(error).__name__}: {' '.join(text.split())[:300]}"
     warn(
-        f"Training goes on from the start on the CPU, because there is no GPU to use ({cause}). "
+        f"Training starts again on the CPU, because no GPU can be used ({cause}). "
         "Install the library's GPU build and check CUDA_VISIBLE_DEVICES, or set the device to the CPU to silence this."
     )
     return fit_on_cpu()

@@ -74,7 +74,7 @@ class Lease:
         self._locks = locks
 
     def release(self) -> None:
-        """Give the devices back; a second call does nothing."""
+        """Release the devices; a second call does nothing."""
         while self._locks:
             self._locks.pop().release()
 
@@ -119,11 +119,11 @@ def acquire(requests: Mapping[str, Request], *, timeout_s: float | None = None, 
         # At once: waiting would not help.
         if request.enough > len(request.pool):
             raise ResourceError(
-                f"{request.enough} of kind {kind!r} can never be had: there are {len(request.pool)} here. "
+                f"{request.enough} of kind {kind!r} cannot be granted: there are {len(request.pool)} here. "
                 "Ask for fewer."
             )
     if fcntl is None:
-        warn("CPUs and GPUs are not leased on Windows: keep runs of this machine apart by devices= and num_cpus=.")
+        warn("CPUs and GPUs are not leased on Windows: separate the runs on this machine with devices= and num_cpus=.")
         return Lease({kind: list(request.pool[: request.number]) for kind, request in requests.items()}, [])
     desk = _Desk(folder() if where is None else where)
     timeout_s = _DAY_S if timeout_s is None else timeout_s
@@ -187,8 +187,8 @@ class _Desk:
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != user_id():
             what = "folder" if stat.S_ISDIR(found.st_mode) else "link or file"
             raise UnsafeFolderError(
-                f"leases would be kept in {str(self._where)!r}, but there is a {what} of {_user(found.st_uid)}, who "
-                "could change them. Have it removed, or set TRAINLOOP_LEASE_DIR to a folder that is yours."
+                f"leases are stored in {str(self._where)!r}, but there is a {what} of {_user(found.st_uid)}, who "
+                "could change them. Have it removed, or set TRAINLOOP_LEASE_DIR to a folder that you own."
             )
         if stat.S_IMODE(found.st_mode) != 0o755:  # made by mkdir under the umask; others may read it, not write
             self._where.chmod(0o755)
@@ -201,10 +201,10 @@ class _Desk:
         try:
             lock.acquire(timeout=_DESK_S, poll_interval=0.005)
         except filelock.Timeout:
-            holders = ", ".join(_holders(self._where / "desk.lock")) or "a process that can't be told"
+            holders = ", ".join(_holders(self._where / "desk.lock")) or "an unknown process"
             raise ResourceError(
-                f"the leases in {str(self._where)!r} were locked for {_DESK_S:g} s by {holders}: that takes moments "
-                "otherwise. End it, or set TRAINLOOP_LEASE_DIR to another folder."
+                f"the leases in {str(self._where)!r} were locked for {_DESK_S:g} s by {holders}, which normally takes "
+                "moments. End it, or set TRAINLOOP_LEASE_DIR to another folder."
             ) from None
         try:
             yield

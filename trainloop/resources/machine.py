@@ -1,4 +1,4 @@
-"""Read what this process may use of the machine: affinity, cgroups, Slurm, memory, visible GPUs.
+"""Read which part of the machine this process may use: affinity, cgroups, Slurm, memory, visible GPUs.
 
 ``os.cpu_count`` shows the host's CPUs inside a container, and the node's inside a job step, so all limits are read and
 the lowest counts. A cgroup's limit binds its descendants: every ancestor is read, not the root alone.
@@ -31,27 +31,27 @@ def available(
     memory: int | None = None,
     num_gpus: int | None = None,
 ) -> Resources:
-    """The resources that this process may use. Creates no CUDA context.
+    """Return the resources that this process may use. Creates no CUDA context.
 
     Parameters
     ----------
     root : path
-        Stands in for ``/``: ``proc/self/cgroup`` and ``sys/fs/cgroup`` are read below it.
+        Replacement for ``/``: ``proc/self/cgroup`` and ``sys/fs/cgroup`` are read below it.
     cpu_count : int, optional
-        Stands in for the machine's CPUs; without ``affinity``, the process may then use all of them.
+        Replacement for the machine's number of CPUs; without ``affinity``, the process may use all of them.
     affinity : collection of int, or int, optional
-        Stands in for the CPUs of the affinity mask, or their number.
+        Replacement for the CPUs of the affinity mask, or their number.
     environ : mapping, optional
-        Stands in for ``os.environ``.
+        Replacement for ``os.environ``.
     memory : int, optional
-        Stands in for the machine's memory, in bytes.
+        Replacement for the machine's memory, in bytes.
     num_gpus : int, optional
-        Stands in for the visible GPUs.
+        Replacement for the number of visible GPUs.
 
     Returns
     -------
     Resources
-        The lowest of all limits, never below 1 CPU; ``print`` it to see which one decided.
+        The lowest of all limits, at least 1 CPU; ``print`` it to see which limit decided.
 
     Notes
     -----

@@ -1,4 +1,4 @@
-"""On which device each model stands: exact bin packing, pure."""
+"""Assign models to devices: exact bin packing, pure."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ _SEARCH_STEPS = 200_000
 
 
 def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
-    """Devices of each request: a fraction stands on one device, a whole n on n of its own, no device is over 1.
+    """Return the devices of each request: a fraction uses one device, a whole n uses n exclusively; sums are at most 1.
 
     Parameters
     ----------
     fractions : sequence of number
         GPUs of each request: 0, a fraction up to 1, or a whole number.
     num_gpus : int
-        Devices.
+        Number of devices.
 
     Returns
     -------
     list of list of int
-        In the order of the input; an empty list for a request of 0. Fewest devices first, then the lowest indices; the
-        same input gives the same answer.
+        In the order of the input; an empty list for a request of 0. Uses the fewest devices, then the lowest indices;
+        the same input gives the same result.
 
     Raises
     ------
     ResourceError
-        If there is no such assignment, or a request is no number of GPUs.
+        If there is no such assignment, or a request is not a number of GPUs.
 
     Notes
     -----

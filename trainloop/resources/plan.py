@@ -1,4 +1,4 @@
-"""Nested quotas: how many trials and folds run at once, what each gets, and on which device it stands.
+"""Nested quotas: how many trials and folds run at once, with which resources, and on which devices.
 
 Pure arithmetic. The levels are run > trial (one bagged model, or one model) > fold (one model). In AutoGluon's words
 ``total`` is ``num_cpus``/``num_gpus`` of ``fit``, ``per_bag`` is ``ag_args_ensemble: {ag_args_fit: ...}`` and
@@ -32,7 +32,7 @@ _UNBOUNDED = 10**9
 
 
 class PartialQuota(NamedTuple):
-    """A quota in exact figures; None where it is not given."""
+    """A quota in exact figures; None for figures that are not given."""
 
     cpus: int | None
     gpus: Fraction | None
@@ -40,7 +40,7 @@ class PartialQuota(NamedTuple):
 
 
 class WholeQuota(NamedTuple):
-    """A quota in exact figures; only the memory may be unbounded."""
+    """A quota in exact figures; only the memory may be unlimited."""
 
     cpus: int
     gpus: Fraction
@@ -49,28 +49,28 @@ class WholeQuota(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """How many trials and folds run at once, and under which quotas. At every level: used <= granted <= total."""
+    """Numbers of trials and folds that run at once, and their quotas. At every level: used <= granted <= total."""
 
     total: ResourceQuota
-    """The resources that the run holds."""
+    """Resources of the run."""
     num_trials: int
-    """Trials in all."""
+    """Number of trials."""
     num_folds: int
-    """Folds of each trial in all; 1 without bagging."""
+    """Number of folds of each trial; 1 without bagging."""
     trials_in_parallel: int
-    """Trials at once."""
+    """Number of trials that run at once."""
     folds_in_parallel: int
-    """Folds of one trial at once."""
+    """Number of folds of one trial that run at once."""
     per_bag: ResourceQuota
     """Share of one trial, reserved whether its folds use it or not."""
     per_model: ResourceQuota
     """Share of one fold, or of the trial's one model."""
     placement: tuple[tuple[int, ...], ...]
-    """For each model that runs at once its devices, counted within the run's own (:func:`place`)."""
+    """Devices of each model that runs at once, counted within the run's own devices (:func:`place`)."""
 
     @property
     def models_in_parallel(self) -> int:
-        """Models at once, of all trials."""
+        """Number of models of all trials that run at once."""
         return self.trials_in_parallel * self.folds_in_parallel
 
     @property
@@ -85,19 +85,19 @@ class Plan:
 
     @property
     def cpus_used(self) -> int:
-        """CPUs of the models that run at once."""
+        """CPUs used by the models that run at once."""
         return self.models_in_parallel * int(self.per_model.num_cpus)
 
     @property
     def gpus_used(self) -> float:
-        """GPUs of the models that run at once."""
+        """GPUs used by the models that run at once."""
         return as_number(self.models_in_parallel * exact(self.per_model.num_gpus))
 
     @property
     def waves(self) -> int:
-        """Models that run one after the other: waves of trials, and in each the waves of a trial's folds.
+        """Number of models that run one after the other: waves of trials, times the waves of a trial's folds.
 
-        ``tune`` takes no more: it gives a place that a trial leaves to the next trial's folds.
+        ``tune`` needs no more: it gives a finished trial's slot to the next trial's folds.
         """
         trials = math.ceil(self.num_trials / self.trials_in_parallel)
         return trials * math.ceil(self.num_folds / self.folds_in_parallel)
@@ -129,26 +129,26 @@ def plan(
     per_model: ResourceQuota | None = None,
     parallel_folds: bool = True,
 ) -> Plan:
-    """How a run's resources divide over its trials and their folds.
+    """Divide a run's resources over its trials and their folds.
 
     Parameters
     ----------
     total : ResourceQuota or Resources
-        Resources that the run holds. CPUs must be a figure here (``resources.available()`` has them); GPUs that are not
-        given are none, as nothing is read from the machine.
+        Resources of the run. CPUs must be a number (``resources.available()`` has them); GPUs default to none, since
+        nothing is read from the machine.
     num_trials : int
-        Trials in all, 1 or more.
+        Number of trials, 1 or more.
     num_bag_folds : int
         Folds of each trial; 0 and 1 mean one model without bagging, and ``per_bag`` is then ignored with a warning.
     per_bag, per_model : ResourceQuota, optional
-        Share of one trial, and of one model. What they leave ``'auto'`` is derived.
+        Share of one trial, and of one model. Values that are ``'auto'`` are derived.
     parallel_folds : bool
-        False runs the folds of a trial one after the other.
+        If False, the folds of a trial run one after the other.
 
     Raises
     ------
     ResourceError
-        If a figure exceeds the nearest given one above it, or is none.
+        If a figure exceeds the nearest given one above it, or is invalid.
 
     Examples
     --------
@@ -241,9 +241,9 @@ def _total(total: ResourceQuota | Resources) -> WholeQuota:
     figures = _figures("total", total)
     if figures.cpus is None:
         raise ResourceError(
-            f"total={total!r}: a plan needs figures for CPUs and GPUs, as it reads nothing from the machine, and "
-            "num_cpus has none (GPUs that are not given are none). Give num_cpus, or "
-            "total=trainloop.resources.available() for all this machine has."
+            f"total={total!r}: a plan needs a number of CPUs, since it reads nothing from the machine, but "
+            "num_cpus has none (GPUs default to 0). Pass num_cpus, or "
+            "total=trainloop.resources.available() for the whole machine."
         )
     return WholeQuota(figures.cpus, figures.gpus or Fraction(0), figures.memory)
 
@@ -260,7 +260,7 @@ def _check_nesting(total: WholeQuota, bag: PartialQuota, model: PartialQuota) ->
                 none = " (no GPU granted)" if what == "num_gpus" and not above else ""
                 raise ResourceError(
                     f"{level} {what}={as_text(figure)} is more than {what}={as_text(above)} of its parent, "
-                    f"{parent}{none}. Lower it to {as_text(above)} at most, or raise {parent}."
+                    f"{parent}{none}. Lower it to at most {as_text(above)}, or raise {parent}."
                 )
             above, parent = figure, level
 

@@ -44,7 +44,7 @@ def read_table(data: object, what: str = "train_data") -> pd.DataFrame:
             data = (pd.read_parquet if path.lower().endswith((".parquet", ".pq")) else pd.read_csv)(path)
         except (OSError, ValueError, ImportError) as error:
             raise ConfigurationError(
-                f"{what}={path!r} can't be read: {error}. Give a DataFrame, or a path to CSV or Parquet."
+                f"{what}={path!r} can't be read: {error}. Pass a DataFrame, or a path to CSV or Parquet."
             ) from error
     if not isinstance(data, pd.DataFrame):
         raise ConfigurationError(
@@ -55,7 +55,7 @@ def read_table(data: object, what: str = "train_data") -> pd.DataFrame:
         twice = _listed(names[names.duplicated()].unique().sort_values())
         raise ConfigurationError(f"{what} has more than one column {twice}. Rename or drop all but one of each.")
     if not len(data):
-        raise ConfigurationError(f"{what} has no rows (its columns: {_listed(names)}). Give at least one.")
+        raise ConfigurationError(f"{what} has no rows (its columns: {_listed(names)}). Pass at least one.")
     return data.set_axis(names, axis=1)
 
 
@@ -78,18 +78,18 @@ class Columns:
                 distinct = series.nunique(dropna=False)
             except TypeError as error:
                 raise ConfigurationError(
-                    f"column {name!r} holds values that are no scalars ({error}). Give one value a cell: split it into "
+                    f"column {name!r} has values that are not scalars ({error}). Use one value per cell: split it into "
                     "columns, or drop it."
                 ) from error
             if distinct <= 1:
                 dropped[name] = f"all its values are {'missing' if series.isna().all() else 'the same'}"
             elif _identifies_rows(name, series, kind := _kind_of(series), distinct):
-                dropped[name] = "it is different in each row, as an identifier is"
+                dropped[name] = "it differs in each row, like an identifier"
             else:
                 kinds[name] = kind
         if not kinds:
             reasons = "; ".join(f"{name!r}: {why}" for name, why in dropped.items())
-            raise ConfigurationError(f"no column is left to learn from ({reasons}). Give columns that vary.")
+            raise ConfigurationError(f"no column is left to learn from ({reasons}). Pass columns that vary.")
         return cls(kinds, dropped)
 
     def only(self, kinds: Iterable[Kind]) -> Columns:
@@ -108,7 +108,7 @@ class Columns:
         if missing := [name for name in self.kinds if name not in frame.columns]:
             raise ConfigurationError(
                 f"{what} lacks the column{'s' * (len(missing) > 1)} {_listed(missing)} of the training "
-                f"data; it has {_listed(frame.columns)}. Give a table with these columns."
+                f"data; it has {_listed(frame.columns)}. Pass a table with these columns."
             )
         cleaned: dict[str, Rows] = {}
         for name, kind in self.kinds.items():
@@ -178,8 +178,8 @@ def _numbers(series: pd.Series, what: str) -> Rows:
     lost = values.isna() & series.notna()
     if lost.any():
         raise ConfigurationError(
-            f"column {str(series.name)!r} of {what} holds {series[lost].iloc[0]!r}, but numbers in training. "
-            "Give numbers there, or None where there is none."
+            f"column {str(series.name)!r} of {what} has {series[lost].iloc[0]!r}, but had numbers in training. "
+            "Use numbers, or None for missing values."
         )
     numbers = values.to_numpy(dtype=float, na_value=np.nan)
     return np.where(np.isfinite(numbers), numbers.clip(-_LARGEST, _LARGEST), np.nan)

@@ -315,4 +315,4 @@ def _make_folder(path: str) -> None:
     except OSError as error:  # a full disk
         why = str(error)
     if why:
-        raise ConfigurationError(f"path={path!r} can't be saved to: {why}. Give another folder.")
+        raise ConfigurationError(f"path={path!r} can't be saved to: {why}. Choose another folder.")

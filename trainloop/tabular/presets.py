@@ -83,7 +83,7 @@ def list_image_models() -> list[str]:
 def named(what: str, name: object, known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """A copy of the named settings. Case is ignored; an unknown name is an error that lists the known ones."""
     if not isinstance(name, str) or name.strip().lower() not in known:
-        raise ConfigurationError(f"{what} {name!r} is not known: there are {', '.join(known)}.")
+        raise ConfigurationError(f"{what} {name!r} is not known. Choose one of {', '.join(known)}.")
     return copy.deepcopy(known[name.strip().lower()])
 
 

@@ -88,7 +88,7 @@ def parse_options(
     if gpus_asked and not available().num_gpus:
         warn(
             f"num_gpus={run['num_gpus']!r}: no GPU is visible here, so all models train on the CPU. Check "
-            "CUDA_VISIBLE_DEVICES and the driver, or ask for num_gpus=0 to silence this."
+            "CUDA_VISIBLE_DEVICES and the driver, or pass num_gpus=0 to silence this warning."
         )
         shares = [replace(share, num_gpus=0) for share in shares]
     total, share, bag = machine_total(shares[0]), *shares[1:]
@@ -204,7 +204,7 @@ def parse_hyperparameters(asked: Any, columns: Columns, *, searches: bool) -> tu
                 settings = {"presets": settings}
             if not isinstance(settings, Mapping):
                 raise ConfigurationError(
-                    f"hyperparameters[{key!r}] has {settings!r}: must be a dict of settings, or a list of such."
+                    f"hyperparameters[{key!r}] has {settings!r}: must be a dict of settings, or a list of these."
                 )
             spec = _spec(key, model, dict(settings), used, specs, searches)
             specs[spec.name] = spec
@@ -219,8 +219,8 @@ def _model_of(key: Any) -> _Model:
         return MODELS[key]
     if isinstance(key, str) or not callable(key):
         raise ConfigurationError(
-            f"hyperparameters has the model {key!r}: there are {', '.join(MODELS)}, an estimator's class, and a "
-            "function or class that makes a TTModel."
+            f"hyperparameters has the unknown model {key!r}. Use one of {', '.join(MODELS)}, an estimator's class, or "
+            "a function or class that makes a TTModel."
         )
     name = getattr(key, "__name__", type(key).__name__)
     network = any(base.__name__ == "TTModel" for base in getattr(key, "__mro__", ()))
@@ -238,8 +238,8 @@ def _spec(
     space = {name: value for name, value in settings.items() if _is_space(value)}
     if space and not searches:
         raise ConfigurationError(
-            f"hyperparameters[{key!r}] has a search space ({', '.join(space)}), and no search is asked for. Give "
-            "hyperparameter_tune_kwargs={'num_trials': 10}, or one value; a list that is a value is written as a tuple."
+            f"hyperparameters[{key!r}] has a search space ({', '.join(space)}), but no search is requested. Pass "
+            "hyperparameter_tune_kwargs={'num_trials': 10}, or one value; write a list that is one value as a tuple."
         )
     if searches and not space and own.get("hyperparameter_tune_kwargs", True) is not None:
         space = {name: value for name, value in model.space.items() if name not in settings}

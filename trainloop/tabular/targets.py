@@ -52,18 +52,18 @@ class Target:
         """Infer the problem type, or check that the values suit the given one. No value may be missing."""
         classes, wrong = pd.Index(values.unique()).tolist(), None
         if len(classes) < 2:
-            wrong = f"has only one value, {classes[0]!r}: there is nothing to learn. Give data with at least two"
+            wrong = f"has only one value, {classes[0]!r}: there is nothing to learn. Pass data with at least two"
         problem = problem or _infer(values, len(classes))
         if problem == "regression":
             if not np.isfinite(pd.to_numeric(values.astype(object), errors="coerce").astype(float)).all():
-                wrong = "holds values that are no finite numbers. Drop these rows, or use problem_type='multiclass'"
+                wrong = "has values that are not finite numbers. Drop these rows, or use problem_type='multiclass'"
             classes = classes if wrong else []
         elif problem == "binary" and len(classes) > 2:
-            wrong = f"has {len(classes)} classes, and problem_type='binary' has two. Use 'multiclass', or leave it out"
+            wrong = f"has {len(classes)} classes, but problem_type='binary' needs 2. Use 'multiclass', or leave it out"
         elif 1 < len(classes) == len(values):
             wrong = (
                 f"is different in each of the {len(values)} rows ({classes[0]!r}, {classes[1]!r} ...), so no class can "
-                "be learnt. Give classes that repeat, or numbers (of dates and durations the seconds) for a regression"
+                "be learnt. Use classes that repeat, or numbers (seconds for dates and durations) for a regression"
             )
         if wrong:
             raise ConfigurationError(f"label {label!r} {wrong}.")
@@ -79,7 +79,7 @@ class Target:
         places = {value: place for place, value in enumerate(self.classes)}
         if unknown := [value for value in pd.Index(values.unique()).tolist() if value not in places]:
             raise ConfigurationError(
-                f"label {self.label!r} holds {unknown[0]!r}, which was no class in training ({self.classes!r:.200}). "
+                f"label {self.label!r} has {unknown[0]!r}, which was not a class in training ({self.classes!r:.200}). "
                 "Leave these rows out."
             )
         return np.array([places[value] for value in values], dtype=np.int64)
@@ -110,8 +110,8 @@ def find_metric(metric: str | Callable[[Any, Any], float] | None, problem: Probl
     name = next(iter(known)) if metric is None else _ALSO.get(metric, metric)
     if name not in known:
         raise ConfigurationError(
-            f"eval_metric={metric!r}: a {problem} problem has {', '.join(known)}; or give a function "
-            "metric(y_true, y_pred) of which greater is better."
+            f"eval_metric={metric!r}: a {problem} problem has {', '.join(known)}; or pass a function "
+            "metric(y_true, y_pred) whose result is better if it is greater."
         )
     return scorer(known[name], name)
 
@@ -122,7 +122,7 @@ def labelled_rows(data: object, label: str, what: str = "data") -> pd.DataFrame:
     if label not in frame.columns:
         raise ConfigurationError(
             f"{what} has no column {label!r}, the label; it has {', '.join(map(repr, frame.columns))}. "
-            f"Give a table with it, or TabularPredictor(label=...) its name."
+            f"Pass a table with it, or its name to TabularPredictor(label=...)."
         )
     known = frame[label].notna()
     if not known.any():

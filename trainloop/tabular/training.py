@@ -65,7 +65,7 @@ def train(
     lost: dict[str, str] = {}
     notes: dict[str, None] = {}  # each once, in their order
     for number, group in enumerate(groups):
-        lost |= dict.fromkeys(map(group.name_of, group.specs), "the time was over before it began")
+        lost |= dict.fromkeys(map(group.name_of, group.specs), "the time limit was reached before it started")
         limit, end = None, float("inf")
         if options.deadline is not None:
             left = options.deadline - time.monotonic()
@@ -92,7 +92,7 @@ def train(
         for trial in found.trials:
             spec, settings = _of(trial.params)
             name = group.name_of(spec, trial.number)
-            lost[name] = next(iter(trial.errors.values()), "its score is no number")
+            lost[name] = next(iter(trial.errors.values()), "its score is not a number")
             if trial.state == "done" and trial.score is not None and np.isfinite(trial.score):
                 del lost[name]
                 rows.append(np.asarray(found.predictions_of(trial)))
@@ -100,7 +100,7 @@ def train(
                 notes |= {note: None for facts in trial.facts.values() for note in facts["notes"]}
     if not trained:
         reasons = "\n".join(f"{name}: {why}" for name, why in lost.items())
-        raise ConfigurationError(f"no model could be trained. Mend what is wrong, or give more time:\n{reasons}")
+        raise ConfigurationError(f"no model could be trained. Fix the errors, or allow more time:\n{reasons}")
     for note in notes:
         warn(note)
     with applied(options.own):

@@ -1,4 +1,4 @@
-"""The layers of a model, and the memory and FLOPs of its training step."""
+"""Summarize the layers of a model, and the memory and FLOPs of its training step."""
 
 from __future__ import annotations
 
@@ -28,48 +28,48 @@ class Layer:
     """A module of the model."""
 
     name: str
-    """Its path, such as ``encoder.0``; empty for the model itself."""
+    """Path of the module, such as ``encoder.0``; empty for the model itself."""
     kind: str
-    """Its class."""
+    """Class of the module."""
     output: str
-    """Shape of its output, ``?`` if it wasn't called."""
+    """Shape of the module's output; ``?`` if it wasn't called."""
     parameters: int
-    """Parameters of it and all modules inside, tied ones counted once."""
+    """Number of parameters of the module and all modules inside it; tied ones count once."""
     trainable: int
-    """Parameters of these that require gradients."""
+    """Number of these parameters that require gradients."""
     bytes: int
-    """Bytes of these parameters and of buffers."""
+    """Size of these parameters and of buffers in bytes."""
     flops: int
-    """FLOPs of its forward pass: two for a multiplication with an addition."""
+    """FLOPs of the forward pass; a multiplication with an addition counts as two."""
     counted: bool = True
-    """True if ``flops`` are all: ``torch.utils.flop_counter`` doesn't count recurrent layers."""
+    """True if ``flops`` is complete: ``torch.utils.flop_counter`` doesn't count recurrent layers."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The result of :func:`summary`; prints as a table."""
+    """Result of :func:`summary`; prints as a table."""
 
     layers: tuple[Layer, ...]
     """The model, then its modules in order."""
     samples: int
-    """Samples in the batch."""
+    """Number of samples in the batch."""
     forward_flops: int
     """FLOPs of the batch's forward pass."""
     step_flops: int | None
-    """Forward and backward of the batch; ``None`` where no loss was computed."""
+    """FLOPs of the batch's forward and backward pass; ``None`` if no loss was computed."""
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    """Its state after a step."""
+    """State of the optimizer after a step, in bytes."""
     activation_bytes: int
-    """Tensors that autograd keeps from forward to backward, each once, without the weights."""
+    """Bytes of tensors that autograd keeps from forward to backward, each once, without the weights."""
     batch_bytes: int
     not_optimized: int = 0
-    """Parameters that require gradients and are in no optimizer."""
+    """Number of parameters that require gradients but are in no optimizer."""
 
     @property
     def step_bytes(self) -> int:
-        """Memory of a training step of one process: the sum of all of these; workspaces of kernels come on top."""
+        """Memory of a training step of one process in bytes: the sum of these, without workspaces of kernels."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes + self.batch_bytes
 
     def __str__(self) -> str:
@@ -115,35 +115,35 @@ def summary(loop: TrainLoop[Any], batch: Any = None, *, depth: int = 3) -> Summa
     Parameters
     ----------
     loop : TrainLoop
-        It stays as it is, as do random generators.
+        Loop to summarize; neither it nor random generators are changed.
     batch : optional
-        A batch as the loader gives it, for which ``get_loss`` is called; or a single tensor, the model's input, for
-        which ``forward`` is. Default: the first batch of ``train_loader``.
+        A batch of the loader, for which ``get_loss`` is called; or a single tensor, the model's input, for which
+        ``forward`` is called. Default: the first batch of ``train_loader``.
     depth : int
-        Depth of the listed modules; deeper ones count in the module that holds them.
+        Depth of the listed modules; deeper ones are counted in the module that contains them.
 
     Returns
     -------
     Summary
-        ``print`` it. Counts are of one process and one (micro-)batch, with the loop's own precision. Without a loss
-        (``batch`` is a tensor that gives none) gradients count as they would be, and ``step_flops`` is ``None``.
+        ``print`` it. Counts are for one process and one (micro-)batch, with the loop's own precision. Without a loss
+        (``batch`` is a single tensor) the size of gradients is computed, and ``step_flops`` is ``None``.
 
     Raises
     ------
     ConfigurationError
-        If there is no batch, and no ``train_loader`` to take one of; or while the loop runs.
+        If there is no batch, and no ``train_loader`` to take one from; or while the loop runs.
 
     Notes
     -----
     Activations are counted as without ``checkpoint_modules``. FLOPs are those of ``torch.utils.flop_counter``: matrix
-    products, convolutions and attention, all else is free.
+    products, convolutions and attention; all other operations count as 0.
 
     Examples
     --------
     >>> print(tl.summary())                                                                   # doctest: +SKIP
     """
     if loop.running is not None:
-        raise ConfigurationError("summary was called by a callback of the running loop. Call it before or after fit.")
+        raise ConfigurationError("summary was called in a callback of a running loop. Call it before or after fit.")
     if batch is None and loop.train_loader is None:
         raise ConfigurationError("summary needs a batch: the loop has no train_loader. Pass one, summary(batch).")
     device = loop.site.devices[0]
@@ -229,7 +229,7 @@ def _layers(
 
 @contextmanager
 def _shapes_of(model: nn.Module) -> Iterator[dict[str, str]]:
-    """The shape of each module's last output, by its path."""
+    """Return the shape of each module's last output, by its path."""
     shapes: dict[str, str] = {}
 
     def note(name: str) -> Callable[..., None]:
@@ -249,7 +249,7 @@ def _shapes_of(model: nn.Module) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def _saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
-    """The bytes that autograd keeps for the backward pass, without storages of weights."""
+    """Return the bytes that autograd keeps for the backward pass, without storages of weights."""
     own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
     kept: dict[int, int] = {}
 
@@ -264,7 +264,7 @@ def _saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
 
 
 def _optimizer_bytes(optimizer: Any) -> int:
-    """The bytes of the optimizer's state after a step with the copies' gradients."""
+    """Return the bytes of the optimizer's state after a step with the copies' gradients."""
     found = 0
     for single in optimizers_of(optimizer) if optimizer is not None else ():
         try:

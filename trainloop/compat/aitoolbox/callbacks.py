@@ -45,10 +45,10 @@ def experiment_in(given: Sequence[Any], arguments: dict[str, Any]) -> tuple[Any,
     """An experiment's names and folders, from positional arguments and those taken out of ``arguments``."""
     names = (*_EXPERIMENT, *_CLOUD)
     if len(given) > len(names):
-        raise TypeError(f"{given[len(names)]!r} comes after {names[-1]}, the last argument in order: give it by name.")
+        raise TypeError(f"{given[len(names)]!r} comes after {names[-1]}, the last positional one: pass it by keyword.")
     twice = [name for name in names[: len(given)] if name in arguments]
     if twice:
-        raise TypeError(f"{', '.join(twice)} given twice: in order, and by name.")
+        raise TypeError(f"{', '.join(twice)} passed twice: by position, and by keyword.")
     later = [arguments.pop(name, None) for name in names[len(given) :]]
     project, experiment, folder, mode, bucket, prefix = [*given, *later]
     return project, experiment, folder, mode, bucket, prefix

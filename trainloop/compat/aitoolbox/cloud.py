@@ -74,7 +74,7 @@ class Bucket:
     def load_file(self, cloud_file_path: str, local_file_path: str) -> None:
         """Download a file that is not here yet."""
         if os.path.isfile(local_file_path):
-            print(f"{local_file_path} exists already, and is not downloaded")
+            print(f"{local_file_path} already exists, and is not downloaded")
             return
         folder, name = split_file(self.url(cloud_file_path))
         here, own_name = split_file(local_file_path)
@@ -107,7 +107,7 @@ def bucket_of(cloud_save_mode: str | None, bucket_name: str | None, cloud_dir_pr
         bucket.check()
     except ConfigurationError as error:
         raise ConfigurationError(
-            f"cloud_save_mode={cloud_save_mode!r}: {error} For the local disk only pass cloud_save_mode=None."
+            f"cloud_save_mode={cloud_save_mode!r}: {error} To use only the local disk, pass cloud_save_mode=None."
         ) from error
     return bucket
 
@@ -360,7 +360,7 @@ class LogUpload(AbstractExperimentCallback):
         if self.bucket is None:
             if self.fail_if_cloud_missing:
                 raise ConfigurationError(
-                    f"LogUpload: cloud_save_mode={self.cloud_save_mode!r} is no cloud: must be 's3' or 'gcs'."
+                    f"LogUpload: cloud_save_mode={self.cloud_save_mode!r} is not a cloud: must be 's3' or 'gcs'."
                 )
             print("Cloud saving not supported. Produced logs can potentially get lost.")
 

@@ -94,7 +94,7 @@ class AbstractBaseMetric(ABC):
     def concat_metric(self, other: AbstractBaseMetric | Mapping[str, Any]) -> dict[str, Any]:
         """Both results by their names."""
         if not isinstance(other, (AbstractBaseMetric, dict)):
-            raise TypeError(f"a metric and a {type(other).__name__} can't be joined: only metrics and dicts.")
+            raise TypeError(f"a metric and a {type(other).__name__} can't be joined: only metrics and dicts can.")
         return {**self.get_metric_dict(), **(other if isinstance(other, dict) else other.get_metric_dict())}
 
 

@@ -91,8 +91,8 @@ class OwnOptimizer(torch.optim.Optimizer):
         """Refuse to be saved where the object has no state; it is an ``AttributeError``, as in AIToolbox."""
         if not hasattr(self.inner, "state_dict"):
             raise AttributeError(
-                f"the optimizer, a {type(self.inner).__name__}, has no state_dict(): write one, so that checkpoints "
-                "can hold it."
+                f"the optimizer, a {type(self.inner).__name__}, has no state_dict(). Write one, so that checkpoints "
+                "can contain it."
             )
 
     def load_state_dict(self, state_dict: Any) -> None:

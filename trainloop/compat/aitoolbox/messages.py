@@ -86,7 +86,7 @@ class MessageService(CoreMessageService):
                 raise TypeError(f"msg_handling_settings={setting!r}: must be a MessageHandling, or a list of them.")
         if len(settings) > 1 and MessageHandling.OVERWRITE not in settings:
             raise ConfigurationError(
-                f"msg_handling_settings={settings}: these exclude each other. Only MessageHandling.OVERWRITE goes "
-                "together with another."
+                f"msg_handling_settings={settings}: these exclude each other. Only MessageHandling.OVERWRITE can be "
+                "combined with another."
             )
         return settings

@@ -183,8 +183,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return None
         if fullname not in MODULES:
             raise ModuleNotFoundError(
-                f"No module named {fullname!r}: trainloop.compat.aitoolbox has AIToolbox's torchtrain, and what of its "
-                "experiment and cloud packages training scripts use. See the guide 'From AIToolbox'.",
+                f"No module named {fullname!r}: trainloop.compat.aitoolbox has AIToolbox's torchtrain, and the parts "
+                "of its experiment and cloud packages that training scripts use. See the guide 'From AIToolbox'.",
                 name=fullname,
             )
         is_package = any(name.startswith(f"{fullname}.") for name in MODULES)
@@ -222,7 +222,7 @@ def install() -> None:
     there = sys.modules.get("aitoolbox")
     if there is not None and not isinstance(getattr(there.__spec__, "loader", None), _Finder):
         raise ConfigurationError(
-            f"aitoolbox is imported already, from {getattr(there, '__file__', None)}: it is one or the other. Put "
+            f"aitoolbox is already imported, from {getattr(there, '__file__', None)}: use one or the other. Put "
             "`import trainloop.compat.aitoolbox` before the first import of aitoolbox, or leave it out."
         )
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):

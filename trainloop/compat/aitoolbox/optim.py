@@ -56,7 +56,7 @@ class MultiLoss(core.MultiLoss):
     ) -> None:
         if loss_optimizer_map is not None and len(loss_optimizer_map) != len(loss_dict):
             raise ConfigurationError(
-                f"loss_optimizer_map names {list(loss_optimizer_map)}, the losses are {list(loss_dict)}: give "
+                f"loss_optimizer_map names {list(loss_optimizer_map)}, but the losses are {list(loss_dict)}: give "
                 "each loss the index of its optimizer."
             )
         self.loss_dict = loss_dict

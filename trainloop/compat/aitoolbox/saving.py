@@ -200,8 +200,8 @@ class PyTorchLocalModelLoader(AbstractLocalModelLoader):
             state = torch.load(os.path.expanduser(model_path), map_location=map_location, weights_only=True)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
-                f"{model_path} holds more than tensors and plain types, mostly in its hyperparams: {error}. Trust "
-                "it by torch.serialization.add_safe_globals([...]) of these types, or save it without them."
+                f"{model_path} has other than tensors and plain types, usually in its hyperparams: {error}. Allow "
+                "these types with torch.serialization.add_safe_globals([...]), or save it without them."
             ) from error
         state.setdefault("schedulers_state_dict", [])
         self.model_representation = state
@@ -242,7 +242,7 @@ class PyTorchLocalModelLoader(AbstractLocalModelLoader):
             return given
         if len(saved) != len(given):
             raise ConfigurationError(
-                f"the saved model has the states of {len(saved)} schedulers, and the loop has {len(given)}: give the "
+                f"the saved model has the states of {len(saved)} schedulers, but the loop has {len(given)}: pass the "
                 "same, or pass ignore_saved_schedulers=True or ignore_missing_saved_schedulers=True."
             )
         for scheduler, state in zip(given, saved, strict=True):

@@ -239,7 +239,7 @@ class WandBTracking(AbstractExperimentCallback):
         )
         for alert in alerts or ():
             if not isinstance(alert, AlertConfig):
-                raise TypeError(f"alerts holds {alert!r}: each must be an AlertConfig.")
+                raise TypeError(f"alerts has {alert!r}: each must be an AlertConfig.")
             if alert.objective not in ("maximize", "minimize"):
                 raise ConfigurationError(f"{alert}: objective must be 'maximize' or 'minimize'.")
         self.metric_names = metric_names
