@@ -56,7 +56,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "no Gloo": (torch(gloo=False), "ddp", "problem", "torch's own build"),
     "a package that is too old": (
         {"conflicts": ("torchvision 0.1 requires torch==1.0, but you have torch 2.13.0.",)}, "requirements", "problem",
-        "requires torch==1.0, but you have torch 2.13.0. install what it names"),
+        "requires torch==1.0, but you have torch 2.13.0. install the packages that it names"),
     "another project's package of this import name": (
         {"other_distribution": "trainloop 0.11.0 in /site"}, "tt-trainloop", "problem",
         "pip uninstall -y trainloop tt-trainloop"),
@@ -120,9 +120,9 @@ def test_a_cgroup_counts_against_the_host(tmp_path: Any) -> None:
     (group / "memory.max").write_text(f"{4 * GIB}\n")
     limited = available(root=tmp_path, cpu_count=64, memory=256 * GIB, num_gpus=0, environ={})
     report = examine(machine(resources=limited, torch=Imported({**TORCH, "threads": 64})))
-    assert "2 of the host's 64, by" in report["cpus"].found
+    assert "2 of the host's 64, limited by" in report["cpus"].found
     assert "cpu.max" in report["cpus"].found
-    assert "4.0 GiB of the host's 256.0, by" in report["memory"].found
+    assert "4.0 GiB of the host's 256.0, limited by" in report["memory"].found
     assert "OMP_NUM_THREADS=2" in report["threads"].remedy
 
 
@@ -147,11 +147,11 @@ def test_what_an_extra_needs_is_looked_up_also_through_another_extra() -> None:
 
 LIBRARIES = {
     "ImportError: libcudnn.so.9: cannot open shared object file: No such file": (
-        "libcudnn.so.9", "pip install 'nvidia-cudnn-cu12==9.10.2.21', which holds libcudnn.so.9."),
+        "libcudnn.so.9", "pip install 'nvidia-cudnn-cu12==9.10.2.21', which contains libcudnn.so.9."),
     "libcudnn_ops.so.9: undefined symbol: _ZN": ("libcudnn_ops.so.9", "pip install 'nvidia-cudnn-cu12==9.10.2.21'"),
     "ValueError: libnvrtc.so.*[0-9] not found in the system path": (
         "libnvrtc.so.*[0-9]", "pip install 'nvidia-cuda-nvrtc-cu12'"),
-    "ImportError: libcuda.so.1: cannot open shared object file": ("libcuda.so.1", "comes with NVIDIA's driver"),
+    "ImportError: libcuda.so.1: cannot open shared object file": ("libcuda.so.1", "is part of NVIDIA's driver"),
     "ImportError: libGL.so.1: cannot open shared object file": ("libGL.so.1", "apt-file search libGL.so.1"),
     "ImportError: cannot import name 'x' from 'y'": (None, ""),
 }  # fmt: skip

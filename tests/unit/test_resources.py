@@ -436,12 +436,12 @@ EIGHT = available(root="/nowhere", cpu_count=8, environ={}, memory=2**33, num_gp
 @pytest.mark.parametrize(
     "quota, ranks, what",
     [
-        (Q(9), 1, r"num_cpus=9: this process may use 8, by the machine \(cpu_count\)\. Ask for 8 at most"),
-        (Q(1), 2, "num_cpus=1 for 2 ranks: each takes one CPU at least"),
+        (Q(9), 1, r"num_cpus=9: this process may use 8, limited by the machine \(cpu_count\)\. Request 8 at most"),
+        (Q(1), 2, "num_cpus=1 for 2 ranks: each rank needs at least one CPU"),
         (Q(num_gpus=3), 1, "num_gpus=3: 2 are visible here"),
         (Q(num_gpus=2.5), 1, "num_gpus=2.5: 2 are visible"),
-        (Q(num_gpus=1.5), 1, "num_gpus=1.5: one model takes a fraction up to 1 of one GPU, or whole GPUs. Use 1 or 2"),
-        (Q(memory="9GiB"), 1, r"memory=9 GiB: this process may use 8 GiB, by the machine \(memory\)"),
+        (Q(num_gpus=1.5), 1, "num_gpus=1.5: one model can use a fraction of one GPU, or whole GPUs. Use 1 or 2"),
+        (Q(memory="9GiB"), 1, r"memory=9 GiB: this process may use 8 GiB, limited by the machine \(memory\)"),
         ("2", 1, "resources='2': must be a ResourceQuota"),
         ({"num_cpus": 2}, 1, "must be a ResourceQuota"),
     ],
@@ -480,7 +480,7 @@ def test_auto_devices_follow_the_quota(
 
 
 def test_explicit_devices_must_fit_the_quota() -> None:
-    with pytest.raises(ResourceError, match=r"devices=\[0, 1\] are 2 GPUs, but the quota has num_gpus=0.5"):
+    with pytest.raises(ResourceError, match=r"devices=\[0, 1\] requests 2 GPUs, but the quota has num_gpus=0.5"):
         enforce.devices_under(Q(num_gpus=0.5), cuda(0, 1), [0, 1])
 
 
@@ -631,7 +631,7 @@ def test_a_quota_is_taken_back_however_the_block_ends(error: type[BaseException]
 @needs_linux
 def test_a_quota_that_fails_half_way_is_taken_back() -> None:
     before = state()
-    what = r"memory=1 MiB: this process holds .* already"
+    what = r"memory=1 MiB: this process already uses .*"
     with pytest.raises(ResourceError, match=what), enforce.applied(Q(1, 0, "1MiB")):
         pytest.fail("the block must not run")
     assert state() == before
@@ -853,7 +853,7 @@ def test_what_trains_on_the_gpu_stays_there() -> None:
 )
 def test_a_build_without_gpu_trains_on_the_cpu_once_with_one_warning(error: Exception) -> None:
     calls: list[str] = []
-    with pytest.warns(UserWarning, match="from the start on the CPU") as caught:
+    with pytest.warns(UserWarning, match="from scratch on the CPU") as caught:
         assert gpu_or_cpu(lambda: fail(error), lambda: calls.append("cpu") or "cpu") == "cpu"  # type: ignore[func-returns-value]
     assert calls == ["cpu"]
     assert len(caught) == 1
@@ -873,7 +873,7 @@ def test_lightgbm_itself_trains_on_the_cpu_where_it_finds_no_gpu(device: str) ->
     x = torch.rand(200, 5, generator=torch.Generator().manual_seed(0)).numpy()
     y = (x[:, 0] > 0.5).astype(int)
     trees = lightgbm.LGBMClassifier(n_estimators=5, verbose=-1)
-    with pytest.warns(UserWarning, match="on the CPU, because there is no GPU to use .LightGBMError") as caught:
+    with pytest.warns(UserWarning, match="on the CPU, because no GPU can be used .LightGBMError") as caught:
         gpu_or_cpu(lambda: trees.set_params(device=device).fit(x, y), lambda: trees.set_params(device="cpu").fit(x, y))
     assert len(caught) == 1
     assert trees.score(x, y) > 0.9

@@ -503,7 +503,7 @@ def test_a_lightgbm_without_gpus_trains_on_the_cpu_and_says_so_once() -> None:
     model = GradientBoosting(Given(columns, target, {"num_boost_round": 5}, gpu=True))
     model.fit(table, y, (table, y))
     assert len(model.facts["notes"]) == 1
-    assert "goes on from the start on the CPU, because there is no GPU" in model.facts["notes"][0]
+    assert "from scratch on the CPU, because no GPU can be used" in model.facts["notes"][0]
     assert not model.facts["used_gpu"]
     assert model.predict(table).shape == (120, 2)
 

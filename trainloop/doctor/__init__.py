@@ -1,9 +1,9 @@
 """Check the machine and the installation before a training: ``python -m trainloop doctor``.
 
-* :func:`examine`: every check, as a :class:`Report` that prints as a table, ``ok``, ``attention`` or ``problem`` a line
-* ``checks.py``: the checks, each a decision over readings
-* ``probe.py``: the readings; libraries are imported in processes of their own
-* ``cuda_libraries.py``: which package a CUDA library that can't be loaded comes from
+* :func:`examine`: runs all checks; its :class:`Report` prints ``ok``, ``attention`` or ``problem`` for each
+* ``checks.py``: the checks, each a decision based on readings
+* ``probe.py``: the readings; libraries are imported in separate processes
+* ``cuda_libraries.py``: finds the package of a CUDA library that can't be loaded
 
 Nothing here imports torch: it must work where torch can't be imported.
 """
@@ -21,20 +21,20 @@ __all__ = ["Check", "Report", "examine"]
 
 @dataclass(frozen=True)
 class Report:
-    """All checks; ``print`` shows them as a table."""
+    """Results of all checks; ``print`` shows them as a table."""
 
     checks: tuple[Check, ...]
 
     @property
     def ok(self) -> bool:
-        """True if no check found a problem; ``attention`` is none."""
+        """True if no check found a problem (``attention`` is not a problem)."""
         return all(check.status != "problem" for check in self.checks)
 
     def __getitem__(self, name: str) -> Check:
         return next(check for check in self.checks if check.name == name)
 
     def to_json(self) -> str:
-        """As JSON for programs: ``{"ok": bool, "checks": [{"name", "status", "found", "remedy"}, ...]}``."""
+        """Return JSON for programs: ``{"ok": bool, "checks": [{"name", "status", "found", "remedy"}, ...]}``."""
         return json.dumps({"ok": self.ok, "checks": [asdict(check) for check in self.checks]}, indent=2)
 
     def __str__(self) -> str:
@@ -52,12 +52,12 @@ class Report:
 
 
 def examine(readings: probe.Readings | None = None) -> Report:
-    """Check the machine and the installation, in some seconds; changes nothing.
+    """Check the machine and the installation, within seconds and without changing anything.
 
     Parameters
     ----------
     readings : Readings, optional
-        Used in place of this machine's.
+        Replaces the readings of this machine.
     """
     readings = probe.read() if readings is None else readings
     return Report(tuple(found for check in checks.CHECKS for found in check(readings)))

@@ -1,4 +1,4 @@
-"""The checks: each takes the readings and returns one or more lines. They decide and read nothing themselves."""
+"""The checks: each takes the readings and yields lines of the report. They decide, but read nothing themselves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["CHECKS", "Check"]
 
 GIB = 2**30
 LEAST_SHM = 1 * GIB
-"""Below it, workers of a loader that hand on large batches have filled it, in users' reports: Docker gives 64 MiB."""
+"""With less, loader workers have filled it with large batches, as users have reported; Docker's default is 64 MiB."""
 LEAST_TEMPORARY = 1 * GIB
 LEAST_DESCRIPTORS = 1024
 _LISTENERS = {"linux": "ss -ltnp", "darwin": "lsof -iTCP -sTCP:LISTEN", "win32": "netstat -ano"}
@@ -31,7 +31,7 @@ class Check:
     status: Status
     found: str
     remedy: str = ""
-    """Advice; empty if there is nothing to do."""
+    """What to do; empty if nothing."""
 
 
 def check_distribution(r: Readings) -> Iterator[Check]:
@@ -41,7 +41,7 @@ def check_distribution(r: Readings) -> Iterator[Check]:
 
 def check_requirements(r: Readings) -> Iterator[Check]:
     if r.conflicts:
-        remedy = "install what it names; python -m pip check shows all of it."
+        remedy = "install the packages that it names; python -m pip check shows all of them."
         yield Check("requirements", "problem", _line("; ".join(r.conflicts)), remedy)
     else:
         yield Check("requirements", "ok", "python -m pip check finds no conflict")
@@ -62,7 +62,7 @@ def check_torch(r: Readings) -> Iterator[Check]:
         if library is not None:
             remedy = remedy_for(library, r.torch_requirements)
         else:
-            remedy = "pip install --force-reinstall torch; then python -X faulthandler -c 'import torch' shows where."
+            remedy = "pip install --force-reinstall torch. python -X faulthandler -c 'import torch' shows the crash."
         yield Check("import torch", "problem", _line(r.torch.error), remedy)
         return
     yield Check("torch", "ok", f"{torch['version']} with {torch['gpus'] or 'no'} GPUs")
@@ -70,7 +70,7 @@ def check_torch(r: Readings) -> Iterator[Check]:
         remedy = "python -m torch.utils.collect_env shows the driver, the GPUs and the build of torch."
         yield Check("gpus", "problem", _line(torch["warnings"][0]), remedy)
     if not torch["gloo"]:
-        yield Check("ddp", "problem", "this torch has no Gloo", "ddp needs it: install torch's own build.")
+        yield Check("ddp", "problem", "this build of torch has no Gloo", "ddp needs it: install torch's own build.")
 
 
 def check_cpus(r: Readings) -> Iterator[Check]:
@@ -79,7 +79,7 @@ def check_cpus(r: Readings) -> Iterator[Check]:
     host = r.resources.cpu_limits[0]
     least = min(r.resources.cpu_limits, key=lambda limit: limit.value)
     cpus = r.resources.num_cpus
-    found = f"{cpus} of the host's {host.value}" + (f", by {least.source}" if least.value < host.value else "")
+    found = f"{cpus} of the host's {host.value}" + (f", limited by {least.source}" if least.value < host.value else "")
     yield Check("cpus", "ok", found)
     threads = r.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > cpus:
@@ -87,13 +87,13 @@ def check_cpus(r: Readings) -> Iterator[Check]:
             "threads",
             "attention",
             f"OMP_NUM_THREADS={threads} on {cpus} CPUs",
-            f"threads will wait for each other: OMP_NUM_THREADS={cpus} or less, in ddp divided by the ranks.",
+            f"threads will compete for CPUs: set OMP_NUM_THREADS={cpus} or less, in ddp divided by the ranks.",
         )
     elif r.torch.found is not None and not threads and r.torch.found["threads"] > cpus:
         yield Check(
             "threads",
             "attention",
-            f"torch takes {r.torch.found['threads']} threads on {cpus} CPUs",
+            f"torch uses {r.torch.found['threads']} threads on {cpus} CPUs",
             f"set OMP_NUM_THREADS={cpus}, or give the loop a ResourceQuota(num_cpus={cpus}).",
         )
     yield from _memory(r.resources.memory, list(r.resources.memory_limits))
@@ -102,11 +102,11 @@ def check_cpus(r: Readings) -> Iterator[Check]:
 def _memory(memory: int, limits: list[Limit]) -> Iterator[Check]:
     least = min(limits, key=lambda limit: limit.value)
     found = f"{memory / GIB:.1f} GiB" + (
-        f" of the host's {limits[0].value / GIB:.1f}, by {least.source}" if least is not limits[0] else ""
+        f" of the host's {limits[0].value / GIB:.1f}, limited by {least.source}" if least is not limits[0] else ""
     )
     low = memory < 2 * GIB
     remedy = (
-        "each rank takes some 0.3 GiB before any data: raise the container's memory, or start fewer." if low else ""
+        "each rank needs about 0.3 GiB without data: raise the container's memory, or use fewer ranks." if low else ""
     )
     yield Check("memory", "attention" if low else "ok", found, remedy)
 
@@ -116,15 +116,15 @@ def check_places(r: Readings) -> Iterator[Check]:
         pass  # only Linux has this folder
     elif r.shm is None:
         yield Check(
-            "/dev/shm", "attention", "there is none", "data are shared by files of the temporary folder instead."
+            "/dev/shm", "attention", "it does not exist", "data is shared by files in the temporary folder instead."
         )
     elif r.shm[1] < LEAST_SHM:
         yield Check(
             "/dev/shm",
             "attention",
             f"{r.shm[1] / GIB:.2f} of {r.shm[0] / GIB:.2f} GiB free",
-            "loaders with num_workers > 0 hand their batches on through it (Bus error): docker run --shm-size=8g, "
-            "or num_workers=0.",
+            "loaders with num_workers > 0 pass batches through it (if it is full: Bus error). Use docker run "
+            "--shm-size=8g, or num_workers=0.",
         )
     else:
         yield Check("/dev/shm", "ok", f"{r.shm[1] / GIB:.1f} of {r.shm[0] / GIB:.1f} GiB free")
@@ -134,7 +134,7 @@ def check_places(r: Readings) -> Iterator[Check]:
         "temporary files",
         "attention" if low else "ok",
         f"{folder}: {free / GIB:.1f} GiB free",
-        "data for ranks may go there: set TMPDIR to a larger disk." if low else "",
+        "data for ranks may be written there: set TMPDIR to a folder on a larger disk." if low else "",
     )
     if r.descriptors is None:
         return
@@ -144,7 +144,7 @@ def check_places(r: Readings) -> Iterator[Check]:
         "file descriptors",
         "attention" if few else "ok",
         f"{soft} (at most {hard})",
-        f"loaders' workers use many (Too many open files): ulimit -n {min(65536, hard) if hard > 0 else 65536}."
+        f"loader workers need many (Too many open files): run ulimit -n {min(65536, hard) if hard > 0 else 65536}."
         if few
         else "",
     )
@@ -156,7 +156,7 @@ def check_network(r: Readings) -> Iterator[Check]:
             "loopback",
             "problem",
             r.loopback_error,
-            "ranks of one host talk over 127.0.0.1: bring it up (ip link set lo up), and let no firewall block it.",
+            "ranks of one host communicate over it: enable it (ip link set lo up), and let no firewall block it.",
         )
     else:
         yield Check("loopback", "ok", "127.0.0.1 answers")
@@ -165,15 +165,15 @@ def check_network(r: Readings) -> Iterator[Check]:
             "host name",
             "attention",
             r.hostname_error,
-            "several hosts need it: add this host to /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.",
+            "runs on several hosts need one: add it to /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.",
         )
     if r.port_taken:
         port = r.environ.get("MASTER_PORT")
         yield Check(
             "port",
             "problem",
-            f"MASTER_PORT={port} is taken here",
-            f"end the process that holds it ({_LISTENERS.get(r.platform, 'netstat')}), or choose another port.",
+            f"MASTER_PORT={port} is already in use",
+            f"end the process that uses it ({_LISTENERS.get(r.platform, 'netstat')}), or choose another port.",
         )
 
 
@@ -198,7 +198,7 @@ def check_launcher(r: Readings) -> Iterator[Check]:
             "torchrun",
             "attention",
             f"{shown}, without {missing}",
-            "fit starts its own ranks: set all four to join as one, or unset them.",
+            "fit starts its own ranks: set all four variables to join a run as a rank, or unset them.",
         )
     tasks = r.environ.get("SLURM_NTASKS", "")
     if r.environ.get("SLURM_JOB_ID") or tasks:
@@ -211,12 +211,12 @@ def check_launcher(r: Readings) -> Iterator[Check]:
             "slurm",
             "attention" if few else "ok",
             found,
-            "without --cpus-per-task each rank has one CPU for itself and its loaders' workers." if few else "",
+            "without --cpus-per-task, each rank has one CPU for itself and its loader workers." if few else "",
         )
 
 
 def _line(text: str) -> str:
-    """The text in one line, cut if it is long."""
+    """Return the text in one line, cut if it is long."""
     line = " ".join(text.split())
     return line if len(line) <= 200 else f"{line[:197]}..."
 

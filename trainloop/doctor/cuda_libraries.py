@@ -1,4 +1,4 @@
-"""From ``libcudnn.so.9: cannot open shared object file`` to the package to install."""
+"""Find the package to install after ``libcudnn.so.9: cannot open shared object file``."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _NVIDIA = {
 
 
 def missing_library(message: str) -> str | None:
-    """Return the file that a loader's message names, ``libcudnn.so.9``; ``None`` for another message."""
+    """Return the file that a dynamic loader's message names, ``libcudnn.so.9``; ``None`` for other messages."""
     found = re.search(
         r"(lib[\w+.-]*?\.so(?:\.\d+)*): (?:cannot open shared object|undefined symbol|version `)", message
     )
-    if found is None:  # torch's own words, where it preloads NVIDIA's packages
+    if found is None:  # torch's own message, when it preloads NVIDIA's packages
         found = re.search(r"(lib[\w+-]+\.so[\w.*\[\]-]*) not found in the system path", message)
     return None if found is None else found[1]
 
@@ -46,19 +46,19 @@ def remedy_for(library: str, requirements: Sequence[str] = ()) -> str:
     library : str
         ``libcudnn.so.9``.
     requirements : sequence of str
-        The installed torch's requirements, which name the package's suffix and version.
+        Requirements of the installed torch, which contain the package's suffix and version.
     """
     stem = library.partition(".so")[0]
     if stem.startswith("libcudnn_"):  # libcudnn_ops.so.9 and others are parts of one package
         stem = "libcudnn"
     if stem in ("libcuda", "libnvidia-ml"):
         return (
-            f"{library} comes with NVIDIA's driver: install it, or start the container with GPUs (docker run --gpus "
-            "all); for a machine without GPUs install a CPU build of torch."
+            f"{library} is part of NVIDIA's driver: install it, or start the container with GPUs (docker run --gpus "
+            "all). On a machine without GPUs, install a CPU build of torch."
         )
     package = _NVIDIA.get(stem)
     if package is None:
-        return f"find the package that holds {library} (apt-file search {library}), or reinstall what imports it."
+        return f"find the package that contains {library} (apt-file search {library}), or reinstall what imports it."
     for requirement in requirements:
         name = re.split(r"[\s;=<>!~(\[]", requirement.strip(), maxsplit=1)[0]
         if re.fullmatch(rf"{package}(-cu\d+)?", name):
@@ -67,6 +67,6 @@ def remedy_for(library: str, requirements: Sequence[str] = ()) -> str:
     else:
         package = f"{package}-cu12"
     return (
-        f"pip install '{package}', which holds {library}. If it is installed, another copy may come first: look at "
-        "LD_LIBRARY_PATH."
+        f"pip install '{package}', which contains {library}. If it is installed, another copy may be found first: "
+        "check LD_LIBRARY_PATH."
     )

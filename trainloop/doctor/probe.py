@@ -1,4 +1,4 @@
-"""Read the machine for the checks. Libraries are imported in other processes: an import may fail, hang or crash."""
+"""Read the machine for the checks. Libraries are imported in separate processes: an import may fail, hang or crash."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ print("\\n" + json.dumps(found))
 
 @dataclass(frozen=True)
 class Imported:
-    """The result of an import in a process of its own."""
+    """Result of an import in a separate process."""
 
     found: dict[str, Any] | None
-    """Its output; ``None`` if it failed."""
+    """Output of the import; ``None`` if it failed."""
     error: str = ""
-    """The error, if it failed."""
+    """Error text, if it failed."""
 
 
 @dataclass(frozen=True)
 class Readings:
-    """All input of the checks; a test gives its own."""
+    """All input of the checks; tests pass their own."""
 
     torch: Imported
     conflicts: tuple[str, ...] = ()
@@ -60,25 +60,25 @@ class Readings:
     other_distribution: str = ""
     """Name, version and folder of another distribution that is imported as ``trainloop``."""
     extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """For each extra of this package the distributions that are missing."""
+    """Missing distributions of each extra of this package."""
     torch_requirements: tuple[str, ...] = ()
     """Requirements of the installed torch, from its metadata."""
     environ: Mapping[str, str] = field(default_factory=dict)
     shm: tuple[int, int] | None = None
     """Total and free bytes of ``/dev/shm``."""
     temporary: tuple[str, int] = ("/tmp", 2**40)
-    """The folder for temporary files, and its free bytes."""
+    """Folder for temporary files, and its free bytes."""
     descriptors: tuple[int, int] | None = (1024, 1024)
-    """Soft and hard limit; ``None`` on a system without these limits (Windows)."""
+    """Soft and hard limit on open files; ``None`` on a system without these limits (Windows)."""
     platform: str = "linux"
     """``sys.platform``."""
     resources: Resources | None = None
     loopback_error: str = ""
-    """Why a connection over 127.0.0.1 failed."""
+    """Reason why a connection over 127.0.0.1 failed; empty if it did not."""
     hostname_error: str = ""
-    """Why this host's own name has no address."""
+    """Reason why this host's own name has no address; empty if it has one."""
     port_taken: bool = False
-    """True if ``MASTER_PORT`` is taken on this host, which is ``MASTER_ADDR``."""
+    """True if ``MASTER_ADDR`` is this host and ``MASTER_PORT`` is already in use."""
 
 
 def read() -> Readings:
@@ -104,7 +104,7 @@ def read() -> Readings:
 
 
 def in_process(code: str) -> Imported:
-    """Run ``code`` in another Python; returns the last line of its output, parsed as JSON."""
+    """Run ``code`` in another Python process; return the last line of its output, parsed as JSON."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
@@ -121,7 +121,7 @@ def in_process(code: str) -> Imported:
 
 
 def _conflicts() -> tuple[str, ...]:
-    """Lines of ``pip check``; empty where there is no pip."""
+    """Return the lines of ``pip check``; empty if pip is not installed."""
     command = [sys.executable, "-m", "pip", "check", "--disable-pip-version-check"]
     with contextlib.suppress(subprocess.TimeoutExpired):
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
@@ -137,7 +137,7 @@ def other_distribution() -> str:
 
 
 def missing_of_extras(requirements: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the distributions that each extra for users needs and that are not installed."""
+    """Return the missing distributions of each extra for users."""
     needs: dict[str, list[str]] = {}
     for requirement in requirements:
         extra = re.search(r"""extra == ['"]([\w-]+)['"]""", requirement)

@@ -1,7 +1,8 @@
-"""Resources: what a machine has, what a run may use of it, and the rules in force while it runs.
+"""Resources: read what a machine has, set what a run may use of it, and enforce this while it runs.
 
-``available`` reads the machine, ``ResourceQuota`` names a share of it, ``plan`` and ``place`` divide it over trials and
-folds (both pure), ``gpu_or_cpu`` trains where a GPU build may be missing. ``TrainLoop(resources=quota)`` enforces.
+``available`` reads the machine, ``ResourceQuota`` names a share of it, ``plan`` and ``place`` divide it among trials
+and folds (both pure), ``gpu_or_cpu`` trains on the CPU if a GPU build is missing. ``TrainLoop(resources=quota)``
+enforces a quota.
 """
 
 from __future__ import annotations

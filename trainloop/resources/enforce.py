@@ -1,7 +1,7 @@
-"""Enforce a quota on the CPUs, threads, GPU memory and main memory of this process and its children, and undo it.
+"""Enforce a quota on CPUs, threads, GPU memory and main memory of this process and its children, and undo it.
 
-:func:`applied` is the one place that changes the process, and undoes every change however its block ends. The functions
-above it decide what to apply, and only return values.
+Only :func:`applied` changes the process; it undoes every change, however its block ends. The functions above it decide
+what to apply, and only return values.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
-# -- what a quota means here -----------------------------------------------------------------------------------------
+# -- the meaning of a quota here ------------------------------------------------------------------------------------
 
 
 def check_quota(quota: ResourceQuota, *, ranks: int = 1, machine: Resources | None = None) -> None:
@@ -50,13 +50,13 @@ def check_quota(quota: ResourceQuota, *, ranks: int = 1, machine: Resources | No
     ranks : int
         Processes that train on this node.
     machine : Resources, optional
-        Stands in for :func:`~trainloop.resources.available`.
+        Replaces the result of :func:`~trainloop.resources.available`.
 
     Raises
     ------
     ResourceError
-        If it asks for more than there is (a clamp would hide that), for fewer CPUs than ranks, or for a fraction of
-        GPUs that one model can't have.
+        If it requests more than the machine has (a clamp would hide that), fewer CPUs than ranks, or a fraction of
+        GPUs that one model can't use.
     """
     if not isinstance(quota, ResourceQuota):
         raise ResourceError(
@@ -67,30 +67,29 @@ def check_quota(quota: ResourceQuota, *, ranks: int = 1, machine: Resources | No
         if quota.num_cpus > machine.num_cpus:
             raise ResourceError(
                 f"num_cpus={quota.num_cpus}: this process may use {machine.num_cpus}, "
-                f"by {_least(machine.cpu_limits)}. Ask for {machine.num_cpus} at most, or 'auto'. "
+                f"limited by {_least(machine.cpu_limits)}. Request {machine.num_cpus} at most, or 'auto'. "
                 "print(trainloop.resources.available()) shows the limits."
             )
         if quota.num_cpus < ranks:
             raise ResourceError(
-                f"num_cpus={quota.num_cpus} for {ranks} ranks: each takes one CPU at least. "
-                f"Ask for {ranks} CPUs or more, or start fewer ranks."
+                f"num_cpus={quota.num_cpus} for {ranks} ranks: each rank needs at least one CPU. "
+                f"Request {ranks} CPUs or more, or start fewer ranks."
             )
     if quota.num_gpus != "auto":
         gpus = exact(quota.num_gpus)
         if gpus > machine.num_gpus:
             raise ResourceError(
-                f"num_gpus={quota.num_gpus}: {machine.num_gpus} are visible here. "
-                "Ask for no more than these, or 'auto'."
+                f"num_gpus={quota.num_gpus}: {machine.num_gpus} are visible here. Request at most this many, or 'auto'."
             )
         if gpus > 1 and gpus.denominator != 1:
             raise ResourceError(
-                f"num_gpus={quota.num_gpus}: one model takes a fraction up to 1 of one GPU, or whole GPUs. "
+                f"num_gpus={quota.num_gpus}: one model can use a fraction of one GPU, or whole GPUs. "
                 f"Use {math.floor(gpus)} or {math.ceil(gpus)}."
             )
     if quota.memory != "auto" and int(quota.memory) > machine.memory:
         raise ResourceError(
-            f"memory={format_bytes(int(quota.memory))}: this process may use {format_bytes(machine.memory)}, by "
-            f"{_least(machine.memory_limits)}. Ask for less, or 'auto'."
+            f"memory={format_bytes(int(quota.memory))}: this process may use {format_bytes(machine.memory)}, "
+            f"limited by {_least(machine.memory_limits)}. Request less, or 'auto'."
         )
 
 
@@ -99,7 +98,7 @@ def _least(limits: Sequence[tuple[int, str]]) -> str:
 
 
 def devices_under(quota: ResourceQuota | None, devices: list[torch.device], asked: object) -> list[torch.device]:
-    """The run's devices, held to the quota's GPUs.
+    """Return the run's devices, limited to the quota's GPUs.
 
     Parameters
     ----------
@@ -108,17 +107,17 @@ def devices_under(quota: ResourceQuota | None, devices: list[torch.device], aske
     devices : list of torch.device
         The devices that :func:`trainloop.devices.resolve` chose.
     asked : object
-        The user's ``devices``: ``'auto'`` follows the quota, an explicit request must fit it.
+        The user's ``devices``: ``'auto'`` follows the quota; an explicit request must fit into it.
 
     Returns
     -------
     list of torch.device
-        At most the quota's number of GPUs, a fraction counting as one; the CPU if it has none.
+        At most the quota's number of GPUs (a fraction counts as one); the CPU if the quota has none.
 
     Raises
     ------
     ResourceError
-        If more GPUs were asked for explicitly.
+        If more GPUs were requested explicitly.
     """
     if quota is None or quota.num_gpus == "auto" or devices[0].type == "cpu":
         return devices
@@ -127,7 +126,7 @@ def devices_under(quota: ResourceQuota | None, devices: list[torch.device], aske
         return devices
     if not (isinstance(asked, str) and asked.strip().lower() == "auto"):
         raise ResourceError(
-            f"devices={asked!r} are {len(devices)} GPUs, but the quota has num_gpus={quota.num_gpus}. "
+            f"devices={asked!r} requests {len(devices)} GPUs, but the quota has num_gpus={quota.num_gpus}. "
             f"Use devices='auto', or num_gpus={len(devices)}."
         )
     import torch
@@ -136,7 +135,7 @@ def devices_under(quota: ResourceQuota | None, devices: list[torch.device], aske
 
 
 def cpu_shares(quota: ResourceQuota | None, ranks: int, cpus: Sequence[int] | None = None) -> list[list[int]]:
-    """CPUs of each rank: disjoint and as equal as possible, the first ranks with one more.
+    """Return the CPUs of each rank: disjoint sets of nearly equal size; the first ranks may have one more.
 
     Parameters
     ----------
@@ -145,12 +144,12 @@ def cpu_shares(quota: ResourceQuota | None, ranks: int, cpus: Sequence[int] | No
     ranks : int
         Processes that train on this node.
     cpus : sequence of int, optional
-        CPUs to divide, if not this process's affinity mask.
+        CPUs to divide; by default those of this process's affinity mask.
 
     Returns
     -------
     list of list of int
-        If there are fewer CPUs than ranks, every rank gets all.
+        One list for each rank. If there are fewer CPUs than ranks, every rank gets all of them.
     """
     own = list(_affinity() if cpus is None else cpus)
     if quota is not None and quota.num_cpus != "auto":
@@ -167,7 +166,7 @@ def _affinity() -> list[int]:
 
 
 def _threads(quota: ResourceQuota | None, ranks: int) -> int:
-    """CPUs of one rank, as a number: a container's CPU time may be less than its affinity mask."""
+    """Return the number of CPUs of one rank; a container may have less CPU time than CPUs in its affinity mask."""
     cpus = available().num_cpus if quota is None or quota.num_cpus == "auto" else quota.num_cpus
     return max(1, cpus // ranks)
 
@@ -175,17 +174,17 @@ def _threads(quota: ResourceQuota | None, ranks: int) -> int:
 def child_environment(
     quota: ResourceQuota | None, ranks: int = 1, environ: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Thread variables for children of a run, to be set before their interpreter starts: OpenMP reads them once.
+    """Return thread variables for a run's children. Set them before their interpreter starts: OpenMP reads them once.
 
     Parameters
     ----------
     quota : ResourceQuota or None
-        Quota of the run on this node; without one the machine is divided, and fewer threads that this process has set
-        by ``torch.set_num_threads`` stay.
+        Quota of the run on this node; without one the machine is divided, and a lower number that was set by
+        ``torch.set_num_threads`` is kept.
     ranks : int
         Processes that train on this node.
     environ : mapping, optional
-        Stands in for ``os.environ``: a lower value set there stays.
+        Replaces ``os.environ``; a lower value set there is kept.
 
     Returns
     -------
@@ -199,8 +198,8 @@ def child_environment(
 
 
 def threads_in(variable: str) -> int | None:
-    """The number of threads in a value of ``OMP_NUM_THREADS`` or the like; ``None`` if it is none."""
-    # OpenMP takes a list, one number for each level of nesting.
+    """Return the number of threads in a value such as that of ``OMP_NUM_THREADS``; ``None`` if it is not a number."""
+    # OpenMP accepts a list: one number for each level of nesting.
     found = re.fullmatch(r"\s*([1-9][0-9]{0,8})\s*(,.*)?", variable)
     return None if found is None else int(found[1])
 
@@ -214,21 +213,21 @@ def _thread_variables(threads: int, environ: Mapping[str, str]) -> dict[str, str
 
 
 def cap_workers(num_workers: int | Literal["auto"], quota: ResourceQuota | None, ranks: int = 1) -> int:
-    """Workers of a ``DataLoader`` under a quota: main process and workers together take no more than its CPUs.
+    """Return a ``DataLoader``'s number of workers under a quota: with the main process, at most one for each CPU.
 
     Parameters
     ----------
     num_workers : int or 'auto'
-        The loader's number; ``'auto'`` is all CPUs but the main process's.
+        The loader's number; ``'auto'`` uses all CPUs except the main process's.
     quota : ResourceQuota or None
-        Quota of the run on this node; without one, or with ``num_cpus='auto'``, a number stays as it is.
+        Quota of the run on this node; without one, or with ``num_cpus='auto'``, a number is returned unchanged.
     ranks : int
-        Processes that train on this node, each with workers of its own.
+        Processes that train on this node, each with its own workers.
 
     Returns
     -------
     int
-        With one CPU 0: loading happens in the main process.
+        With one CPU it is 0: the main process loads the data.
 
     Warns
     -----
@@ -244,7 +243,7 @@ def cap_workers(num_workers: int | Literal["auto"], quota: ResourceQuota | None,
         return num_workers
     warn(
         f"num_workers={num_workers} is lowered to {most}: the quota has {most + 1} CPU{'s' * (most > 0)} for each "
-        "rank, and its main process takes one. Raise num_cpus for more workers, or set num_workers to this."
+        f"rank, and the main process needs one. Raise num_cpus for more workers, or set num_workers={most}."
     )
     return most
 
@@ -261,33 +260,34 @@ def applied(
     device: torch.device | None = None,
     loader_workers: int = 0,
 ) -> Iterator[None]:
-    """This process within its share of the quota; as before when the block ends, however it ends.
+    """Limit this process to its share of the quota; undo it when the block ends, however it ends.
 
     Parameters
     ----------
     quota : ResourceQuota or None
-        Quota of the run on this node. Without one, ranks of ``ddp`` divide the machine and one process changes nothing.
+        Quota of the run on this node. Without one, ranks of ``ddp`` divide the machine; a single process changes
+        nothing.
     local_rank : int or None
-        The rank whose share to apply; None for the process that starts ``ranks`` others and only waits: it takes the
-        CPUs of all of them, which they inherit and divide.
+        The rank whose share to apply; None for the process that starts ``ranks`` others and only waits: it is bound
+        to the CPUs of all of them, which they inherit and divide.
     ranks : int
         Processes that train on this node.
     device : torch.device, optional
-        Device that this process trains on: a fraction of a GPU bounds torch's allocator there.
+        Device that this process trains on; a fraction of a GPU limits torch's allocator there.
     loader_workers : int
-        ``DataLoader`` workers beside this process, which then has so many threads fewer.
+        ``DataLoader`` workers of this process, which then has that many fewer threads.
 
     Raises
     ------
     ResourceError
-        If the machine can't meet the quota, or the process holds more memory than it allows already.
+        If the machine can't meet the quota, or the process already uses more memory than the quota allows.
 
     Notes
     -----
-    Affinity: CPUs that no other trainloop run has leased are taken first, and leased for the length of the block; if
-    too few are free, others are shared. The memory fraction bounds torch's caching allocator, not the CUDA context nor
-    other libraries; only MIG or MPS are walls. The memory limit is on this process's private memory (``RLIMIT_DATA``,
-    Linux): allocations beyond it fail. Each child has the same limit.
+    Affinity: CPUs that no other trainloop run has leased are used first, and leased until the block ends; if too few
+    are free, others are shared. The memory fraction limits torch's caching allocator, not the CUDA context or other
+    libraries; only MIG and MPS isolate fully. The memory limit applies to this process's private memory
+    (``RLIMIT_DATA``, Linux): allocations beyond it fail. Each child has the same limit.
     """
     if quota is None and ranks == 1:
         yield
@@ -311,11 +311,11 @@ def applied(
 def _narrow_affinity(
     quota: ResourceQuota | None, local_rank: int | None, ranks: int, undo: contextlib.ExitStack
 ) -> int:
-    """Set the affinity; returns its number of CPUs."""
+    """Set the affinity; return its number of CPUs."""
     before = _affinity()
     cpus = before
     if local_rank is not None and ranks > 1:
-        # The process that started this rank has taken the run's CPUs, and this one inherited them.
+        # The process that started this rank has bound itself to the run's CPUs, and this rank inherited them.
         cpus = cpu_shares(quota, ranks, before)[local_rank]
     elif quota is not None and quota.num_cpus != "auto":
         cpus = free_cpus(quota.num_cpus, before, undo)
@@ -328,30 +328,30 @@ def _narrow_affinity(
 
 
 def _own_threads() -> set[int]:
-    """The ids of this process's threads."""
+    """Return the IDs of this process's threads."""
     with contextlib.suppress(OSError):  # no /proc
         return {int(name) for name in os.listdir("/proc/self/task")}
     return set()
 
 
 def _widen_affinity(before: Sequence[int], narrow: Sequence[int], threads_before: set[int]) -> None:
-    """Give this thread its CPUs back, and those that it, or one of them, has started meanwhile and that stay.
+    """Restore the CPUs of this thread, and of threads that were started meanwhile and still run.
 
-    Such are the threads of OpenMP and of autograd: the system gave them the affinity of the thread that started them.
+    These are threads of OpenMP and autograd: the system gave them the affinity of the thread that started them.
     """
     platform.set_affinity(before)
     for thread in _own_threads() - threads_before:
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the thread has ended
             if platform.affinity(thread) == sorted(narrow):
                 platform.set_affinity(before, thread)
 
 
 def free_cpus(number: int, allowed: list[int], undo: contextlib.ExitStack) -> list[int]:
-    """Lease so many of the CPUs until ``undo`` runs; if too few are free, share others, from the last on."""
+    """Lease ``number`` CPUs until ``undo`` runs; if too few are free, share others, beginning with the last."""
     free: list[int] = []
     if not lease.inherited():
         pool = [f"cpu-{cpu}" for cpu in allowed]
-        # ResourceError: all are taken. OSError: the machine has no place for locks, but can still train.
+        # ResourceError: all are leased. OSError: there is no folder for locks, but training is still possible.
         with contextlib.suppress(ResourceError, OSError):
             held = undo.enter_context(lease.acquire({"cpu": lease.Request(number, pool, least=1)}, timeout_s=0))
             free = [allowed[pool.index(name)] for name in held.names["cpu"]]
@@ -360,13 +360,13 @@ def free_cpus(number: int, allowed: list[int], undo: contextlib.ExitStack) -> li
 
 
 def _set_threads(threads: int, undo: contextlib.ExitStack, *, at_most: bool = False) -> None:
-    # If torch is imported later, it reads the environment; a fold of scikit-learn may never import it.
+    # If torch is imported later, it reads the environment; a scikit-learn fold may never import it.
     torch = sys.modules.get("torch")
-    if at_most and torch is not None:  # Without a requested number, a lower one that is set stays.
+    if at_most and torch is not None:  # Without a requested number, keep a lower one that is set.
         threads = min(threads, torch.get_num_threads())
     before = 0 if torch is None else torch.get_num_threads()
     values = _thread_variables(threads, os.environ)
-    # threadpoolctl sets the last one when it is imported.
+    # threadpoolctl sets the last variable when it is imported.
     for name in (*values, "KMP_DUPLICATE_LIB_OK"):
         undo.callback(set_variable, name, os.environ.get(name))
     os.environ.update(values)
@@ -393,7 +393,7 @@ def _bound_gpu_memory(quota: ResourceQuota, device: torch.device | None, undo: c
     if device is None or device.type != "cuda" or quota.num_gpus == "auto":
         return
     fraction = exact(quota.num_gpus)
-    # Whole GPUs are the run's own.
+    # Whole GPUs belong to the run alone.
     if not 0 < fraction < 1:
         return
     import torch
@@ -408,14 +408,14 @@ def _bound_gpu_memory(quota: ResourceQuota, device: torch.device | None, undo: c
 def _bound_memory(quota: ResourceQuota, ranks: int, undo: contextlib.ExitStack) -> None:
     """Limit this process's memory to the quota, counted from its present use.
 
-    RLIMIT_DATA counts reserved pages too, of which an idle interpreter has many, so the limit is the present
-    reservation plus the part of the quota that is not yet in use.
+    RLIMIT_DATA also counts reserved pages, of which an idle interpreter has many. So the limit is the present
+    reservation plus the unused part of the quota.
     """
     resource = platform.resource
     if quota.memory == "auto":
         return
     if not sys.platform.startswith("linux") or resource is None:
-        warn(f"memory={format_bytes(int(quota.memory))} is not enforced here: only Linux can limit a process's memory.")
+        warn(f"memory={format_bytes(int(quota.memory))} is not enforced: only Linux can limit a process's memory.")
         return
     import psutil
 
@@ -424,8 +424,8 @@ def _bound_memory(quota: ResourceQuota, ranks: int, undo: contextlib.ExitStack) 
     if usage.rss > share:
         each = f" for each of {ranks} ranks" if ranks > 1 else ""
         raise ResourceError(
-            f"memory={format_bytes(share)}{each}: this process holds {format_bytes(usage.rss)} already. "
-            "Ask for more, or load less before training."
+            f"memory={format_bytes(share)}{each}: this process already uses {format_bytes(usage.rss)}. "
+            "Request more, or load less data before training."
         )
     before = resource.getrlimit(resource.RLIMIT_DATA)
     limit = usage.data + share - usage.rss

@@ -1,7 +1,7 @@
-"""The resources of a machine, and a run's quota of them, as values: no reading, no enforcing.
+"""Value types for a machine's resources and a run's quota of them; they read and enforce nothing.
 
-GPUs are counted exactly. Floats would be wrong: ``1 // 0.1`` is 9, but ten models of 0.1 do fit one GPU.
-:func:`exact` gives the fraction that a float means, and all arithmetic here uses these.
+GPUs are counted exactly. Floats would be wrong: ``1 // 0.1`` is 9, but ten models of 0.1 fit on one GPU.
+:func:`exact` returns the fraction that a float means, and all arithmetic here uses fractions.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ for _power, _letter in enumerate("kmgtp", start=1):
 
 
 class Limit(NamedTuple):
-    """One limit of a resource, and where it was read."""
+    """One limit of a resource, and its source."""
 
     value: int
-    """CPUs, GPUs or bytes."""
+    """Number of CPUs, GPUs or bytes."""
     source: str
-    """The file, variable or call it was read from."""
+    """File, variable or call that it was read from."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class Resources:
     memory: int
     """Bytes of main memory."""
     cpu_limits: tuple[Limit, ...] = field(default=(), compare=False, repr=False)
-    """All that bound the CPUs; the least decides."""
+    """All limits on CPUs; the lowest decides."""
     gpu_limits: tuple[Limit, ...] = field(default=(), compare=False, repr=False)
-    """All that bound the GPUs."""
+    """All limits on GPUs."""
     memory_limits: tuple[Limit, ...] = field(default=(), compare=False, repr=False)
-    """All that bound the memory; the least decides."""
+    """All limits on memory; the lowest decides."""
 
     def __str__(self) -> str:
         lines = []
@@ -85,16 +85,16 @@ class ResourceQuota:
     Parameters
     ----------
     num_cpus : int or 'auto'
-        CPUs, 1 or more; all processes of the run together, ``DataLoader`` workers too.
+        CPUs, 1 or more, for all processes of the run together, including ``DataLoader`` workers.
     num_gpus : number or 'auto'
-        GPUs, 0 or more. For one model a fraction up to 1 (of one device, never across two) or a whole number.
+        GPUs, 0 or more. For one model a fraction of one device, or a whole number.
     memory : int, str or 'auto'
-        Bytes, or text such as ``'512MiB'`` and ``'1.5GB'``; kept as bytes.
+        Bytes, or text such as ``'512MiB'`` or ``'1.5GB'``; stored as bytes.
 
     Raises
     ------
     ResourceError
-        For any other figure.
+        For any other value.
     """
 
     num_cpus: int | Auto = "auto"
@@ -110,7 +110,7 @@ class ResourceQuota:
             object.__setattr__(self, "memory", parse_memory(self.memory))
 
     def filled(self, other: ResourceQuota) -> ResourceQuota:
-        """These figures, and those of ``other`` where they are ``'auto'``."""
+        """Return this quota with ``'auto'`` values replaced by those of ``other``."""
         own, theirs = astuple(self), astuple(other)
         return ResourceQuota(*(b if a == "auto" else a for a, b in zip(own, theirs)))
 
@@ -120,12 +120,12 @@ ResourceQuota.__init__ = refuses_unknown(ResourceQuota.__init__)  # type: ignore
 
 def _checked_cpus(value: object) -> int:
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-        raise ResourceError(f"num_cpus={value!r}: must be an int of 1 or more, or 'auto' for all there are.")
+        raise ResourceError(f"num_cpus={value!r}: must be an int of 1 or more, or 'auto' for all.")
     return int(value)
 
 
 def exact(num_gpus: object) -> Fraction:
-    """The number of GPUs that a float means, exactly.
+    """Return the exact number of GPUs that a float means.
 
     Parameters
     ----------
@@ -140,7 +140,7 @@ def exact(num_gpus: object) -> Fraction:
     Raises
     ------
     ResourceError
-        If it is negative, not finite, or no number.
+        If it is negative, not finite, or not a number.
     """
     if isinstance(num_gpus, Real) and not isinstance(num_gpus, bool):
         if isinstance(num_gpus, Rational):
@@ -149,35 +149,35 @@ def exact(num_gpus: object) -> Fraction:
                 return meant
         elif math.isfinite(value := float(num_gpus)) and value >= 0:
             simple = Fraction(value).limit_denominator(1024)
-            # Fractions of such denominators lie 1e-6 apart, and a single-precision float 3e-8 off what it means.
+            # Fractions with such denominators are 1e-6 apart; a single-precision float is within 3e-8 of its meaning.
             if abs(simple - Fraction(value)) <= Fraction(1, 10**7) and (simple or not value):
                 return simple
             return Fraction(repr(value))  # the decimal as written
     raise ResourceError(
-        f"num_gpus={num_gpus!r}: must be a finite number of 0 or more: 0.5 is half of one GPU, 2 are two; "
-        "or 'auto' for all visible."
+        f"num_gpus={num_gpus!r}: must be a finite number of 0 or more (0.5 is half of one GPU, 2 are two GPUs), "
+        "or 'auto' for all visible ones."
     )
 
 
 def as_number(fraction: Fraction) -> float:
-    """For users: an int if it is whole, else the nearest float, of which ``exact`` gives the fraction again."""
+    """Return an int if it is whole, else the nearest float, from which ``exact`` returns the same fraction."""
     return int(fraction) if fraction.denominator == 1 else float(fraction)
 
 
 def as_text(figure: int | Fraction) -> str:
-    """As :func:`as_number`, in letters."""
+    """Return :func:`as_number` as text."""
     return f"{as_number(Fraction(figure)):.12g}"
 
 
 def checked_count(name: str, value: object, least: int) -> int:
-    """``value`` as an int; refuse anything but an int of at least ``least`` (a bool is none)."""
+    """Return ``value`` as an int; reject anything but an int of at least ``least`` (and bools)."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         raise ResourceError(f"{name}={value!r}: must be an int of {least} or more.")
     return int(value)
 
 
 def parse_memory(memory: object) -> int:
-    """Bytes that ``memory`` means.
+    """Return the number of bytes that ``memory`` means.
 
     Parameters
     ----------
@@ -188,7 +188,7 @@ def parse_memory(memory: object) -> int:
     Raises
     ------
     ResourceError
-        If it is less than a byte, not finite, no number, or has no known unit.
+        If it is less than a byte, not finite, not a number, or has an unknown unit.
     """
     size: Fraction | None = None
     if isinstance(memory, str):
@@ -206,7 +206,7 @@ def parse_memory(memory: object) -> int:
 
 
 def format_bytes(size: int) -> str:
-    """``size`` as text, in the largest binary unit that keeps it at 1 or more."""
+    """Return ``size`` as text, in the largest binary unit in which it is at least 1."""
     value, unit = float(size), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         if value < 1024:

@@ -1,8 +1,8 @@
-"""Tools around a loop, each also a method of it; none of them changes the loop, its model or any random generator.
+"""Tools for a loop, each also a method of it. They don't change the loop, its model or any random generator.
 
-* :func:`find_lr`: losses over a growing learning rate, and a suggestion
+* :func:`find_lr`: losses over an increasing learning rate, and a suggestion
 * :func:`find_batch_size`: the largest batch that a training step has memory for
-* :func:`summary`: layers, parameters, FLOPs, and the memory that a training step takes
+* :func:`summary`: layers, parameters, FLOPs, and the memory that a training step needs
 """
 
 from trainloop.tools.batch_size import BatchSizes, find_batch_size

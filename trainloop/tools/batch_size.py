@@ -1,4 +1,4 @@
-"""The largest batch that a training step has memory for."""
+"""Find the largest batch that a training step has memory for."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class BatchSizes:
     """The result of :func:`find_batch_size`; sizes are per process."""
 
     tried: dict[int, float | None]
-    """Samples a second of one process at each size; ``None`` where memory was short."""
+    """Samples per second of one process at each size; ``None`` if it ran out of memory."""
     limit: str
-    """The reason why no larger size was tried."""
+    """Reason why no larger size was tried."""
 
     @property
     def suggestion(self) -> int | None:
-        """The largest size that fit into memory; ``None`` if none did."""
+        """Largest size that fit into memory; ``None`` if no size did."""
         return max((size for size, speed in self.tried.items() if speed is not None), default=None)
 
     def __str__(self) -> str:
@@ -52,33 +52,33 @@ class BatchSizes:
 def find_batch_size(
     loop: TrainLoop[Any], *, smallest: int | None = None, largest: int | None = None, steps: int = 3
 ) -> BatchSizes:
-    """Try training steps with batches of twice the size again and again, until memory is short or data end.
+    """Try training steps with batches of doubling size, until memory or the dataset is exhausted.
 
-    It runs in the loop's own mode, on its devices, on copies of model and optimizer; the loop stays as it is. A GPU
-    that is out of memory is freed again. On the CPU every try is a process of its own, which the kernel may kill; so a
-    script needs ``if __name__ == '__main__':``.
+    It runs in the loop's mode, on its devices, with copies of model and optimizer; the loop does not change. A GPU's
+    memory is freed after a failed try. On the CPU every try runs in a separate process, which the kernel may kill; so
+    a script needs ``if __name__ == '__main__':``.
 
     Parameters
     ----------
     loop : TrainLoop
-        Its ``train_loader`` cuts batches by size: a ``DataLoader`` with a ``batch_size``.
+        A loop whose ``train_loader`` is a ``DataLoader`` with a ``batch_size``.
     smallest : int, optional
-        The first size; the loader's own batch size by default.
+        First size; the loader's own batch size by default.
     largest : int, optional
-        The last size; each process's share of the dataset in any case.
+        Last size; at most each process's share of the dataset.
     steps : int
-        Optimizer steps at each size. The first one is not timed.
+        Optimizer steps at each size. The first is not timed.
 
     Returns
     -------
     BatchSizes
-        ``.suggestion``, and ``.tried`` with samples a second: the largest is not always the fastest.
+        ``.suggestion``, and ``.tried`` with samples per second: the largest size is not always the fastest.
 
     Raises
     ------
     ConfigurationError
-        For arguments that can't work, loaders whose batches have no size to change, and a loop without ``train_loader``
-        or ``optimizer``. Errors of the model that are not about memory are raised as they are.
+        If an argument is invalid, if the loader's batch size can't be changed, or if the loop has no ``train_loader``
+        or ``optimizer``. Errors of the model that are not about memory are raised unchanged.
 
     Examples
     --------
@@ -88,8 +88,8 @@ def find_batch_size(
     loader = loop.train_loader
     if not isinstance(loader, DataLoader) or not (is_stream(loader) or plain_batches(loader)) or not loader.batch_size:
         raise ConfigurationError(
-            f"find_batch_size: train_loader is a {type(loader).__name__} that doesn't cut its batches by a batch_size, "
-            "so there is no size to change. Pass DataLoader(dataset, batch_size=...)."
+            f"find_batch_size: train_loader is a {type(loader).__name__} without a batch_size that can be "
+            "changed. Pass DataLoader(dataset, batch_size=...)."
         )
     for name, value, least in (("smallest", smallest, 1), ("largest", largest, 1), ("steps", steps, 2)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
@@ -110,7 +110,7 @@ def find_batch_size(
             if most is not None and size >= most:
                 limit = "largest" if most == largest else "each process's share of the dataset"
             size = min(2 * size, most) if most is not None else 2 * size
-        if tried[min(tried)] is None:  # the first size was too large: go down
+        if tried[min(tried)] is None:  # the first size was too large: try smaller ones
             while size > 1 and tried[size] is None:
                 size //= 2
                 tried[size] = _samples_per_second(loop, size, steps)
@@ -118,13 +118,13 @@ def find_batch_size(
 
 
 def _samples_per_second(loop: TrainLoop[Any], size: int, steps: int) -> float | None:
-    """``None`` where memory is short."""
+    """Return the samples per second; ``None`` if memory ran out."""
     clock = _Clock()
     trial = trial_of(loop, _with_batch_size(loop.train_loader, size))
     if loop.site.devices[0].type == "cpu" and loop.gpu_mode == "single":
         trial.options = _in_a_process(trial.options)
     try:
-        # Repeat the data if they are few: only the batches' size matters.
+        # Repeat the data if there are few: only the batch size matters.
         trial.fit(num_iterations=steps, callbacks=[clock])
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError and WorkerFailedError are RuntimeErrors
         if not _is_about_memory(error):
@@ -145,7 +145,7 @@ def _in_a_process(options: Any) -> Any:
 def _is_about_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    if isinstance(error, WorkerFailedError) and error.exitcode == -9:  # how the kernel ends a process for its memory
+    if isinstance(error, WorkerFailedError) and error.exitcode == -9:  # the kernel kills a process when memory runs out
         return True
     return any(word in str(error) for word in _WORDS)
 
@@ -156,7 +156,7 @@ def _with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
 
 
 class _Clock(AbstractCallback):
-    """Times the steps after the first; and offers this process to the kernel when memory is short."""
+    """Time the steps after the first; and make this process the first that the kernel kills when memory runs out."""
 
     def __init__(self) -> None:
         super().__init__("find_batch_size")
@@ -180,7 +180,7 @@ class _Clock(AbstractCallback):
 
 @contextlib.contextmanager
 def _off_the_gpu(loop: TrainLoop[Any]) -> Iterator[None]:
-    """Move the loop's own model and optimizer to host memory meanwhile: a training has them once, too."""
+    """Move the loop's model and optimizer to host memory meanwhile: a training, too, holds only one copy."""
     tensors = [*loop.model.parameters(), *loop.model.buffers()]
     for optimizer in optimizers_of(loop.optimizer):
         tensors += [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]

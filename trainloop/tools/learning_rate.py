@@ -1,4 +1,4 @@
-"""A learning rate to begin with: the loss over steps whose learning rate grows (Smith, arXiv:1506.01186)."""
+"""Suggest an initial learning rate: the loss over steps with an increasing rate (Smith, arXiv:1506.01186)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from trainloop.train_loop.trial import require_training_parts, trial_of, untouch
 __all__ = ["LearningRates", "find_lr"]
 
 SMOOTHING = 0.9
-"""Share of the old mean in the smoothed loss; with 100 steps it looks back over some ten."""
+"""Weight of the old mean in the smoothed loss; it averages over about ten steps."""
 SKIPPED = 5
-"""The number of first losses to skip, as their mean is of too few for a slope."""
+"""Number of first losses to skip: their mean is over too few values for a slope."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,15 @@ class LearningRates:
     """The result of :func:`find_lr`."""
 
     rates: tuple[float, ...]
-    """The learning rate of each step."""
+    """Learning rate of each step."""
     losses: tuple[float, ...]
-    """The loss of each step, over all ranks, before the step."""
+    """Loss of each step over all ranks, before the step."""
     diverged: bool
-    """True if the loss ran away before the largest rate."""
+    """True if the loss diverged before the largest rate was reached."""
 
     @property
     def smoothed(self) -> list[float]:
-        """The losses' exponential mean, corrected at its beginning."""
+        """Exponential moving average of the losses, with bias correction."""
         means, mean = [], 0.0
         for i, loss in enumerate(self.losses, start=1):
             mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
@@ -46,7 +46,7 @@ class LearningRates:
 
     @property
     def suggestion(self) -> float | None:
-        """The rate at which the smoothed loss falls most steeply; ``None`` where it never falls."""
+        """Rate at which the smoothed loss falls most steeply; ``None`` if it never falls."""
         values = self.smoothed
         slopes = {i: values[i + 1] - values[i - 1] for i in range(SKIPPED, len(values) - 1)}
         slopes = {i: slope for i, slope in slopes.items() if math.isfinite(slope)}
@@ -60,7 +60,13 @@ class LearningRates:
         return html_table(["rate", "loss", "smoothed loss"], [[f"{x:.4g}" for x in row] for row in rows]) + suggestion
 
     def plot(self, path: str | None = None) -> Any:
-        """Draw the losses over the rates, the suggestion marked; returns matplotlib's figure."""
+        """Plot the losses over the rates and mark the suggestion; return matplotlib's figure.
+
+        Parameters
+        ----------
+        path : str, optional
+        File to write the figure to.
+        """
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
@@ -79,8 +85,8 @@ class LearningRates:
         return figure
 
     def __str__(self) -> str:
-        end = "the loss ran away there" if self.diverged else "the largest that was asked for"
-        found = "none, the loss never fell" if self.suggestion is None else f"{self.suggestion:.3g}"
+        end = "the loss diverged there" if self.diverged else "the largest requested rate"
+        found = "none, since the loss never fell" if self.suggestion is None else f"{self.suggestion:.3g}"
         return f"learning rates {self.rates[0]:.2g} to {self.rates[-1]:.2g} ({end}); suggestion: {found}"
 
 
@@ -92,21 +98,21 @@ def find_lr(
     steps: int = 100,
     diverges_at: float = 4.0,
 ) -> LearningRates:
-    """Train copies with a learning rate that grows from step to step.
+    """Train copies of model and optimizer with a learning rate that increases from step to step.
 
-    It runs in the loop's own mode, on its devices and with its batches, which are repeated if they are few. The
-    loop stays as it is: set the rate yourself: ``optimizer.param_groups[0]["lr"] = found.suggestion``.
+    It runs in the loop's mode, on its devices and with its batches, which are repeated if there are few. The
+    loop does not change. Set the rate yourself: ``optimizer.param_groups[0]["lr"] = found.suggestion``.
 
     Parameters
     ----------
     loop : TrainLoop
     smallest, largest : float
-        The range, in steps of equal ratio. With several parameter groups it is the first one's; the others keep their
-        ratio to it.
+        Range of rates, in steps of equal ratio. With several parameter groups it applies to the first; the others keep
+        their ratio to it.
     steps : int
-        Optimizer steps.
+        Number of optimizer steps.
     diverges_at : float
-        End early if a loss is that many times the smallest so far, or not finite.
+        Stop early if a loss is this many times the smallest so far, or not finite.
 
     Returns
     -------
@@ -116,11 +122,11 @@ def find_lr(
     Raises
     ------
     ConfigurationError
-        For arguments that can't work, several optimizers, and a loop without ``train_loader`` or ``optimizer``.
+        If an argument is invalid, or the loop has several optimizers, no ``train_loader`` or no ``optimizer``.
 
     Notes
     -----
-    Memory: a second model and optimizer. A stream is read from its beginning, and left where the sweep ended.
+    Memory: a second model and optimizer. A stream is read from its beginning and left where the sweep ended.
 
     Examples
     --------
@@ -136,11 +142,11 @@ def find_lr(
         raise ConfigurationError(f"find_lr: diverges_at={diverges_at!r}: must be above 1.")
     if isinstance(loop.optimizer, MultiOptimizer):
         raise ConfigurationError(
-            "find_lr: the loop has several optimizers, whose rates depend on each other. Try a loop with one of them."
+            "find_lr: the loop has several optimizers, whose rates depend on each other. Use a loop with one optimizer."
         )
     rates = [smallest * (largest / smallest) ** (i / (steps - 1)) for i in range(steps)]
     sweep = _Sweep(rates, diverges_at)
-    # Random states and loaders are put back, so that a fit afterwards is as if nothing had been tried.
+    # Random states and loaders are restored, so that a later fit is not affected.
     with untouched(loop):
         trial = trial_of(loop)
         trial.fit(num_iterations=steps, callbacks=[sweep])
@@ -149,7 +155,7 @@ def find_lr(
 
 
 class _Sweep(AbstractCallback):
-    """Sets each step's learning rate, and ends where the loss runs away."""
+    """Set each step's learning rate, and stop if the loss diverges."""
 
     def __init__(self, rates: list[float], diverges_at: float) -> None:
         super().__init__("find_lr")
@@ -160,7 +166,7 @@ class _Sweep(AbstractCallback):
 
     def on_train_begin(self) -> None:
         groups = self.train_loop_obj.optimizer.param_groups
-        # Groups keep their ratios: a head with ten times the backbone's rate has it in the sweep, too.
+        # Groups keep their ratios: a head with ten times the backbone's rate keeps that in the sweep.
         first = float(groups[0]["lr"])
         self.ratios = [float(group["lr"]) / first if first else 1.0 for group in groups]
         self._set(self.rates[0])
@@ -179,9 +185,9 @@ class _Sweep(AbstractCallback):
 
     def on_batch_end(self) -> None:
         last = self.train_loop_obj.last_loss
-        if last is None:  # this rank had no batch in the step
+        if last is None:  # this rank had no batch in this step
             return
-        # Waits for the device at each step, which a sweep of some hundred steps can afford.
+        # This waits for the device at each step, which is acceptable in a sweep of some hundred steps.
         loss = float(last)
         self.best = min(self.best, loss) if math.isfinite(loss) else self.best
         if not loss < self.diverges_at * self.best and self.best > 0:

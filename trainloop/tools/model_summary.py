@@ -1,4 +1,4 @@
-"""The layers of a model, and the memory and FLOPs of its training step."""
+"""List a model's layers, and the memory and FLOPs of its training step."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class Layer:
     """A module of the model."""
 
     name: str
-    """Its path, such as ``encoder.0``; empty for the model itself."""
+    """Path, such as ``encoder.0``; empty for the model itself."""
     kind: str
     """Its class."""
     output: str
-    """Shape of its output, ``?`` if it wasn't called."""
+    """Shape of its output; ``?`` if it was not called."""
     parameters: int
-    """Parameters of it and all modules inside, tied ones counted once."""
+    """Number of parameters, including those of all modules inside; tied ones count once."""
     trainable: int
-    """Parameters of these that require gradients."""
+    """Number of these that require gradients."""
     bytes: int
     """Bytes of these parameters and of buffers."""
     flops: int
-    """FLOPs of its forward pass: two for a multiplication with an addition."""
+    """FLOPs of its forward pass; a multiply-add counts as two."""
     counted: bool = True
-    """True if ``flops`` are all: ``torch.utils.flop_counter`` doesn't count recurrent layers."""
+    """True if ``flops`` is complete: ``torch.utils.flop_counter`` does not count recurrent layers."""
 
 
 @dataclass(frozen=True)
@@ -52,24 +52,24 @@ class Summary:
     layers: tuple[Layer, ...]
     """The model, then its modules in order."""
     samples: int
-    """Samples in the batch."""
+    """Number of samples in the batch."""
     forward_flops: int
     """FLOPs of the batch's forward pass."""
     step_flops: int | None
-    """Forward and backward of the batch; ``None`` where no loss was computed."""
+    """FLOPs of the batch's forward and backward pass; ``None`` if no loss was computed."""
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    """Its state after a step."""
+    """Bytes of its state after a step."""
     activation_bytes: int
-    """Tensors that autograd keeps from forward to backward, each once, without the weights."""
+    """Bytes of tensors that autograd keeps from forward to backward, each counted once, without the weights."""
     batch_bytes: int
     not_optimized: int = 0
-    """Parameters that require gradients and are in no optimizer."""
+    """Number of parameters that require gradients but are in no optimizer."""
 
     @property
     def step_bytes(self) -> int:
-        """Memory of a training step of one process: the sum of all of these; workspaces of kernels come on top."""
+        """Bytes of a training step of one process: the sum of the parts above, without workspaces of kernels."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes + self.batch_bytes
 
     def __str__(self) -> str:
@@ -110,42 +110,42 @@ class Summary:
 
 
 def summary(loop: TrainLoop[Any], batch: Any = None, *, depth: int = 3) -> Summary:
-    """Run one batch through copies of the model and the optimizer, and count.
+    """Run one batch through copies of the model and the optimizer; count layers, parameters, FLOPs and memory.
 
     Parameters
     ----------
     loop : TrainLoop
-        It stays as it is, as do random generators.
+        The loop. It does not change, nor do random generators.
     batch : optional
-        A batch as the loader gives it, for which ``get_loss`` is called; or a single tensor, the model's input, for
-        which ``forward`` is. Default: the first batch of ``train_loader``.
+        A batch of the loader, which is passed to ``get_loss``; or a single tensor, the model's input, which is passed
+        to ``forward``. Default: the first batch of ``train_loader``.
     depth : int
-        Depth of the listed modules; deeper ones count in the module that holds them.
+        Depth of the listed modules; deeper ones are included in the module that contains them.
 
     Returns
     -------
     Summary
-        ``print`` it. Counts are of one process and one (micro-)batch, with the loop's own precision. Without a loss
-        (``batch`` is a tensor that gives none) gradients count as they would be, and ``step_flops`` is ``None``.
+        ``print`` it. Counts are for one process and one (micro-)batch, with the loop's precision. Without a loss
+        (``batch`` is the model's input) gradients are counted as if they existed, and ``step_flops`` is ``None``.
 
     Raises
     ------
     ConfigurationError
-        If there is no batch, and no ``train_loader`` to take one of; or while the loop runs.
+        If there is neither a batch nor a ``train_loader``, or while the loop runs.
 
     Notes
     -----
-    Activations are counted as without ``checkpoint_modules``. FLOPs are those of ``torch.utils.flop_counter``: matrix
-    products, convolutions and attention, all else is free.
+    Activations are counted without ``checkpoint_modules``. FLOPs are those of ``torch.utils.flop_counter``: matrix
+    products, convolutions and attention; other operations count as zero.
 
     Examples
     --------
     >>> print(tl.summary())                                                                   # doctest: +SKIP
     """
     if loop.running is not None:
-        raise ConfigurationError("summary was called by a callback of the running loop. Call it before or after fit.")
+        raise ConfigurationError("a callback of the running loop called summary. Call it before or after fit.")
     if batch is None and loop.train_loader is None:
-        raise ConfigurationError("summary needs a batch: the loop has no train_loader. Pass one, summary(batch).")
+        raise ConfigurationError("summary needs a batch, since the loop has no train_loader. Pass one: summary(batch).")
     device = loop.site.devices[0]
     with untouched(loop):
         if batch is None:
@@ -171,10 +171,10 @@ def _counted(
             loss = split_loss(output)[0]
             total = loss.total() if isinstance(loss, MultiLoss) else loss
             if total.requires_grad:
-                # Under the counter, which so counts the backward pass too.
+                # Inside the counter, so that it counts the backward pass, too.
                 total.backward()
                 step = counter.get_total_flops()
-    # Gradients for all, so that a step makes the optimizer's state of all.
+    # Gradients for all parameters, so that a step creates the optimizer's state for all.
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         if p.grad is None:
@@ -189,7 +189,7 @@ def _counted(
         optimizer_bytes=_optimizer_bytes(optimizer),
         activation_bytes=activations(),
         batch_bytes=_bytes(_tensors(batch)),
-        # Of the loop's own: copies of an optimizer have no parameters but the model's copy's.
+        # From the loop's own optimizer: a copy has only the parameters of the model's copy.
         not_optimized=0 if loop.optimizer is None else _not_optimized(loop),
     )
 
@@ -213,7 +213,7 @@ def _layers(
         if name.count(".") + bool(name) > depth:
             continue
         parameters = list(module.parameters())
-        # get_loss may call submodules outside of the model's own forward: all of it counts.
+        # get_loss may call submodules outside of the model's forward: count everything.
         count = flops_of(name) if name else forward
         yield Layer(
             name,
@@ -229,7 +229,7 @@ def _layers(
 
 @contextmanager
 def _shapes_of(model: nn.Module) -> Iterator[dict[str, str]]:
-    """The shape of each module's last output, by its path."""
+    """Yield the shape of each module's last output, by its path."""
     shapes: dict[str, str] = {}
 
     def note(name: str) -> Callable[..., None]:
@@ -249,7 +249,7 @@ def _shapes_of(model: nn.Module) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def _saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
-    """The bytes that autograd keeps for the backward pass, without storages of weights."""
+    """Count the bytes that autograd keeps for the backward pass, without storages of weights."""
     own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
     kept: dict[int, int] = {}
 
@@ -264,7 +264,7 @@ def _saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
 
 
 def _optimizer_bytes(optimizer: Any) -> int:
-    """The bytes of the optimizer's state after a step with the copies' gradients."""
+    """Return the bytes of the optimizer's state after a step with the copies' gradients."""
     found = 0
     for single in optimizers_of(optimizer) if optimizer is not None else ():
         try:
