@@ -321,10 +321,10 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert facts[0]["errors"] == facts[1]["errors"]  # on every rank, and the same
     errors = facts[0]["errors"]
     assert errors["shapes"] == (
-        "ValueError: all_gather: the ranks' values differ in structure or shape (rank 0: value['x']: float32 of shape "
-        "(2, 3); rank 1: value['x']: float32 of shape (3, 3)). Every rank must give the same. Where they differ in "
-        "their first axis, as an uneven last batch does, all_gather(value, concat=True) joins them; else pad or cut "
-        "the tensors to one shape first, or use gather_object, which takes unequal ones."
+        "ValueError: all_gather: values differ between ranks in structure or shape (rank 0: value['x']: float32 of "
+        "shape (2, 3); rank 1: value['x']: float32 of shape (3, 3)). Every rank must give the same. If only the first "
+        "axis differs, as in an uneven last batch, use all_gather(value, concat=True). Otherwise pad or cut the "
+        "tensors to one shape, or use gather_object, which accepts different shapes."
     )
     assert "rank 0: value: float32 of shape (); rank 1: value: float32 of shape (1,)" in errors["ndims"]
     assert "rank 0: nothing; rank 1: value[1]: int64 of shape ()" in errors["structure"]

@@ -144,7 +144,7 @@ def nested(stop: StopAgreement) -> None:
 
 
 def test_ranks_start_no_ranks() -> None:
-    with pytest.raises(Exception, match=r"a rank can't start ranks: call fit\(\) with gpu_mode='single'"):
+    with pytest.raises(Exception, match=r"a rank can't start ranks. Inside of one, call fit\(\) with gpu_mode"):
         launch(nested, ranks_per_node=1)
 
 

@@ -122,21 +122,21 @@ def test_a_stranger_in_the_place_of_a_rank_is_noticed_and_runs_nothing(with_key:
     assert not trap.exists()
     assert facts["has a key"] == with_key
     expected = {
-        "noise": "bytes that are no message",
-        "zeros": "bytes that are no message",
-        "a pickle": "was not made with this run's key" if with_key else "a body of form 2 in gather_object",
-        "a pickle as plain data": "was not made with this run's key" if with_key else "got",
-        "a form that is none": "was not made with this run's key" if with_key else "a body of form 9",
-        "a huge size": "was not made with this run's key" if with_key else "more than this machine's memory",
-        "a negative size": "was not made with this run's key" if with_key else "more than this machine's memory",
+        "noise": "bytes that are not a message",
+        "zeros": "bytes that are not a message",
+        "a pickle": "was not signed with this run's key" if with_key else "a body of form 2 in gather_object",
+        "a pickle as plain data": "was not signed with this run's key" if with_key else "received",
+        "a form that is none": "was not signed with this run's key" if with_key else "a body of form 9",
+        "a huge size": "was not signed with this run's key" if with_key else "more than this machine's memory",
+        "a negative size": "was not signed with this run's key" if with_key else "more than this machine's memory",
     }
     if with_key:
-        expected["body"] = "a body that was not made with this run's key"
+        expected["body"] = "a body that was not signed with this run's key"
     for name, message in expected.items():
-        assert facts[name].startswith("ConnectionError: rank 0 of 2 got "), (name, facts[name])
+        assert facts[name].startswith("ConnectionError: rank 0 of 2 received "), (name, facts[name])
         assert message in facts[name], name
-        assert "in the place of rank 1's: another program has connected to this run" in facts[name]
-    assert facts["the message before"].startswith("ValueError: ranks are in different exchanges")
+        assert "instead of rank 1's data: another program has connected to this run" in facts[name]
+    assert facts["the message before"].startswith("ValueError: ranks called different exchanges")
     for rank, mine in enumerate((facts, other)):
         for sender, theirs in enumerate(mine["afterwards"]):
             assert (theirs["rank"], theirs["row"], theirs["a"].tolist()) == (sender, Row("a", 0.5), [[1], "b"])
@@ -147,11 +147,11 @@ def test_a_stranger_in_the_place_of_a_rank_is_noticed_and_runs_nothing(with_key:
             for call, sender in (("gather_object", 0), ("broadcast_object", 1)):
                 text = mine["own" if sender == 0 else "own, broadcast"]
                 assert text.startswith(
-                    f"UnpicklableError: {call}: the object of rank {sender} holds something of type "
+                    f"UnpicklableError: {call}: the object of rank {sender} contains something of type "
                 )
                 assert "set TRAINLOOP_KEY to the same secret on every host" in text
-        assert "ranks are in different exchanges (rank" in mine["calls mixed up"], rank
-        assert "a callback such as ModelCheckpoint belongs on every rank" in mine["calls mixed up"]
+        assert "ranks called different exchanges (rank" in mine["calls mixed up"], rank
+        assert "a callback such as ModelCheckpoint must run on every rank" in mine["calls mixed up"]
         assert mine["at the end"] == [[0], [1]]
 
 
@@ -194,18 +194,18 @@ KEYS = {
     "no key": (
         (None, None),
         True,
-        "UnpicklableError: gather_object: the object of rank 0 holds something of type __main__",
+        "UnpicklableError: gather_object: the object of rank 0 contains something of type __main__",
     ),
     "one key": (("k" * 32, "k" * 32), True, "1 2 True"),
     "one without": (
         ("k" * 32, None),
         True,
-        "ConfigurationError: ranks 1 of 2 have no key and the others have: set TRAINLOOP",
+        "ConfigurationError: ranks 1 of 2 have no key, but the others do. Set TRAINLOOP",
     ),
     "two keys": (
         ("k" * 32, "l" * 32),
         True,
-        "ConnectionError: rank 0 of 2 got an answer that was not made with this run's",
+        "ConnectionError: rank 0 of 2 received a response that was not signed with this run's",
     ),
 }
 

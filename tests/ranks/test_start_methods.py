@@ -301,7 +301,7 @@ def parent(stop: Any) -> int:
 @pytest.mark.long
 def test_where_there_can_be_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "frozen", True, raising=False)
-    with pytest.raises(ConfigurationError, match="can't come from a fork server here: this program is frozen"):
+    with pytest.raises(ConfigurationError, match="can't be forked from a fork server here: this program is frozen"):
         launch(killed, ranks_per_node=1, start_method="forkserver")
     monkeypatch.undo()
     with monkeypatch.context() as patch:

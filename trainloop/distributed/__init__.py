@@ -1,19 +1,18 @@
-"""Ranks and what they exchange; every function is right in one process too, with no process group.
+"""Ranks and their exchanges. Every function also works in one process without a process group.
 
-*Who is who*: :class:`Rank`, :func:`get_rank`, :func:`get_world_size`, :func:`is_global_zero`, :func:`rank_zero_only`.
+*Ranks*: :class:`Rank`, :func:`get_rank`, :func:`get_world_size`, :func:`is_global_zero`, :func:`rank_zero_only`.
 *Exchanges*: :func:`all_gather`, :func:`all_reduce`, :func:`broadcast_object`, :func:`gather_object`, :func:`gather_to`,
-:func:`exchange_ints`, :func:`barrier`. These are collective: every rank calls them, in the same
-order.
+:func:`exchange_ints`, :func:`barrier`. These are collective: every rank must call them, in the same order.
 
-Objects and CPU tensors go through Gloo, so that no exchange of a few bytes waits for a GPU. Where the default
-process group can't take CPU tensors (``init_process_group('nccl')``), one Gloo group is made beside it, at the
-first exchange, and kept for as long as that default group lives. GPU tensors go through the default group's backend for
-that device, or through the CPU if it has none.
+Objects and CPU tensors go through Gloo, so that an exchange of a few bytes does not wait for a GPU. If the default
+process group does not support CPU tensors (``init_process_group('nccl')``), the first exchange creates a Gloo group in
+addition, which exists as long as the default group. GPU tensors go through the default group's backend for that
+device, or through the CPU if it has none.
 
-* ``ranks.py``: who is who
-* ``hosts.py``: who is on this host
+* ``ranks.py``: rank, local rank and world size
+* ``hosts.py``: the name of the running system
 * ``objects.py``: objects and ints, over the CPU
-* ``wire.py``, ``key.py``: messages that prove their sender
+* ``wire.py``, ``key.py``: authenticated messages
 * ``encoding.py``: objects as bytes
 * ``tensors.py``: nested tensors and numbers
 """
