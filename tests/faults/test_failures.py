@@ -317,7 +317,7 @@ def test_ranks_that_wait_for_each_other() -> None:
     with pytest.raises(WorkerFailedError) as caught:
         launch(both_wait_for_the_other, ranks_per_node=2, timeout_s=3)
     message = str(caught.value)
-    assert "all ranks wait for each other" in message
+    assert "all ranks are waiting for each other" in message
     assert message.count("in both_wait_for_the_other") >= 2, message
 
 

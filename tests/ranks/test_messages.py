@@ -131,9 +131,9 @@ def test_a_stranger_in_the_place_of_a_rank_is_noticed_and_runs_nothing(with_key:
         "a negative size": "was not made with this run's key" if with_key else "more than this machine's memory",
     }
     if with_key:
-        expected["body"] = "a body that was not made with this run's key"
+        expected["body"] = "a body that was not signed with this run's key"
     for name, message in expected.items():
-        assert facts[name].startswith("ConnectionError: rank 0 of 2 got "), (name, facts[name])
+        assert facts[name].startswith("ConnectionError: rank 0 of 2 received "), (name, facts[name])
         assert message in facts[name], name
         assert "instead of rank 1's: another program has connected to this run" in facts[name]
     assert facts["the message before"].startswith("ValueError: ranks are in different exchanges")
@@ -150,8 +150,8 @@ def test_a_stranger_in_the_place_of_a_rank_is_noticed_and_runs_nothing(with_key:
                     f"UnpicklableError: {call}: the object of rank {sender} contains an object of type "
                 )
                 assert "set TRAINLOOP_KEY to the same secret on every host" in text
-        assert "ranks are in different exchanges (rank" in mine["calls mixed up"], rank
-        assert "a callback such as ModelCheckpoint belongs on every rank" in mine["calls mixed up"]
+        assert "ranks called different exchanges (rank" in mine["calls mixed up"], rank
+        assert "a callback such as ModelCheckpoint must run on every rank" in mine["calls mixed up"]
         assert mine["at the end"] == [[0], [1]]
 
 
@@ -205,7 +205,7 @@ KEYS = {
     "two keys": (
         ("k" * 32, "l" * 32),
         True,
-        "ConnectionError: rank 0 of 2 got an answer that was not made with this run's",
+        "ConnectionError: rank 0 of 2 received a response that was not signed with this run's",
     ),
 }
 

@@ -120,9 +120,9 @@ def test_a_cgroup_counts_against_the_host(tmp_path: Any) -> None:
     (group / "memory.max").write_text(f"{4 * GIB}\n")
     limited = available(root=tmp_path, cpu_count=64, memory=256 * GIB, num_gpus=0, environ={})
     report = examine(machine(resources=limited, torch=Imported({**TORCH, "threads": 64})))
-    assert "2 of the host's 64, by" in report["cpus"].found
+    assert "2 of the host's 64, limited by" in report["cpus"].found
     assert "cpu.max" in report["cpus"].found
-    assert "4.0 GiB of the host's 256.0, by" in report["memory"].found
+    assert "4.0 GiB of the host's 256.0, limited by" in report["memory"].found
     assert "OMP_NUM_THREADS=2" in report["threads"].remedy
 
 

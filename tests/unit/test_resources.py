@@ -440,8 +440,8 @@ EIGHT = available(root="/nowhere", cpu_count=8, environ={}, memory=2**33, num_gp
         (Q(1), 2, "num_cpus=1 for 2 ranks: each needs at least one CPU"),
         (Q(num_gpus=3), 1, "num_gpus=3: 2 are visible here"),
         (Q(num_gpus=2.5), 1, "num_gpus=2.5: 2 are visible"),
-        (Q(num_gpus=1.5), 1, "num_gpus=1.5: one model takes a fraction up to 1 of one GPU, or whole GPUs. Use 1 or 2"),
-        (Q(memory="9GiB"), 1, r"memory=9 GiB: this process may use 8 GiB, by the machine \(memory\)"),
+        (Q(num_gpus=1.5), 1, "num_gpus=1.5: one model can use a fraction of one GPU, or whole GPUs. Use 1 or 2"),
+        (Q(memory="9GiB"), 1, r"memory=9 GiB: this process may use 8 GiB, limited by the machine \(memory\)"),
         ("2", 1, "resources='2': must be a ResourceQuota"),
         ({"num_cpus": 2}, 1, "must be a ResourceQuota"),
     ],
@@ -480,7 +480,7 @@ def test_auto_devices_follow_the_quota(
 
 
 def test_explicit_devices_must_fit_the_quota() -> None:
-    with pytest.raises(ResourceError, match=r"devices=\[0, 1\] are 2 GPUs, but the quota has num_gpus=0.5"):
+    with pytest.raises(ResourceError, match=r"devices=\[0, 1\] requests 2 GPUs, but the quota has num_gpus=0.5"):
         enforce.devices_under(Q(num_gpus=0.5), cuda(0, 1), [0, 1])
 
 

@@ -1,8 +1,8 @@
-"""Run one function in many processes; get local rank 0's result, or the first failure.
+"""Run one function in many processes; return local rank 0's result, or raise the first failure.
 
 :func:`launch` starts the ranks of this node; :func:`join` runs it in this process, as a rank that ``torchrun`` or Slurm
-started; :func:`joined` tells which of the two is right. Nothing here knows models or training: the function gets a
-:class:`~trainloop._support.stopping.StopAgreement`, and finds a process group that is up.
+started; :func:`joined` decides between the two. Nothing here knows models or training: the function receives a
+:class:`~trainloop._support.stopping.StopAgreement`, and runs in an initialized process group.
 """
 
 from __future__ import annotations
@@ -73,16 +73,16 @@ def launch(
     ranks_per_node : int
         Processes to start here.
     num_nodes, node_rank : int
-        Hosts of the run, and this one's place among them. Each calls ``launch`` and starts its own ranks only.
+        Number of hosts of the run, and index of this one. Each calls ``launch`` and starts its own ranks only.
     devices : sequence of torch.device, optional
         One for each local rank; the CPU by default.
     backend : str, optional
-        Backend of the process group; by default Gloo, with NCCL for CUDA tensors where each rank has a GPU of its own.
+        Backend of the process group; by default Gloo, with NCCL for CUDA tensors if each rank has its own GPU.
     init_method : str, optional
-        Rendezvous point of several nodes, ``tcp://host:port`` or a ``file://`` that all see; ``MASTER_ADDR`` and
-        ``MASTER_PORT`` by default. One node needs none: its ranks meet in a file without a name.
+        Rendezvous point of several nodes, ``tcp://host:port`` or a ``file://`` that all can access; ``MASTER_ADDR`` and
+        ``MASTER_PORT`` by default. One node needs none: its ranks use an unnamed file.
     timeout_s : float
-        How long a rank waits for another in a collective, or at a step boundary, before the run fails.
+        Seconds that a rank waits for another in a collective or at a step boundary, before the run fails.
     child_env : dict of str to str, optional
         Environment variables of the ranks, set before their interpreters start.
     start_method : {'auto', 'forkserver', 'spawn'}
@@ -102,18 +102,18 @@ def launch(
     Raises
     ------
     ConfigurationError, UnpicklableError
-        Before any rank starts: no ``__main__`` guard, hosts that don't come, something that can't be sent, no fork
-        server where one was asked for.
+        Before any rank starts: no ``__main__`` guard, hosts that don't connect, an object that can't be sent, or no
+        fork server although one was requested.
     WorkerFailedError
-        A rank raised, exited, was killed or hung, or a host was lost. All ranks have ended by then.
+        If a rank raised, exited, was killed or hung, or a host was lost. All ranks have ended by then.
     KeyboardInterrupt
-        At the second Ctrl-C. The first asks the ranks to stop at a step boundary, as SIGTERM and SIGUSR1 do; no rank is
-        started if the surrounding :func:`trainloop._support.signals.signals` has had a signal before. If that one is
-        ``at_once``, any signal, to a rank too, ends the ranks.
+        At the second Ctrl-C. The first asks the ranks to stop at a step boundary, like SIGTERM and SIGUSR1; no rank is
+        started if the surrounding :func:`trainloop._support.signals.signals` has received a signal before. If that
+        context is ``at_once``, any signal ends the ranks, also one to a rank.
 
     Notes
     -----
-    The caller's environment, random state, threads, signal handlers and process group are left as they were. Ranks take
+    The caller's environment, random state, threads, signal handlers and process group are left unchanged. Ranks take
     over its process-wide settings: see :mod:`trainloop._launch.settings`.
     """
     _check_caller()
@@ -160,7 +160,7 @@ def launch(
 
 
 class _GivenWork(NamedTuple):
-    """What ranks that are up already are given for the next call."""
+    """Work for the next call, for ranks that are already running."""
 
     parcel: Parcel
     inherited: Sequence[int]
@@ -191,7 +191,7 @@ class _Starts:
         """The failure after which ranks start again."""
 
     def run(self) -> Any:
-        """Start ranks until their work is done; returns the result of local rank 0's function."""
+        """Start ranks until their work is done; return the result of local rank 0's function."""
         while True:
             with contextlib.ExitStack() as undo:
                 self._agree_on_start()
@@ -217,16 +217,16 @@ class _Starts:
             self._policy.before_start(order)
 
     def _is_done_by(self, ranks: Ranks, *, are_up: bool) -> bool:
-        """Start the ranks if they are not up, give them the work, and wait; returns False if others are to start."""
+        """Start the ranks if they are not running, send the work, and wait; return False if new ranks must start."""
         with signals(ranks.stop) as heard:
             if self._first:
-                heard.end()  # nothing has begun, so there is nothing to start and stop
+                heard.end()  # nothing has begun, so nothing has to stop
             try:
                 with _none_left_on_error(ranks):
                     if not are_up:
                         self._served = _start(ranks, self._work.environment, self._method, self._served)
                         if self._first:
-                            heard.end()  # the server may have imported for long
+                            heard.end()  # the server's imports may have taken long
                     self._first = False  # from here on a signal makes ranks write a checkpoint before they stop
                     if are_up:
                         ranks.give(*self._work)
@@ -241,8 +241,8 @@ class _Starts:
         return True
 
     def _check_may_start_again(self, ranks: Ranks, error: WorkerFailedError) -> None:
-        """Raise the error that ends the run, if it does."""
-        # Of several hosts each would have to start again.
+        """Raise the error if it ends the run."""
+        # With several hosts, each would have to start again.
         if ranks.disturbance and not self._disturbed and self._spec_with.keywords["num_nodes"] == 1:
             self._disturbed = True
             print(f"Restarting the ranks, once: {ranks.disturbance}", file=sys.stderr, flush=True)
@@ -266,15 +266,15 @@ def _check_caller() -> None:
 
 
 def _backend_for(devices: Sequence[torch.device]) -> str:
-    """Gloo, with NCCL for CUDA tensors where each rank has a GPU of its own: NCCL refuses two ranks on one."""
+    """Return Gloo, with NCCL for CUDA tensors if each rank has its own GPU: NCCL allows one rank per GPU."""
     own_gpus = all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices)
     return "cpu:gloo,cuda:nccl" if own_gpus else "gloo"
 
 
 def _threads_of_a_rank(ranks_per_node: int, child_env: dict[str, str]) -> tuple[dict[str, str], int | None]:
-    """The ranks' environment with the number of threads in it, and that number if a rank has to set it.
+    """Return the ranks' environment with the number of threads, and that number if a rank has to set it.
 
-    Without it each rank would start a thread for every core, and they would take them from each other.
+    Otherwise each rank would start a thread for every core, and ranks would compete for cores.
     """
     environment = dict(child_env)
     if own := threads_in(environment.get("OMP_NUM_THREADS", "")):
@@ -291,7 +291,7 @@ def _new_ranks(
     hosts: Hosts | None,
     undo: contextlib.ExitStack,
 ) -> Ranks:
-    """Make the files and connections of one start, and ranks that are not started yet; ``undo`` takes all back."""
+    """Create the files and connections of one start, and ranks that are not started yet; ``undo`` removes all."""
     ranks_per_node = spec_with.keywords["local_world_size"]
     token = f"{os.getpid()}-{time.monotonic_ns()}"
     file = partial(_file, undo)
@@ -317,13 +317,13 @@ def _none_left_on_error(ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with uninterrupted():  # an impatient Ctrl-C must not leave processes behind
+        with uninterrupted():  # a second Ctrl-C must not leave processes behind
             ranks.end()
         raise
 
 
 def _file(undo: contextlib.ExitStack, name: str, size: int = 0) -> int:
-    """A descriptor of an unnamed file, closed with ``undo``."""
+    """Return a descriptor of an unnamed file, closed with ``undo``."""
     fd = anonymous_file(name)
     undo.callback(close_file, fd)
     os.ftruncate(fd, size)
@@ -331,7 +331,7 @@ def _file(undo: contextlib.ExitStack, name: str, size: int = 0) -> int:
 
 
 def _this_process(undo: contextlib.ExitStack) -> int | None:
-    """A descriptor that becomes readable at the end of this process; ``None`` if the system has none."""
+    """Return a descriptor that becomes readable when this process ends; ``None`` if the system has none."""
     if sys.platform != "linux":
         return None
     try:
@@ -343,7 +343,7 @@ def _this_process(undo: contextlib.ExitStack) -> int | None:
 
 
 def _taken_at_start() -> list[Any]:
-    """State that a process inherits when it starts and keeps: a change of it is a reason for other ranks."""
+    """Return state that a process inherits at its start and keeps: if it changes, new ranks are needed."""
     return [fixed_state(), limits(), list(sys.path), blocked_signals()]
 
 

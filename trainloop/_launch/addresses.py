@@ -1,4 +1,4 @@
-"""Where hosts of one run meet, and where a socket listens."""
+"""Addresses: the rendezvous point of a run's hosts, and the interface that a socket listens on."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["interface_of", "listener_at", "local_address", "rendezvous_point"]
 
 
 def rendezvous_point(init_method: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Host and port from ``tcp://host:port``, or from ``MASTER_ADDR`` and ``MASTER_PORT``.
+    """Return host and port from ``tcp://host:port``, or from ``MASTER_ADDR`` and ``MASTER_PORT``.
 
     Raises
     ------
     ConfigurationError
-        If there is neither, or one that can't be read.
+        If there is neither, or it can't be parsed.
     """
     if init_method is None or init_method == "env://":
         host, port_text = environ.get("MASTER_ADDR", "").strip("[]"), environ.get("MASTER_PORT", "")
@@ -47,7 +47,7 @@ def rendezvous_point(init_method: str | None, environ: Mapping[str, str] = os.en
 
 
 def listener_at(host: str, port: int) -> socket.socket:
-    """A socket that listens on this address only."""
+    """Return a socket that listens on this address only."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -55,8 +55,8 @@ def listener_at(host: str, port: int) -> socket.socket:
             f"node 0 can't listen at {host}:{port}: {error}. Use an address of this host."
         ) from None
     if ipaddress.ip_address(address[0]).is_loopback and host not in ("localhost", address[0]):
-        # Some systems give their own name a loopback address, which other hosts can't reach; which interface is meant
-        # is then not known.
+        # Some systems resolve their own name to a loopback address, which other hosts can't reach; then the intended
+        # interface is unknown.
         address = ("::" if family == socket.AF_INET6 else "0.0.0.0", *address[1:])
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -71,7 +71,7 @@ def listener_at(host: str, port: int) -> socket.socket:
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the network interface that has this address."""
+    """Return the name of the network interface that has this address."""
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
@@ -81,7 +81,7 @@ def interface_of(address: str) -> str | None:
 
 
 def local_address(host: str, port: int) -> str:
-    """This host's address on the way to another one."""
+    """Return this host's address on the route to another host."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # sends nothing

@@ -1,4 +1,4 @@
-"""Failures of ranks: which one came first, what it was, and what to do about it."""
+"""Failures of ranks: find the first one, describe it, and suggest what to do."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
     "worker_failed_error",
 ]
 
-# Errors on a rank whose neighbour has left, from Gloo (TCP), NCCL and the process group's store.
+# Errors on a rank whose neighbour has gone, from Gloo (TCP), NCCL and the process group's store.
 _LOST_NEIGHBOUR = re.compile(
     r"connection (closed|reset|refused|was likely closed)|broken pipe|socket closed|failed to (recv|send)|"
     r"gloo[/\\]transport|remote process exited|nccl(remote|system|internal) ?error|ncclcomm(was)? ?aborted|"
@@ -60,41 +60,41 @@ def about_record(path: str) -> str:
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank's failure, recorded by the rank itself or seen by the parent."""
+    """A rank's failure, recorded by the rank itself or observed by the parent."""
 
     rank: int
     """Global rank."""
     time_ns: int
-    """Monotonic clock of that node."""
+    """Time of the failure by the monotonic clock of its node."""
     type: str | None
     """Name of the exception's class; ``None`` if the process died without an exception."""
     message: str = ""
-    """The exception's text."""
+    """Text of the exception."""
     traceback: str = ""
-    """As Python would have printed it."""
+    """Traceback as Python would print it."""
     exitcode: int | None = None
-    """Exit code; negative is a signal's number; ``None`` if the process did not end by itself."""
+    """Exit code; the negative number of a signal; ``None`` if the process did not end by itself."""
     consequence: bool = False
-    """True if the failure looks like a consequence of losing another rank, so that it is not the cause."""
+    """True if the failure seems to be a consequence of losing another rank, and so is not the cause."""
     timeout: bool = False
     """True if a collective, or the wait at a step boundary, timed out: some rank hangs."""
     final: bool = False
-    """True if it would come again in a new process: this package refused something, or somebody interrupted the run."""
+    """True if it would occur again in a new process: this package rejected something, or a user stopped the run."""
     recorded: str | None = None
-    """The file in which a ``FailureRecorder`` has recorded the step."""
+    """File in which a ``FailureRecorder`` has recorded the step."""
 
     def to_json(self) -> bytes:
-        """Text for a file or a socket."""
+        """Return JSON for a file or a socket."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Failure:
-        """Inverse of :meth:`to_json`."""
+        """Return the failure that :meth:`to_json` wrote."""
         return cls(**json.loads(data))
 
 
 def with_note(error: WorkerFailedError, note: str) -> WorkerFailedError:
-    """Return the error with one more sentence in its first line."""
+    """Return the error with another sentence in its first line."""
     first, newline, rest = error.message.partition("\n")
     message = f"{first} {note}{newline}{rest}"
     return WorkerFailedError(
@@ -103,23 +103,23 @@ def with_note(error: WorkerFailedError, note: str) -> WorkerFailedError:
 
 
 class RestartPolicy(Protocol):
-    """Decides whether ranks that have failed are started again."""
+    """Decide whether failed ranks are started again."""
 
     def next_order(self) -> Any:
-        """Return what ranks that are about to start need to know, of plain types; node 0 decides for all hosts."""
+        """Return the order for ranks that are about to start, in plain types; node 0 decides for all hosts."""
 
     def before_start(self, order: Any) -> None:
-        """Called on each host before each start of the ranks, with the order of node 0."""
+        """Receive node 0's order, on each host, before each start of the ranks."""
 
     def failed(self, failure: Failure, error: WorkerFailedError) -> WorkerFailedError | None:
         """Return the error that ends the run, or ``None`` to start the ranks again. All ranks have ended by then."""
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """The error, its cause and its context, and so on."""
+    """Return the error, its cause or context, and so on."""
     chain: list[BaseException] = []
     current: BaseException | None = error
-    # A context may be a cycle, of an exception that was raised again.
+    # Contexts may form a cycle if an exception was raised again.
     while current is not None and current not in chain:
         chain.append(current)
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
@@ -130,7 +130,7 @@ _OUT_OF_SHARED_MEMORY = (
     r"unable to (mmap|open|write|allocate|resize).*(shared memory|/torch_)|bus error|No space left on device.*shm|"
     r"torch_shm_manager"
 )
-"""How errors begin, of torch and of the kernel, where ``/dev/shm`` is full."""
+"""Errors of torch and of the kernel when ``/dev/shm`` is full."""
 _MORE_SHARED_MEMORY = (
     "shared memory ran out: give the container a larger /dev/shm (docker run --shm-size=8g), or use fewer "
     "DataLoader workers, or num_workers=0."
@@ -138,7 +138,7 @@ _MORE_SHARED_MEMORY = (
 
 
 def explain_shared_memory(error: RuntimeError) -> None:
-    """Add the remedy to the error of a loader whose workers found no room in ``/dev/shm``."""
+    """Add a remedy to the error of a loader whose workers found no space in ``/dev/shm``."""
     if any(re.search(_OUT_OF_SHARED_MEMORY, str(cause), re.IGNORECASE) for cause in _chain(error)):
         error.args = (f"{error}\nHint: {_MORE_SHARED_MEMORY}",)  # Python 3.10 has no add_note
 
@@ -160,8 +160,8 @@ _COLLECTIVES = ("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/to
 def _is_communication(error: BaseException) -> bool:
     if isinstance(error, torch.distributed.DistError):
         return True
-    # Gloo raises plain RuntimeErrors, whose text begins with the place in its source, but not always ("Application
-    # timeout caused pair closure"), and a store's says "Wait timeout": then the place where they were raised decides.
+    # Gloo raises plain RuntimeErrors. Most begin with the place in its source, but not all ("Application timeout caused
+    # pair closure"), and a store's says "Wait timeout": then the place where they were raised decides.
     return isinstance(error, RuntimeError) and (
         bool(re.search(r"gloo[/\\]|nccl|process group|store", str(error), re.IGNORECASE))
         or any(part in _raised_in(error) for part in _COLLECTIVES)
@@ -169,7 +169,7 @@ def _is_communication(error: BaseException) -> bool:
 
 
 def _raised_in(error: BaseException) -> str:
-    """File of the innermost Python frame."""
+    """Return the file of the innermost Python frame."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next
@@ -188,7 +188,7 @@ def failure_of(error: BaseException, rank: int) -> Failure:
     timeout = is_timeout(error)
     exitcode = 1
     if isinstance(error, SystemExit):
-        # As the interpreter would: sys.exit('text') prints it and ends with 1.
+        # Like the interpreter: sys.exit('text') prints the text and ends with 1.
         exitcode = error.code if isinstance(error.code, int) else int(error.code is not None)
     return Failure(
         rank=rank,
@@ -205,7 +205,7 @@ def failure_of(error: BaseException, rank: int) -> Failure:
 
 
 def described(error: BaseException) -> str:
-    """An exception's type and first line, cut for a sentence; never raises itself."""
+    """Return an exception's type and first line, cut to fit into a sentence; it never raises."""
     return f"{type(error).__qualname__}: {_first_line(_text_of(error))}"
 
 
@@ -217,15 +217,15 @@ def _text_of(error: BaseException) -> str:
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure:
-    """The failure that caused the others: the earliest that is not itself the loss of another rank.
+    """Return the failure that caused the others: the earliest that is not a consequence of another.
 
-    Where all look like that, the earliest rank that died comes before those that only lost their connection to it.
+    If all seem to be consequences, a rank that died precedes those that only lost their connection.
     """
     return min(failures, key=lambda f: (f.consequence, f.consequence and f.type is not None, f.time_ns))
 
 
 def exit_text(exitcode: int | None) -> str:
-    """``exit code 3`` or ``signal SIGKILL``."""
+    """Return text such as ``exit code 3`` or ``signal SIGKILL``."""
     if exitcode is None:
         return "no exit code"
     if exitcode >= 0:
@@ -236,7 +236,7 @@ def exit_text(exitcode: int | None) -> str:
         return f"signal {-exitcode}"
 
 
-# Cause by what the traceback or the message says; the first that fits is used.
+# Advice by patterns in the traceback or message; the first match is used.
 _HINTS = [
     (_OUT_OF_SHARED_MEMORY, _MORE_SHARED_MEMORY),
     (
@@ -276,7 +276,7 @@ _HINTS = [
 
 
 def hint(failure: Failure) -> str:
-    """Advice, if the cause is known; else empty."""
+    """Return advice if the cause is known; else an empty text."""
     if failure.timeout:
         return (
             "at least one rank never reached a collective operation that others were waiting in: see the stacks below. "
@@ -300,7 +300,7 @@ def hint(failure: Failure) -> str:
                 "it did not end itself: either the kernel killed it because memory ran out (see dmesg, or the "
                 "memory limit of the job or container), or another process sent the signal."
             )
-        # A page of a mapped file that could not be given: the memory file system is full.
+        # A page of a mapped file could not be allocated: the memory file system is full.
         if ended_by == "SIGBUS":
             return _MORE_SHARED_MEMORY
         if ended_by in ("SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL"):
@@ -318,24 +318,24 @@ def worker_failed_error(
     others_done: bool = False,
     timeout_s: float = 0.0,
 ) -> WorkerFailedError:
-    """The error that ``launch`` raises.
+    """Return the error that ``launch`` raises.
 
     Parameters
     ----------
     failure : Failure
-        The first one.
+        The first failure.
     world_size : int
-        Ranks of the run.
+        Number of ranks of the run.
     ended : sequence of int
         Global ranks that were ended because of it.
     stacks : dict of int to str, optional
-        Python stacks by rank, where they help (a hang, a crash in native code).
+        Python stacks by rank, if they help (a hang, a crash in native code).
     hanging : sequence of int
-        After a time-out: the ranks that others waited for, as far as that is known.
+        After a time-out: the ranks that others waited for, as far as known.
     others_done : bool
-        Whether those others had done their own work, rather than waited in a collective.
+        True if those others had finished their work; False if they waited in a collective.
     timeout_s : float
-        How long they waited.
+        Seconds that they waited.
     """
     who = f"rank {failure.rank} of {world_size}"
     if hanging:
@@ -413,19 +413,19 @@ def _first_line(text: str) -> str:
     return first if len(lines) == 1 else f"{first} ..."
 
 
-_MOST_OF_FIRST_LINE = 600  # the ends of messages say what to do: those of this package and of torch fit
+_MOST_OF_FIRST_LINE = 600  # messages end with what to do: those of this package and of torch fit
 _MOST_OF_MESSAGE, _MOST_OF_LINE, _MOST_OF_TRACEBACK = 16_384, 4096, 65_536
 
 
 def _shortened(text: str, most: int) -> str:
-    """Begin and end of a long text, and how much is missing between them."""
+    """Return the beginning and end of a long text, and the number of characters between them."""
     if len(text) <= most:
         return text
     return f"{text[: most // 2]} [... {len(text) - 2 * (most // 2):,} characters left out ...] {text[-(most // 2) :]}"
 
 
 def _shortened_traceback(text: str) -> str:
-    """Shorten a long message (a tensor's ``repr``, a server's page), so that the rest stays on the screen."""
+    """Shorten a long message (a tensor's ``repr``, a server's page) to keep the rest visible on the screen."""
     if len(text) <= _MOST_OF_LINE:
         return text
     lines = (_shortened(line, _MOST_OF_LINE) for line in text.splitlines(keepends=True))
@@ -433,19 +433,19 @@ def _shortened_traceback(text: str) -> str:
 
 
 def write_record(fd: int, failure: Failure) -> None:
-    """Write the record for the parent to read. A first one is never overwritten."""
-    # Whatever fails while the rank unwinds came of the first error.
+    """Write the record for the parent to read; the first one is never overwritten."""
+    # Errors while the rank unwinds are consequences of the first one.
     if os.fstat(fd).st_size == 0:
         write_all(fd, memoryview(failure.to_json()), 0)
 
 
 def read_record(fd: int) -> Failure | None:
-    """The record of :func:`write_record`, or ``None``."""
+    """Return the record of :func:`write_record`, or ``None``."""
     data = read_text(fd)
     return Failure.from_json(data) if data else None
 
 
 def read_text(fd: int) -> bytes:
-    """Return what is in a file that a rank writes to."""
+    """Return the content of a file that a rank writes to."""
     data = bytearray(os.fstat(fd).st_size)
     return bytes(data[: read_into(fd, memoryview(data), 0)])

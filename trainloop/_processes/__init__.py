@@ -1,12 +1,12 @@
-"""Start processes of this machine: the ranks of a run and the models of a search.
+"""Start processes on this machine: the ranks of a run and the models of a search.
 
 :func:`from_server` forks them from ``multiprocessing``'s fork server, which imports torch once; :func:`spawned` starts
 fresh interpreters. A forked process inherits the state of the server, so it first takes over the caller's environment,
-folder, CPUs, standard output and number of threads (:class:`_Surroundings`), before anything of the user's is
-unpickled. State that a running process cannot change (``LD_PRELOAD``, a lowered priority) is compared: where it
+folder, CPUs, standard output and number of threads (:class:`_Surroundings`), before any user object is
+unpickled. State that a running process cannot change (``LD_PRELOAD``, a lowered priority) is compared: if it
 differs, the process refuses, and the caller spawns instead.
 
-The server belongs to the whole program: :mod:`trainloop._processes.server` makes it fit for every other user too.
+The whole program shares the server: :mod:`trainloop._processes.server` prepares it for all other users, too.
 """
 
 from __future__ import annotations
@@ -77,21 +77,21 @@ _NOT_AT_LOAD = (
     # Set by scikit-learn and others when they are imported, which may be after the server's start.
     *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
 )
-# Lines of /proc/self/status about inherited state that a running process cannot change, or that nothing sends.
-_UMASK = "Umask"  # which a forked process takes over
+# Lines of /proc/self/status about inherited state that a running process cannot change, or that is not sent.
+_UMASK = "Umask"  # a forked process takes this over
 _INHERITED = (_UMASK, "SigIgn", "Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp", "Mems_allowed_list")
 _LINUX_ONLY = "it requires Linux"
 _NOT_OWN = "the server itself"
-# Before a process is asked of the server, and asked again where that was killed: it takes a moment to be gone.
+# Delays before a request to the server, and before another one if the server was killed, which takes a moment.
 _PAUSES_S = (0.0, 0.05, 0.5)
 
 
 class NoServerError(Exception):
-    """No process can be forked from the server; the text says why."""
+    """No process can be forked from the server; the text has the reason."""
 
 
 class NoOwnServerError(NoServerError):
-    """The server ends when it imports its modules, or other code of this program has started it."""
+    """The server ends while it imports its modules, or other code of this program has started it."""
 
 
 def chosen_method(asked: str = "auto") -> str:
@@ -116,22 +116,22 @@ _process_lock = threading.Lock()  # os.environ and __main__ belong to the proces
 
 
 def begin_server(modules: Sequence[str]) -> None:
-    """Start the fork server unless it runs, without waiting until it has imported ``modules``.
+    """Start the fork server unless it is running, without waiting until it has imported ``modules``.
 
-    A server that runs already keeps what it has imported: its processes import the rest themselves.
+    A server that is already running keeps its imports: its processes import the rest themselves.
 
     Raises
     ------
     NoServerError
-        If this program cannot have one.
+        If this program cannot have a server.
     """
     if sys.platform != "linux":
         raise NoServerError(_LINUX_ONLY)
     if getattr(sys, "frozen", False):
         raise NoServerError("this program is frozen into one file")
     forkserver.set_forkserver_preload([f"{__name__}.server"])  # never __main__, which is the default
-    # A single-threaded server can be forked safely, so its libraries start no threads: processes set their own number.
-    # Its own sys.path would lack the script's folder.
+    # Only a single-threaded server can be forked safely, so its libraries start no threads; processes set their own.
+    # Its own sys.path would not contain the script's folder.
     changed = {**dict.fromkeys(THREAD_VARIABLES, "1"), "PYTHONPATH": os.pathsep.join(_absolute_path())}
     order = {
         "caller": os.getpid(),
@@ -142,7 +142,7 @@ def begin_server(modules: Sequence[str]) -> None:
     resource_tracker.ensure_running()  # it unblocks signals when it starts
     try:
         with _process_lock, _signals_blocked(), _sockets_in_own_folder(), contextlib.ExitStack() as undo:
-            for fd in open_standard_descriptors():  # else the server's own could have these numbers
+            for fd in open_standard_descriptors():  # otherwise the server's own descriptors could get these numbers
                 undo.callback(os.close, fd)
             if connection.arbitrary_address("AF_UNIX").startswith("\0"):  # type: ignore[attr-defined]
                 raise NoServerError(
@@ -188,7 +188,7 @@ def from_server(
     Raises
     ------
     NoServerError
-        If there can be no server, if it ends again and again, or if a process forked from it cannot be like the caller.
+        If there can be no server, if it keeps ending, or if a process forked from it cannot have the caller's state.
     """
     problem = ""
     for pause_s in _PAUSES_S:
@@ -208,7 +208,7 @@ class _End:
 
 
 def _wait_for_server() -> None:
-    """Wait until the server has imported its modules and forks: ``Process.start`` would wait with the locks held."""
+    """Wait until the server has imported its modules and can fork: ``Process.start`` would wait with locks held."""
     answer, orders = forkserver.connect_to_new_process([])
     try:
         with contextlib.suppress(BrokenPipeError):
@@ -225,7 +225,7 @@ _refused: tuple[int, dict[str, Any], str] | None = None
 
 
 def _check_not_refused(fixed: dict[str, Any]) -> None:
-    """Raise the last refusal again if the server and the state are the same."""
+    """Raise the last refusal again if server and state are unchanged."""
     if _refused is None or _refused[1] != fixed:
         return
     with contextlib.suppress(OSError):
@@ -247,7 +247,7 @@ def _forked(calls: Sequence[Call], modules: Sequence[str], changes: Mapping[str,
     held = {*blocked_signals(), *map(int, _group_signals())}
     processes: list[BaseProcess] = []
     with contextlib.ExitStack() as undo:
-        # Where Python started without one, its number may be that of a file of the user's.
+        # If Python started without one of them, its number may belong to a file of the user.
         started_with = ((1, sys.__stdout__), (2, sys.__stderr__))
         streams = tuple(fd if stream is not None and _is_open(fd) else _devnull(undo) for fd, stream in started_with)
         surroundings = _Surroundings(environment, affinity(), sorted(held), fixed, limits(), streams)
@@ -277,10 +277,10 @@ def _forked(calls: Sequence[Call], modules: Sequence[str], changes: Mapping[str,
 
 
 def spawned(calls: Sequence[Call], environment: Mapping[str, str] | None = None) -> list[BaseProcess]:
-    """Start a fresh interpreter for each call; else as :func:`from_server`."""
+    """Start a fresh interpreter for each call; otherwise like :func:`from_server`."""
     context = multiprocessing.get_context("spawn")
     if sys.platform != "win32":
-        resource_tracker.ensure_running()  # it lives as long as this process: not with these processes' environment
+        resource_tracker.ensure_running()  # it outlives these processes: it must not get their environment
     processes: list[BaseProcess] = []
     with _process_lock, _variables_set(environment or {}), _signals_blocked(), _main_not_imported_again():
         try:
@@ -358,8 +358,8 @@ def _signals_blocked() -> Iterator[None]:
 def _main_not_imported_again() -> Iterator[None]:
     """Keep processes started in this context from running the main module again.
 
-    ``multiprocessing`` sends them its name or path, for pickles that name its classes. What this package sends holds
-    them by value, which also works where there is no path: notebooks, standard input.
+    ``multiprocessing`` sends them its name or path, for pickles that refer to its classes by name. This package sends
+    them by value, which also works without a path: in notebooks and on standard input.
     """
     main = sys.modules["__main__"]
     missing = object()
@@ -456,7 +456,7 @@ class _Surroundings:
         return _arrived, (*fields, [reduction.DupFd(fd) for fd in self.streams])
 
     def changed(self, started_with: Mapping[str, str] | None) -> set[str]:
-        """Return the names of what the caller has and this process cannot have."""
+        """Return the names of the caller's state that this process cannot have."""
         if started_with is None:
             return {_NOT_OWN}
         here = fixed_state(started_with)

@@ -1,7 +1,7 @@
 """Prepare the fork server: ``multiprocessing`` imports this module in it, before its first fork.
 
-Other code of the program may start processes from the same server, so a fork of it has the environment, signals,
-numbers of threads and random seeds that it would have had without this package.
+Other code of the program may start processes from the same server, so its forks have the environment, signals,
+numbers of threads and random seeds that they would have without this package.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _is_server = False
 
 def _prepare(order: dict[str, Any]) -> None:
     global started_with, _is_server
-    # A fork replaces 1 and 2 by its caller's: no descriptor that it gets may have these numbers.
+    # A fork replaces 1 and 2 by its caller's: none of its descriptors may have these numbers.
     open_standard_descriptors()
     sys.path[:] = order["path"]
     for name in order["modules"]:
-        # Whichever process needs it will raise. It need not be an ImportError: a missing library is an OSError.
+        # The process that needs it will raise. It may not be an ImportError: a missing library is an OSError.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     for name, value in order["environment"].items():
@@ -43,7 +43,7 @@ def _prepare(order: dict[str, Any]) -> None:
     del os.environ[SERVER_VARIABLE]
     started_with = dict(os.environ)
     gc.collect()
-    gc.freeze()  # else the first collection of a fork would write to, and so copy, every page with objects
+    gc.freeze()  # otherwise the first collection of a fork would write to, and so copy, every page with objects
     _is_server = True
     if sys.platform != "win32":
         os.register_at_fork(after_in_child=lambda: _in_fork(order["mask"]))

@@ -1,10 +1,10 @@
-"""Choose a run's devices: parse requests, resolve mode names, count batches.
+"""Choose a run's devices: parse requests, resolve mode names, count samples of a batch.
 
-``requests.py`` and ``modes.py`` are arithmetic on their arguments. Two functions
-here look at the machine: :func:`resolve` counts devices, :func:`find_usable_cuda_devices` tries them.
+``requests.py`` and ``modes.py`` depend on their arguments only. Two functions here read the machine: :func:`resolve`
+counts devices, :func:`find_usable_cuda_devices` tries them.
 :func:`visible_devices`, of ``trainloop.resources.masks``, is re-exported.
 
-An index always counts within ``CUDA_VISIBLE_DEVICES``, as torch's own do.
+An index always counts within ``CUDA_VISIBLE_DEVICES``, like torch's.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ __all__ = [
 
 
 def usable_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(affinity()) or os.cpu_count() or 1
 
 
 def resolve(accelerator: object = "auto", devices: object = "auto") -> list[torch.device]:
-    """Devices that a run uses, in rank order. Creates no CUDA context.
+    """Return the devices that a run uses, in rank order, without creating a CUDA context.
 
     Parameters
     ----------
     accelerator : {'auto', 'gpu', 'cuda', 'mps', 'cpu'}
-        ``auto`` is cuda, then mps, then cpu; ``gpu`` is cuda or mps and never silently the CPU.
+        ``auto`` is the first available of cuda, mps and cpu; ``gpu`` is cuda or mps, never the CPU.
     devices : int, str or sequence of int
-        See :func:`parse_devices`. For the CPU: a number of processes.
+        See :func:`parse_devices`. For the CPU it is a number of processes.
 
     Returns
     -------
@@ -73,9 +73,9 @@ def resolve(accelerator: object = "auto", devices: object = "auto") -> list[torc
     Raises
     ------
     ConfigurationError
-        If no accelerator has that name.
+        If the accelerator's name is unknown.
     DeviceError
-        If the accelerator is absent, or has no such devices.
+        If the accelerator is missing, or has no such devices.
 
     Warns
     -----
@@ -102,15 +102,16 @@ def _cuda_count() -> int:
 
 
 def _interactive() -> bool:
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive)  # IPython and Jupyter set ps1 too
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)  # IPython and Jupyter set ps1, too
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
-    """GPUs that no other run uses, tried in index order with one tiny tensor each, and leased to this process.
+    """Find GPUs that no other run uses, lease them to this process, and return their indices.
 
-    For several runs on one machine, above all in 'exclusive process' mode. A try creates a CUDA context, so it stops
-    as soon as enough are found. GPUs that another trainloop run on this machine has leased are skipped; the lease on
-    those returned lasts as long as this process. A second call in the same process may return the same GPUs.
+    For several runs on one machine, especially in 'exclusive process' mode. GPUs are tried in index order with one
+    tiny tensor each. This creates a CUDA context, so the search stops as soon as enough are found. GPUs that another
+    trainloop run on this machine has leased are skipped. The lease lasts until this process ends. A second call in the
+    same process may return the same GPUs.
 
     Parameters
     ----------
@@ -125,8 +126,8 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     Raises
     ------
     DeviceError
-        If no GPU is visible, if more are asked than are visible (both before any try), if fewer are usable, with the
-        indices of the occupied ones, or if the number isn't one.
+        If no GPU is visible or more are requested than are visible (both before any try); if fewer are usable, with
+        the indices of the occupied ones; or if ``num_devices`` is not an int.
 
     Notes
     -----

@@ -1,4 +1,4 @@
-"""Names of modes, and what a mode makes of devices, nodes and batches: arithmetic on arguments."""
+"""Names of modes, and how each mode uses devices, nodes and batches; depends on the arguments only."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _MODES: dict[str, Mode] = {
     "fsdp2": "fsdp",
 }
 _REPLACED: dict[str, str] = {
-    "ddp2": "it was dropped in Lightning 1.8; use gpu_mode='ddp'",
-    "horovod": "use gpu_mode='ddp', under torchrun or Slurm for several machines",
+    "ddp2": "Lightning 1.8 removed it; use gpu_mode='ddp'",
+    "horovod": "use gpu_mode='ddp', with torchrun or Slurm for several machines",
     "ddp_sharded": "use gpu_mode='fsdp', which shards parameters, gradients and the optimizer's state",
     "fsdp_native": "use gpu_mode='fsdp'",
     "deepspeed": "use gpu_mode='fsdp', which shards parameters, gradients and the optimizer's state",
@@ -49,12 +49,12 @@ def resolve_mode(name: object, num_devices: int, num_nodes: int = 1, *, kind: st
     num_devices, num_nodes : int
         Devices on each node, and nodes.
     kind : str, optional
-        Kind of the devices (``torch.device.type``), where it is known: ``mps`` has ``single`` only.
+        Type of the devices (``torch.device.type``), if known: ``mps`` supports ``single`` only.
 
     Raises
     ------
     ConfigurationError
-        For a strategy that is not offered, with its replacement, or that can't work on these devices and nodes.
+        If the strategy is not supported (the message names its replacement), or can't use these devices and nodes.
     """
     num_nodes = check_num_nodes(num_nodes)
     if name == "auto":
@@ -63,33 +63,33 @@ def resolve_mode(name: object, num_devices: int, num_nodes: int = 1, *, kind: st
         mode = _MODES[name]
     else:
         word = name.strip().lower() if isinstance(name, str) else ""
-        # 'ddp_sharded_spawn', 'fsdp_native', 'deepspeed_stage_2' are kinds of the strategies above.
+        # 'ddp_sharded_spawn', 'fsdp_native', 'deepspeed_stage_2' are variants of the strategies above.
         replaced = next((known for known in _REPLACED if word == known or word.startswith(f"{known}_")), None)
         if replaced is not None:
             raise ConfigurationError(f"gpu_mode={shown(name)}: {_REPLACED[replaced]}.")
         raise ConfigurationError(f"gpu_mode={shown(name)}: must be 'single', 'dp', 'ddp', 'fsdp' or 'auto'.")
     if num_nodes > 1 and not has_ranks(mode):
         raise ConfigurationError(
-            f"gpu_mode={shown(name)} with num_nodes={num_nodes}: it works on one node only. "
+            f"gpu_mode={shown(name)} with num_nodes={num_nodes}: this mode uses one node only. "
             "Use gpu_mode='ddp' or 'fsdp'."
         )
     if kind == "mps" and mode != "single":
-        raise ConfigurationError(f"gpu_mode={shown(name)} on mps: an Apple GPU is one device. Use gpu_mode='single'.")
+        raise ConfigurationError(f"gpu_mode={shown(name)} on mps: there is only one Apple GPU. Use gpu_mode='single'.")
     return mode
 
 
 def has_ranks(mode: object) -> bool:
-    """Return True if a mode runs as one process a device."""
+    """Return True if a mode runs one process per device."""
     return mode in ("ddp", "fsdp")
 
 
 def check_num_nodes(num_nodes: object) -> int:
-    """``num_nodes``, checked.
+    """Return ``num_nodes`` after checking it.
 
     Raises
     ------
     ConfigurationError
-        Unless it is an int of 1 or more; no bool, no text.
+        If it is not an int of 1 or more (a bool or text is not an int).
     """
     number = whole_number(num_nodes)
     if number is None or number < 1:
@@ -98,33 +98,33 @@ def check_num_nodes(num_nodes: object) -> int:
 
 
 def world_size(num_devices: int, num_nodes: int = 1) -> int:
-    """Ranks of a ``ddp`` or ``fsdp`` run over all nodes."""
+    """Return the number of ranks of a ``ddp`` or ``fsdp`` run over all nodes."""
     return num_devices * check_num_nodes(num_nodes)
 
 
 def global_rank(node_rank: int, num_devices: int, local_rank: int) -> int:
-    """Global rank of a node's ``local_rank``; every node has the same number of devices."""
+    """Return the global rank of a node's ``local_rank``; every node has the same number of devices."""
     return node_rank * num_devices + local_rank
 
 
 def effective_batch_size(mode: str, batch_size: int, num_devices: int, num_nodes: int = 1) -> int:
-    """Samples of one global batch, for loaders of ``batch_size``.
+    """Return the number of samples of a global batch, for loaders with this ``batch_size``.
 
-    ``batch_size`` is per process: ``ddp`` and ``fsdp`` multiply it by their ranks, ``single`` and ``dp`` (which splits
-    it) don't.
-    Gradient accumulation multiplies the samples of an optimizer step, not this.
+    ``batch_size`` is per process: ``ddp`` and ``fsdp`` multiply it by the number of ranks; ``single`` and ``dp`` (which
+    splits it) don't.
+    Gradient accumulation multiplies the samples of an optimizer step, not of a global batch.
 
     Raises
     ------
     ConfigurationError
-        For more than one node in a mode that works on one.
+        For more than one node in a mode that uses one only.
     """
     mode = resolve_mode(mode, num_devices, num_nodes)
     return batch_size * world_size(num_devices, num_nodes) if has_ranks(mode) else batch_size
 
 
 def dp_chunks(batch_size: int, num_devices: int) -> list[int]:
-    """Samples of each device in ``dp``: ``torch.chunk``'s split, which may leave devices idle.
+    """Return the samples of each device in ``dp``, as split by ``torch.chunk``, which may leave devices idle.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Requests for devices, parsed and decided: arithmetic on arguments, without a look at the machine."""
+"""Parse and decide requests for devices; depends on the arguments only, not on the machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ACCELERATORS = ("auto", "gpu", "cuda", "mps", "cpu")
 
 
 def parse_devices(devices: object, count: int) -> list[int]:
-    """Indices of the devices that a request means, in the order of the request: rank r gets the r-th.
+    """Return the indices of the requested devices, in the order of the request: rank r gets the r-th.
 
     Parameters
     ----------
@@ -31,12 +31,12 @@ def parse_devices(devices: object, count: int) -> list[int]:
     Returns
     -------
     list of int
-        At least one index, each in ``range(count)``, none twice.
+        At least one index, all different, each in ``range(count)``.
 
     Raises
     ------
     DeviceError
-        For every other request, with a correct form in the message.
+        For any other request; the message shows a correct form.
 
     Examples
     --------
@@ -49,7 +49,7 @@ def parse_devices(devices: object, count: int) -> list[int]:
         return _first(int(devices), devices, count)
     if isinstance(devices, Sequence) and not isinstance(devices, (bytes, bytearray, memoryview)):
         return _indices(devices, devices, count)
-    raise _wrong(devices, f"a {type(devices).__name__} names no devices", count)
+    raise _wrong(devices, f"a {type(devices).__name__} is not a number or list of devices", count)
 
 
 def _parse_text(text: str, count: int) -> list[int]:
@@ -60,7 +60,7 @@ def _parse_text(text: str, count: int) -> list[int]:
             raise _none_asked(text, count)
         return _first(_number(text, text, count), text, count)
     entries = text.split(",")
-    if not entries[-1].strip():  # One trailing comma makes a list; any other gap is a missing number.
+    if not entries[-1].strip():  # One trailing comma makes a list; any other empty entry is a missing number.
         entries.pop()
     if not any(entry.strip() for entry in entries):
         raise _none_asked(text, count)
@@ -68,9 +68,9 @@ def _parse_text(text: str, count: int) -> list[int]:
 
 
 def _number(entry: str, given: str, count: int) -> int:
-    # int() alone would take '1_0', '+3' and the digits of every script; 18 digits are more than any machine's devices.
+    # int() alone would accept '1_0', '+3' and digits of all scripts; no machine has a device number of 18 digits.
     if re.fullmatch(r"-?[0-9]{1,18}", entry.strip()) is None:
-        what = f"{shown(entry)} is no number" if entry.strip() else "a number is missing between two commas"
+        what = f"{shown(entry)} is not a number" if entry.strip() else "a number is missing between two commas"
         raise _wrong(given, what, count)
     return int(entry)
 
@@ -79,7 +79,7 @@ def _first(number: int, given: object, count: int) -> list[int]:
     if number == 0:
         raise _none_asked(given, count)
     if number < -1:
-        raise _wrong(given, "a number of devices is 1 or more, or -1 for all", count)
+        raise _wrong(given, "a number of devices must be 1 or more, or -1 for all", count)
     if count == 0:
         raise _wrong(given, "no device is available", count)
     if number > count:
@@ -91,7 +91,7 @@ def _indices(entries: Sequence[object], given: object, count: int) -> list[int]:
     indices: list[int] = []
     for entry in entries:
         if not isinstance(entry, Integral) or isinstance(entry, bool):
-            raise _wrong(given, f"{shown(entry)} is a {type(entry).__name__}, an index is an int", count)
+            raise _wrong(given, f"{shown(entry)} is a {type(entry).__name__}, but an index must be an int", count)
         index = int(entry)
         if index < 0:
             raise _wrong(given, f"an index is 0 or more; -1 means 'all' only by itself, not in a list ({index})", count)
@@ -106,13 +106,13 @@ def _indices(entries: Sequence[object], given: object, count: int) -> list[int]:
 
 
 def _none_asked(given: object, count: int) -> DeviceError:
-    return _wrong(given, "this asks for no device; to train without a GPU use accelerator='cpu', devices=1", count)
+    return _wrong(given, "no device was requested; to train without a GPU, use accelerator='cpu', devices=1", count)
 
 
 def _wrong(given: object, what: str, count: int) -> DeviceError:
     if count == 0:
         return DeviceError(
-            f"devices={shown(given)}: {what}. No such device is visible here (0 devices). "
+            f"devices={shown(given)}: {what}. No device is visible here. "
             "Use accelerator='cpu', devices=1, or check CUDA_VISIBLE_DEVICES."
         )
     span = "device 0" if count == 1 else f"0 to {count - 1}"
@@ -128,24 +128,24 @@ def _be(count: int) -> str:
 
 
 def whole_number(value: object) -> int | None:
-    """The int that a value stands for, numpy's and other libraries' too; ``None`` for all else, and for truth values.
+    """Return a value as an int, also one of numpy and other libraries; ``None`` for anything else and for bools.
 
     Examples
     --------
     >>> whole_number(2), whole_number(2.0), whole_number(True)
     (2, None, None)
     """
-    # True is an int to Python, a tensor of it to torch, and both are slips here.
+    # Python accepts True as an int, torch a tensor of it; here both are mistakes.
     if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
         return None
     try:
-        return operator.index(value)  # type: ignore[arg-type]  # which says itself what it takes
-    except Exception:  # whatever a user's class, or a tensor of many values, raises
+        return operator.index(value)  # type: ignore[arg-type]  # raises TypeError for other types
+    except Exception:  # a user's class or a tensor of many values may raise anything
         return None
 
 
 def shown(value: object) -> str:
-    """``repr`` cut to one line. It may fail: for an int of thousands of digits, or in a user's class."""
+    """Return ``repr`` cut to one line; or the type, if ``repr`` fails (a very large int, a user's class)."""
     try:
         text = repr(value)
     except Exception:
@@ -157,40 +157,41 @@ def shown(value: object) -> str:
 
 
 class DeviceChoice(NamedTuple):
-    """Devices by kind and index, before torch is asked for them."""
+    """Devices by type and index, not yet torch devices."""
 
     kind: Kind
-    """Kind of all of them."""
+    """Type of all devices."""
     indices: list[int]
-    """In rank order. For ``cpu`` one 0 a process."""
+    """Indices in rank order; for ``cpu`` one 0 per process."""
     note: str = ""
-    """A hint for the user about the choice; empty if there is none."""
+    """Hint for the user about the choice; empty if there is none."""
 
 
 def choose_devices(
     accelerator: object, devices: object, *, cuda: int, mps: bool = False, interactive: bool = False, cores: int = 8
 ) -> DeviceChoice:
-    """The decision of :func:`resolve`, from what the machine has.
+    """Decide for :func:`resolve`, from a description of the machine.
 
     Parameters
     ----------
     accelerator, devices
         As for :func:`resolve`.
     cuda : int
-        Visible CUDA devices.
+        Number of visible CUDA devices.
     mps : bool
-        Whether there is an Apple GPU.
+        True if there is an Apple GPU.
     interactive : bool
-        In a notebook or shell ``devices='auto'`` takes one of several GPUs, because processes and cells mix badly.
+        True in a notebook or shell: ``devices='auto'`` then uses one of several GPUs, since processes and cells don't
+        mix well.
     cores : int
         CPU cores this process may use.
 
     Raises
     ------
     ConfigurationError
-        If no accelerator has that name.
+        If the accelerator's name is unknown.
     DeviceError
-        If the accelerator is absent, or has no such devices.
+        If the accelerator is missing, or has no such devices.
     """
     name = accelerator.strip().lower() if isinstance(accelerator, str) else None
     if name not in _ACCELERATORS:
@@ -232,7 +233,7 @@ def choose_devices(
 
 
 def _as_arguments(device: object) -> str:
-    """Return the arguments that mean a torch.device or its name, or a list of them; empty for all else."""
+    """Return the arguments equivalent to a torch.device, its name, or a list of them; empty for anything else."""
     given = device if isinstance(device, (list, tuple)) else [device]
     found = [re.fullmatch(r"(cpu|cuda|gpu|mps)(?::([0-9]+))?", str(each).strip().lower()) for each in given]
     kinds = {match[1] for match in found if match}
@@ -243,7 +244,7 @@ def _as_arguments(device: object) -> str:
 
 
 def _cpu_processes(devices: object, cores: int, *, found_none: bool) -> int:
-    """On the CPU ``devices`` is a number of processes: there is no device 3 to choose."""
+    """Return the number of processes that ``devices`` means on the CPU, where devices have no indices."""
     text = devices.strip().lower() if isinstance(devices, str) else None
     if text == "auto":
         return 1
@@ -253,7 +254,7 @@ def _cpu_processes(devices: object, cores: int, *, found_none: bool) -> int:
     elif isinstance(devices, Integral) and not isinstance(devices, bool):
         number = int(devices)
     if number == -1 and found_none:
-        return 1  # 'All the GPUs there are', on a machine without: as 'auto'.
+        return 1  # 'All GPUs' on a machine without any: like 'auto'.
     if number is None or number < 1:
         where = "no GPU is visible, and " if found_none else ""
         raise DeviceError(
@@ -269,5 +270,5 @@ def _cpu_processes(devices: object, cores: int, *, found_none: bool) -> int:
 
 
 def most_cpu_processes(cores: int) -> int:
-    """The most CPU processes to allow: far more than is useful, so that a small machine can try out many ranks."""
+    """Return the largest number of CPU processes to allow: many, so that small machines can try out many ranks."""
     return max(64, 8 * cores)

@@ -1,9 +1,8 @@
-"""Ranks and what they exchange; every function is right in one process too, with no process group.
+"""Ranks and their exchanges. Every function also works in one process without a process group.
 
 *Ranks*: :class:`Rank`, :func:`get_rank`, :func:`get_world_size`, :func:`is_global_zero`, :func:`rank_zero_only`.
 *Exchanges*: :func:`all_gather`, :func:`all_reduce`, :func:`broadcast_object`, :func:`gather_object`, :func:`gather_to`,
-:func:`exchange_ints`, :func:`barrier`. These are collective: every rank calls them, in the same
-order.
+:func:`exchange_ints`, :func:`barrier`. These are collective: every rank must call them, in the same order.
 
 Objects and CPU tensors are sent over Gloo, so that no exchange of a few bytes waits for a GPU. If the default
 process group does not support CPU tensors (``init_process_group('nccl')``), a Gloo group is made beside it at the
@@ -13,7 +12,7 @@ that device, or over the CPU if it has none.
 * ``ranks.py``: ranks and world size
 * ``hosts.py``: processes on this host
 * ``objects.py``: objects and ints, over the CPU
-* ``wire.py``, ``key.py``: messages that prove their sender
+* ``wire.py``, ``key.py``: authenticated messages
 * ``encoding.py``: objects as bytes
 * ``tensors.py``: nested tensors and numbers
 """

@@ -1,9 +1,9 @@
-"""Objects as bytes: a pickle between ranks that share a key, and otherwise what ``torch.load`` reads without code.
+"""Encode objects as bytes: pickled between ranks that share a key, else in the safe form of ``torch.load``.
 
-A pickle is a program: whoever may write one runs code in the process that reads it. So :func:`dumps` and :func:`loads`
-are for messages that carry the run's HMAC, and for a process's own files. Without a key, :func:`encode` writes by
-``torch.save``, and :func:`decode` reads with ``weights_only=True``, which builds numbers, text, containers and tensors;
-numpy's arrays and scalars, frozensets and named tuples are allowed in addition.
+A pickle is a program: whoever writes one can execute code in the process that reads it. So :func:`dumps` and
+:func:`loads` are for messages that are signed with the run's key, and for a process's own files. Without a key,
+:func:`encode` uses ``torch.save``, and :func:`decode` reads with ``weights_only=True``, which builds numbers, text,
+containers and tensors; numpy's arrays and scalars, frozensets and named tuples are allowed in addition.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["Malformed", "NotPlain", "decode", "dumps", "encode", "loads"]
 
 
 class NotPlain(TypeError):
-    """The object can't be read without code; the text names a class or function that it needs."""
+    """The object can't be read without executing code; the text names a class or function that it needs."""
 
 
 class Malformed(ValueError):
-    """Bytes that :func:`encode` did not write."""
+    """The bytes were not written by :func:`encode`."""
 
 
 # Functions that rebuild arrays and scalars, as pickles name them; numpy's documentation has no public names for them.
@@ -44,14 +44,14 @@ _OF_NUMPY: list[Any] = [
 
 
 def dumps(obj: Any) -> bytes:
-    """Return a pickle of any object; tensors of an accelerator arrive on the reader's current device of that type."""
+    """Return a pickle of any object; accelerator tensors arrive on the reader's current device of that type."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
     return buffer.getvalue()
 
 
 def loads(data: bytes | memoryview) -> Any:
-    """Return the object of :func:`dumps`; only for bytes whose writer is known."""
+    """Return the object that :func:`dumps` pickled. Call it only for bytes whose writer is trusted."""
     return pickle.loads(data)
 
 
@@ -59,10 +59,10 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not Tensor or obj.layout is not torch.strided or obj.is_quantized:
             return NotImplemented
-        # torch's own way pickles a storage by torch.save, which takes 100 us.
+        # torch pickles a storage with torch.save, which takes 100 us.
         whole = obj.detach().resolve_conj().resolve_neg().cpu().contiguous()
         flat = whole.reshape(-1)
-        if flat.stride() != (1,):  # of a single number, torch says nothing about the step to the next
+        if flat.stride() != (1,):  # the stride of a single number is arbitrary
             flat = torch.empty_like(flat, memory_format=torch.contiguous_format).copy_(flat)
         data = flat.view(torch.uint8).numpy()
         return _tensor, (data, whole.dtype, tuple(whole.shape), obj.device.type, obj.requires_grad)
@@ -74,15 +74,15 @@ def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...], device: str, 
 
 
 def encode(obj: Any) -> bytes:
-    """Return an object of plain data as bytes.
+    """Return plain data as bytes.
 
-    Plain are ``None``, numbers, text and bytes; lists, tuples, named tuples, sets, dicts and OrderedDicts of plain
+    Plain data is ``None``, numbers, text and bytes; lists, tuples, named tuples, sets, dicts and OrderedDicts of plain
     data; numpy's arrays and scalars; tensors.
 
     Raises
     ------
     NotPlain
-        If it holds anything else.
+        If it contains anything else.
     """
     buffer = io.BytesIO()
     torch.save(obj, buffer)
@@ -91,12 +91,12 @@ def encode(obj: Any) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """Return the object of :func:`encode`.
+    """Return the object that :func:`encode` encoded.
 
     Raises
     ------
     Malformed
-        If the bytes are of any other origin; nothing that they name has been called.
+        If the bytes have any other origin. No function that they name has been called.
     """
     buffer = io.BytesIO(data)
     try:
@@ -105,7 +105,7 @@ def decode(data: bytes | memoryview) -> Any:
             torch.sparse.check_sparse_tensor_invariants(True),
             warnings.catch_warnings(),
         ):
-            # PyTorch 2.15 says that it does what was asked for.
+            # PyTorch 2.15 warns although it does what was requested.
             warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
             return torch.load(buffer, map_location=_here, weights_only=True)
     except Exception as error:  # torch's and pickle's errors are of many types
@@ -113,7 +113,7 @@ def decode(data: bytes | memoryview) -> Any:
 
 
 def _allowed(buffer: io.BytesIO) -> list[Any]:
-    """The globals to allow for these bytes; raises NotPlain for any other."""
+    """Return the globals to allow for these bytes; raise NotPlain if they need any other."""
     buffer.seek(0)
     allowed = list(_OF_NUMPY)
     with safe_globals(allowed):
@@ -121,7 +121,7 @@ def _allowed(buffer: io.BytesIO) -> list[Any]:
     for name in others:
         module, _, qualname = name.rpartition(".")
         found = getattr(sys.modules.get(module), qualname, None)  # nothing is imported
-        # The constructor that collections.namedtuple writes runs no code of a user's.
+        # The constructor that collections.namedtuple generates runs no user code.
         made = isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
         if not made or not found.__new__.__module__.startswith("namedtuple_"):
             raise NotPlain(f"of type {name}")
@@ -131,6 +131,6 @@ def _allowed(buffer: io.BytesIO) -> list[Any]:
 
 
 def _here(storage: Any, location: str) -> Any:
-    """A tensor's storage on this process's current device of the writer's type."""
+    """Return a tensor's storage on this process's current device of the writer's type."""
     kind = location.partition(":")[0]
     return storage if kind == "cpu" else storage.to(kind)

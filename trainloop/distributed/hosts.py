@@ -1,4 +1,4 @@
-"""The name of the running system, which processes of one host have in common."""
+"""Read an ID of the running system, which is the same for all processes of a host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["running_system"]
 
 @functools.cache
 def running_system() -> str:
-    """Digits of the running system since its start, the same in all its containers; empty where unknown."""
+    """Return the ID of the system since it was booted, the same in all its containers; empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     except OSError:

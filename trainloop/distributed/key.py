@@ -1,9 +1,9 @@
-"""The run's key, by which a rank knows that bytes come from another rank of its run.
+"""The run's key, with which a rank verifies that bytes were sent by another rank of its run.
 
-Ranks that :func:`trainloop._launch.launch` starts on one host get a random key with their other arguments, through a
-pipe that no other user can read. Other ranks of one host, those of torchrun for instance, take it from rank 0's memory,
-by a descriptor that the kernel opens to the same user only. Ranks on several hosts have one where ``TRAINLOOP_KEY`` is
-set: the key itself, or the path of a file that all of them can read.
+Ranks that :func:`trainloop._launch.launch` starts on one host receive a random key with their other arguments, through
+a pipe that no other user can read. Other ranks of one host, for instance torchrun's, read it from rank 0's memory,
+through a descriptor that only the same user can open. Ranks on several hosts have a key if ``TRAINLOOP_KEY`` is set:
+to the key itself, or to the path of a file that all of them can read.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from trainloop.errors import ConfigurationError
 __all__ = ["KEY_VARIABLE", "SharedKey", "key_from_environment", "new_key", "run_key", "set_run_key"]
 
 KEY_VARIABLE = "TRAINLOOP_KEY"
-_LEAST = 32  # characters: 128 bits where they are hexadecimal
-_ADVICE = 'make one with: python -c "import secrets; print(secrets.token_hex(32))"'
+_LEAST = 32  # characters: 128 bits if they are hexadecimal
+_ADVICE = 'create one with: python -c "import secrets; print(secrets.token_hex(32))"'
 
 _of_this_run: bytes | None = None
 
@@ -32,23 +32,23 @@ def new_key() -> bytes:
 
 
 def set_run_key(key: bytes | None) -> None:
-    """Set this process's key; called once, before its process group exists."""
+    """Set this process's key; call it once, before its process group exists."""
     global _of_this_run
     _of_this_run = key
 
 
 def run_key() -> bytes | None:
-    """This process's key: the one that was set, else the environment's; ``None`` if there is none."""
+    """Return this process's key: the one that was set, else the environment's; ``None`` if there is none."""
     return _of_this_run if _of_this_run is not None else key_from_environment()
 
 
 def key_from_environment(environ: Mapping[str, str] = os.environ) -> bytes | None:
-    """The key that ``TRAINLOOP_KEY`` names.
+    """Return the key that ``TRAINLOOP_KEY`` holds or names.
 
     Raises
     ------
     ConfigurationError
-        If it is short, or a file that is absent or that others can read or write.
+        If it is too short, or if its file is missing or other users can read or write it.
     """
     given = environ.get(KEY_VARIABLE, "").strip()
     if not given:
@@ -86,7 +86,7 @@ def _read(path: str) -> str:
 class SharedKey:
     """A key in an unnamed file, for the processes of one user on one host.
 
-    Its place is no secret: another user's process can't open the file, and can't offer one of its own, as owner and
+    The file's place is not secret: another user's process can't open the file, and can't replace it, since owner and
     name are checked.
     """
 
@@ -100,17 +100,17 @@ class SharedKey:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Process and descriptor."""
+        """Process ID and descriptor."""
         return os.getpid(), self._fd
 
     def close(self) -> None:
-        """Close the file; processes that opened it before have the key."""
+        """Close the file; processes that have opened it keep the key."""
         if self._fd >= 0:
             os.close(self._fd)
 
     @classmethod
     def open(cls, place: tuple[int, int]) -> bytes | None:
-        """Read the key at a place; ``None`` if this user has none there, as on another host or in another container."""
+        """Read the key at a place; ``None`` if this user has none there, e.g. on another host or in a container."""
         path = f"/proc/{place[0]}/fd/{place[1]}"
         try:
             if os.readlink(path) != f"/memfd:{cls._NAME} (deleted)":

@@ -1,4 +1,4 @@
-"""Bytes, objects and ints of all ranks, over the CPU."""
+"""Exchange bytes, objects and ints between ranks, over the CPU."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from trainloop.errors import ConfigurationError
 
 T = TypeVar("T")
 
-# Held weakly by the default group: destroy_process_group() and a new start make a new one.
+# Keyed weakly by the default group: after destroy_process_group(), a new default group gets a new entry.
 _gloo_beside: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
 
 
 def backend_of(device_type: str) -> str | None:
-    """Name of the default group's backend for tensors on such a device, None if it has none."""
+    """Return the name of the default group's backend for tensors on such a device; None if it has none."""
     # 'cpu:gloo,cuda:nccl'
     config = dist.get_backend_config(None)
     return dict(entry.split(":", 1) for entry in config.split(",")).get(device_type)
 
 
 def cpu_group() -> dist.ProcessGroup | None:
-    """Group for CPU tensors over all ranks (None is the default group); the first call may be collective."""
+    """Return a group of all ranks for CPU tensors (None: the default group); the first call may be collective."""
     if backend_of("cpu") is not None:
         return None
     default = dist.group.WORLD
@@ -42,7 +42,7 @@ def cpu_group() -> dist.ProcessGroup | None:
 
 
 def session_here() -> Session:
-    """The default group's messages; the first call is collective."""
+    """Return the default group's session; the first call is collective."""
     default = dist.group.WORLD
     session = _sessions.get(default)
     if session is None:
@@ -51,7 +51,7 @@ def session_here() -> Session:
 
 
 def _gather_bytes(call: str, form: int, body: bytes | bytearray) -> list[tuple[Message, memoryview]]:
-    """Every rank's message, on every rank. It returns once all ranks have called it, so it is also a barrier."""
+    """Return every rank's message, on every rank; returns once all ranks have called it, so it is also a barrier."""
     world_size, group, session = dist.get_world_size(), cpu_group(), session_here()
     first = session.pack(call, form, body)
     firsts = torch.empty(world_size, BLOCK, dtype=torch.uint8)
@@ -78,7 +78,7 @@ def _gather_bytes(call: str, form: int, body: bytes | bytearray) -> list[tuple[M
 
 
 def gather_object(obj: T) -> list[T]:
-    """Every rank's object, on every rank.
+    """Return every rank's object, on every rank.
 
     Collective: every rank calls it.
 
@@ -103,12 +103,12 @@ def gather_object(obj: T) -> list[T]:
 
     Notes
     -----
-    With a key, objects are pickled, and a pickle is read only if it is signed with the run's key: ranks of one user on
-    one host have one, ranks on several hosts have one if ``TRAINLOOP_KEY`` is set. Without a key, plain data is sent in
-    the form that ``torch.load(weights_only=True)`` reads. See ``SECURITY.md``.
+    With a key, objects are pickled, and a pickle is read only if it is signed with the run's key. Ranks of one user on
+    one host always have a key; ranks on several hosts have one if ``TRAINLOOP_KEY`` is set. Without a key, plain data
+    is sent in the form that ``torch.load(weights_only=True)`` reads. See ``SECURITY.md``.
 
-    One exchange for objects of up to 1 KiB, else two. Every rank holds the bytes of all ranks at once, padded to the
-    longest.
+    It takes one exchange for objects of up to 1 KiB, else two. Every rank holds the bytes of all ranks at the same
+    time, padded to the longest.
     """
     if not has_group():
         return [obj]
@@ -121,7 +121,7 @@ def gather_object(obj: T) -> list[T]:
 
 
 def broadcast_object(obj: T, src: int = 0) -> T:
-    """The object of one rank, on every rank.
+    """Return the object of one rank, on every rank.
 
     Collective: every rank calls it.
 
@@ -135,7 +135,7 @@ def broadcast_object(obj: T, src: int = 0) -> T:
     Returns
     -------
     object
-        ``obj`` itself on rank ``src``, a copy elsewhere.
+        ``obj`` itself on rank ``src``, a copy on the others.
 
     Raises
     ------
@@ -167,7 +167,7 @@ def broadcast_object(obj: T, src: int = 0) -> T:
 
 
 def gather_to(obj: T, dst: int = 0) -> list[T] | None:
-    """Every rank's object, on one rank only; for large objects.
+    """Return every rank's object, on one rank only; for large objects.
 
     Collective: every rank calls it.
 
@@ -176,7 +176,7 @@ def gather_to(obj: T, dst: int = 0) -> list[T] | None:
     obj : object
         As in :func:`gather_object`.
     dst : int
-        The rank that gets them.
+        The rank that receives them.
 
     Returns
     -------
@@ -197,7 +197,7 @@ def gather_to(obj: T, dst: int = 0) -> list[T] | None:
     form, body = encoded(obj, session)
     sizes = exchange_ints([len(body), form == Form.REFUSED])
     longest, refused = (max(column) for column in zip(*sizes))
-    if refused:  # an error of any rank reaches all of them
+    if refused:  # an error of any rank is raised on all of them
         mine = form == Form.REFUSED
         for message, came in _gather_bytes("gather_to", form if mine else Form.RAW, body if mine else b""):
             if message.form == Form.REFUSED:
@@ -228,7 +228,7 @@ def _came(session: Session, rank: int, data: memoryview) -> Any:
 
 
 def exchange_ints(values: Sequence[int]) -> list[list[int]]:
-    """Every rank's integers, on every rank: the cheapest exchange there is.
+    """Return every rank's integers, on every rank; the cheapest exchange.
 
     Collective: every rank calls it.
 
@@ -244,7 +244,7 @@ def exchange_ints(values: Sequence[int]) -> list[list[int]]:
 
     Notes
     -----
-    One exchange over Gloo for up to 128 integers, else two.
+    It takes one exchange over Gloo for up to 128 integers, else two.
     """
     if not has_group():
         return [[int(value) for value in values]]
@@ -254,9 +254,9 @@ def exchange_ints(values: Sequence[int]) -> list[list[int]]:
 
 
 def barrier() -> None:
-    """Wait until every rank has called this.
+    """Wait until every rank has called this function.
 
-    Collective: every rank calls it. Processes wait for each other, GPUs don't: work queued on them may still run.
+    Collective: every rank calls it. Processes wait for each other, GPUs do not: their queued work may still run.
     """
     if has_group():
         _gather_bytes("barrier", Form.RAW, b"")

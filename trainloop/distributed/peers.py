@@ -1,8 +1,9 @@
-"""Find out which users are at the other ends of this process's connections, on the same host.
+"""Find out which users of this host are at the other ends of this process's connections.
 
-Gloo's listeners are open to every user of the host, and its protocol asks nobody who they are: a process that connects
-before a rank does takes the rank's place, in gradients too. It has to stay connected, and the kernel knows the owner of
-each end of a local connection. So the connections that came in while a process group was made are looked up.
+Gloo's listeners accept every user of the host, and its protocol has no authentication: a process that connects before
+a rank does takes the rank's place, also in the reduction of gradients. It has to stay connected, and the kernel knows
+the owner of each end of a local connection. So the connections that were made during the start of a process group are
+looked up.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 
 
 class DisturbedStartError(ConnectionError):
-    """An untrusted connection before any work was done: the start may be repeated."""
+    """An untrusted process connected before any work was done: the start may be repeated."""
 
 
 class _Socket(NamedTuple):
@@ -35,28 +36,28 @@ class _Socket(NamedTuple):
 
 
 def owners_are_known() -> bool:
-    """Return True if this host's kernel tells the owners of connections, which :func:`no_strangers` needs."""
+    """Return True if this host's kernel reports the owners of connections, which :func:`no_strangers` needs."""
     return os.access("/proc/self/fd", os.R_OK) and any(os.access(table, os.R_OK) for table in _TABLES)
 
 
 @contextlib.contextmanager
 def no_strangers(kind: type[ConnectionError] = ConnectionError) -> Iterator[None]:
-    """A context in which to make a process group: another user's connection to it raises an error that says so.
+    """Return a context in which to create a process group; it raises an error if another user connects to the group.
 
     Parameters
     ----------
     kind : type
         Class of the error.
 
-    Sees connections between processes of one host (of one network namespace) on Linux; does nothing elsewhere. The
-    user's own servers, which listened before, may be connected to by anybody.
+    It detects connections between processes of one host (one network namespace) on Linux; elsewhere it does nothing.
+    Anybody may connect to the user's own servers, which were listening before.
 
     Raises
     ------
     ConnectionError
-        That names the user; also in place of the group's own error, which would not say what happened.
+        Names the user. It replaces an error of the group itself, which would not say what happened.
     """
-    # What listened before is the user's own, a server that anybody may connect to.
+    # A socket that was listening before is a server of the user, to which anybody may connect.
     before = _own_sockets()
     try:
         yield
@@ -71,7 +72,7 @@ def _check(before: set[int], kind: type[ConnectionError], cause: Exception | Non
     if strangers:
         users = " and ".join(sorted({_user(uid) for uid in strangers}))
         then = "" if cause is None else f" It then failed: {cause}"
-        # Without the cause: it would look like the loss of another rank.
+        # Without the cause, which would look like the loss of another rank.
         raise kind(
             f"{users} connected to this run's process group while it was created, but only its ranks may (seen by the "
             f"run's own process {os.getpid()}, at {time.strftime('%H:%M:%S')}). Nothing was exchanged.{then} Start the "
@@ -80,18 +81,18 @@ def _check(before: set[int], kind: type[ConnectionError], cause: Exception | Non
 
 
 def _strangers(own: set[int]) -> list[int]:
-    """Other users that connected to the listeners among these sockets."""
-    sockets = _sockets() if own else []  # once: the kernel takes some milliseconds to list them
+    """Return the other users that connected to the listeners among these sockets."""
+    sockets = _sockets() if own else []  # once: listing them takes the kernel some milliseconds
     listeners = {_port(s.local) for s in sockets if s.state == _LISTEN and s.inode in own}
     owners = {(s.local, s.remote): s.uid for s in sockets}
     taken = [s for s in sockets if s.state != _LISTEN and _port(s.local) in listeners]
     others = [owners.get((s.remote, s.local)) for s in taken if s.inode]
-    # Root may look into every process anyway.
+    # Root can read every process anyway.
     return [uid for uid in others if uid is not None and uid not in (user_id(), 0)]
 
 
 def _own_sockets() -> set[int]:
-    """This process's sockets, by the numbers under which the kernel lists them."""
+    """Return the inodes of this process's sockets, by which the kernel lists them."""
     inodes = set()
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
@@ -103,7 +104,7 @@ def _own_sockets() -> set[int]:
 
 
 def _sockets() -> list[_Socket]:
-    """TCP sockets of this network namespace, as the kernel lists them; none where it doesn't."""
+    """Return the TCP sockets of this network namespace, as the kernel lists them; empty if it does not."""
     sockets = []
     for table in _TABLES:
         with contextlib.suppress(OSError), open(table) as file:
@@ -116,7 +117,7 @@ def _sockets() -> list[_Socket]:
 
 
 def _address(text: str) -> str:
-    """An address; one that an IPv6 socket shows as a mapped IPv4 address, as plain IPv4."""
+    """Return an address; a mapped IPv4 address of an IPv6 socket is returned as plain IPv4."""
     return text.removeprefix("0000000000000000FFFF0000")
 
 

@@ -1,4 +1,4 @@
-"""Rank, local rank and world size of the processes that train together."""
+"""Rank, local rank and world size of the processes of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import ParamSpec, TypeVar
 import torch.distributed as dist
 
 if dist.is_available():
-    # Before there is a group: its functions have the group of the moment as a default, and would keep it for ever.
+    # Before there is a group: defaults of its functions are the current group, and would keep it alive forever.
     importlib.import_module("torch.distributed.nn.functional")
 
 P = ParamSpec("P")
@@ -28,25 +28,25 @@ _REST_S = 2.0
 
 @dataclass(frozen=True, repr=False)
 class Rank:
-    """One process's place among all that train together."""
+    """The place of one process among all processes of a run."""
 
     rank: int = 0
     """Global rank, 0 to ``world_size - 1``."""
 
     world_size: int = 1
-    """Processes over all nodes."""
+    """Number of processes on all nodes."""
 
     local_rank: int = 0
     """Rank among this node's processes, 0 to ``local_world_size - 1``."""
 
     local_world_size: int = 1
-    """Processes on this node."""
+    """Number of processes on this node."""
 
     node_rank: int = 0
     """Rank of this node, 0 to ``num_nodes - 1``."""
 
     num_nodes: int = 1
-    """Nodes that train together."""
+    """Number of nodes."""
 
     def __repr__(self) -> str:
         return (
@@ -73,33 +73,33 @@ def leave_group(*, failed: bool = False) -> None:
         return
     abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
     if failed and abort is not None and "nccl" in str(dist.get_backend_config()):
-        with contextlib.suppress(Exception):  # of the failure alone is to be told
+        with contextlib.suppress(Exception):  # report only the original failure
             abort()
         return
     group = dist.group.WORLD
     dist.destroy_process_group()
     if sys.getrefcount(group) > 2:  # this function's variable and argument; others may be in cycles
         gc.collect()
-    # The last reference goes here: a group's destructor waits for its threads, without the interpreter's lock only when
-    # Python destroys it.
+    # Drop the last reference here: a group's destructor waits for its threads, and releases the interpreter's lock
+    # meanwhile only if Python destroys the group.
     del group
 
 
 def release_last_work() -> None:
-    """Wait until the threads of all Gloo groups are idle; at exit.
+    """Wait until the threads of all Gloo groups are idle; called at exit.
 
-    A thread that has done an exchange then destroys its tensors, which may have Python objects. That takes the
-    interpreter's lock, and a thread that asks for it while the interpreter ends aborts the process (torch 2.6 to 2.15).
+    After an exchange, a thread destroys its tensors, which may have Python objects. This needs the interpreter's lock,
+    and a thread that requests it while the interpreter shuts down aborts the process (torch 2.6 to 2.15).
     """
     deadline = time.monotonic() + _REST_S
     busy = True
     while busy and time.monotonic() < deadline:
-        time.sleep(0.005)  # releases the lock, so that a thread that waits for it gets it
+        time.sleep(0.005)  # releases the lock for waiting threads
         busy = any(map(_is_busy, Path("/proc/self/task").glob("*")))
 
 
 def _is_busy(task: Path) -> bool:
-    """Return True if a thread is one of Gloo's and runs, or could."""
+    """Return True if a thread belongs to Gloo and is running or runnable."""
     try:
         name, state = (task / "stat").read_text().rpartition(")")[::2]
     except OSError:  # it has just ended
@@ -108,7 +108,7 @@ def _is_busy(task: Path) -> bool:
 
 
 def get_rank() -> int:
-    """Global rank of this process.
+    """Return the global rank of this process.
 
     Returns
     -------
@@ -126,7 +126,7 @@ def get_rank() -> int:
 
 
 def get_world_size() -> int:
-    """Number of processes that the exchanges of this module reach.
+    """Return the number of processes that take part in the exchanges of this module.
 
     Returns
     -------
@@ -143,7 +143,7 @@ def is_global_zero() -> bool:
 
 
 def rank_zero_only(f: Callable[P, T]) -> Callable[P, T | None]:
-    """Let a function run on global rank 0 only; elsewhere a call does nothing and returns ``None``.
+    """Decorate a function to run on global rank 0 only; on other ranks a call does nothing and returns ``None``.
 
     Parameters
     ----------
@@ -153,8 +153,8 @@ def rank_zero_only(f: Callable[P, T]) -> Callable[P, T | None]:
     Returns
     -------
     callable
-        The rank is read at each call (see :func:`get_rank`), so decorating at import time, before ranks exist, is
-        fine.
+        The decorated function. It reads the rank at each call (see :func:`get_rank`), so functions can be decorated
+        at import time, before ranks exist.
 
     Examples
     --------

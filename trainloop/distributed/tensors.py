@@ -1,4 +1,4 @@
-"""Nested tensors and numbers of all ranks: gathered, or reduced to one."""
+"""Gather or reduce nested tensors and numbers over all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OPS = {"mean": "SUM", "sum": "SUM", "min": "MIN", "max": "MAX"}
 
 
 class _Leaf(NamedTuple):
-    """The description of one tensor in a nested value, for the other ranks; plain data."""
+    """Description of one tensor in a nested value, as plain data for the other ranks."""
 
     path: str
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class _Leaf(NamedTuple):
 
 
 def _map_leaves(value: Any, leaf: Callable[[Any, str], Any], path: str = "") -> Any:
-    """Replace every item of ``value`` that is no container by ``leaf(item, path)``; None stays."""
+    """Replace every item of ``value`` that is not a container by ``leaf(item, path)``; keep None."""
     if value is None:
         return None
     parts = parts_of(value)
@@ -55,7 +55,7 @@ def _as_tensor(value: Any, path: str) -> Tensor:
         if value.layout is not torch.strided:
             raise TypeError(f"value{path} is a tensor of layout {value.layout}; pass a dense one (.to_dense())")
         return value.detach().resolve_conj().resolve_neg()
-    if isinstance(value, float):  # float64 holds a Python float whole; the default dtype would round it
+    if isinstance(value, float):  # float64 holds a Python float exactly; the default dtype would round it
         return torch.tensor(value, dtype=torch.float64)
     if isinstance(value, (bool, int)):
         return torch.tensor(value)
@@ -64,8 +64,7 @@ def _as_tensor(value: Any, path: str) -> Tensor:
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
         return torch.as_tensor(np.asarray(value))
     raise TypeError(
-        f"value{path} is of type {type(value).__name__}, not a tensor or a number; "
-        "other objects are exchanged by gather_object"
+        f"value{path} is of type {type(value).__name__}, not a tensor or a number; use gather_object for other objects"
     )
 
 
@@ -81,14 +80,14 @@ def _rebuilt(value: Any, tensors: Iterator[Any]) -> Any:
 
 
 class _Agreed(NamedTuple):
-    """The description of one leaf on which the ranks agree."""
+    """Description of one leaf that all ranks have agreed on."""
 
     dtype: torch.dtype
     """The common dtype."""
     direct: bool
     """True if the device's own backend can exchange it."""
     shapes: list[tuple[int, ...]]
-    """The shape on each rank."""
+    """Shape on each rank."""
 
 
 def _agreed(
@@ -96,7 +95,7 @@ def _agreed(
 ) -> dict[str, _Agreed]:
     """Agree on the exchange of each path, in the same order on all ranks.
 
-    Raises, on every rank, where ranks called different functions or hold values of different structure or shape: the
+    Raises on every rank if ranks called different functions, or if their values differ in structure or shape: the
     collectives below would hang or mix up memory.
     """
     own: tuple[str, list[_Leaf]] = (
@@ -110,11 +109,11 @@ def _agreed(
     calls = [theirs[0] for theirs in everyone]
     if len(set(calls)) > 1:
         listed = ", ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(calls))
-        raise ValueError(f"ranks are in different exchanges ({listed}). {SAME_CALLS}")
+        raise ValueError(f"ranks called different exchanges ({listed}). {SAME_CALLS}")
     first = int(rows_may_differ)
     forms = [[(leaf.path, leaf.shape[first:], leaf.has_gradient) for leaf in leaves] for _, leaves in everyone]
     if any(form != forms[0] for form in forms):
-        # If the values differ in a few leaves only, show just these.
+        # If the values differ in only a few leaves, show only these.
         common = set.intersection(*(set(form) for form in forms))
         odd = [
             [str(leaf) for leaf, form in zip(leaves, rank_forms, strict=True) if form not in common]
@@ -128,7 +127,7 @@ def _agreed(
         )
     agreed: dict[str, _Agreed] = {}
     for same_leaf in zip(*(leaves for _, leaves in everyone), strict=True):
-        # An empty batch often has another dtype than the others: float32 where they are int64.
+        # An empty batch often has another dtype than the others: float32 instead of int64.
         dtype = functools.reduce(torch.promote_types, (_DTYPES[leaf.dtype] for leaf in same_leaf))
         device_types = {leaf.device_type for leaf in same_leaf}
         device_type = device_types.pop() if len(device_types) == 1 else "cpu"
@@ -138,8 +137,8 @@ def _agreed(
 
 
 def _everyone(own: tuple[str, list[_Leaf]] | str, call: str) -> list[tuple[str, list[_Leaf]]]:
-    """Every rank's description of its value; a rank whose value can't be exchanged gives the reason (str) instead."""
-    # Also by a rank with an error, which else would leave the others waiting here.
+    """Return every rank's description of its value; a rank whose value can't be exchanged sends the reason (str)."""
+    # A rank with an error calls this, too; otherwise the others would keep waiting here.
     everyone = gather_object(own)
     for rank, theirs in enumerate(everyone):
         if isinstance(theirs, str):
@@ -156,7 +155,7 @@ def _own_leaves(value: Any, call: str) -> list[tuple[str, Tensor]]:
 
 
 def all_gather(value: Any, *, concat: bool = False) -> Any:
-    """Values of all ranks, along a new leading axis of world size, on every rank; gradients flow back through it.
+    """Gather the values of all ranks on every rank, along a new first axis; gradients flow back through it.
 
     Collective: every rank calls it.
 
@@ -166,16 +165,16 @@ def all_gather(value: Any, *, concat: bool = False) -> Any:
         Tensors of any dtype on any device, numpy arrays and scalars, Python numbers. ``None`` is unchanged. Every
         rank must pass the same structure and shapes; if dtypes differ, the values are promoted.
     concat : bool
-        Join along the first axis instead of a new one; ranks may then differ in its length, as they do in an uneven
-        last batch.
+        Join along the first axis instead of a new one; its length may then differ between ranks, as in an uneven last
+        batch.
 
     Returns
     -------
     same structure
         Each tensor of shape ``(*s)`` becomes one of shape ``(world_size, *s)``, entry r from rank r, on the device of
-        this rank's own; numbers and arrays become CPU tensors, float64 for a Python float. In one process the axis
+        this rank's tensor; numbers and arrays become CPU tensors, float64 for a Python float. In one process the axis
         has length 1. With ``concat``, tensors of shape ``(n_r, *s)`` become one of shape ``(n_0 + n_1 + ..., *s)``,
-        in the order of ranks, and numbers a vector. The result is a copy.
+        in the order of ranks, and numbers become a vector. The result is a copy.
 
     Raises
     ------
@@ -187,7 +186,7 @@ def all_gather(value: Any, *, concat: bool = False) -> Any:
 
     Notes
     -----
-    One small exchange of the shapes, then one of all tensors together (one for each kind of device).
+    It takes one small exchange of the shapes, then one of all tensors together (one for each type of device).
 
     A tensor that requires a gradient gets the sum of the gradients that all ranks' losses have with respect to it: one
     all-reduce of the gathered tensor's size in the backward, which every rank must run. No factor is needed to train as
@@ -230,7 +229,7 @@ def all_gather(value: Any, *, concat: bool = False) -> Any:
 def _exchanged(
     tensors: dict[str, Tensor], agreed: dict[str, _Agreed], paths: list[str], direct: bool
 ) -> dict[str, list[Tensor]]:
-    """Each rank's tensor of each path. One exchange for all, as bytes, so that any dtype works."""
+    """Return each rank's tensor of each path. They are exchanged together as bytes, so that any dtype works."""
     flat = [_routed(tensors[path], direct).to(agreed[path].dtype).reshape(-1).view(torch.uint8) for path in paths]
     world_size = dist.get_world_size()
     lengths = [
@@ -246,7 +245,7 @@ def _exchanged(
     for rank, row in enumerate(rows):
         begin = 0
         for path, length in zip(paths, lengths[rank], strict=True):
-            # The clone is aligned for any dtype, which a slice of bytes need not be.
+            # The clone is aligned for any dtype; a slice of bytes may not be.
             part = row[begin : begin + length].clone().view(agreed[path].dtype)
             found[path].append(part.reshape(agreed[path].shapes[rank]))
             begin += length
@@ -254,7 +253,7 @@ def _exchanged(
 
 
 def _with_gradient(value: Any) -> dict[str, Tensor]:
-    """The tensors through which a gradient is to flow back, by path."""
+    """Return the tensors through which a gradient flows back, by path."""
     found: dict[str, Tensor] = {}
 
     def look(item: Any, path: str) -> None:
@@ -267,18 +266,18 @@ def _with_gradient(value: Any) -> dict[str, Tensor]:
 
 
 class _Flow(torch.autograd.Function):
-    """Autograd function: the gathered tensors as a function of this rank's part."""
+    """Autograd function from this rank's part to the gathered tensors."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, gathered: list[Tensor], where: slice, direct: bool) -> Tensor:
         ctx.shape, ctx.dtype, ctx.where, ctx.direct = own.shape, own.dtype, where, direct
-        return gathered[0]  # in a list, so that autograd doesn't take it for an input passed through
+        return gathered[0]  # in a list, so that autograd doesn't treat it as an input passed through
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         wide = _routed(gradient, ctx.direct).to(_accumulation_dtype(gradient.dtype, "sum"))
-        # Autograd may use the gradient elsewhere, and all_reduce writes into what it gets.
+        # Autograd may use the gradient elsewhere, and all_reduce works in place.
         total = wide.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=None if ctx.direct else cpu_group())
         own = total[ctx.where].reshape(ctx.shape)
@@ -308,13 +307,13 @@ def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
     Raises
     ------
     ConfigurationError
-        If ``reduce`` is none of the four names.
+        If ``reduce`` is not one of the four names.
     ValueError, TypeError
         As in :func:`all_gather`; also for the 'min' and 'max' of complex numbers.
 
     Notes
     -----
-    One small exchange of the shapes, then one of all tensors of a dtype together. 16-bit floats are summed in float32.
+    It takes one small exchange of the shapes, then one for each dtype. 16-bit floats are summed in float32.
 
     Examples
     --------
@@ -332,7 +331,7 @@ def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
         agreed = {path: _Agreed(t.dtype, False, [tuple(t.shape)]) for path, t in leaves}
     for path, (dtype, *_) in agreed.items():
         if dtype.is_complex and reduce in ("min", "max"):
-            raise TypeError(f"{call}: value{path} is complex, and complex numbers have no order.")
+            raise TypeError(f"{call}: value{path} is complex; complex numbers have no order.")
     reduced: dict[str, Tensor] = {}
     batches: dict[tuple[bool, torch.dtype], list[str]] = {}
     for path, (dtype, direct, _) in agreed.items():
@@ -351,7 +350,7 @@ def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
         path = next(paths_in_order)
         result, dtype = reduced[path], _result_dtype(agreed[path].dtype, reduce)
         if isinstance(item, (bool, int, float, complex)):
-            # Read in the dtype it was summed in: the default dtype would round it.
+            # Read it in the dtype of the sum: the default dtype would round it.
             return bool(result) if dtype == torch.bool else result.item()
         return result.to(tensors[path].device, dtype, copy=True)
 

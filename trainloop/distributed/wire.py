@@ -1,17 +1,17 @@
-"""Messages between ranks, checked before their content is used.
+"""Messages between ranks, which are verified before their content is used.
 
-A process of another user can take a rank's place at a Gloo connection, since listeners on loopback are open to every
-local user. So a message names its sender and its number, and both are checked before its size is used, and long before
-it is decoded. Where the run has a key (:mod:`trainloop.distributed.key`), a message carries HMACs of all that, under a
-key of this process group alone: without the key nobody can make, change, repeat or send back a message. Only such
-messages may hold pickles.
+A process of another user can take a rank's place at a Gloo connection, since listeners on loopback accept every local
+user. So a message contains its sender and its number, and both are checked before its size is used and before it is
+decoded. If the run has a key (:mod:`trainloop.distributed.key`), a message is signed with HMACs under a key of this
+process group only: without the key, nobody can create, change, repeat or reflect a message. Only such messages may
+contain pickles.
 
 ::
 
-    head   magic 4 | call 1 | form 1 | rank 4 | number 8 | size 8    what it is, from whom, which, and how long
-           tag of the body 32                                       zeros where the body is in the first block
-           tag of the head 32                                       over the above, and the body if it is here
-    body   in the first block where it is short, else in a second exchange
+    head   magic 4 | call 1 | form 1 | rank 4 | number 8 | size 8    kind, sender, number and length
+           tag of the body 32                                       zeros if the body is in the first block
+           tag of the head 32                                       of the above, and of the body if it is here
+    body   in the first block if it is short, else in a second exchange
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _HEAD = _FIELDS.size + 2 * _TAG
 _MAGIC = b"tlx1"
 
 SHORT = 1024
-"""Bodies of so many bytes need one exchange instead of two: the ints of a training step, and the description of most
-nested values. A latency matter only, so any figure is right."""
+"""Bodies of up to so many bytes need one exchange instead of two: the ints of a training step, and the description of
+most nested values. It affects latency only."""
 
 BLOCK = _HEAD + SHORT
-"""Bytes of the first exchange."""
+"""Number of bytes of the first exchange."""
 
 CALLS = ("the start", "gather_object", "broadcast_object", "exchange_ints", "barrier", "gather_to")
 """Functions that exchange messages."""
@@ -60,7 +60,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Message:
-    """A message's head, checked."""
+    """The verified head of a message."""
 
     rank: int
     call: str
@@ -68,13 +68,13 @@ class Message:
     size: int
     tag: bytes
     body: memoryview | None
-    """The body, where it came with the head."""
+    """The body, if it arrived with the head."""
 
 
 def encoded(obj: object, session: Session) -> tuple[int, bytes | bytearray]:
-    """The form and bytes of an object; if it can't be sent, those of the reason.
+    """Return the form and bytes of an object; if it can't be sent, those of the reason.
 
-    Never raises: a rank that raised here would leave the others waiting in the exchange.
+    It never raises: a rank that raised here would leave the others waiting in the exchange.
     """
     try:
         if session.key is not None:
@@ -96,7 +96,7 @@ def encoded(obj: object, session: Session) -> tuple[int, bytes | bytearray]:
 
 
 def decoded(message: Message, body: memoryview, session: Session) -> Any:
-    """The object of a message whose tags were right."""
+    """Return the object of a message whose tags were verified."""
     if message.form == Form.REFUSED:
         reason = bytes(body).decode("utf-8", "replace")
         raise UnpicklableError(f"{message.call}: the object of rank {message.rank} {reason}.")
@@ -111,14 +111,14 @@ def decoded(message: Message, body: memoryview, session: Session) -> Any:
 
 
 class Session:
-    """One process group's messages: their key and their order.
+    """The key and the sequence number of one process group's messages.
 
-    Collective: every rank makes it, at the group's first exchange.
+    Collective: every rank creates it, at the group's first exchange.
 
     Parameters
     ----------
     group : ProcessGroup, optional
-        For CPU tensors.
+        A group for CPU tensors.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -140,33 +140,33 @@ class Session:
         if key is not None:
             group_key = hmac.digest(key, b"trainloop session\0" + b"".join(hellos), "sha256")
         self.key = group_key
-        """A key that only the ranks of this group know; ``None`` if the run has no key."""
+        """Key that only the ranks of this group know; ``None`` if the run has no key."""
         if key is not None:
             self._confirm(group)
 
     def _shared_key(self, group: dist.ProcessGroup | None) -> bytes | None:
-        """A key from rank 0, where all ranks are processes of one user on one host."""
+        """Return a key from rank 0, if all ranks are processes of one user on one host."""
         shared = SharedKey() if self._rank == 0 else None
         try:
             place = struct.pack("<qq", *(shared.place if shared is not None else (0, -1)))
             first = _gathered(place, group)[0]
             key = shared.key if shared is not None else SharedKey.open(struct.unpack("<qq", first))
-            # The second exchange: rank 0 keeps the file until all have read it.
+            # A second exchange: rank 0 keeps the file until all ranks have read it.
             return key if all(found == b"\1" for found in _gathered(bytes([key is not None]), group)) else None
         finally:
             if shared is not None:
                 shared.close()
 
     def _confirm(self, group: dist.ProcessGroup | None) -> None:
-        """Check now, on all ranks, that all have the same key: later one might wait for another that has given up."""
+        """Check on all ranks that all have the same key: later a rank might wait for one that has given up."""
         assert self.key is not None
         confirmations = _gathered(hmac.digest(self.key, b"c%d" % self._rank, "sha256"), group)
         for rank, confirmation in enumerate(confirmations):
             if not self._same(confirmation, hmac.digest(self.key, b"c%d" % rank, "sha256")):
-                raise self.stranger(rank, "an answer that was not made with this run's key")
+                raise self.stranger(rank, "a response that was not signed with this run's key")
 
     def pack(self, call: str, form: int, body: bytes | bytearray) -> bytearray:
-        """This rank's first block of the next message; a longer body goes after it."""
+        """Return the first block of this rank's next message; a longer body follows."""
         short = len(body) <= SHORT
         fields = _FIELDS.pack(_MAGIC, CALLS.index(call), form, self._rank, self._number, len(body))
         block = bytearray(BLOCK)
@@ -179,18 +179,18 @@ class Session:
         return block
 
     def unpack(self, rank: int, block: memoryview, call: str) -> Message:
-        """A rank's first block, checked.
+        """Verify a rank's first block and return its message.
 
         Raises
         ------
         ConnectionError
-            If it is no message of that rank, or not its next one.
+            If it is not a message of that rank, or not its next one.
         """
         magic, number_of_call, form, sender, number, size = _FIELDS.unpack_from(block)
         if magic != _MAGIC:
             raise self.stranger(rank, f"bytes that are not a message ({bytes(block[:8]).hex(' ')} ...)")
         if not self._same(block[_HEAD - _TAG : _HEAD], self._head_tag(block, size if size <= SHORT else 0)):
-            raise self.stranger(rank, "a message that was not made with this run's key")
+            raise self.stranger(rank, "a message that was not signed with this run's key")
         if sender != rank or number_of_call >= len(CALLS):
             raise self.stranger(rank, f"a message of rank {sender}")
         if number != self._number or CALLS[number_of_call] != call:
@@ -202,18 +202,18 @@ class Session:
         return Message(rank=rank, call=call, form=form, size=size, tag=tag, body=body)
 
     def check_body(self, message: Message, block: memoryview, body: memoryview) -> None:
-        """Check that the body of a second exchange is the one that was announced."""
+        """Verify that the body of a second exchange is the announced one."""
         if not self._same(message.tag, self._body_tag(block[: _FIELDS.size], body)):
-            raise self.stranger(message.rank, "a body that was not made with this run's key")
+            raise self.stranger(message.rank, "a body that was not signed with this run's key")
 
     def next(self) -> None:
-        """Count an exchange: all ranks' messages have come."""
+        """Count an exchange: the messages of all ranks have arrived."""
         self._number += 1
 
     def _head_tag(self, block: memoryview, size: int) -> bytes:
         if self.key is None:
             return bytes(_TAG)
-        # 'h' and 'b' keep a body's tag from being used as a head's.
+        # 'h' and 'b' prevent that a body's tag is used as a head's.
         return hmac.digest(self.key, b"h" + block[: _HEAD - _TAG] + block[_HEAD : _HEAD + size], "sha256")
 
     def _body_tag(self, fields: bytes | memoryview, body: bytes | bytearray | memoryview) -> bytes:
@@ -229,15 +229,15 @@ class Session:
 
     def _out_of_step(self, rank: int, theirs: str, number: int, mine: str) -> Exception:
         return ValueError(
-            f"ranks are in different exchanges (rank {self._rank}: {mine}, its {self._number + 1}th; rank {rank}: "
+            f"ranks called different exchanges (rank {self._rank}: {mine}, its {self._number + 1}th; rank {rank}: "
             f"{theirs}, its {number + 1}th). {SAME_CALLS}"
         )
 
     def stranger(self, rank: int, what: str) -> ConnectionError:
-        """The error for bytes that rank ``rank`` did not send."""
+        """Return the error for bytes that rank ``rank`` did not send."""
         also = ""
         if self.key is not None:
-            also = f" (On several hosts: or {KEY_VARIABLE} is not the same on all of them.)"
+            also = f" (Or {KEY_VARIABLE} is not the same on all hosts.)"
         return ConnectionError(
             f"rank {self._rank} of {self._world_size} got {what} instead of rank {rank}'s: another program has "
             f"connected to this run, or the data was damaged on the way. It was not used.{also} See SECURITY.md."
@@ -245,7 +245,7 @@ class Session:
 
 
 def _gathered(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
-    """Every rank's bytes, of one length, as they came."""
+    """Return every rank's bytes, all of the same length."""
     rows = torch.empty(dist.get_world_size(), len(data), dtype=torch.uint8)
     dist.all_gather(list(rows), torch.frombuffer(bytearray(data), dtype=torch.uint8), group=group)
     return [row.numpy().tobytes() for row in rows]

@@ -31,7 +31,7 @@ class Check:
     status: Status
     found: str
     remedy: str = ""
-    """Advice; empty if there is nothing to do."""
+    """What to do; empty if nothing."""
 
 
 def check_distribution(r: Readings) -> Iterator[Check]:
@@ -62,7 +62,7 @@ def check_torch(r: Readings) -> Iterator[Check]:
         if library is not None:
             remedy = remedy_for(library, r.torch_requirements)
         else:
-            remedy = "pip install --force-reinstall torch; then python -X faulthandler -c 'import torch' shows where."
+            remedy = "pip install --force-reinstall torch. python -X faulthandler -c 'import torch' shows the crash."
         yield Check("import torch", "problem", _line(r.torch.error), remedy)
         return
     yield Check("torch", "ok", f"{torch['version']} with {torch['gpus'] or 'no'} GPUs")
@@ -70,7 +70,7 @@ def check_torch(r: Readings) -> Iterator[Check]:
         remedy = "python -m torch.utils.collect_env shows the driver, the GPUs and the build of torch."
         yield Check("gpus", "problem", _line(torch["warnings"][0]), remedy)
     if not torch["gloo"]:
-        yield Check("ddp", "problem", "this torch has no Gloo", "ddp needs it: install torch's own build.")
+        yield Check("ddp", "problem", "this build of torch has no Gloo", "ddp needs it: install torch's own build.")
 
 
 def check_cpus(r: Readings) -> Iterator[Check]:
@@ -79,7 +79,7 @@ def check_cpus(r: Readings) -> Iterator[Check]:
     host = r.resources.cpu_limits[0]
     least = min(r.resources.cpu_limits, key=lambda limit: limit.value)
     cpus = r.resources.num_cpus
-    found = f"{cpus} of the host's {host.value}" + (f", by {least.source}" if least.value < host.value else "")
+    found = f"{cpus} of the host's {host.value}" + (f", limited by {least.source}" if least.value < host.value else "")
     yield Check("cpus", "ok", found)
     threads = r.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > cpus:
@@ -102,7 +102,7 @@ def check_cpus(r: Readings) -> Iterator[Check]:
 def _memory(memory: int, limits: list[Limit]) -> Iterator[Check]:
     least = min(limits, key=lambda limit: limit.value)
     found = f"{memory / GIB:.1f} GiB" + (
-        f" of the host's {limits[0].value / GIB:.1f}, by {least.source}" if least is not limits[0] else ""
+        f" of the host's {limits[0].value / GIB:.1f}, limited by {least.source}" if least is not limits[0] else ""
     )
     low = memory < 2 * GIB
     remedy = "each rank needs about 0.3 GiB without data: raise the container's memory, or start fewer." if low else ""
@@ -163,7 +163,7 @@ def check_network(r: Readings) -> Iterator[Check]:
             "host name",
             "attention",
             r.hostname_error,
-            "several hosts need it: add this host to /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.",
+            "runs on several hosts need one: add it to /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.",
         )
     if r.port_taken:
         port = r.environ.get("MASTER_PORT")

@@ -33,7 +33,7 @@ def missing_library(message: str) -> str | None:
     found = re.search(
         r"(lib[\w+.-]*?\.so(?:\.\d+)*): (?:cannot open shared object|undefined symbol|version `)", message
     )
-    if found is None:  # torch's own words, where it preloads NVIDIA's packages
+    if found is None:  # torch's own message, when it preloads NVIDIA's packages
         found = re.search(r"(lib[\w+-]+\.so[\w.*\[\]-]*) not found in the system path", message)
     return None if found is None else found[1]
 

@@ -1,4 +1,4 @@
-"""Read the machine for the checks. Libraries are imported in other processes: an import may fail, hang or crash."""
+"""Read the machine for the checks. Libraries are imported in separate processes: an import may fail, hang or crash."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Readings:
     hostname_error: str = ""
     """Reason why this host's own name has no address; empty if it has one."""
     port_taken: bool = False
-    """True if ``MASTER_PORT`` is taken on this host, which is ``MASTER_ADDR``."""
+    """True if ``MASTER_ADDR`` is this host and ``MASTER_PORT`` is already in use."""
 
 
 def read() -> Readings:

@@ -1,7 +1,7 @@
-"""Enforce a quota on the CPUs, threads, GPU memory and main memory of this process and its children, and undo it.
+"""Enforce a quota on CPUs, threads, GPU memory and main memory of this process and its children, and undo it.
 
-:func:`applied` is the one place that changes the process, and undoes every change however its block ends. The functions
-above it decide what to apply, and only return values.
+Only :func:`applied` changes the process; it undoes every change, however its block ends. The functions above it decide
+what to apply, and only return values.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
-# -- what a quota means here -----------------------------------------------------------------------------------------
+# -- the meaning of a quota here ------------------------------------------------------------------------------------
 
 
 def check_quota(quota: ResourceQuota, *, ranks: int = 1, machine: Resources | None = None) -> None:
@@ -79,18 +79,17 @@ def check_quota(quota: ResourceQuota, *, ranks: int = 1, machine: Resources | No
         gpus = exact(quota.num_gpus)
         if gpus > machine.num_gpus:
             raise ResourceError(
-                f"num_gpus={quota.num_gpus}: {machine.num_gpus} are visible here. "
-                "Ask for no more than these, or 'auto'."
+                f"num_gpus={quota.num_gpus}: {machine.num_gpus} are visible here. Request at most this many, or 'auto'."
             )
         if gpus > 1 and gpus.denominator != 1:
             raise ResourceError(
-                f"num_gpus={quota.num_gpus}: one model takes a fraction up to 1 of one GPU, or whole GPUs. "
+                f"num_gpus={quota.num_gpus}: one model can use a fraction of one GPU, or whole GPUs. "
                 f"Use {math.floor(gpus)} or {math.ceil(gpus)}."
             )
     if quota.memory != "auto" and int(quota.memory) > machine.memory:
         raise ResourceError(
-            f"memory={format_bytes(int(quota.memory))}: this process may use {format_bytes(machine.memory)}, by "
-            f"{_least(machine.memory_limits)}. Ask for less, or 'auto'."
+            f"memory={format_bytes(int(quota.memory))}: this process may use {format_bytes(machine.memory)}, "
+            f"limited by {_least(machine.memory_limits)}. Request less, or 'auto'."
         )
 
 
@@ -113,12 +112,12 @@ def devices_under(quota: ResourceQuota | None, devices: list[torch.device], aske
     Returns
     -------
     list of torch.device
-        At most the quota's number of GPUs, a fraction counting as one; the CPU if it has none.
+        At most the quota's number of GPUs (a fraction counts as one); the CPU if the quota has none.
 
     Raises
     ------
     ResourceError
-        If more GPUs were asked for explicitly.
+        If more GPUs were requested explicitly.
     """
     if quota is None or quota.num_gpus == "auto" or devices[0].type == "cpu":
         return devices
@@ -127,7 +126,7 @@ def devices_under(quota: ResourceQuota | None, devices: list[torch.device], aske
         return devices
     if not (isinstance(asked, str) and asked.strip().lower() == "auto"):
         raise ResourceError(
-            f"devices={asked!r} are {len(devices)} GPUs, but the quota has num_gpus={quota.num_gpus}. "
+            f"devices={asked!r} requests {len(devices)} GPUs, but the quota has num_gpus={quota.num_gpus}. "
             f"Use devices='auto', or num_gpus={len(devices)}."
         )
     import torch
@@ -150,7 +149,7 @@ def cpu_shares(quota: ResourceQuota | None, ranks: int, cpus: Sequence[int] | No
     Returns
     -------
     list of list of int
-        If there are fewer CPUs than ranks, every rank gets all.
+        One list for each rank. If there are fewer CPUs than ranks, every rank gets all of them.
     """
     own = list(_affinity() if cpus is None else cpus)
     if quota is not None and quota.num_cpus != "auto":
@@ -266,7 +265,8 @@ def applied(
     Parameters
     ----------
     quota : ResourceQuota or None
-        Quota of the run on this node. Without one, ranks of ``ddp`` divide the machine and one process changes nothing.
+        Quota of the run on this node. Without one, ranks of ``ddp`` divide the machine; a single process changes
+        nothing.
     local_rank : int or None
         Rank whose share to apply; None for the process that starts ``ranks`` others and only waits: it gets the CPUs
         of all of them, which they inherit and divide.
@@ -311,11 +311,11 @@ def applied(
 def _narrow_affinity(
     quota: ResourceQuota | None, local_rank: int | None, ranks: int, undo: contextlib.ExitStack
 ) -> int:
-    """Set the affinity; returns its number of CPUs."""
+    """Set the affinity; return its number of CPUs."""
     before = _affinity()
     cpus = before
     if local_rank is not None and ranks > 1:
-        # The process that started this rank has taken the run's CPUs, and this one inherited them.
+        # The process that started this rank has bound itself to the run's CPUs, and this rank inherited them.
         cpus = cpu_shares(quota, ranks, before)[local_rank]
     elif quota is not None and quota.num_cpus != "auto":
         cpus = free_cpus(quota.num_cpus, before, undo)
@@ -328,30 +328,30 @@ def _narrow_affinity(
 
 
 def _own_threads() -> set[int]:
-    """The ids of this process's threads."""
+    """Return the IDs of this process's threads."""
     with contextlib.suppress(OSError):  # no /proc
         return {int(name) for name in os.listdir("/proc/self/task")}
     return set()
 
 
 def _widen_affinity(before: Sequence[int], narrow: Sequence[int], threads_before: set[int]) -> None:
-    """Give this thread its CPUs back, and those that it, or one of them, has started meanwhile and that stay.
+    """Restore the CPUs of this thread, and of threads that were started meanwhile and still run.
 
-    Such are the threads of OpenMP and of autograd: the system gave them the affinity of the thread that started them.
+    These are threads of OpenMP and autograd: the system gave them the affinity of the thread that started them.
     """
     platform.set_affinity(before)
     for thread in _own_threads() - threads_before:
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the thread has ended
             if platform.affinity(thread) == sorted(narrow):
                 platform.set_affinity(before, thread)
 
 
 def free_cpus(number: int, allowed: list[int], undo: contextlib.ExitStack) -> list[int]:
-    """Lease so many of the CPUs until ``undo`` runs; if too few are free, share others, from the last on."""
+    """Lease ``number`` CPUs until ``undo`` runs; if too few are free, share others, beginning with the last."""
     free: list[int] = []
     if not lease.inherited():
         pool = [f"cpu-{cpu}" for cpu in allowed]
-        # ResourceError: all are taken. OSError: the machine has no place for locks, but can still train.
+        # ResourceError: all are leased. OSError: there is no folder for locks, but training is still possible.
         with contextlib.suppress(ResourceError, OSError):
             held = undo.enter_context(lease.acquire({"cpu": lease.Request(number, pool, least=1)}, timeout_s=0))
             free = [allowed[pool.index(name)] for name in held.names["cpu"]]
@@ -360,13 +360,13 @@ def free_cpus(number: int, allowed: list[int], undo: contextlib.ExitStack) -> li
 
 
 def _set_threads(threads: int, undo: contextlib.ExitStack, *, at_most: bool = False) -> None:
-    # If torch is imported later, it reads the environment; a fold of scikit-learn may never import it.
+    # If torch is imported later, it reads the environment; a scikit-learn fold may never import it.
     torch = sys.modules.get("torch")
-    if at_most and torch is not None:  # Without a requested number, a lower one that is set stays.
+    if at_most and torch is not None:  # Without a requested number, keep a lower one that is set.
         threads = min(threads, torch.get_num_threads())
     before = 0 if torch is None else torch.get_num_threads()
     values = _thread_variables(threads, os.environ)
-    # threadpoolctl sets the last one when it is imported.
+    # threadpoolctl sets the last variable when it is imported.
     for name in (*values, "KMP_DUPLICATE_LIB_OK"):
         undo.callback(set_variable, name, os.environ.get(name))
     os.environ.update(values)
@@ -393,7 +393,7 @@ def _bound_gpu_memory(quota: ResourceQuota, device: torch.device | None, undo: c
     if device is None or device.type != "cuda" or quota.num_gpus == "auto":
         return
     fraction = exact(quota.num_gpus)
-    # Whole GPUs are the run's own.
+    # Whole GPUs belong to the run alone.
     if not 0 < fraction < 1:
         return
     import torch
@@ -408,14 +408,14 @@ def _bound_gpu_memory(quota: ResourceQuota, device: torch.device | None, undo: c
 def _bound_memory(quota: ResourceQuota, ranks: int, undo: contextlib.ExitStack) -> None:
     """Limit this process's memory to the quota, counted from its present use.
 
-    RLIMIT_DATA counts reserved pages too, of which an idle interpreter has many, so the limit is the present
-    reservation plus the part of the quota that is not yet in use.
+    RLIMIT_DATA also counts reserved pages, of which an idle interpreter has many. So the limit is the present
+    reservation plus the unused part of the quota.
     """
     resource = platform.resource
     if quota.memory == "auto":
         return
     if not sys.platform.startswith("linux") or resource is None:
-        warn(f"memory={format_bytes(int(quota.memory))} is not enforced here: only Linux can limit a process's memory.")
+        warn(f"memory={format_bytes(int(quota.memory))} is not enforced: only Linux can limit a process's memory.")
         return
     import psutil
 

@@ -12,8 +12,8 @@ __all__ = ["gpu_or_cpu"]
 
 T = TypeVar("T")
 
-# Words of LightGBM, XGBoost, CatBoost, torch and this package for 'no GPU build' and 'no device'. Compiled when an
-# error is looked at: to compile it here took a tenth of `import trainloop`.
+# Error texts of LightGBM, XGBoost, CatBoost, torch and this package for 'no GPU build' and 'no device'. Compiled only
+# when needed: compiling it at import took a tenth of `import trainloop`.
 _NO_GPU = r"""
       (gpu|cuda|opencl)[ ]tree[ ]learner[ ]was[ ]not[ ]enabled
     | not[ ]compiled[ ]with[ ](gpu|cuda|opencl)
@@ -24,7 +24,7 @@ _NO_GPU = r"""
     | no[ ](nvidia[ ]driver|gpu[ ]is[ ]visible)
     | task[ ]type[ ]\[gpu\][ ]not[ ]found
     | cuda[ ]driver[ ]version[ ]is[ ]insufficient
-    | this[ ]machine[ ]has[ ]none
+    | this[ ]machine[ ]has[ ]no[ ]such[ ]device
 """
 
 
@@ -44,7 +44,7 @@ def gpu_or_cpu(fit_on_gpu: Callable[[], T], fit_on_cpu: Callable[[], T]) -> T:
     Raises
     ------
     Exception
-        Every other error of ``fit_on_gpu`` (out of memory, wrong arguments) unchanged, and every error of
+        Every other error of ``fit_on_gpu`` (out of memory, wrong arguments), unchanged, and every error of
         ``fit_on_cpu``.
 
     Warns

@@ -1,6 +1,6 @@
-"""Names of GPUs that mean the same in every process, the number of other users on them, and a choice of free ones.
+"""GPU names that are the same in every process, the number of other processes on each GPU, and a choice of free GPUs.
 
-An index counts within a process's own mask, and NVML's order is not CUDA's; only the UUID is the same everywhere.
+An index counts within a process's own mask, and NVML's order differs from CUDA's; only the UUID is the same everywhere.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ __all__ = ["lease_usable", "names", "other_processes"]
 
 
 def names(count: int) -> list[str]:
-    """UUIDs of the visible GPUs, in CUDA's order; no context is created on any.
+    """Return the UUIDs of the visible GPUs, in CUDA's order, without creating a context.
 
-    If torch can't tell, the entry of ``CUDA_VISIBLE_DEVICES``, or the index.
+    If torch does not know a UUID, the name is the entry of ``CUDA_VISIBLE_DEVICES``, or the index.
     """
     mask = visible_devices()
     found = []
@@ -39,9 +39,9 @@ def _uuid(index: int) -> str | None:
 
 
 def other_processes(names: Sequence[str]) -> dict[str, int]:
-    """The number of other processes that compute on each GPU; empty if NVML can't tell.
+    """Return the number of other processes that use each GPU; empty if NVML can't report it.
 
-    Needs ``nvidia-ml-py`` (``pip install 'tt-trainloop[gpu]'``). Matched by UUID.
+    Needs ``nvidia-ml-py`` (``pip install 'tt-trainloop[gpu]'``). GPUs are matched by UUID.
     """
     try:
         import pynvml
@@ -63,22 +63,22 @@ def other_processes(names: Sequence[str]) -> dict[str, int]:
     return found
 
 
-_own_leases: dict[str, lease.Lease] = {}  # leases on GPUs by name, for the life of this process
+_own_leases: dict[str, lease.Lease] = {}  # leases on GPUs by name, until this process ends
 
 
 def lease_usable(num_devices: int, count: int) -> list[int]:
-    """The body of :func:`trainloop.devices.find_usable_cuda_devices`, after the check of its argument."""
+    """Do the work of :func:`trainloop.devices.find_usable_cuda_devices`, after its argument was checked."""
     found = names(count)
     others = other_processes(found)
-    # GPUs that others compute on come last; they are no use in exclusive mode, and slow in any other.
+    # GPUs that other processes use come last: unusable in exclusive mode, and slow in any other mode.
     candidates = sorted(range(count), key=lambda index: (others.get(found[index], 0) > 0, index))
-    # One run chooses at a time: two runs that each hold some GPUs and try for more could both fail.
+    # One run chooses at a time: two runs that each hold some GPUs and need more could both fail.
     with lease.one_at_a_time("choosing-gpus"):
         return _first_usable(num_devices, candidates, found)
 
 
 def _first_usable(num_devices: int, candidates: Sequence[int], names: Sequence[str]) -> list[int]:
-    """The first ``num_devices`` candidates that work (-1: all), leased; each try may create a context."""
+    """Lease and return the first ``num_devices`` candidates that work (-1: all); each try may create a context."""
     wanted = len(candidates) if num_devices == -1 else num_devices
     usable: list[int] = []
     occupied: list[int] = []
@@ -113,7 +113,7 @@ def _first_usable(num_devices: int, candidates: Sequence[int], names: Sequence[s
 
 
 def _leased(name: str) -> lease.Lease | None:
-    """A lease on the GPU, or None if another run has it; an empty lease if there is no place for locks."""
+    """Lease the GPU; return None if another run has leased it, and an empty lease if there is no folder for locks."""
     if lease.inherited():  # The GPUs that this process sees belong to its parent's lease.
         return lease.Lease({}, [])
     try:

@@ -1,17 +1,18 @@
-"""Shares of one machine that no two runs hold at once: leases on CPUs and GPUs by locked files.
+"""Lease CPUs and GPUs of one machine by locked files, so that no two runs hold the same device.
 
-The operating system drops a file lock when its process ends, for any cause; a file with a process's number in it
-would outlive a SIGKILL. A lease therefore ends with its owner, and nothing has to be cleaned up after one.
+The operating system releases a file lock when its process ends, whatever the cause; a file with a process ID would
+outlive a SIGKILL. A lease therefore ends with its owner, and nothing has to be cleaned up.
 
-* A request is granted whole or not at all, so that two half-served runs can't wait for each other.
-* Waiters stand in a queue of numbered tickets, themselves locked files. Only the first in line for a device may take
-  it, so that a large request among many small ones is served.
-* All decisions of a user fall under one short lock on the user's folder. Nobody waits for a device while holding that.
-* Each user has a folder of one's own, whose owner and mode are checked, so that nobody else can put links there. Runs
-  of different users see each other's leases by whether the others' files are locked; a device is taken first and looked
-  up second, so that two runs that want it at once may both step back, but never both keep it.
+* A request is granted completely or not at all: two partly served runs could wait for each other.
+* Waiting runs are in a queue of numbered tickets, which are locked files, too. Only the first in the queue for a device
+  may lease it, so a large request among many small ones is served.
+* All decisions of a user are made under one short lock on the user's folder. No process waits for a device while
+it holds this lock.
+  * Each user has a private folder, whose owner and mode are checked: nobody else can put links there. Runs of different
+  users see each other's leases, since they can see which files are locked. A run first locks a device, then looks for
+  locks of other users: two runs that want it at the same moment may both release it, but never both keep it.
 
-Children of a run use their parent's lease: after :func:`inherit` a process leases nothing itself.
+Children of a run use their parent's lease: after :func:`inherit`, a process leases nothing itself.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Lease", "Request", "UnsafeFolderError", "acquire", "folder", "inherit", "inherited", "one_at_a_time"]
 
-_POLL_S = (0.02, 0.25)  # first and longest time between two looks of a waiter
+_POLL_S = (0.02, 0.25)  # first and longest interval between two checks of a waiting run
 _DAY_S = 86400.0
-_DESK_S = 60.0  # waiting for the desk, which is held for moments only
+_DESK_S = 60.0  # longest wait for the folder's lock, which is normally held for moments only
 
-_FOLDER = "trainloop-leases-"  # followed by the user's number
+_FOLDER = "trainloop-leases-"  # followed by the user ID
 
 _inherited = False
 
@@ -50,14 +51,14 @@ class UnsafeFolderError(ResourceError):
 
 
 class Request(NamedTuple):
-    """A number of devices, from a pool."""
+    """Request for a number of devices from a pool."""
 
     number: int
-    """How many, 0 or more."""
+    """Number of devices, 0 or more."""
     pool: Sequence[str]
     """Names to choose from, best first: ``cpu-3``, ``GPU-<uuid>``. The same device has one name in all runs."""
     least: int | None = None
-    """The smallest number that is enough, if fewer than ``number`` are there; None: ``number`` itself."""
+    """Smallest number that is enough, if fewer than ``number`` are free; None: ``number`` itself."""
 
     @property
     def enough(self) -> int:
@@ -70,7 +71,7 @@ class Lease:
 
     def __init__(self, names: dict[str, list[str]], locks: list[filelock.BaseFileLock]) -> None:
         self.names = names
-        """Names held, by the kinds of the request."""
+        """Names of the devices held, by kind."""
         self._locks = locks
 
     def release(self) -> None:
@@ -89,7 +90,7 @@ class Lease:
 
 
 def folder() -> Path:
-    """The folder that holds each user's folder of leases: ``TRAINLOOP_LEASE_DIR``, or a place that all users share."""
+    """Return the parent of all users' lease folders: ``TRAINLOOP_LEASE_DIR``, or a folder that all users share."""
     named = os.environ.get("TRAINLOOP_LEASE_DIR")
     if named:
         return Path(named)
@@ -98,22 +99,22 @@ def folder() -> Path:
 
 
 def acquire(requests: Mapping[str, Request], *, timeout_s: float | None = None, where: Path | None = None) -> Lease:
-    """Wait in line for devices, and hold them all.
+    """Wait for devices, and lease them all.
 
     Parameters
     ----------
     requests : mapping of str to Request
-        By kind, such as ``cpu`` and ``gpu``; granted together.
+        Requests by kind, such as ``cpu`` and ``gpu``; granted together.
     timeout_s : float, optional
-        Seconds to wait; 0 takes what is free now or fails; a day by default.
+        Seconds to wait; with 0 they must be free now; a day by default.
     where : Path, optional
         The folder to use in place of :func:`folder`.
 
     Raises
     ------
     ResourceError
-        At once if a pool is smaller than its request, or if another user has made this user's folder; else after the
-        time-out. It names who holds the devices.
+        At once if a pool is smaller than its request, or if another user created this user's folder; otherwise after
+        the time-out. It names the processes that hold the devices.
     """
     for kind, request in requests.items():
         # At once: waiting would not help.
@@ -145,7 +146,7 @@ def acquire(requests: Mapping[str, Request], *, timeout_s: float | None = None, 
                 return lease
             if late:
                 raise _refusal(requests, timeout_s, ahead, taken, desk)
-            # A random delay, as waiters that wake together would collide again.
+            # A random delay: processes that wake at the same time would collide again.
             wait = pause * random.uniform(0.8, 1.2)
             time.sleep(max(0.0, min(wait, deadline - time.monotonic())))
             pause = min(2 * pause, _POLL_S[1])
@@ -159,13 +160,13 @@ def _refusal(
     requests: Mapping[str, Request], timeout_s: float, ahead: int, taken: Mapping[str, list[str]], desk: _Desk
 ) -> ResourceError:
     wanted = " and ".join(f"{r.enough} of {len(r.pool)} {kind}s" for kind, r in requests.items() if r.number)
-    why = [f"{ahead} waiting before this one"] if ahead else []
+    why = [f"runs waiting before this one: {ahead}"] if ahead else []
     why += [f"leased by other runs: {', '.join(names)}" for names in taken.values() if names]
     holders = dict.fromkeys(holder for names in taken.values() for name in names for holder in desk.holders(name))
     why += [f"held by {', '.join(holders)}"] if holders else []
     return ResourceError(
         f"{wanted} were not free {f'within {timeout_s:g} s' if timeout_s else 'at once'} ({'; '.join(why)}). "
-        "Wait longer, ask for fewer, or end another run on this machine."
+        "Wait longer, request fewer, or end another run on this machine."
     )
 
 
@@ -212,10 +213,10 @@ class _Desk:
             lock.release()
 
     def stand_in_line(self, requests: Mapping[str, Request]) -> _Ticket:
-        # Under the desk's lock, so that no two waiters get one number.
+        # Under the folder's lock: no two waiting runs get the same number.
         number = 1 + max(self._numbers(), default=0)
         pools = [name for request in requests.values() if request.number for name in request.pool]
-        with open(self._pools_file(number), "x") as file:  # 'x' never follows a link that somebody left here
+        with open(self._pools_file(number), "x") as file:  # 'x' never follows a link
             json.dump(pools, file)
         self._pools_file(number).chmod(0o644)
         lock = self.lock(f"ticket-{number}.lock", mode=0o600)
@@ -227,14 +228,14 @@ class _Desk:
         ticket.lock.release()
 
     def ahead_of(self, ticket: _Ticket, requests: Mapping[str, Request]) -> int:
-        """Earlier waiters, still alive, that want one of the same devices."""
+        """Return the number of earlier waiting runs, still alive, that want one of the same devices."""
         wanted = {name for request in requests.values() if request.number for name in request.pool}
         ahead = 0
         for number in self._numbers():
             if number >= ticket.number:
                 continue
             lock = self._try(f"ticket-{number}.lock")
-            if lock is not None:  # its owner is gone
+            if lock is not None:  # its owner has ended
                 self._forget(number)
                 lock.release()
             elif wanted.intersection(self._pools_of(number)):
@@ -242,7 +243,7 @@ class _Desk:
         return ahead
 
     def take(self, requests: Mapping[str, Request]) -> tuple[Lease | None, dict[str, list[str]]]:
-        """Take all requested devices or none; returns also the names that others hold."""
+        """Lease all requested devices or none; return also the names that others hold."""
         locks: list[filelock.BaseFileLock] = []
         names: dict[str, list[str]] = {}
         taken: dict[str, list[str]] = {}
@@ -297,16 +298,16 @@ class _Desk:
     def lock(self, name: str, mode: int = 0o644) -> filelock.BaseFileLock:
         import filelock
 
-        # Others may read that a device is held, no more. A lease may end in another thread.
+        # Other users may only see that a device is held. A lease may end in another thread.
         return filelock.FileLock(str(self._where / name), mode=mode, thread_local=False)
 
     def holders(self, device: str) -> list[str]:
-        """The holders of a device, of this user and of others, as far as the system tells."""
+        """Return the processes that hold a device, of this user and of others, as far as the system reports them."""
         paths = [self._where / _held(device), *self._of_others(device)]
         return [holder for path in paths for holder in _holders(path)]
 
     def _of_others(self, device: str) -> Iterator[Path]:
-        """A device's file in each other user's folder, if that folder really is that user's."""
+        """Yield a device's file in the folder of each other user, if that user really owns the folder."""
         for path in self._base.glob(f"{_FOLDER}*"):
             with contextlib.suppress(OSError):
                 found = os.lstat(path)
@@ -337,7 +338,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def _holders(path: Path) -> list[str]:
-    """``process 4711 of user ann (python train.py)`` for each process that has locked the file; Linux tells."""
+    """Return ``process 4711 of user ann (python train.py)`` for each process that has locked the file (Linux only)."""
     holders = []
     with contextlib.suppress(OSError):
         inode = os.lstat(path).st_ino
@@ -361,9 +362,9 @@ def _user(uid: int) -> str:
 
 @contextlib.contextmanager
 def one_at_a_time(name: str, where: Path | None = None) -> Iterator[None]:
-    """Let one process of this user at a time run the block, for a choice that takes several steps.
+    """Let only one process of this user at a time run the block, for a choice of several steps.
 
-    Without a place for locks, or after a minute of waiting, the block runs all the same.
+    If there is no folder for locks, or after waiting for a minute, the block runs anyway.
     """
     if fcntl is None:
         yield
@@ -383,11 +384,11 @@ def one_at_a_time(name: str, where: Path | None = None) -> Iterator[None]:
 
 
 def inherit() -> None:
-    """Make this process work within its parent's lease and lease nothing itself."""
+    """Make this process use its parent's lease and lease nothing itself."""
     global _inherited
     _inherited = True
 
 
 def inherited() -> bool:
-    """Return True if this process works within its parent's lease."""
+    """Return True if this process uses its parent's lease."""
     return _inherited

@@ -1,7 +1,7 @@
 """Read which part of the machine this process may use: affinity, cgroups, Slurm, memory, visible GPUs.
 
-``os.cpu_count`` shows the host's CPUs inside a container, and the node's inside a job step, so all limits are read and
-the lowest counts. A cgroup's limit binds its descendants: every ancestor is read, not the root alone.
+Inside a container ``os.cpu_count`` returns the host's CPUs, and inside a job step the node's, so all limits are read
+and the lowest counts. A cgroup's limit applies to its descendants: every ancestor is read, not only the root.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def available(
     cpus: list[Limit] = []
     if cpu_count is not None:
         cpus.append(Limit(cpu_count, "the machine (cpu_count)"))
-    # Figures that are given stand for the machine in tests and plans, so nothing is read beside them.
+    # Given figures replace the machine, in tests and plans, so nothing else is read.
     elif affinity is None:
         cpus.append(Limit(os.cpu_count() or 1, "the machine (os.cpu_count)"))
         if own := platform.affinity():
@@ -95,7 +95,7 @@ def available(
 
 
 def _positive(text: str | None) -> int | None:
-    """``text`` as a positive int; None for anything else, which counts as not set."""
+    """Return ``text`` as a positive int; None for anything else, which counts as not set."""
     if text is None or re.fullmatch(r"[0-9]{1,18}", text.strip()) is None:
         return None
     return int(text) or None
@@ -108,7 +108,7 @@ def _physical_memory() -> int:
 
 
 def _visible_gpus() -> int:
-    # torch takes seconds to import, and would say the same.
+    # torch takes seconds to import, and would give the same result.
     if visible_devices() == [] or ("torch" not in sys.modules and not _driver_is_there()):
         return 0
     import torch
@@ -117,7 +117,7 @@ def _visible_gpus() -> int:
 
 
 def _driver_is_there() -> bool:
-    """Return True if torch could find a GPU: CUDA calls this library of the driver's, ROCm opens this device."""
+    """Return True if torch could find a GPU: CUDA calls this library of the driver, ROCm opens this device."""
     if not sys.platform.startswith("linux") or os.path.exists("/dev/kfd"):
         return True
     try:
@@ -133,13 +133,13 @@ def _gpu_source(environ: Mapping[str, str]) -> str:
 
 
 class _Cgroups:
-    """Limits of the process's own group and all its ancestors, of both versions."""
+    """Limits of the process's own cgroup and all its ancestors, of both cgroup versions."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         # Controllers of version 1 by name, and '' for version 2: the path of the process's group.
         self._groups: dict[str, PurePosixPath] = {}
-        # If it can't be read, only the mounts themselves tell.
+        # If it can't be read, only the mounts are known.
         listing = _read(root / "proc/self/cgroup") or "0::/\n1:cpu,cpuset,memory:/"
         for line in listing.splitlines():
             _, _, rest = line.partition(":")
@@ -166,7 +166,7 @@ class _Cgroups:
             yield from _limit(folder / "memory.limit_in_bytes", _bytes_of_v1)
 
     def _folders(self, controller: str) -> Iterator[Path]:
-        """The group's folder, its parent's, and so on to the mount; of '' in version 2."""
+        """Yield the group's folder, its parent's, and so on up to the mount; ``controller`` is '' in version 2."""
         if controller not in self._groups:
             return
         group = self._groups[controller]
@@ -209,7 +209,7 @@ def _read(path: Path) -> str | None:
 
 
 def _limit(path: Path, parse: Callable[[str], int | None], after: str = "") -> Iterator[Limit]:
-    """The file's limit; none if it is absent, unlimited or malformed."""
+    """Yield the file's limit; nothing if it is missing, unlimited or malformed."""
     text = _read(path)
     if text is None:
         return
@@ -220,7 +220,7 @@ def _limit(path: Path, parse: Callable[[str], int | None], after: str = "") -> I
 
 
 def _cpus_of_quota(text: str) -> int | None:
-    """CPUs of ``quota period`` in microseconds, rounded up: half a CPU is still one to run on."""
+    """Return the CPUs of ``quota period`` in microseconds, rounded up: half a CPU still needs one to run on."""
     match = re.fullmatch(r"\s*([0-9]{1,18})\s+([0-9]{1,18})\s*", text)
     if match is None or int(match[1]) == 0 or int(match[2]) == 0:
         return None
@@ -228,7 +228,7 @@ def _cpus_of_quota(text: str) -> int | None:
 
 
 def _cpus_of_set(text: str) -> int | None:
-    """CPUs in a list such as ``0-3,8``; an empty one means the parent's."""
+    """Return the number of CPUs in a list such as ``0-3,8``; an empty list means the parent's."""
     if re.fullmatch(r"\s*[0-9]{1,6}(-[0-9]{1,6})?(,[0-9]{1,6}(-[0-9]{1,6})?)*\s*", text) is None:
         return None
     cpus: set[int] = set()

@@ -1,6 +1,6 @@
-"""Masks of CUDA devices: ``CUDA_VISIBLE_DEVICES`` read as CUDA reads it, and composed for child processes.
+"""Masks of CUDA devices: read ``CUDA_VISIBLE_DEVICES`` like CUDA, and compose it for child processes.
 
-In a module of its own, so that readings of the machine and :mod:`trainloop.devices` can both use it.
+A separate module, since both ``machine.py`` and :mod:`trainloop.devices` use it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ __all__ = ["child_mask", "visible_devices"]
 
 
 def visible_devices(environ: Mapping[str, str] | None = None) -> list[str] | None:
-    """``CUDA_VISIBLE_DEVICES``, read as CUDA reads it.
+    """Return the entries of ``CUDA_VISIBLE_DEVICES``, read like CUDA reads them.
 
     Parameters
     ----------
     environ : mapping, optional
-        Stands in for ``os.environ``.
+        Replaces ``os.environ``.
 
     Returns
     -------
     list of str or None
-        Ordinals or UUIDs in their order; an empty list if all devices are hidden; None if none is.
-        The list ends at a negative entry and at the first of another kind; one that repeats an entry is empty.
+        Ordinals or UUIDs in their order; an empty list if all devices are hidden; None if no device is hidden.
+        The list ends at a negative entry and at the first entry of another kind; it is empty if an entry is repeated.
     """
     text = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
     if text is None:
@@ -46,7 +46,7 @@ def _mask_entry(entry: str, text: str) -> str | None:
     for prefix in ("GPU-", "MIG-"):
         if text.startswith(prefix):  # The first entry sets the kind of all.
             return entry if entry.startswith(prefix) else None
-    # The driver reads ordinals as C's strtoul does: '1gpu2' is 1.
+    # The driver reads ordinals like C's strtoul: '1gpu2' is 1.
     number = re.match(r"[+-]?[0-9]+", entry.strip())
     if number is None or int(number[0]) < 0:
         return None
@@ -54,7 +54,7 @@ def _mask_entry(entry: str, text: str) -> str | None:
 
 
 def child_mask(indices: Sequence[int], visible: Sequence[str] | None) -> str:
-    """``CUDA_VISIBLE_DEVICES`` of a child that gets some of this process's devices.
+    """Return the ``CUDA_VISIBLE_DEVICES`` of a child that gets some of this process's devices.
 
     Parameters
     ----------
@@ -66,27 +66,27 @@ def child_mask(indices: Sequence[int], visible: Sequence[str] | None) -> str:
     Returns
     -------
     str
-        Composed with the parent's: under ``4,5,7`` device 1 is ``5``. Empty where the child gets none.
+        Composed with the parent's: under ``4,5,7``, device 1 is ``5``. Empty if the child gets no device.
 
     Raises
     ------
     DeviceError
-        If the parent doesn't see such a device.
+        If the parent can't see a device.
     ResourceError
-        If the child would get two MIG instances: a process can use one only.
+        If the child would get two MIG instances: a process can use only one.
     """
     if visible is None:
         return ",".join(str(index) for index in indices)
     for index in indices:
         if not 0 <= index < len(visible):
             raise DeviceError(
-                f"device {index} for a child process, but {len(visible)} are visible here "
+                f"device {index} was chosen for a child process, but {len(visible)} are visible here "
                 f"(CUDA_VISIBLE_DEVICES={','.join(visible)}). Choose among these, counted from 0."
             )
     names = [visible[index] for index in indices]
     if len(names) > 1 and any(name.startswith("MIG-") for name in names):
         raise ResourceError(
-            f"{len(names)} MIG instances for one process ({', '.join(names)}): CUDA shows a process one instance only. "
-            "Ask for one device a process, and start more processes."
+            f"{len(names)} MIG instances were chosen for one process ({', '.join(names)}), which can use only one. "
+            "Request one device per process, and start more processes."
         )
     return ",".join(names)

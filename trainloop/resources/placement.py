@@ -11,7 +11,7 @@ from trainloop.resources.quota import as_text, checked_count, exact
 
 __all__ = ["place"]
 
-_SEARCHED = 16  # requests for which the search has no end but its result
+_SEARCHED = 16  # largest number of requests for which the search is not bounded
 _SEARCH_STEPS = 200_000
 
 
@@ -38,8 +38,8 @@ def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
 
     Notes
     -----
-    Bin packing. An assignment that exists is found for up to 16 requests, and for any number of equal ones; beyond,
-    the search ends after a bounded number of steps, and its devices are numbered in the order of the input.
+    Bin packing. If an assignment exists, it is found for up to 16 requests, and for any number of equal requests.
+    Beyond that the search ends after a bounded number of steps, and devices are numbered in the order of the input.
 
     Examples
     --------
@@ -51,13 +51,13 @@ def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
     for request, fraction in zip(requests, fractions):
         if request > 1 and request.denominator != 1:
             raise ResourceError(f"{fraction!r} GPUs for one model: must be a fraction up to 1, or a whole number.")
-    # Integers from here on: a device is `full`, a request a whole number of its parts.
+    # Integers from here on: a device has `full` parts, a request is a whole number of parts.
     full = math.lcm(*(request.denominator for request in requests)) if requests else 1
     sizes = [int(request * full) for request in requests]
     owned = sum(size for size in sizes if size >= full) // full
     parts = [size for size in sizes if 0 < size < full]
     least = owned + -(-sum(parts) // full)
-    # To find the lowest takes a search for each request; of many, some would end without an answer.
+    # Finding the lowest needs a search for each request; with many, some would end without an answer.
     finds_lowest = len(parts) <= _SEARCHED or len(set(parts)) == 1
     for num_devices in range(least, num_gpus + 1):
         empty = [0] * (num_devices - owned)
@@ -68,13 +68,13 @@ def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
             return _as_packed(sizes, rooms, full)
     raise ResourceError(
         f"{len(requests)} requests of {', '.join(as_text(request) for request in requests[:20])} GPUs do not fit "
-        f"{num_gpus} device{'s' * (num_gpus != 1)}, since a share never straddles devices. "
-        "Ask for smaller shares, or run fewer at once."
+        f"on {num_gpus} device{'s' * (num_gpus != 1)}: a fraction is never split over devices. "
+        "Request smaller fractions, or run fewer at once."
     )
 
 
 def _lowest(sizes: list[int], num_devices: int, full: int) -> list[list[int]]:
-    """The assignment on ``num_devices`` that is lowest in the order of the input; one exists."""
+    """Return the assignment with the lowest indices, in the order of the input; one must exist."""
     loads = [0] * num_devices
     placed: list[list[int]] = []
     for position, size in enumerate(sizes):
@@ -106,7 +106,7 @@ def _lowest(sizes: list[int], num_devices: int, full: int) -> list[list[int]]:
 
 
 def _as_packed(sizes: list[int], rooms: list[int], full: int) -> list[list[int]]:
-    """The assignment of :func:`_packing`; a device's number is that of the first request on it."""
+    """Return the assignment of :func:`_packing`; devices are numbered by the first request on each."""
     left: list[int] = []  # on each device that holds parts
     device_of: dict[int, int] = {}
     largest_first = sorted((i for i, size in enumerate(sizes) if 0 < size < full), key=lambda i: -sizes[i])
@@ -129,14 +129,14 @@ def _as_packed(sizes: list[int], rooms: list[int], full: int) -> list[list[int]]
 
 
 def _packs(loads: Sequence[int], parts: Sequence[int], full: int) -> bool:
-    """Return True if ``parts`` fit the room that ``loads`` leave."""
-    if len(set(parts)) == 1:  # Trials and folds ask for equal shares, and may be many.
+    """Return True if ``parts`` fit into the space that ``loads`` leave."""
+    if len(set(parts)) == 1:  # Trials and folds request equal shares, and may be many.
         return sum((full - load) // parts[0] for load in loads) >= len(parts)
     return _packing(loads, parts, full) is not None
 
 
 def _packing(loads: Sequence[int], parts: Sequence[int], full: int) -> list[int] | None:
-    """For each of ``parts``, the largest first, the room on the device that takes it; None if none is found."""
+    """Return, for each of ``parts``, largest first, the space on its device; None if no packing is found."""
     parts = sorted(parts, reverse=True)
     room = sorted(full - load for load in loads)
     taken = _best_fit(list(room), parts)
@@ -155,18 +155,18 @@ def _packing(loads: Sequence[int], parts: Sequence[int], full: int) -> list[int]
         if i == len(parts):
             return True
         steps -= 1
-        # Room smaller than the smallest part is lost.
+        # Space smaller than the smallest part is wasted.
         if steps < 0 or sum(r for r in room if r >= parts[-1]) < left[i] or (i, room) in failed:
             return False
         tried = -1
         for j, r in enumerate(room):
-            if r >= parts[i] and r != tried:  # Devices with equal room are one case.
+            if r >= parts[i] and r != tried:  # Devices with equal space are one case.
                 tried = r
                 taken.append(r)
                 if search(i + 1, tuple(sorted((*room[:j], r - parts[i], *room[j + 1 :])))):
                     return True
                 taken.pop()
-                if r == parts[i]:  # Nothing fills a gap better than what fits exactly.
+                if r == parts[i]:  # Nothing fills a gap better than an exact fit.
                     break
         failed.add((i, room))
         return False
@@ -175,7 +175,7 @@ def _packing(loads: Sequence[int], parts: Sequence[int], full: int) -> list[int]
 
 
 def _best_fit(room: list[int], parts: Sequence[int]) -> list[int] | None:
-    """Best fit, the largest first: finds most packings at once."""
+    """Pack by best fit, largest first; this finds most packings at once."""
     taken = []
     for part in parts:
         tightest = min((r for r in room if r >= part), default=None)

@@ -1,6 +1,6 @@
 """Nested quotas: how many trials and folds run at once, with which resources, and on which devices.
 
-Pure arithmetic. The levels are run > trial (one bagged model, or one model) > fold (one model). In AutoGluon's words
+Pure arithmetic. The levels are run > trial (one bagged model, or one model) > fold (one model). In AutoGluon's terms
 ``total`` is ``num_cpus``/``num_gpus`` of ``fit``, ``per_bag`` is ``ag_args_ensemble: {ag_args_fit: ...}`` and
 ``per_model`` is ``ag_args_fit``.
 """
@@ -62,9 +62,9 @@ class Plan:
     folds_in_parallel: int
     """Number of folds of one trial that run at once."""
     per_bag: ResourceQuota
-    """Share of one trial, reserved whether its folds use it or not."""
+    """Quota of one trial, reserved whether its folds use it or not."""
     per_model: ResourceQuota
-    """Share of one fold, or of the trial's one model."""
+    """Quota of one fold, or of the trial's only model."""
     placement: tuple[tuple[int, ...], ...]
     """Devices of each model that runs at once, counted within the run's own devices (:func:`place`)."""
 
@@ -139,7 +139,7 @@ def plan(
     num_trials : int
         Number of trials, 1 or more.
     num_bag_folds : int
-        Folds of each trial; 0 and 1 mean one model without bagging, and ``per_bag`` is then ignored with a warning.
+        Folds of each trial; 0 and 1 mean one model without bagging: ``per_bag`` is then ignored, with a warning.
     per_bag, per_model : ResourceQuota, optional
         Share of one trial, and of one model. Values that are ``'auto'`` are derived.
     parallel_folds : bool
@@ -161,9 +161,7 @@ def plan(
     num_bag_folds = checked_count("num_bag_folds", num_bag_folds, least=0)
     bagging = num_bag_folds > 1
     if per_bag is not None and not bagging:
-        warn(
-            f"per_bag is ignored: num_bag_folds={num_bag_folds} trains one model a trial. Use per_model for its quota."
-        )
+        warn(f"per_bag is ignored: num_bag_folds={num_bag_folds} trains one model per trial. Use per_model instead.")
         per_bag = None
     wanted = num_bag_folds if bagging and parallel_folds else 1
     whole = _total(total)
@@ -171,15 +169,15 @@ def plan(
     model = _figures("per_model", per_model)
     _check_nesting(whole, bag, model)
     if isinstance(total, Resources) and bag.memory is None and model.memory is None:
-        whole = whole._replace(memory=None)  # That a machine has an end is no wish to divide its memory.
+        whole = whole._replace(memory=None)  # The machine's memory is no request to divide it.
 
-    # Folds come first, then trials: a trial that is done sooner tells the searcher sooner.
+    # Folds come first, then trials: the sooner a trial is done, the sooner the searcher learns from it.
     trials = _trials_at_once(num_trials, wanted, whole, bag, model)
     while True:
         bag_quota = _bag_quota(trials, wanted, whole, bag, model)
         folds = _fitting(wanted, bag_quota, model)
         model_quota = _model_quota(trials, folds, whole, bag_quota, model)
-        # A bag of 1.6 GPUs holds two models of 0.6, and 5 GPUs three such bags, but no six such models.
+        # A bag of 1.6 GPUs holds two models of 0.6, and 5 GPUs hold three such bags, but not six such models.
         if trials * folds <= hold(whole.gpus, model_quota.gpus):
             break
         trials -= 1
@@ -197,7 +195,7 @@ def plan(
 
 
 def hold(total_gpus: Fraction, gpus: Fraction) -> int:
-    """How many requests of ``gpus`` GPUs ``total_gpus`` hold, where a share never straddles devices.
+    """Return how many requests of ``gpus`` GPUs fit into ``total_gpus``; a fraction is never split over devices.
 
     Examples
     --------
@@ -212,7 +210,7 @@ def hold(total_gpus: Fraction, gpus: Fraction) -> int:
     return devices * (1 // gpus) + rest // gpus
 
 
-# -- the rules, in their order ---------------------------------------------------------------------------------------
+# -- the rules, in their order -------------------------------------------------------------------------------------
 
 
 def _figures(level: str, quota: ResourceQuota | None) -> PartialQuota:
@@ -225,7 +223,7 @@ def _figures(level: str, quota: ResourceQuota | None) -> PartialQuota:
     gpus = None if quota.num_gpus == "auto" else exact(quota.num_gpus)
     if level == "per_model" and gpus is not None and gpus > 1 and gpus.denominator != 1:
         raise ResourceError(
-            f"per_model num_gpus={quota.num_gpus!r}: one model takes a fraction up to 1 of one GPU, or whole GPUs. "
+            f"per_model num_gpus={quota.num_gpus!r}: one model can use a fraction of one GPU, or whole GPUs. "
             f"Use {math.floor(gpus)} or {math.ceil(gpus)}."
         )
     return PartialQuota(
@@ -249,7 +247,7 @@ def _total(total: ResourceQuota | Resources) -> WholeQuota:
 
 
 def _check_nesting(total: WholeQuota, bag: PartialQuota, model: PartialQuota) -> None:
-    """Every given figure is within the nearest given one above."""
+    """Check that every given value is within the nearest given one of a higher level."""
     for what, index in (("num_cpus", 0), ("num_gpus", 1), ("memory", 2)):
         above, parent = total[index], "total"
         for level, quota in (("per_bag", bag), ("per_model", model)):
@@ -266,7 +264,7 @@ def _check_nesting(total: WholeQuota, bag: PartialQuota, model: PartialQuota) ->
 
 
 def _fitting(wanted: int, parent: WholeQuota | PartialQuota, model: PartialQuota) -> int:
-    """Models that fit at once, up to ``wanted``; what a model leaves open binds nothing, but one CPU it takes."""
+    """Return how many models fit at once, up to ``wanted``; a model without given values needs only one CPU."""
     folds = wanted
     if parent.cpus is not None:
         folds = min(folds, parent.cpus // (model.cpus or 1))
@@ -279,7 +277,7 @@ def _fitting(wanted: int, parent: WholeQuota | PartialQuota, model: PartialQuota
 
 
 def _trials_at_once(num_trials: int, wanted: int, total: WholeQuota, bag: PartialQuota, model: PartialQuota) -> int:
-    """As many bags as fit; a bag not given is as many models as fit, so that folds come first, then trials."""
+    """Return how many bags fit; without a given quota a bag is as many models as fit: folds come first, then trials."""
     parent = WholeQuota(
         total.cpus if bag.cpus is None else bag.cpus,
         total.gpus if bag.gpus is None else bag.gpus,
@@ -298,7 +296,7 @@ def _trials_at_once(num_trials: int, wanted: int, total: WholeQuota, bag: Partia
 
 
 def _bag_quota(trials: int, wanted: int, total: WholeQuota, bag: PartialQuota, model: PartialQuota) -> WholeQuota:
-    """A bag's quota: figures not given are what its folds want, and never more than an equal part of the total."""
+    """Return a bag's quota; values not given are what its folds need, at most an equal part of the total."""
     cpus, gpus, memory = bag
     if cpus is None:
         cpus = total.cpus // trials
@@ -319,7 +317,7 @@ def _model_quota(trials: int, folds: int, total: WholeQuota, bag: WholeQuota, mo
         memory = bag.memory // folds
     gpus = model.gpus
     if gpus is None:
-        # Equal within the bag; the bags' parts may straddle devices (2 GPUs over 3 trials), the models' must not.
+        # Equal within the bag; a bag's part may span devices (2 GPUs over 3 trials), a model's must not.
         gpus = min(_equal_part(bag.gpus, folds), _equal_part(total.gpus, trials * folds))
     return WholeQuota(cpus, gpus, memory)
 

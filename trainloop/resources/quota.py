@@ -1,7 +1,7 @@
 """The resources of a machine, and a run's quota of them, as plain values.
 
-GPUs are counted exactly. Floats would be wrong: ``1 // 0.1`` is 9, but ten models of 0.1 do fit one GPU.
-:func:`exact` gives the fraction that a float means, and all arithmetic here uses these.
+GPUs are counted exactly. Floats would be wrong: ``1 // 0.1`` is 9, but ten models of 0.1 fit on one GPU.
+:func:`exact` returns the fraction that a float means, and all arithmetic here uses fractions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ for _power, _letter in enumerate("kmgtp", start=1):
 
 
 class Limit(NamedTuple):
-    """One limit of a resource, and where it was read."""
+    """One limit of a resource, and its source."""
 
     value: int
     """Number of CPUs, GPUs or bytes."""
@@ -87,14 +87,14 @@ class ResourceQuota:
     num_cpus : int or 'auto'
         CPUs, 1 or more, for all processes of the run together, including ``DataLoader`` workers.
     num_gpus : number or 'auto'
-        GPUs, 0 or more. For one model a fraction up to 1 (of one device, never across two) or a whole number.
+        GPUs, 0 or more. For one model a fraction of one device, or a whole number.
     memory : int, str or 'auto'
         Bytes, or text such as ``'512MiB'`` and ``'1.5GB'``; stored as bytes.
 
     Raises
     ------
     ResourceError
-        For any other figure.
+        For any other value.
     """
 
     num_cpus: int | Auto = "auto"
@@ -149,13 +149,13 @@ def exact(num_gpus: object) -> Fraction:
                 return meant
         elif math.isfinite(value := float(num_gpus)) and value >= 0:
             simple = Fraction(value).limit_denominator(1024)
-            # Fractions of such denominators lie 1e-6 apart, and a single-precision float 3e-8 off what it means.
+            # Fractions with such denominators are 1e-6 apart; a single-precision float is within 3e-8 of its meaning.
             if abs(simple - Fraction(value)) <= Fraction(1, 10**7) and (simple or not value):
                 return simple
             return Fraction(repr(value))  # the decimal as written
     raise ResourceError(
-        f"num_gpus={num_gpus!r}: must be a finite number of 0 or more: 0.5 is half of one GPU, 2 are two; "
-        "or 'auto' for all visible."
+        f"num_gpus={num_gpus!r}: must be a finite number of 0 or more (0.5 is half of one GPU, 2 are two GPUs), "
+        "or 'auto' for all visible ones."
     )
 
 

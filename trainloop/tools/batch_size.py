@@ -67,7 +67,7 @@ def find_batch_size(
     largest : int, optional
         Last size; never more than each process's shard of the dataset.
     steps : int
-        Optimizer steps at each size. The first one is not timed.
+        Optimizer steps at each size. The first is not timed.
 
     Returns
     -------
@@ -110,7 +110,7 @@ def find_batch_size(
             if most is not None and size >= most:
                 limit = "largest" if most == largest else "each process's share of the dataset"
             size = min(2 * size, most) if most is not None else 2 * size
-        if tried[min(tried)] is None:  # the first size was too large: go down
+        if tried[min(tried)] is None:  # the first size was too large: try smaller ones
             while size > 1 and tried[size] is None:
                 size //= 2
                 tried[size] = _samples_per_second(loop, size, steps)
@@ -124,7 +124,7 @@ def _samples_per_second(loop: TrainLoop[Any], size: int, steps: int) -> float | 
     if loop.site.devices[0].type == "cpu" and loop.gpu_mode == "single":
         trial.options = _in_a_process(trial.options)
     try:
-        # Repeat the data if they are few: only the batches' size matters.
+        # Repeat the data if there are few: only the batch size matters.
         trial.fit(num_iterations=steps, callbacks=[clock])
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError and WorkerFailedError are RuntimeErrors
         if not _is_about_memory(error):
@@ -145,7 +145,7 @@ def _in_a_process(options: Any) -> Any:
 def _is_about_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    if isinstance(error, WorkerFailedError) and error.exitcode == -9:  # how the kernel ends a process for its memory
+    if isinstance(error, WorkerFailedError) and error.exitcode == -9:  # the kernel kills a process when memory runs out
         return True
     return any(word in str(error) for word in _WORDS)
 

@@ -140,7 +140,7 @@ def find_lr(
         )
     rates = [smallest * (largest / smallest) ** (i / (steps - 1)) for i in range(steps)]
     sweep = _Sweep(rates, diverges_at)
-    # Random states and loaders are put back, so that a fit afterwards is as if nothing had been tried.
+    # Random states and loaders are restored, so that a later fit is not affected.
     with untouched(loop):
         trial = trial_of(loop)
         trial.fit(num_iterations=steps, callbacks=[sweep])
@@ -160,7 +160,7 @@ class _Sweep(AbstractCallback):
 
     def on_train_begin(self) -> None:
         groups = self.train_loop_obj.optimizer.param_groups
-        # Groups keep their ratios: a head with ten times the backbone's rate has it in the sweep, too.
+        # Groups keep their ratios: a head with ten times the backbone's rate keeps that in the sweep.
         first = float(groups[0]["lr"])
         self.ratios = [float(group["lr"]) / first if first else 1.0 for group in groups]
         self._set(self.rates[0])
@@ -179,9 +179,9 @@ class _Sweep(AbstractCallback):
 
     def on_batch_end(self) -> None:
         last = self.train_loop_obj.last_loss
-        if last is None:  # this rank had no batch in the step
+        if last is None:  # this rank had no batch in this step
             return
-        # Waits for the device at each step, which a sweep of some hundred steps can afford.
+        # This waits for the device at each step, which is acceptable in a sweep of some hundred steps.
         loss = float(last)
         self.best = min(self.best, loss) if math.isfinite(loss) else self.best
         if not loss < self.diverges_at * self.best and self.best > 0:

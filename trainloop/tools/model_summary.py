@@ -110,7 +110,7 @@ class Summary:
 
 
 def summary(loop: TrainLoop[Any], batch: Any = None, *, depth: int = 3) -> Summary:
-    """Run one batch through copies of the model and the optimizer, and count.
+    """Run one batch through copies of the model and the optimizer; count layers, parameters, FLOPs and memory.
 
     Parameters
     ----------
@@ -145,7 +145,7 @@ def summary(loop: TrainLoop[Any], batch: Any = None, *, depth: int = 3) -> Summa
     if loop.running is not None:
         raise ConfigurationError("summary was called in a callback of a running loop. Call it before or after fit.")
     if batch is None and loop.train_loader is None:
-        raise ConfigurationError("summary needs a batch: the loop has no train_loader. Pass one, summary(batch).")
+        raise ConfigurationError("summary needs a batch, since the loop has no train_loader. Pass one: summary(batch).")
     device = loop.site.devices[0]
     with untouched(loop):
         if batch is None:
@@ -171,10 +171,10 @@ def _counted(
             loss = split_loss(output)[0]
             total = loss.total() if isinstance(loss, MultiLoss) else loss
             if total.requires_grad:
-                # Under the counter, which so counts the backward pass too.
+                # Inside the counter, so that it counts the backward pass, too.
                 total.backward()
                 step = counter.get_total_flops()
-    # Gradients for all, so that a step makes the optimizer's state of all.
+    # Gradients for all parameters, so that a step creates the optimizer's state for all.
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         if p.grad is None:
@@ -189,7 +189,7 @@ def _counted(
         optimizer_bytes=_optimizer_bytes(optimizer),
         activation_bytes=activations(),
         batch_bytes=_bytes(_tensors(batch)),
-        # Of the loop's own: copies of an optimizer have no parameters but the model's copy's.
+        # From the loop's own optimizer: a copy has only the parameters of the model's copy.
         not_optimized=0 if loop.optimizer is None else _not_optimized(loop),
     )
 
@@ -213,7 +213,7 @@ def _layers(
         if name.count(".") + bool(name) > depth:
             continue
         parameters = list(module.parameters())
-        # get_loss may call submodules outside of the model's own forward: all of it counts.
+        # get_loss may call submodules outside of the model's forward: count everything.
         count = flops_of(name) if name else forward
         yield Layer(
             name,
