@@ -40,13 +40,13 @@ def test_a_file_says_which_version_wrote_it(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     "head, what",
     [
-        ("trainloop tabular predictor 2", "was written by an earlier version of trainloop in layout 2, "),
-        ("trainloop tabular predictor 99 by 9.1", r"was written by trainloop 9\.1 in layout 99, "),
+        ("trainloop tabular predictor 2", "was written by an earlier version of trainloop, in layout 2; "),
+        ("trainloop tabular predictor 99 by 9.1", r"was written by trainloop 9\.1, in layout 99; "),
     ],
 )
 def test_another_layout_names_its_version_and_is_not_read(head: str, what: str, tmp_path: Path) -> None:
     file_of(tmp_path / "p" / "predictor.pkl", head, b"not to be unpickled")
-    with pytest.raises(CheckpointError, match=what + f"but trainloop {trainloop.__version__} reads .*Load it with the"):
+    with pytest.raises(CheckpointError, match=what + f"this is trainloop {trainloop.__version__}, .*Load it with the"):
         TabularPredictor.load(tmp_path / "p")
 
 
@@ -57,7 +57,7 @@ def test_a_class_that_is_gone_is_told_with_the_version(tmp_path: Path) -> None:
         ("trainloop bagged predictor 1", "an earlier version of trainloop"),
     ):
         file_of(tmp_path / "bag", head, body)
-        with pytest.raises(CheckpointError, match=rf"was written by {by}, but .*AttributeError.*Gone.*Load it with"):
+        with pytest.raises(CheckpointError, match=rf"was written by {by}, and .*AttributeError.*Gone.*Load it with"):
             BaggedPredictor.load(tmp_path / "bag")
 
 

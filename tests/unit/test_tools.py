@@ -207,7 +207,7 @@ WRONG = {
     "batches": (
         lambda: TrainLoop(m := Net(), [(torch.ones(2, 8), torch.ones(2))], optimizer=optim.SGD(m.parameters()))
         .find_batch_size(),
-        "without a batch_size that can be changed",
+        "without a batch_size, so there is no size to change",
     ),
     "several optimizers": (
         lambda: make_loop(m := Net(), optimizer=MultiOptimizer([optim.SGD([m.fc.weight]), optim.SGD([m.fc.bias])]))
