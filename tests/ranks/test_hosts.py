@@ -46,7 +46,7 @@ def test_the_meeting_point(init_method: str | None, environ: dict[str, str], poi
 @pytest.mark.parametrize(
     ("init_method", "environ", "message"),
     [
-        (None, {}, r"MASTER_ADDR='' and MASTER_PORT='': set both on every node"),
+        (None, {}, r"MASTER_ADDR='' and MASTER_PORT=''. Set both on every node"),
         (None, {"MASTER_ADDR": "a"}, r"MASTER_ADDR='a' and MASTER_PORT=''"),
         (None, {"MASTER_ADDR": "a", "MASTER_PORT": "x"}, r"MASTER_ADDR=a and MASTER_PORT=x: must be a host and a port"),
         ("tcp://a", {}, r"init_method='tcp://a': must be a host and a port from 1 to 65535"),
