@@ -72,7 +72,9 @@ def test_the_documented_gbm_and_all_that_follows_a_fit(tmp_path: Path, capsys: p
     assert list(important.columns) == ["importance", "stddev", "n"]
     assert (important["n"] == 5).all()
     assert predictor.class_labels == sorted(test_data["class"].unique())
-    with pytest.raises(ConfigurationError, match="model='RF': there are LightGBM, LightGBM_2, WeightedEnsemble_L2"):
+    with pytest.raises(
+        ConfigurationError, match="model='RF': the models are LightGBM, LightGBM_2, WeightedEnsemble_L2"
+    ):
         predictor.predict(test_data, model="RF")
     # on disk and back
     loaded = TabularPredictor.load(tmp_path / "saved")

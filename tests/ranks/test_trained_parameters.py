@@ -193,7 +193,7 @@ class Drifts(AbstractCallback):
             id="after a step",
             marks=pytest.mark.slow,
         ),
-        pytest.param(Drifts(), "weights differ: head.bias on rank 1 from that on rank 0, by up to 0.25", id="weights"),
+        pytest.param(Drifts(), "weights differ: head.bias on rank 1 differs from rank 0's by up to 0.25", id="weights"),
     ],
 )
 def test_ranks_that_differ_are_named(callback: Any, words: str) -> None:

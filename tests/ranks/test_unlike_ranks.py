@@ -198,7 +198,7 @@ FITS: dict[str, tuple[Callable[[int], Any], str]] = {
     ),
     "a shuffle's seed in predictions": (
         lambda rank: loop_of(rows(), seed=rank).predict_with_model(rows(shuffle=True)),
-        "rank 1 has another seed than rank 0: data_loader's order",
+        "rank 1 has another seed than rank 0, so the order of data_loader",
     ),
     "a sampler in predictions": (
         lambda rank: loop_of(rows()).predict_with_model(rows(sampler=[3, 2, 1, 0] if rank else [0, 1, 2, 3])),
