@@ -124,19 +124,19 @@ def test_a_stranger_in_the_place_of_a_rank_is_noticed_and_runs_nothing(with_key:
     expected = {
         "noise": "bytes that are not a message",
         "zeros": "bytes that are not a message",
-        "a pickle": "was not made with this run's key" if with_key else "a body of form 2 in gather_object",
-        "a pickle as plain data": "was not made with this run's key" if with_key else "got",
-        "a form that is none": "was not made with this run's key" if with_key else "a body of form 9",
-        "a huge size": "was not made with this run's key" if with_key else "more than this machine's memory",
-        "a negative size": "was not made with this run's key" if with_key else "more than this machine's memory",
+        "a pickle": "was not signed with this run's key" if with_key else "a body of form 2 in gather_object",
+        "a pickle as plain data": "was not signed with this run's key" if with_key else "got",
+        "a form that is none": "was not signed with this run's key" if with_key else "a body of form 9",
+        "a huge size": "was not signed with this run's key" if with_key else "more than this machine's memory",
+        "a negative size": "was not signed with this run's key" if with_key else "more than this machine's memory",
     }
     if with_key:
         expected["body"] = "a body that was not signed with this run's key"
     for name, message in expected.items():
-        assert facts[name].startswith("ConnectionError: rank 0 of 2 received "), (name, facts[name])
+        assert facts[name].startswith("ConnectionError: rank 0 of 2 got "), (name, facts[name])
         assert message in facts[name], name
         assert "instead of rank 1's: another program has connected to this run" in facts[name]
-    assert facts["the message before"].startswith("ValueError: ranks are in different exchanges")
+    assert facts["the message before"].startswith("ValueError: ranks called different exchanges")
     for rank, mine in enumerate((facts, other)):
         for sender, theirs in enumerate(mine["afterwards"]):
             assert (theirs["rank"], theirs["row"], theirs["a"].tolist()) == (sender, Row("a", 0.5), [[1], "b"])

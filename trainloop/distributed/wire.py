@@ -48,7 +48,7 @@ CALLS = ("the start", "gather_object", "broadcast_object", "exchange_ints", "bar
 
 SAME_CALLS = (
     "Every rank must make the same calls in the same order. The usual cause is code under `if rank == 0:`; a callback "
-    "such as ModelCheckpoint belongs on every rank."
+    "such as ModelCheckpoint must run on every rank."
 )
 
 
@@ -229,8 +229,8 @@ class Session:
 
     def _out_of_step(self, rank: int, theirs: str, number: int, mine: str) -> Exception:
         return ValueError(
-            f"ranks called different exchanges (rank {self._rank}: {mine}, its {self._number + 1}th; rank {rank}: "
-            f"{theirs}, its {number + 1}th). {SAME_CALLS}"
+            f"ranks called different exchanges (rank {self._rank}: {mine}, exchange {self._number + 1}; rank {rank}: "
+            f"{theirs}, exchange {number + 1}). {SAME_CALLS}"
         )
 
     def stranger(self, rank: int, what: str) -> ConnectionError:
