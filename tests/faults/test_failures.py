@@ -500,7 +500,7 @@ HINTS = {
     "OutOfMemoryError: CUDA out of memory. Tried to allocate": "the GPU's memory ran out",
     "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried": "memory ran out",
     "MemoryError: ": "memory ran out",
-    "RuntimeError: The server socket has failed. EADDRINUSE: Address already in use": "the port is taken",
+    "RuntimeError: The server socket has failed. EADDRINUSE: Address already in use": "the port is in use",
     "OSError: [Errno 24] Too many open files": "file descriptors ran out",
     "RuntimeError: unable to write to file </torch_1>: unable to mmap 8 bytes from shared memory": "shared memory ran",
     "RuntimeError: DataLoader worker (pid 5) is killed by signal: Bus error.": "shared memory ran out",

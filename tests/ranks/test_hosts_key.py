@@ -32,7 +32,7 @@ def test_hosts_without_the_key_are_refused_and_entries_of_others_are_not_taken_f
     outcomes: list[Any] = []
     waiting = threading.Thread(target=lambda: outcomes.append(meet(port, 0, key=KEY)))
     waiting.start()
-    with pytest.raises(ConfigurationError, match=r"node 1 has none: set it to the same secret on all hosts"):
+    with pytest.raises(ConfigurationError, match=r"node 1 has none. Set it to the same secret on all hosts"):
         meet(port, 1)
     with pytest.raises(
         ConfigurationError, match=r"did not prove that it has this run's key. Set TRAINLOOP_KEY to the same secret"
@@ -72,7 +72,7 @@ def test_an_entry_of_an_earlier_run_is_not_believed() -> None:
     content, _, signature = recorded[0].decode().rpartition(" ")
     assert json.loads(content)["hosts"]
     other.set("host/0", f"{content} {signature}")
-    with pytest.raises(ConfigurationError, match="it is busy with another run, or about to end an earlier one"):
+    with pytest.raises(ConfigurationError, match="it is in another run, or is still ending an earlier one"):
         meet(other.port, 1, key=KEY, wait_s=5)
 
 
@@ -118,5 +118,5 @@ def test_one_host_with_a_key_and_node_0_without() -> None:
     zero, keyed, right = in_threads(
         {"port": port, "node_rank": 0}, {"port": port, "node_rank": 1, "key": KEY}, {"port": port, "node_rank": 1}
     )
-    assert "node 1 has a key (TRAINLOOP_KEY), node 0 has none: set it to the same secret on all hosts" in str(keyed)
+    assert "node 1 has a key (TRAINLOOP_KEY), node 0 has none. Set it to the same secret on all hosts" in str(keyed)
     leave(zero, right)

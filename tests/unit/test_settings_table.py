@@ -122,7 +122,9 @@ def test_what_cannot_be_sent_is_told_and_the_others_arrive(monkeypatch: pytest.M
     bad = Setting("a.lock", lambda: (x for x in ()), print)
     monkeypatch.setattr(settings, "SETTINGS", [bad, *SETTINGS])
     sys.setrecursionlimit(4321)
-    with pytest.warns(UserWarning, match=r"can't take over this process's a\.lock: .*generator"):
+    with pytest.warns(
+        UserWarning, match=r"the setting a\.lock of this process can't be sent to the ranks: .*generator"
+    ):
         there = dumped_settings()
     sys.setrecursionlimit(1234)
     apply_settings(there)
@@ -134,5 +136,5 @@ def test_what_cannot_be_set_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ValueError("no such engine")
 
     monkeypatch.setattr(settings, "SETTINGS", [Setting("some.engine", lambda: 1, refuse)])
-    with pytest.warns(UserWarning, match=r"could not take over the caller's some\.engine=2: no such engine"):
+    with pytest.warns(UserWarning, match=r"could not apply the caller's setting some\.engine=2: no such engine"):
         apply_settings(pickle.dumps({"some.engine": 2}))
