@@ -1,7 +1,7 @@
-"""Writes errors.rst by making each mistake and noting what is said: python docs/make_errors.py
+"""Write errors.rst by making each mistake and recording the error message: python docs/make_errors.py
 
-Each mistake is a small script, run as a user would run it, in a process of its own. What differs from machine to
-machine (paths, addresses, this library's line numbers) is left out, so that a test can compare the page with a new run.
+Each mistake is a small script, which runs in a separate process, as a user would run it. Parts that differ between
+machines (paths, addresses, this library's line numbers) are left out: a test compares the page with a new run.
 """
 
 from __future__ import annotations
@@ -239,15 +239,15 @@ def shown(mistake: Mistake) -> str:
 
 
 def page() -> str:
-    title = "What errors say"
+    title = "Error messages"
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         parts = list(pool.map(shown, MISTAKES))
     intro = textwrap.dedent(
         """\
-        Each message says what was wrong, what was given, and what to do. This page was written by making the mistakes
-        (``docs/make_errors.py``), each in a small script. In all of them, ``common`` is ``dict(optimizer=optimizer,
+        Each message says what is wrong, what was given, and what to do. ``docs/make_errors.py`` generates this page:
+        it makes each mistake and records the message. In the examples, ``common`` is ``dict(optimizer=optimizer,
         criterion=criterion, accelerator='cpu')``, ``ddp`` is ``dict(gpu_mode='ddp', devices=2)``, and ``Wrapping`` is a
-        ``TTModel`` around another module. :doc:`guides/failures` tells how to read them.
+        ``TTModel`` around another module. :doc:`guides/failures` explains how to read them.
         """
     )
     return f"{title}\n{'=' * len(title)}\n\n{intro}\n" + "\n".join(parts)

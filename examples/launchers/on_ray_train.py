@@ -4,8 +4,8 @@
     python examples/launchers/on_ray_train.py --workers 2
     RAY_ADDRESS=head:6379 TRAINLOOP_KEY=... python examples/launchers/on_ray_train.py --workers 16 --storage /shared
 
-Ray places the workers, starts them anew when a node is lost, and reports; the training is that of ``gpu_mode='ddp'``.
-Workers on several nodes need a key in common, and storage that all of them reach.
+Ray places the workers, restarts them when a node is lost, and reports; the training is that of ``gpu_mode='ddp'``.
+Workers on several nodes need a common key, and storage that all of them can access.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def train(config: dict[str, Any]) -> None:
-    """The function that each worker runs."""
+    """Train the model; each worker runs this function."""
     import ray.train
     import torch
     from torch import nn
@@ -52,7 +52,7 @@ def train(config: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         if tl.is_global_zero:
             torch.save(model.state_dict(), f"{folder}/weights.pt")
-        # Ray keeps the metrics that come with a checkpoint; it takes rank 0's.
+        # Ray keeps the metrics that are reported with a checkpoint; it uses rank 0's.
         checkpoint = ray.train.Checkpoint.from_directory(folder) if tl.is_global_zero else None
         ray.train.report({"loss": tl.history["loss"][-1], "steps": tl.global_step}, checkpoint=checkpoint)
 
@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--storage", help="folder or URL that all nodes reach (Ray's own: ~/ray_results, for one node)")
+    parser.add_argument("--storage", help="folder or URL that all nodes can access (default: ~/ray_results, one node)")
     arguments = parser.parse_args()
     import ray
     import torch

@@ -1,7 +1,9 @@
 #!/bin/bash
-# The same line on each node. Node 0's address, how many nodes, and how many times all ranks start anew when one fails:
+# Run the same line on each node. HEAD is node 0's address, NODES the number of nodes, RESTARTS (default 3) how often all
+# ranks start again when one fails:
 #   HEAD=10.0.0.1 NODES=2 bash torchrun.sh train.py
-# Needs fit(resume_from='last') and a ModelCheckpoint in a folder that all nodes see: a restart begins at the newest one.
+# Needs fit(resume_from='last') and a ModelCheckpoint in a folder that all nodes can access: a restart resumes from the
+# newest checkpoint.
 set -euo pipefail
 exec torchrun \
     --nnodes="${NODES:-1}" \

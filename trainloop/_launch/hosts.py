@@ -1,9 +1,9 @@
-"""The hosts of one run: they meet in a ``TCPStore`` at the rendezvous point, and report failures and progress there.
+"""The hosts of one run: they connect to a ``TCPStore`` at the rendezvous point, and report failures and progress there.
 
-The launching process of node 0 holds the store, on the interface of the rendezvous point only. Each host has one entry
-in it, which only this host writes: what it was called with, a count that grows while it lives, whether its ranks are
-done or have failed. The other hosts read node 0's entry, node 0 reads all of them, and its own repeats what all have to
-know. With a key, each entry is signed. The ranks use the same store, under a prefix for each start.
+The launching process of node 0 runs the store, on the interface of the rendezvous point only. Each host has one entry
+in it, which only this host writes: its arguments, a heartbeat count, and whether its ranks are done or have failed. The
+other hosts read node 0's entry; node 0 reads all entries, and repeats in its own what all hosts need. With a key, each
+entry is signed. The ranks use the same store, under a prefix for each start.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ RENDEZVOUS_WAIT_S = 600.0
 """The longest time that hosts wait for each other at the start; a shorter time-out of the run counts."""
 
 SILENCE_S = 15.0
-"""A host whose count has not grown for so long is lost: its link was cut, or it is down."""
+"""Seconds after which a host without heartbeat is lost: its link was cut, or it is down."""
 
-_MISSED_S = 2.5  # the same, once a rank has lost its connection: which host was it?
+_MISSED_S = 2.5  # the same, once a rank has lost its connection, to find the host
 _POLL_S = 0.25
 _LEAVE_S = 5.0  # how long node 0 keeps the store for hosts that have not left yet
 _CONNECT_S = 15.0
@@ -56,7 +56,7 @@ class _Entries:
     def __init__(self, store: dist.TCPStore, key: bytes | None) -> None:
         self._store, self._key = store, key
         self.session = ""
-        """Node 0's identifier, which entries of other hosts are signed with: one of an earlier run is not believed."""
+        """Node 0's identifier, with which other hosts sign their entries: those of an earlier run are rejected."""
 
     def put(self, node: int, entry: dict[str, Any]) -> None:
         data = json.dumps(entry)
@@ -90,7 +90,7 @@ class _Entries:
         self._store.set(f"refused/{node}", json.dumps(facts))
 
     def refused(self, node: int) -> dict[str, Any] | None:
-        """Return the arguments of a host that could not join; ``None`` if there is none. Anybody can write it."""
+        """Return the arguments of a host that could not join; ``None`` if there is none. It is not authenticated."""
         name = f"refused/{node}"
         if not self._store.check([name]):
             return None
@@ -120,20 +120,20 @@ _KINDS = {
 
 
 class Hosts:
-    """This host's part in a run of several; a context manager.
+    """This host's connection to the other hosts of a run; a context manager.
 
     Parameters
     ----------
     point : (str, int)
         Host and port of node 0.
     node_rank, num_nodes, ranks_per_node : int
-        Place of this host; the last two must be the same on all hosts.
+        Index of this host, hosts, and ranks on each; the last two must be the same on all hosts.
     wait_s : float
-        How long to wait for all hosts.
+        Seconds to wait for all hosts.
     key : bytes, optional
-        Secret that all hosts share. Without one, every entry is believed.
+        Secret that all hosts share. Without one, every entry is accepted.
     restarts : bool
-        Whether ranks that have failed start again; must be the same on all hosts.
+        True if failed ranks start again; must be the same on all hosts.
 
     Raises
     ------
@@ -179,11 +179,11 @@ class Hosts:
             self._check_signals: Callable[[], None] = heard.end
             self._entries = self._join() if node_rank else self._gather()
         other = self._others[1]["address"] if node_rank == 0 else point[0]
-        # Gloo takes the interface of the host's name, which often is loopback or the wrong network.
+        # Gloo uses the interface of the host's name, which often is loopback or the wrong network.
         self.interface: str | None = os.environ.get("GLOO_SOCKET_IFNAME")
         """Name of the network interface to the other hosts; ``None`` if unknown."""
         if not self.interface:
-            with contextlib.suppress(OSError):  # an address that means nothing here, behind NAT for instance
+            with contextlib.suppress(OSError):  # an address that is unknown here, behind NAT for instance
                 self.interface = interface_of(local_address(other, point[1]))
         self._seen_at = dict.fromkeys(self._others, time.monotonic())
         self._thread = threading.Thread(target=self._watch, name="trainloop-hosts", daemon=True)
@@ -282,7 +282,7 @@ class Hosts:
         )
 
     def _connected(self, who: str) -> dist.TCPStore:
-        """Connect to the store. In a thread: torch waits without end for a program that listens and never answers."""
+        """Connect to the store, in a thread: torch waits forever for a program that listens but never answers."""
         host, port = self.store_address
         stores: list[dist.TCPStore] = []
 
@@ -309,7 +309,7 @@ class Hosts:
         Returns
         -------
         bool
-            False if the store belongs to a run that is over.
+            False if the store belongs to a run that has ended.
         """
         written = False
         while time.monotonic() < deadline:
@@ -377,7 +377,7 @@ class Hosts:
     # -- during the run --------------------------------------------------------------------------------------------
 
     def failure(self, silence_s: float | None = None) -> Failure | None:
-        """Return the failure of another host, if there was one.
+        """Return the failure of another host, if there is one.
 
         Parameters
         ----------
@@ -405,7 +405,7 @@ class Hosts:
         return next((report for report in reports if report and report[0] == start and report[1] != self._me), [])
 
     def _lost(self, silence_s: float) -> tuple[int, str] | None:
-        """Return a host that was lost, and how; ``None`` if all live."""
+        """Return a host that was lost, and how; ``None`` if all are alive."""
         now = time.monotonic()
         for node, entry in self._others.items():
             silent_s = now - self._seen_at[node]
@@ -422,7 +422,7 @@ class Hosts:
         return None if node == self._me else (int(node), str(why))
 
     def wait_for_failure(self, seconds: float) -> Failure | None:
-        """Wait for the failure of another host, which has cost a rank of this one its connection.
+        """Wait for the failure of another host, after a rank of this host has lost its connection.
 
         A host that may start its ranks again is given more time: it may be busy, and its loss would end the run.
         """
@@ -443,7 +443,7 @@ class Hosts:
         Parameters
         ----------
         order : object, optional
-            For node 0: what all hosts have to know, as JSON can hold it.
+            For node 0: the order for all hosts, as JSON types.
 
         Returns
         -------
@@ -455,7 +455,7 @@ class Hosts:
         ConfigurationError
             If another host has ended its run, or was lost.
         """
-        # The failure stays: the others may not have read it yet. The start is last, as another thread sends these.
+        # Keep the failure: other hosts may not have read it yet. Set the start last: another thread sends these.
         self._own["order"] = order
         self._own["start"] += 1
         self.done_since = None
@@ -479,7 +479,7 @@ class Hosts:
         return number
 
     def part(self, seconds: float) -> bool:
-        """Once the ranks of this host are done, return True if those of all hosts are, within ``seconds``."""
+        """Return True if, after this host's ranks, those of all hosts are done within ``seconds``."""
         self._own["done"] = self._own["start"]
         self._wake.set()
         deadline = time.monotonic() + seconds
@@ -488,7 +488,7 @@ class Hosts:
         return over
 
     def _all(self, what: str, number: int) -> bool:
-        """Return True if all hosts have come to this number; node 0 knows, the others read it there."""
+        """Return True if all hosts have reached this number; node 0 decides, the others read it there."""
         if self._me:
             return self._others[0].get(f"all {what}", 0) >= number
         return all(entry[what] >= number for entry in (self._own, *self._others.values()))
@@ -562,9 +562,9 @@ def meet_hosts(
     timeout_s: float,
     restarts: bool,
 ) -> contextlib.AbstractContextManager[Hosts | None]:
-    """Meet the other hosts of a run; returns a context.
+    """Return a context in which this host is connected to the other hosts of a run.
 
-    Its value is ``None`` on one node, and where ranks meet by themselves in a ``file://`` that the user has given.
+    Its value is ``None`` on one node, and if ranks connect by themselves through a ``file://`` that the user gave.
     """
     if num_nodes == 1 or (init_method or "").startswith("file:"):
         return contextlib.nullcontext()

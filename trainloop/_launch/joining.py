@@ -35,15 +35,16 @@ _FIRST_PORT, _PORTS = 15000, 20000  # below the range of ports for outgoing conn
 
 
 def joined(environ: Mapping[str, str] | None = None) -> Rank | None:
-    """The rank that ``torchrun`` or Slurm started this process as; ``None`` if ``fit`` has to start ranks itself.
+    """Return the rank that ``torchrun`` or Slurm gave this process; ``None`` if ``fit`` has to start ranks itself.
 
-    ``torchrun`` is known by ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``; Slurm by ``SLURM_PROCID``
-    and an ``SLURM_NTASKS`` above 1, outside interactive shells. A process group that the caller has made counts too.
+    ``torchrun`` is detected by ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``; Slurm by
+    ``SLURM_PROCID`` and an ``SLURM_NTASKS`` above 1, outside of interactive shells. A process group that the caller
+    has created counts, too.
 
     Parameters
     ----------
     environ : mapping, optional
-        Stands for ``os.environ``.
+        Replaces ``os.environ``.
 
     Raises
     ------
@@ -80,7 +81,7 @@ def joined(environ: Mapping[str, str] | None = None) -> Rank | None:
 
 
 def place_here() -> Rank:
-    """This process's place among all ranks, and among those of its host, whoever started them."""
+    """Return this process's place among all ranks and among those of its host, however they were started."""
     return started_as() or joined() or Rank()
 
 
@@ -96,12 +97,12 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 
 
 def _is_shell(env: Mapping[str, str]) -> bool:
-    """``srun --pty bash`` sets the variables of a task, but what is typed there is not one of many."""
+    """Return True in an interactive shell: ``srun --pty bash`` sets the variables of a task, but runs one process."""
     return env.get("SLURM_JOB_NAME") in _INTERACTIVE_JOBS
 
 
 def _tasks_of_node(env: Mapping[str, str], world_size: int, num_nodes: int) -> int:
-    """Tasks on this node, from Slurm's short form: ``2(x3),1`` is 2, 2, 2, 1."""
+    """Return the number of tasks on this node, from Slurm's short form: ``2(x3),1`` is 2, 2, 2, 1."""
     counts: list[int] = []
     for tasks, repeats in re.findall(
         r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", ""))
@@ -112,7 +113,7 @@ def _tasks_of_node(env: Mapping[str, str], world_size: int, num_nodes: int) -> i
 
 
 def first_host(nodelist: str) -> str:
-    """First name of Slurm's short form: ``gpu[07-09,12],login1`` is ``gpu07``."""
+    """Return the first name of Slurm's short form: ``gpu[07-09,12],login1`` is ``gpu07``."""
     head = re.match(r"([^,\[]*)(?:\[([^\]]*)\])?([^,\[]*)", nodelist.strip())
     assert head is not None  # every part may be empty
     name, ranges, tail = head.groups()
@@ -120,7 +121,7 @@ def first_host(nodelist: str) -> str:
 
 
 def rendezvous_point(environ: Mapping[str, str]) -> str:
-    """``tcp://host:port`` where a Slurm job's ranks meet: ``MASTER_ADDR``/``MASTER_PORT``, else by the job."""
+    """Return the ``tcp://host:port`` of a Slurm job: ``MASTER_ADDR``/``MASTER_PORT``, else derived from the job."""
     nodes = (
         environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
     )
@@ -141,8 +142,8 @@ def join(
 ) -> T:
     """Run ``function`` in this process, as the rank that :func:`joined` returned, in a process group.
 
-    An existing process group is used and left as it is; one made here is destroyed at the end, so that a script may
-    train several times.
+    An existing process group is used and left unchanged; one that is created here is destroyed at the end, so that a
+    script may train several times.
 
     Parameters
     ----------
@@ -156,12 +157,12 @@ def join(
     Returns
     -------
     object
-        What ``function`` returned here.
+        The result of ``function`` in this process.
     """
     me = joined()
     if me is None:
         raise ConfigurationError(
-            "join() outside of torchrun and Slurm: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not all set."
+            "join() was called outside of torchrun and Slurm: set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
         )
     device = torch.device("cpu")
     if devices:
@@ -172,7 +173,7 @@ def join(
             )
         device = devices[me.local_rank]
     if backend is None:
-        # Several ranks on one GPU can't use NCCL.
+        # NCCL does not allow several ranks on one GPU.
         shared = devices is not None and len(set(devices)) < len(devices)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shared else "gloo"
     guard_forks()
@@ -211,7 +212,7 @@ _group_number = itertools.count()
 
 
 def _fresh_store(init_method: str, me: Rank, timeout: timedelta) -> dist.Store:
-    """A store for one process group, without the addresses of earlier groups.
+    """Return a store for one process group, without the addresses of earlier groups.
 
     torchrun's store outlives process groups: in the next group a rank would read an old address and wait there. So each
     group, numbered alike on all ranks, has its own part of the store. The store also outlives processes, if ``torchrun
@@ -224,7 +225,7 @@ def _fresh_store(init_method: str, me: Rank, timeout: timedelta) -> dist.Store:
 
 
 def _common_words(me: Rank) -> memoryview | None:
-    """Words that all ranks of this machine map, from a file of rank 0; ``None`` where it can't be opened."""
+    """Map the int64 slots that all ranks of this machine share, in a file of rank 0; ``None`` if it can't be opened."""
     fd = anonymous_file("stop") if me.rank == 0 else -1
     try:
         if me.rank == 0:
@@ -246,7 +247,7 @@ def _common_words(me: Rank) -> memoryview | None:
 
 @contextlib.contextmanager
 def _agreement(me: Rank, timeout_s: float) -> Iterator[StopAgreement]:
-    """The stop agreement: through shared memory if all ranks share some, else through a Gloo group of its own."""
+    """Return the stop agreement: through shared memory if all ranks share some, else through a separate Gloo group."""
     if me.world_size == 1:
         yield LocalStop()
         return
@@ -260,7 +261,7 @@ def _agreement(me: Rank, timeout_s: float) -> Iterator[StopAgreement]:
             shared.release()
             return
     with no_strangers():
-        # Of its own: its exchanges must not come between those of the user's code in the default group.
+        # A separate group: its exchanges must not mix with those of the user's code in the default group.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     stop = GroupStop(group, me.world_size)
     yield stop

@@ -1,4 +1,4 @@
-"""Ranks that outlive the call that started them and do the next calls' work.
+"""Keep ranks alive after the call that started them, to do the work of the next calls.
 
 ::
 
@@ -23,7 +23,7 @@ __all__ = ["KeptRanks", "keeping", "kept_here"]
 
 
 class KeptRanks:
-    """The ranks of one block that are up, if any."""
+    """The running ranks of one block, if any."""
 
     def __init__(self) -> None:
         self._ranks: Ranks | None = None
@@ -31,7 +31,7 @@ class KeptRanks:
         self._undo = contextlib.ExitStack()
 
     def take_up(self, terms: object, undo: contextlib.ExitStack) -> Ranks | None:
-        """Ranks with the same settings that are all up, ready for new work, and ended by ``undo``; others are ended."""
+        """Return the ranks, ready for new work and ended by ``undo``; end them if settings differ or one is not up."""
         if self._ranks is not None and (self._terms != terms or not self._ranks.are_up()):
             self.close()
         if self._ranks is not None:
@@ -40,9 +40,9 @@ class KeptRanks:
         return self._ranks
 
     def keep(self, ranks: Ranks, terms: object, undo: contextlib.ExitStack) -> None:
-        """Keep these ranks, whose work went well; what ``undo`` would do now is done at their end."""
+        """Keep these ranks, whose work has succeeded; ``undo`` then runs at their end."""
         ending = undo.pop_all()
-        if ranks is not self._ranks:  # else it is this object's own close()
+        if ranks is not self._ranks:  # otherwise it is this object's own close()
             self._ranks, self._terms, self._undo = ranks, terms, ending
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ _here: PerThread[KeptRanks] = PerThread()  # several threads may call fit, each 
 
 
 def kept_here() -> KeptRanks | None:
-    """The ranks of this thread's innermost block, if it is in one."""
+    """Return the ranks of this thread's innermost block, if it is in one."""
     return _here.get()
 
 

@@ -1,14 +1,14 @@
-"""Find the rank that hangs, from what the launching process can read; processes are asked for their stacks only.
+"""Find the rank that hangs, from what the launching process can read; ranks only have to report their stacks.
 
 Each rank writes the number of its last step boundary and its state into shared memory
-(:mod:`trainloop._support.stopping`); a change of either is a sign of life. The rule:
+(:mod:`trainloop._support.stopping`); a change of either is a sign of life. The rules:
 
-* Working ranks may take any time, as long as no rank waits for another: the first compilation, a
+* Working ranks may take any time while no rank waits for another: the first compilation, a
   long evaluation, a checkpoint that all write.
-* A rank that waits in a collective or at a step boundary waits ``timeout`` seconds. It notices by itself.
-* A rank that is done can't notice that it waits for others. So the launching process counts: a rank that gives
-  no sign of life for ``timeout`` seconds after another is done ends the run.
-* When all are done, a process that does not end within ``timeout`` seconds is killed; nothing is lost.
+* A rank waits for up to ``timeout`` seconds in a collective or at a step boundary. It notices by itself.
+* A finished rank can't notice that it waits for others. So the launching process counts: if a rank shows
+  no sign of life for ``timeout`` seconds after another has finished, the run ends.
+* When all have finished, a process that does not end within ``timeout`` seconds is killed; nothing is lost.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ __all__ = ["Liveness", "Sign", "hanging_ranks"]
 
 
 class Sign(NamedTuple):
-    """What a rank shows from outside: its state and its last boundary."""
+    """A rank's state and last boundary, as seen from outside."""
 
     boundary: int
-    """The step boundaries it has reached."""
+    """Number of step boundaries that it has reached."""
     working: bool
     """True if its work has neither succeeded nor failed yet."""
 
 
 class Liveness:
-    """How long each of a node's ranks has shown no sign of life.
+    """Measure how long each of a node's ranks has shown no sign of life.
 
     Parameters
     ----------
     timeout_s : float
-        How long a rank may be waited for.
+        Seconds that others may wait for a rank.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -43,7 +43,7 @@ class Liveness:
         self._since: list[float] = []
 
     def overdue(self, signs: Sequence[Sign], now: float, *, done_elsewhere_since: float | None = None) -> list[int]:
-        """Local ranks for which finished ranks have waited too long; once all have finished, those still running.
+        """Return local ranks for which finished ranks waited too long; once all have finished, those still running.
 
         Parameters
         ----------
@@ -52,7 +52,7 @@ class Liveness:
         now : float
             Monotonic clock.
         done_elsewhere_since : float, optional
-            When the ranks of another host were done.
+            Time at which the ranks of another host had finished.
         """
         if not self._last:
             self._last, self._since = list(signs), [now] * len(signs)
@@ -71,7 +71,7 @@ class Liveness:
         return [r for r in waited_for if now - max(self._since[r], waited_since) > self._timeout_s]
 
     def silent_s(self, local_rank: int, now: float) -> float:
-        """Seconds since a rank's last sign of life, as of the last look."""
+        """Return the seconds since a rank's last sign of life, as of the last check."""
         return now - self._since[local_rank] if self._since else 0.0
 
 
@@ -80,14 +80,14 @@ _MAY_WAIT = ("/torch/autograd/",)  # the reduction of gradients has no Python fr
 
 
 def hanging_ranks(stacks: dict[int, str], boundaries: dict[int, int]) -> list[int]:
-    """After a time-out, the ranks that others waited for, as far as that can be told.
+    """Return the ranks that others waited for before a time-out, as far as they can be determined.
 
     Parameters
     ----------
     stacks : dict of int to str
-        As :mod:`faulthandler` writes them, of the ranks that did not report a time-out, or another's loss, themselves.
+        Stacks by :mod:`faulthandler`, of ranks that did not report a time-out, or the loss of another, themselves.
     boundaries : dict of int to int
-        Step boundaries that each rank of this node came to.
+        Number of step boundaries that each rank of this node has reached.
     """
     innermost = {rank: _innermost_file(stack) for rank, stack in stacks.items()}
     hanging = [rank for rank, file in innermost.items() if not any(part in file for part in _WAITS)]
@@ -100,7 +100,7 @@ def hanging_ranks(stacks: dict[int, str], boundaries: dict[int, int]) -> list[in
 
 
 def _innermost_file(stack: str) -> str:
-    """File of the innermost frame of the main thread: the one that runs the rank's work."""
+    """Return the file of the innermost frame of the main thread, which runs the rank's work."""
     threads = stack.split("hread 0x")
     main = next((text for text in threads if " in run_rank" in text), stack)
     line = next((line for line in main.splitlines() if line.lstrip().startswith("File ")), "")

@@ -27,7 +27,7 @@ Put the script's code into a function, and call it from the guard:
 
 
 def check_main_guard() -> None:
-    """Refuse to start processes from the top level of a script, outside its ``__main__`` guard.
+    """Raise an error if processes are started from the top level of a script, outside its ``__main__`` guard.
 
     Notebooks, interactive shells, ``python -c`` and scripts on standard input have no guard and need none.
 
@@ -36,7 +36,7 @@ def check_main_guard() -> None:
     ConfigurationError
         With the guard to write.
     """
-    # Before anything else: here the storm would begin.
+    # Check this first: otherwise each process would start more processes.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         # A process that is just being started imports the script it came from.
         raise ConfigurationError(_MESSAGE.format(where="The script"))
@@ -53,7 +53,7 @@ def check_main_guard() -> None:
 
 
 def _main_frame(frame: FrameType | None) -> FrameType | None:
-    """The frame of the running script's top level, if there is one."""
+    """Return the frame of the running script's top level, if there is one."""
     main = sys.modules.get("__main__")
     main_file = getattr(main, "__file__", None)
     if main is None or not main_file or hasattr(sys, "ps1") or not os.path.isfile(main_file):
@@ -85,7 +85,7 @@ def _is_guarded(tree: ast.Module, line: int) -> bool:
 
 
 def _compares_main(test: ast.expr) -> bool | None:
-    """True if the test holds in the main module only, False if everywhere else, None if it tests something else."""
+    """Return True if the test holds in the main module only, False if elsewhere only, None for any other test."""
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
         return True if any(_compares_main(value) for value in test.values) else None
     if not isinstance(test, ast.Compare) or len(test.ops) != 1:
@@ -101,7 +101,7 @@ def _compares_main(test: ast.expr) -> bool | None:
 
 
 def main_place() -> tuple[str | None, str | None]:
-    """File of the running script, and its module name under ``python -m``; ``None`` for what is missing."""
+    """Return the file of the running script and its module name under ``python -m``; ``None`` if there is none."""
     main = sys.modules["__main__"]
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
     return (os.path.abspath(file) if file else None), (spec.name if spec is not None else None)

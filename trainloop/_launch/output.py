@@ -1,4 +1,4 @@
-"""Output of ranks: global rank 0's as it is, the others' errors with their rank before each line."""
+"""Output of ranks: global rank 0's unchanged, the errors of others with the rank before each line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["quieten_log_streams", "rank_streams"]
 
 
 class _Prefixed(io.TextIOBase):
-    """Writes whole lines to another stream, each with a prefix."""
+    """Write whole lines to another stream, each with a prefix."""
 
     def __init__(self, stream: TextIO, prefix: str) -> None:
         self._stream = stream
@@ -73,7 +73,7 @@ def _all_output_shown() -> bool:
 
 @contextlib.contextmanager
 def rank_streams(me: Rank) -> Iterator[None]:
-    """Leave global rank 0's output as it is; prefix the others' errors and show their output on request only."""
+    """Leave global rank 0's output unchanged; prefix the errors of others, and show their output on request only."""
     if me.rank == 0:
         yield
         return

@@ -46,13 +46,13 @@ __all__ = ["STACK_SIGNAL", "RankSpec", "State", "result_file", "run_rank", "star
 STACK_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else None
 """Makes a rank write its Python stacks: a real-time signal, which programs leave alone."""
 
-_STACK_WAIT_S = 2.0  # a rank whose collective timed out stays in place so long, for the parent to ask all for stacks
-_DAEMONS_S = 5.0  # at a rank's end, until loaders' workers have ended
-_ORPHAN_GRACE_S = 5.0  # a rank whose parent was killed may unwind for so long
+_STACK_WAIT_S = 2.0  # how long a rank stays after a collective timed out, for the parent to collect all stacks
+_DAEMONS_S = 5.0  # at a rank's end, time for loader workers to end
+_ORPHAN_GRACE_S = 5.0  # time for a rank to unwind after its parent was killed
 
 
 class State:
-    """The state of a rank: one word of shared memory each, which only the rank writes."""
+    """The state of a rank, in one int64 of shared memory, which only the rank writes."""
 
     STARTING, RUNNING, DONE, FAILING, FAILED, TIMED_OUT = range(6)
 
@@ -78,7 +78,7 @@ class RankSpec:
     record_fds: tuple[int, ...]
     stack_fds: tuple[int, ...]
     scratch: Scratch
-    """Where processes of this launch make sockets and temporary files of multiprocessing."""
+    """Folder for sockets and temporary files of multiprocessing, for all processes of this launch."""
     store: tuple[str, int, str] | None = None
     """Host, port and prefix of the store for ranks of several nodes; ``None`` on one node, where they use a file."""
     caller_fd: int | None = None
@@ -123,7 +123,7 @@ class RankSpec:
         )
 
     def rank_of(self, local_rank: int) -> Rank:
-        """The place of one of this node's ranks among all."""
+        """Return the place of one of this node's ranks among all ranks."""
         return Rank(
             rank=self.rank + local_rank,
             world_size=self.world_size,
@@ -134,7 +134,7 @@ class RankSpec:
         )
 
     def map_words(self) -> memoryview:
-        """The words that ranks and parent share: of the stop agreement, then ranks' states."""
+        """Map the int64 slots that ranks and parent share: those of the stop agreement, then the ranks' states."""
         return memoryview(mmap.mmap(self.words_fd, 0)).cast("q")
 
 
@@ -152,12 +152,12 @@ def started_by_launch() -> bool:
 
 
 def started_as() -> Rank | None:
-    """The place that ``launch`` has given this process; ``None`` where it has not started it."""
+    """Return the place that ``launch`` has given this process; ``None`` if ``launch`` did not start it."""
     return _started_as
 
 
 def result_file() -> ResultFile | None:
-    """Where local rank 0's result goes, for ranks that have parts of it; ``None`` in a process that others started."""
+    """Return the file for local rank 0's result, to which other ranks may add parts; ``None`` outside of ranks."""
     return _result_file
 
 
@@ -171,8 +171,8 @@ def run_rank(local_rank: int, line: connection.Connection) -> None:
     spec = work.spec.numbered(received)
     me = _started_as = spec.rank_of(local_rank)
     stack_fd = spec.stack_fds[local_rank]
-    # Named semaphores and temporary files, those of loaders' workers, tell which launch they are of: a killed rank
-    # can't remove its own.
+    # Semaphores and temporary files (of loader workers) are named after their launch: a killed rank can't remove its
+    # own.
     name_semaphores(os.environ[LAUNCH_VARIABLE])
     multiprocessing.current_process()._config["tempdir"] = spec.scratch.path  # type: ignore[attr-defined]
     words = spec.map_words()
@@ -183,7 +183,7 @@ def run_rank(local_rank: int, line: connection.Connection) -> None:
     guard_forks()
     while (exitcode := _work(spec, me, words, received)) == 0 and spec.outlives_work:
         os.close(received[spec.parcel.fd])
-        gc.collect()  # the caller has its shared memory back
+        gc.collect()  # releases the caller's shared memory
         with contextlib.suppress(OSError):  # it has gone, as the next line finds out
             line.send_bytes(b"1")
         given = next_work(line)
@@ -197,7 +197,7 @@ def run_rank(local_rank: int, line: connection.Connection) -> None:
 
 
 def _work(spec: RankSpec, me: Rank, words: memoryview, received: Mapping[int, int]) -> int:
-    """Do one piece of work, from opening it to its result; returns the exit code, 0 for success."""
+    """Do one piece of work, from opening it to its result; return the exit code, 0 for success."""
     global _result_file
     _result_file = ResultFile(spec.result_fd)
     stop = SharedStop(words, me.local_rank, spec.local_world_size, spec.timeout_s)
@@ -229,8 +229,8 @@ def _work(spec: RankSpec, me: Rank, words: memoryview, received: Mapping[int, in
     return 0
 
 
-# Kept to the process's end: a group's destructor waits for the group's threads. Where a Reducer had the last reference
-# it would wait with the interpreter's lock, which such a thread needs to free a tensor.
+# Kept until the process ends: a group's destructor waits for the group's threads. If a Reducer had the last reference,
+# it would wait while it holds the interpreter's lock, which such a thread needs to free a tensor.
 _groups: list[Any] = []
 
 
@@ -309,8 +309,8 @@ def _fail(error: BaseException, spec: RankSpec, me: Rank, stop: SharedStop, word
     """Record the error while the group is still up, so that no other rank's error can be earlier."""
     if isinstance(error, RankTerminated):
         return 128 + signal.SIGTERM
-    words[state] = State.FAILING  # to read the lines of its traceback takes a while on a busy machine
-    # DataLoader's handler of SIGCHLD raises wherever it strikes, also here, once for each dead worker.
+    words[state] = State.FAILING  # reading the lines of its traceback takes a while on a busy machine
+    # DataLoader's handler of SIGCHLD may raise anywhere, also here, once for each dead worker.
     for _ in range(8):
         with contextlib.suppress(RuntimeError):
             failure = failure_of(error, me.rank)
@@ -332,23 +332,23 @@ def _fail(error: BaseException, spec: RankSpec, me: Rank, stop: SharedStop, word
 def _leave(exitcode: int) -> None:
     """End this process in order, but without finalizing the interpreter.
 
-    Native threads may still run, of a process group for instance. A thread that requests the lock of a finalizing
-    interpreter is ended in the midst of C++ code, which can abort the process although all work is done.
+    Native threads may still be running, for instance of a process group. A thread that requests the lock of a
+    finalizing interpreter is ended in the middle of C++ code, which can abort the process although all work is done.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # joins threads
     _kill_stuck_daemons()
     atexit._run_exitfuncs()  # multiprocessing's among them: loaders' workers end
-    gc.collect()  # what only cycles hold is closed
+    gc.collect()  # closes objects in reference cycles
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
     with contextlib.suppress(Exception):
-        ctypes.CDLL(None).fflush(None)  # what native code has printed
+        ctypes.CDLL(None).fflush(None)  # output of native code
     os._exit(exitcode)
 
 
 def _kill_stuck_daemons() -> None:
-    """Python ends daemon processes (loaders' workers) by SIGTERM and waits; one may be stuck in native code."""
+    """Kill daemon processes (loader workers) that are stuck in native code: Python only sends SIGTERM and waits."""
     for child in multiprocessing.active_children():
         if child.daemon:
             timer = threading.Timer(_DAEMONS_S, child.kill)
@@ -402,7 +402,7 @@ def end_with_parent(caller_fd: int | None) -> None:
 
 def _outlive_parent_briefly() -> None:
     connection.wait(_parent)
-    # By the clock of a native thread: this one waits for ever where another is stuck with the interpreter's lock.
+    # In a native thread: this one waits forever if another is stuck while it holds the interpreter's lock.
     with open(os.devnull, "w") as nowhere:
         faulthandler.dump_traceback_later(_ORPHAN_GRACE_S, exit=True, file=nowhere)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,8 +1,9 @@
-"""Process-wide settings of the caller, which its ranks take over.
+"""Process-wide settings of the caller, which are applied in its ranks.
 
 A script chooses precision, determinism, log levels and the like in ``main()``, in the process that calls ``fit``. A
-rank is another process: it receives the caller's settings and sets those that differ from its own. Workers forked from
-the rank have the same; others get them by :class:`SettingsInit`. The caller's settings are read, never changed.
+rank is another process: it receives the caller's settings and sets those that differ from its own. Workers that are
+forked from the rank inherit them; others receive them through :class:`SettingsInit`. The caller's settings are read,
+never changed.
 
 To add one, add a line to :data:`SETTINGS`.
 """
@@ -56,7 +57,7 @@ class Setting:
 
 
 def read_settings() -> dict[str, Any]:
-    """The present values of all settings that this process has, by name."""
+    """Return the present values of all settings of this process, by name."""
     values = {}
     for setting in SETTINGS:
         # torch refuses to read an old switch after its successor was used; the table has the successor too.
@@ -66,7 +67,7 @@ def read_settings() -> dict[str, Any]:
 
 
 def dumped_settings() -> bytes:
-    """The settings as bytes, for :func:`apply_settings` in another process."""
+    """Return the settings as bytes, for :func:`apply_settings` in another process."""
     values = {_LINE: user_place(), **read_settings()}
     try:
         return _dumped(values)
@@ -88,7 +89,7 @@ def _dumped(value: Any) -> bytes:
 
 
 def apply_settings(dumped: bytes) -> None:
-    """Set another process's settings, in the order of the table; those that are equal here are left alone."""
+    """Apply another process's settings, in the order of the table; skip those that are equal here."""
     values: dict[str, Any] = pickle.loads(dumped)
     if _LINE in values:
         stand_for(values.pop(_LINE))
@@ -96,13 +97,13 @@ def apply_settings(dumped: bytes) -> None:
 
 
 def numeric_settings() -> dict[str, Any]:
-    """The present values of the settings on which a step's numbers depend, as plain types."""
+    """Return the present values of the settings that affect a step's numbers, as plain types."""
     kept = ("torch.set_default_", "torch.set_float32", "torch.set_flush", "torch.backends.", "torch.use_determin")
     return {name: value for name, value in read_settings().items() if name.startswith(kept)}
 
 
 def write_settings(values: dict[str, Any]) -> None:
-    """Set what :func:`read_settings` returned, in the order of the table; those that are equal here are left alone."""
+    """Apply the result of :func:`read_settings`, in the order of the table; skip settings that are equal here."""
     own = {setting.name: setting for setting in SETTINGS}
     for name, value in values.items():
         if name not in own:  # of another version
@@ -137,12 +138,12 @@ class SettingsInit:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What is more than an attribute
+# Settings that are more than an attribute
 # --------------------------------------------------------------------------------------------------------------------
 
 
 def _attribute(path: str) -> Setting:
-    """A switch that is an attribute of ``torch`` or of something in it."""
+    """Return a setting that is an attribute of ``torch`` or of something in it."""
     *owners, name = path.split(".")
 
     def owner() -> Any:
@@ -157,7 +158,7 @@ def _attribute(path: str) -> Setting:
 
 
 def _functions(name: str, owner: str, getter: str, setter: str) -> Setting:
-    """A switch with a function that reads and one that sets, of a module in ``torch``."""
+    """Return a setting with a getter and a setter in a module of ``torch``."""
 
     def find(function: str) -> Any:
         found: Any = torch
@@ -169,7 +170,7 @@ def _functions(name: str, owner: str, getter: str, setter: str) -> Setting:
 
 
 def _config(path: str) -> Setting:
-    """Options of torch.compile's machinery; nothing is imported for them where it is not in use."""
+    """Return a setting for options of torch.compile; their module is not imported if it is not in use."""
 
     def read() -> dict[str, Any]:
         config = sys.modules.get(path)
@@ -252,7 +253,7 @@ def _write_log_levels(levels: dict[str, tuple[int, bool, bool]]) -> None:
 
 
 def _read_log_streams() -> dict[str, list[tuple[str, int, Any]]]:
-    """Handlers that write to the standard streams, as ``logging.basicConfig`` makes them, by their logger."""
+    """Return, by logger, the handlers that write to the standard streams, like those of ``logging.basicConfig``."""
     found: dict[str, list[tuple[str, int, Any]]] = {}
     for name, log in _loggers().items():
         for handler in log.handlers:
@@ -266,7 +267,7 @@ def _read_log_streams() -> dict[str, list[tuple[str, int, Any]]]:
 
 
 def _formatter_of(handler: logging.Handler) -> bytes:
-    """The handler's formatter as bytes, which can be compared; None's for a class of somebody else's."""
+    """Return the handler's formatter as bytes, for comparisons; those of None for a class of another library."""
     return pickle.dumps(handler.formatter if type(handler.formatter) is logging.Formatter else None)
 
 

@@ -71,7 +71,7 @@ class Ranks:
     spec : RankSpec
         Their arguments.
     token : str
-        Marks this launch's processes, in their environment, and what they make.
+        Text that marks this launch's processes, in their environment, and their files.
     hosts : Hosts, optional
         The other hosts of the run.
     """
@@ -108,14 +108,14 @@ class Ranks:
         environment : dict of str to str
             Variables.
         served : bool
-            Whether to fork them from the server; else each is a fresh interpreter.
+            True to fork them from the server; else each is a fresh interpreter.
 
         Raises
         ------
         NoServerError
             If they can't be forked from the server.
         """
-        # The token goes to all that ranks start, so that what is left of them can be found.
+        # All processes that ranks start inherit the token, so that remaining ones can be found.
         variables = {**environment, LAUNCH_VARIABLE: self._token}
         pairs = _pairs(self._spec.local_world_size)
         calls: list[processes.Call] = [(run_rank, (r, theirs)) for r, (_, theirs) in enumerate(pairs)]
@@ -148,17 +148,17 @@ class Ranks:
     # -- watching --------------------------------------------------------------------------------------------------
 
     def watch(self, *, at_once: bool = False) -> None:
-        """Wait until all ranks are done: ended, or ready for more work where there are lines to them.
+        """Wait until all ranks are done: ended, or ready for more work if there are connections to them.
 
         Parameters
         ----------
         at_once : bool
-            Whether a signal that a rank got ends the work, which the ranks themselves don't.
+            True if a signal to a rank ends the work; the ranks themselves don't end it.
 
         Raises
         ------
         WorkerFailedError
-            When one fails; the others have been ended then.
+            When one fails; the others have ended by then.
         KeyboardInterrupt, SystemExit
             With ``at_once``, after a signal; the caller ends the ranks.
         """
@@ -191,7 +191,7 @@ class Ranks:
                 self.fail(overdue)
 
     def part(self) -> None:
-        """Wait until the ranks of all hosts are done, as those of this one are.
+        """Wait until the ranks of all hosts are done, after those of this host.
 
         Raises
         ------
@@ -207,7 +207,7 @@ class Ranks:
         return self._spec.outlives_work and len(self._alive()) == self._spec.local_world_size
 
     def begin_again(self) -> None:
-        """Forget the last work: nothing is requested, recorded or done. The ranks are up."""
+        """Reset the state of the last work, while the ranks are running."""
         for i in range(len(self._words)):
             self._words[i] = 0
         for fd in (*self._spec.record_fds, *self._spec.stack_fds):
@@ -217,7 +217,7 @@ class Ranks:
         self.cause = self._reported = None
 
     def give(self, parcel: Parcel, inherited: Sequence[int], settings: bytes, environment: dict[str, str]) -> None:
-        """Give the ranks more work, with what has changed of this process's state."""
+        """Send the ranks more work, with the changes of this process's state."""
         told, cpus, folder = {**os.environ, **environment, LAUNCH_VARIABLE: self._token}, affinity(), None
         with contextlib.suppress(OSError):
             folder = os.getcwd()
@@ -244,7 +244,7 @@ class Ranks:
         return self._liveness.overdue(signs, time.monotonic(), done_elsewhere_since=elsewhere)
 
     def _notice(self, ended_by_us: frozenset[int] = frozenset()) -> bool:
-        """Record ranks that failed; returns whether there are any."""
+        """Record ranks that failed; return True if there are any."""
         for r in self._locals():
             process = self._processes[r]
             if r in self._failures:
@@ -288,13 +288,13 @@ class Ranks:
         self._report()  # at once: the others do not wait for long
         timed_out = [r for r in self._locals() if self._state(r) == State.TIMED_OUT]
         if any(failure.timeout for failure in self._failures.values()):
-            # Watchdogs of others that wait are about to end these, too; who hangs has none that is worried.
+            # Watchdogs of the waiting ranks are about to end these, too; that of the hanging rank is not.
             self._join(_UNWIND_S)
             timed_out += [r for r, failure in self._failures.items() if failure.timeout]
         if timed_out or overdue or (elsewhere and elsewhere.timeout):
             self._notice()
             first = self._spec.rank
-            # Before the signal, which may wake a rank from a system call. A rank that is about to tell does not hang.
+            # Before the signal, which may wake a rank from a system call. A rank that is about to report does not hang.
             told = {first + r for r in self._locals() if r in self._failures or self._state(r) == State.FAILING}
             stacks = self._stacks()
             boundaries = {first + r: self.stop.boundary_of(r) for r in self._locals()}
@@ -394,7 +394,7 @@ class Ranks:
                 os.kill(process.pid, number)
 
     def _stacks(self, *, ask: bool = True, ranks: list[int] | None = None) -> dict[int, str]:
-        """Python stacks of all ranks: requested now, left by a crash, or from the error that ended the rank."""
+        """Return the Python stacks of all ranks: requested now, left by a crash, or from the rank's error."""
         ranks = list(self._locals()) if ranks is None else ranks
         fds = self._spec.stack_fds
         told = {r: failure.traceback for r, failure in self._failures.items()}
@@ -419,7 +419,7 @@ class Ranks:
         return stacks
 
     def result(self) -> Any:
-        """The result of local rank 0's function."""
+        """Return the result of local rank 0's function."""
         return ResultFile(self._spec.result_fd).read()
 
     def close(self) -> None:
@@ -437,8 +437,8 @@ class Ranks:
         self._map.close()
 
 
-# Forks of this process, which other threads may make while ranks start, would keep the ranks' ends of connections open
-# and pass for strays of a rank. So they close these ends, and none is made between the opening of an end and its entry.
+# Other threads may fork this process while ranks start. Such a fork would keep the ranks' ends of connections open and
+# look like a remaining process of a rank. So forks close these ends, and wait while an end is opened and listed.
 _fork_lock = threading.RLock()
 _open_ends: set[connection.Connection] = set()
 
@@ -470,14 +470,14 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def _has_answered(line: connection.Connection) -> bool:
-    """Read a rank's message that it is ready for more work. If it has died instead, its process tells."""
+    """Read a rank's message that it is ready for more work. If it has died instead, its process shows it."""
     with contextlib.suppress(EOFError, OSError):
         line.recv_bytes()
     return True
 
 
 def _process_state(process: Any) -> str:
-    """The reason why a rank wrote no stack."""
+    """Return the reason why a rank wrote no stack."""
     if not process.is_alive():
         return f"it ended with {exit_text(process.exitcode)}"
     try:
@@ -489,7 +489,7 @@ def _process_state(process: Any) -> str:
 
 
 def _kill_strays(token: str, line_marks: set[str]) -> None:
-    """Kill what is left of a launch: DataLoader workers whose rank was killed, which would notice only after seconds.
+    """Kill a launch's remaining processes: DataLoader workers of a killed rank would notice only after seconds.
 
     Forks of a rank hold its end of its connection, and so does a rank whose fork server was killed. Workers that a rank
     has spawned carry the launch's token in their environment. Other programs that user code started are left alone.

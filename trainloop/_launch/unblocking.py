@@ -1,8 +1,8 @@
-"""NCCL in a run that is lost: nobody waits for a collective that never ends.
+"""Abort NCCL collectives once the run has failed, so that no rank blocks forever.
 
-A collective of Gloo raises as soon as a neighbour has gone. One of NCCL goes on for ever on the device where the ranks
-share a machine, and the host waits for the device in native code, where no handler of Python's runs: such a rank could
-only be killed, after all the time that the launching process gives it to unwind.
+A Gloo collective raises as soon as a neighbour has gone. On one machine, an NCCL collective keeps running on the
+device, and the host waits for it in native code, where no Python signal handler runs. Such a rank could only be
+killed, after the whole time that the launching process gives it to unwind.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from trainloop.distributed.ranks import leave_group
 __all__ = ["Unblocking"]
 
 _LOOK_S = 0.2
-_OWN_ERROR_S = 0.5  # until this rank's own error has arrived, and for its main thread to unwind where nothing holds it
+_OWN_ERROR_S = 0.5  # time for this rank's own error to arrive, and for its main thread to unwind if it is not blocked
 
 
 class Unblocking:
-    """Ends NCCL's collectives once the run is lost, from a thread of its own.
+    """Abort NCCL's collectives once the run has failed, from a separate thread.
 
     Parameters
     ----------
     lost : callable
-        Whether it is: the handler of SIGTERM then raises.
+        Returns True if the run has failed: the handler of SIGTERM then raises.
     """
 
     def __init__(self, lost: Callable[[], bool]) -> None:
@@ -34,7 +34,7 @@ class Unblocking:
         self._over = threading.Event()
 
     def start(self) -> None:
-        """Look from now on, in a daemon thread."""
+        """Start to check, in a daemon thread."""
         threading.Thread(target=self._run, name="trainloop-unblocking", daemon=True).start()
 
     def stop(self) -> None:
@@ -47,8 +47,8 @@ class Unblocking:
                 return
         if self._over.wait(_OWN_ERROR_S):
             return
-        # Before the collectives end: what these leave on the device are no gradients, and the main thread would go on
-        # with them, to a step and to a checkpoint. With the signal pending it goes on with the handler.
+        # Before the collectives end: they leave invalid gradients on the device, with which the main thread would
+        # continue, to a step and a checkpoint. With the signal pending, it continues with the handler.
         os.kill(os.getpid(), signal.SIGTERM)
         if not self._over.wait(_OWN_ERROR_S):
             leave_group(failed=True)

@@ -1,4 +1,4 @@
-"""Work for ranks: sent over a connection to each, with the descriptors that it refers to."""
+"""Work for ranks: it is sent over a connection to each, with the descriptors that it refers to."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _IN_FLIGHT_S = 60.0  # for other ranks to take theirs: one user may have so many
 
 @dataclass(frozen=True)
 class Work:
-    """Work for a rank, with what has changed of the caller's state since the work before."""
+    """Work for a rank, with the changes of the caller's state since the work before."""
 
     spec: RankSpec
     environment: dict[str, str | None]
@@ -46,7 +46,7 @@ class Work:
 
     def send_over(self, line: connection.Connection, descriptors: list[int]) -> None:
         """Send the work to a rank."""
-        if sys.platform == "win32":  # where ranks open files by their paths
+        if sys.platform == "win32":  # ranks open files by their paths there
             line.send_bytes(pickle.dumps((self, {fd: path_of(fd) for fd in descriptors})))
             return
         line.send_bytes(pickle.dumps((self, descriptors)))
@@ -55,8 +55,8 @@ class Work:
                 _send_descriptors(stream, descriptors[i : i + _AT_ONCE])
 
     def take_place(self) -> None:
-        """In a rank: enter the caller's present folder, environment and so on."""
-        # Only what the caller changed, so that settings of the rank's own code and libraries stay.
+        """Apply the caller's present folder, environment and so on, in a rank."""
+        # Only the caller's changes: settings by the rank's own code and libraries are kept.
         for name, value in self.environment.items():
             set_variable(name, value)
         if self.folder is not None:
@@ -82,7 +82,7 @@ def _send_descriptors(stream: socket.socket, descriptors: list[int]) -> None:
 
 
 def next_work(line: connection.Connection) -> tuple[Work, dict[int, int]] | None:
-    """In a rank: wait for the next work and the numbers of its descriptors here; ``None`` at the end."""
+    """Wait in a rank for the next work and the numbers of its descriptors here; ``None`` at the end."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     # The sentinel too, as a fork of the caller may hold the line's other end.

@@ -1,1 +1,1 @@
-"""What several packages share. Internal: no user imports from here, and names change without notice."""
+"""Code that several packages share. Internal: don't import from here; names change without notice."""

@@ -1,4 +1,4 @@
-"""State that a model carries from batch to batch: each rank's own, and kept in checkpoints with its columns."""
+"""State that a model carries from batch to batch: each rank has its own, and checkpoints store it by columns."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ __all__ = ["check_carried", "load_carried_state", "names_of", "places_of", "carr
 
 
 def names_of(module: nn.Module) -> Mapping[str, int]:
-    """The attributes of a module that are carried, by ``carried_state``, with the dimension of their columns."""
+    """Return the attributes of a module that ``carried_state`` names, with the dimension of their columns."""
     return getattr(module, "carried_state", None) or {}
 
 
 def places_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, int]]:
-    """Path, module, attribute and dimension of the columns of each state that is carried."""
+    """Yield path, module, attribute and dimension of the columns of each carried state."""
     for path, module in model.named_modules():
         for name, dim in names_of(module).items():
             yield f"{path}.{name}".lstrip("."), module, name, dim
 
 
 def check_carried(model: nn.Module, gpu_mode: str) -> None:
-    """Raise where state can't be carried.
+    """Check that state can be carried.
 
     Raises
     ------
     ConfigurationError
-        In ``dp``, whose replicas are made anew for each batch, and for buffers, which DDP copies from rank 0.
+        In ``dp``, which creates new replicas for each batch; and for buffers, which DDP copies from rank 0.
     """
     for path, module, name, dim in places_of(model):
         if not isinstance(dim, int) or not hasattr(module, name):
@@ -53,7 +53,7 @@ def check_carried(model: nn.Module, gpu_mode: str) -> None:
 
 
 def carried_state_of(model: nn.Module) -> dict[str, Any]:
-    """The state this rank carries: CPU tensors, in the model's own tuples, lists and dicts."""
+    """Return the state that this rank carries: CPU tensors, in the model's tuples, lists and dicts."""
     return {path: _map(lambda t: t.detach().cpu(), getattr(module, name)) for path, module, name, _ in places_of(model)}
 
 
@@ -64,7 +64,7 @@ def load_carried_state(model: nn.Module, saved: list[dict[str, Any]], rank: int,
     ----------
     model : nn.Module
     saved : list of dict
-        States of every rank, in order. If the number of ranks has changed, the columns are divided anew.
+        States of every rank, in order. If the number of ranks has changed, the columns are divided again.
     rank, world_size : int
         The rank to load for.
     """
@@ -81,12 +81,12 @@ def load_carried_state(model: nn.Module, saved: list[dict[str, Any]], rank: int,
 
 
 def _part(value: Any, dim: int, rank: int, world_size: int) -> Any:
-    """One rank's columns."""
+    """Return one rank's columns."""
     return _map(lambda t: t.tensor_split(world_size, dim)[rank] if t.ndim > dim else t, value)
 
 
 def _joined(values: list[Any], dim: int) -> Any:
-    """The columns of all ranks side by side."""
+    """Return the columns of all ranks side by side."""
     if values and isinstance(values[0], Tensor):
         return torch.cat(values, dim) if values[0].ndim > dim else values[0]
     return map_together(lambda parts: _joined(parts, dim), values) if values else None

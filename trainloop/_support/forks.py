@@ -1,4 +1,4 @@
-"""Forked children of a process that has, or had, a process group: loaders' workers above all."""
+"""Protect forked children of a process that has, or had, a process group: mainly loader workers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["guard_forks"]
 
 @functools.cache
 def guard_forks() -> None:
-    """From now on, children that this process forks never collect the garbage that they inherit.
+    """Prevent forked children of this process from collecting garbage that they inherit.
 
     A process group that only reference cycles hold (the reducer of an earlier ``DistributedDataParallel`` keeps one) is
-    freed by the garbage collector. Where that runs in a forked child, Gloo's destructor waits for threads that the fork
-    did not copy, and the child hangs: a loader's worker that never loads, and ranks that wait for its batch. Python's
-    own hooks after a fork are enough to start a collection, so it is off from before the fork until the child has
-    frozen what it inherited (``gc.freeze``). What the child makes itself is collected as ever.
+    freed by the garbage collector. If it runs in a forked child, Gloo's destructor waits for threads that the fork
+    did not copy, and the child hangs: a loader worker never loads, and ranks wait for its batch. Python's own hooks
+    after a fork can start a collection, so it is disabled from before the fork until the child has frozen the inherited
+    objects (``gc.freeze``). The child's own objects are collected as usual.
 
-    For the whole process and for good, as no one can tell when the last group is gone. Once is enough, more do nothing.
+    This applies to the whole process until it ends, as the end of the last group is unknown. Further calls do nothing.
     """
     if not hasattr(os, "register_at_fork"):  # Windows
         return
-    switched_off: set[int] = set()  # by which threads that are forking; no lock, which a signal could leave taken
+    switched_off: set[int] = set()  # by which forking threads; no lock, since a signal could leave it locked
 
     def before() -> None:
         if gc.isenabled():

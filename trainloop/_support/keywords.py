@@ -1,4 +1,4 @@
-"""Unknown keywords: an error that names the right one, also for the names of other libraries."""
+"""Raise errors for unknown keywords that suggest the right one, also for names of other libraries."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["hint", "keywords_of", "nearest", "refuse", "refuses_unknown", "table
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Names that people type, and what they may mean here: the first alternative whose argument the function has. Text after
-# a colon replaces "Did you mean". A name may be in several rows.
+# Names that people type, and their meaning here: the first alternative whose argument the function has. Text after a
+# colon replaces "Did you mean". A name may be in several rows.
 _ROWS: list[tuple[str, ...]] = [
     # TrainLoop and fit
     ("train_dataloader train_dataloaders train_dl trainloader training_loader dataloader data_loader", "train_loader"),
@@ -77,7 +77,7 @@ _ROWS: list[tuple[str, ...]] = [
      "patience: ModelCheckpoint(dirpath, monitor=...) keeps the best weights; call its load_best() after fit."),
     ("stopping_threshold baseline", "patience: ThresholdEarlyStopping ends training at a value."),
     ("verbose", "patience: the callback that ended the training is always printed."),
-    # what a callback does here
+    # done by a callback here
     ("logger loggers log_dir tensorboard", "callbacks=[TensorBoard()]"),
     ("log_every_n_steps", "callbacks=[TensorBoard(log_every_n_steps=...)]"),
     ("default_root_dir save_dir output_dir enable_checkpointing checkpoint_dir",
@@ -129,7 +129,7 @@ for _names, *_here in _ROWS:
 
 
 def table_of(foreign: Mapping[str, str]) -> dict[str, str]:
-    """A table whose keys are several names each, as one of single names."""
+    """Return a table whose keys are several names each as one of single names."""
     return {name: here for names, here in foreign.items() for name in names.split()}
 
 
@@ -188,7 +188,7 @@ def refuse(
 
 
 def keywords_of(kind: type) -> list[str]:
-    """Return what a class takes by keyword, also where it hands ``**kwargs`` up to its bases."""
+    """Return the keywords of a class, also those that it passes to its bases as ``**kwargs``."""
     known: dict[str, None] = {}
     for cls in kind.__mro__[:-1]:
         if "__init__" in vars(cls):
@@ -200,7 +200,7 @@ def keywords_of(kind: type) -> list[str]:
 
 
 def refuses_unknown(function: Function) -> Function:
-    """Make a function refuse unknown keywords with a hint, before it is called."""
+    """Decorate a function to reject unknown keywords with a hint, before it is called."""
     own = [name for name in inspect.signature(function).parameters if name != "self"]
     shown = function.__qualname__.removesuffix(".__init__")
 

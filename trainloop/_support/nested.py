@@ -1,7 +1,7 @@
-"""Containers within containers: what a batch, a prediction or a state is made of, and how it is made again.
+"""Nested containers: take a batch, a prediction or a state apart, and rebuild it.
 
 A *container* is a mapping, a list, a tuple, a named tuple or a dataclass instance; anything else is one value, also
-strings, sets, tensors and arrays. Each function here looks at one level; whoever calls it goes on with the parts.
+strings, sets, tensors and arrays. Each function here handles one level; the caller continues with the parts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["map_parts", "map_together", "parts_of", "paths_of", "with_parts"]
 
 
 def parts_of(value: Any) -> list[Any] | None:
-    """The parts of a container, in its own order; None for a single value.
+    """Return the parts of a container, in its own order; None for a single value.
 
     Examples
     --------
@@ -33,7 +33,7 @@ def parts_of(value: Any) -> list[Any] | None:
 
 
 def paths_of(value: Any) -> list[str]:
-    """How each of :func:`parts_of` is reached from the container, for messages and as names.
+    """Return the path from the container to each of :func:`parts_of`, for messages and as names.
 
     Examples
     --------
@@ -48,20 +48,20 @@ def paths_of(value: Any) -> list[str]:
 
 
 def with_parts(value: Any, parts: Sequence[Any]) -> Any:
-    """Copy a container with other parts; its type and other attributes stay.
+    """Copy a container with other parts; its type and other attributes are kept.
 
     Parameters
     ----------
     value : container
-        Is left as it is.
+        The container; it is not changed.
     parts : sequence
-        As many as it has, in the order of :func:`parts_of`.
+        The new parts, in the number and order of :func:`parts_of`.
 
     Returns
     -------
     container
-        A dict, list or tuple where the type can't be made from its parts (``torch.Size`` of tensors, say). A
-        dataclass's ``__post_init__`` is not called again: it has had its turn.
+        A dict, list or tuple if the type can't be built from its parts (e.g. ``torch.Size`` of tensors). A
+        dataclass's ``__post_init__`` is not called again.
     """
     if isinstance(value, tuple):
         if hasattr(value, "_make"):
@@ -72,7 +72,7 @@ def with_parts(value: Any, parts: Sequence[Any]) -> Any:
     if isinstance(value, Mapping):
         content = dict(zip(value, parts, strict=True))
         if not isinstance(value, (dict, UserDict)):
-            # Not a copy that is written to: a shallow copy may share the object that holds its items.
+            # Don't write to a shallow copy: it may share the object that holds its items.
             return _of_type(type(value), content)
         changed = copy.copy(value)  # a defaultdict or a BatchEncoding stays one
         for key, part in content.items():
@@ -80,12 +80,12 @@ def with_parts(value: Any, parts: Sequence[Any]) -> Any:
         return changed
     changed = copy.copy(value)
     for name, part in zip(_fields(value), parts, strict=True):
-        object.__setattr__(changed, name, part)  # a frozen dataclass too: nobody else has this copy yet
+        object.__setattr__(changed, name, part)  # works for a frozen dataclass, too; nobody else has this copy yet
     return changed
 
 
 def map_parts(function: Callable[[Any], Any], value: Any) -> Any:
-    """Copy a container with ``function`` applied to each part; return a single value as it is.
+    """Copy a container with ``function`` applied to each part; return a single value unchanged.
 
     Examples
     --------
@@ -94,7 +94,7 @@ def map_parts(function: Callable[[Any], Any], value: Any) -> Any:
     >>> doubled({"a": 1, "b": (2, [3, None])})
     {'a': 2, 'b': (4, [6, None])}
     """
-    # The three usual types first, for speed: every batch passes here.
+    # The three usual types first, for speed: this runs for every batch.
     kind = type(value)
     if kind is list:
         return [function(part) for part in value]
@@ -107,19 +107,19 @@ def map_parts(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def map_together(function: Callable[[list[Any]], Any], values: Sequence[Any]) -> Any:
-    """Combine several containers of one structure part by part; of single values, return the first.
+    """Combine several containers of the same structure part by part; if they are single values, return the first.
 
     Parameters
     ----------
     function : callable
-        Called with a list of one part of each.
+        Called with a list that has one part of each container.
     values : sequence
-        At least one. Mappings go by the first one's keys.
+        At least one container. Mappings use the keys of the first.
 
     Raises
     ------
     ValueError
-        If one has more parts than another.
+        If containers differ in their number of parts.
 
     Examples
     --------
@@ -140,7 +140,7 @@ def _is_record(value: Any) -> bool:
 
 
 def _fields(value: Any) -> list[str]:
-    """Names of the fields that are set; one with ``init=False`` may not be."""
+    """Return the names of the fields that are set; a field with ``init=False`` may not be."""
     return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
 
 
@@ -149,5 +149,5 @@ def _of_type(kind: Any, content: Any) -> Any:
         return content
     try:
         return kind(content)
-    except Exception:  # a type's own constructor may ask for anything
+    except Exception:  # a type's own constructor may need anything
         return content

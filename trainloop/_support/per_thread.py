@@ -1,4 +1,4 @@
-"""What is there for as long as a ``with`` block, for the thread that entered it."""
+"""Values that exist for the length of a ``with`` block, in the thread that entered it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ T = TypeVar("T")
 
 
 class PerThread(threading.local, Generic[T]):
-    """The value of each thread's innermost block; none in a forked child, which may not use its parent's processes."""
+    """Value of each thread's innermost block; none in a forked child, which must not use its parent's processes."""
 
     _value: T | None = None
     _pid = 0
 
     def get(self) -> T | None:
-        """This thread's value, if it is in a block."""
+        """Return this thread's value; None outside of a block."""
         return self._value if self._pid == os.getpid() else None
 
     @contextmanager
     def set_to(self, value: T) -> Iterator[None]:
-        """A block with ``value``; after it the value of the block around it is back."""
+        """Set ``value`` for a block; then restore the value of the block around it."""
         before = self.get()
         self._value, self._pid = value, os.getpid()
         try:

@@ -1,6 +1,6 @@
-"""What the operating system offers: the one module that imports what only POSIX systems have.
+"""Functions of the operating system; the only module that imports POSIX modules.
 
-A module that a system lacks is ``None`` here. The functions do what that system can, as their docstrings say.
+A module that the system lacks is ``None`` here. Docstrings say what each function does on other systems.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def process_exists(pid: int) -> bool:
 
         return bool(psutil.pid_exists(pid))
     try:
-        # Signal 0 only asks whether the process is there; one of another user is.
+        # Signal 0 only tests if the process exists; PermissionError: it belongs to another user.
         os.kill(pid, 0)
     except ProcessLookupError:
         return False

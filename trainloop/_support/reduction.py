@@ -1,13 +1,13 @@
-"""What a loss is a mean over: a batch's samples, as nearly everywhere, the weights of its targets, or nothing (a sum).
+"""Determine what a loss is a mean over: a batch's samples (usual), the weights of its targets, or nothing (a sum).
 
-A sum of halves is not half of a sum: gradients of ranks, replicas and micro-batches that are averaged as means come out
-too small by their number. So sums are recognised, as far as the model or the criterion declares them.
+If a loss is a sum, averaging gradients over ranks, replicas and micro-batches makes them too small by their number. So
+sums are detected, as far as the model or the criterion declares them.
 
 ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` divide by the sum of the class weights of their targets, without those that
-they ignore. That *divisor* is the weight of such a loss, exactly as if ``get_loss`` had returned ``(loss, divisor)``.
-It is known only while ``get_loss`` returns the very tensor that the criterion made: autograd's node of that tensor has
-it. Without a graph, and with label smoothing, whose result is a sum of two losses, a hook on the criterion attaches it
-to the tensor.
+they ignore. That *divisor* is the weight of such a loss, as if ``get_loss`` had returned ``(loss, divisor)``. It is
+known only if ``get_loss`` returns the same tensor object that the criterion created: its autograd node contains the
+divisor. Without a graph, and with label smoothing, whose result is a sum of two losses, a hook on the criterion
+attaches it to the tensor.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ __all__ = ["ClassLosses", "SumRule", "attach_divisor", "divisor_of", "functional
 
 @dataclass(frozen=True)
 class SumRule:
-    """Tells of each loss whether it is a sum over samples; made by :func:`sum_rule`."""
+    """Decide for each loss if it is a sum over samples; made by :func:`sum_rule`."""
 
     certain: bool
-    """True if the model itself says so; else it is the criterion, whose sum ``get_loss`` may have divided."""
+    """True if the model declares it; False if the criterion does: ``get_loss`` may have divided the criterion's sum."""
 
     def __call__(self, loss: Tensor | Mapping[str, Tensor]) -> bool:
-        """Return True if this loss is a sum. Where the criterion says so, its graph is looked at, if it has one."""
+        """Return True if this loss is a sum. If only the criterion declares it, check the loss's graph, if any."""
         if self.certain:
             return True
         return not any(map(_is_divided, [loss] if isinstance(loss, Tensor) else loss.values()))
 
 
 def sum_rule(model: Any, criterion: Any) -> SumRule | None:
-    """The rule that tells sums over samples from means; ``None`` where all losses are means.
+    """Return the rule that distinguishes sums over samples from means; ``None`` if all losses are means.
 
     Parameters
     ----------
     model : object
-        Its ``loss_reduction``, 'sum' or 'mean', settles it.
+        Its ``loss_reduction``, 'sum' or 'mean', decides.
     criterion : object
-        Else what its ``reduction`` says; if the criterion has none, the ``reduction`` of everything inside it: modules,
+        Otherwise its ``reduction`` decides, or, if it has none, the ``reduction`` of everything inside it: modules,
         entries of dicts and lists, keywords of ``functools.partial``.
 
     Examples
@@ -86,7 +86,7 @@ def _reductions(criterion: Any) -> set[str]:
 def _is_divided(loss: Tensor) -> bool:
     """Return True if a scalar was divided by a plain number to get this loss: ``criterion(...) / len(x)`` is a mean.
 
-    Division by something learned (weighting by uncertainty) does not count.
+    Division by a learned value (weighting by uncertainty) does not count.
     """
     nodes: list[Any] = [loss.grad_fn]
     seen = set()
@@ -95,7 +95,7 @@ def _is_divided(loss: Tensor) -> bool:
         if node is None or node in seen or not _is_of_scalar(node):
             continue
         seen.add(node)
-        # the operands: what is divided, and by what
+        # the operands: dividend and divisor
         if node.name().startswith("DivBackward") and node.next_functions[1][0] is None:
             return True
         nodes += [before for before, _ in node.next_functions]
@@ -103,10 +103,10 @@ def _is_divided(loss: Tensor) -> bool:
 
 
 def _is_of_scalar(node: Any) -> bool:
-    """Return True if a node of autograd's graph made one number; before it is the model, where divisions don't count.
+    """Return True if an autograd node made a single number; nodes before are the model, where divisions don't count.
 
-    ``_input_metadata`` is of torch 2.1 to 2.13; in a torch without it no division is seen, and the criterion's word
-    holds.
+    ``_input_metadata`` exists in torch 2.1 to 2.13; without it no division is detected, and the criterion's declaration
+    is used.
     """
     metadata: Any = getattr(node, "_input_metadata", ())
     return bool(metadata) and all(size == 1 for size in metadata[0].shape)
@@ -121,7 +121,7 @@ _MEAN = 1  # torch's number for reduction='mean'
 def divisor_of(loss: Tensor) -> Tensor | float | None:
     """Return the sum of the weights of the targets that a loss was divided by; ``None`` for any other loss.
 
-    It is a number on the CPU and a 0-d tensor elsewhere, as reading it would wait for the device.
+    It is a number on the CPU and a 0-d tensor elsewhere, since reading it would wait for the device.
     """
     attached = getattr(loss, "trainloop_divisor", None)
     if attached is not None:
@@ -133,7 +133,7 @@ def divisor_of(loss: Tensor) -> Tensor | float | None:
         total: Tensor = node._saved_total_weight
         if total.element_size() <= 2:  # in 16 bits a count above 256 or 2048 is rounded
             return _divisor(node._saved_target, node._saved_weight, node._saved_ignore_index)
-    except RuntimeError:  # the graph is used up: backward will say so
+    except RuntimeError:  # the graph was freed: backward will raise
         return None
     return total.item() if total.is_cpu else total
 
@@ -147,7 +147,7 @@ def _number(total: Tensor) -> Tensor | float:
 
 
 def attach_divisor(loss: Tensor, divisor: Tensor | float | None) -> Tensor:
-    """Attach to a loss what :func:`divisor_of` will return; ``None`` attaches nothing."""
+    """Attach a divisor to a loss, for :func:`divisor_of`; ``None`` attaches nothing."""
     if divisor is not None:
         loss.trainloop_divisor = divisor  # type: ignore[attr-defined]
     return loss
@@ -161,12 +161,12 @@ def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor
     counted = target != ignore_index
     if weight is None:
         return _number(counted.sum())
-    # An ignored target is often no class: -100 is no index of the weights.
+    # An ignored target is often not a class: -100 is not an index of the weights.
     return _number((weight.detach()[target * counted] * counted).sum(dtype=torch.float64 if weight.is_cpu else None))
 
 
 class ClassLosses:
-    """Watches the criteria of class indices while they run.
+    """Watch criteria of class indices while they run.
 
     Parameters
     ----------
@@ -177,7 +177,7 @@ class ClassLosses:
     ----------
     uneven : bool
         True after such a criterion has weighted its targets or ignored some, as far as this is known without waiting
-        for the device. Whoever reads it sets it back.
+        for the device. The reader must reset it.
     """
 
     uneven = False
@@ -189,7 +189,7 @@ class ClassLosses:
         self._others = [module for module in found if not _is_declared(module)]
 
     def _is_watched(self, module: nn.Module) -> bool:
-        # A subclass with a forward of its own may divide by anything.
+        # A subclass with its own forward may divide by anything.
         return type(module).forward in self._forwards and getattr(module, "reduction", None) == "mean"
 
     @contextmanager
@@ -199,8 +199,8 @@ class ClassLosses:
         Parameters
         ----------
         with_graphs : bool
-            False in an evaluation, where autograd knows nothing. True in training: there a criterion is watched only
-            if it has class weights, an ignored class or label smoothing, as a hook costs microseconds a step.
+            False in an evaluation, where there are no graphs. True in training: then a criterion is watched only if it
+            has class weights, an ignored class or label smoothing, since a hook costs microseconds per step.
         """
         with ExitStack() as undo:
             for criterion in self._declared if with_graphs else self._others:
@@ -209,7 +209,7 @@ class ClassLosses:
 
     def _after(self, criterion: Any, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> None:
         target: Tensor = args[1] if len(args) > 1 else kwargs["target"]
-        if target.is_floating_point():  # of class probabilities torch takes the mean over samples
+        if target.is_floating_point():  # with class probabilities, torch takes the mean over samples
             return
         if torch.compiler.is_compiling():
             attach_divisor(loss, _divisor(target, criterion.weight, criterion.ignore_index))
@@ -218,7 +218,7 @@ class ClassLosses:
         if divisor is None:
             divisor = _divisor(target, criterion.weight, criterion.ignore_index)
             attach_divisor(loss, divisor)
-        if found := _found.get():  # of the function that this criterion calls
+        if found := _found.get():  # for the function that this criterion calls
             found.pop()
         ignores = not isinstance(divisor, Tensor) and divisor != target.numel()
         self.uneven = self.uneven or ignores or _weighs_targets(criterion)
@@ -233,7 +233,7 @@ def _is_declared(criterion: Any) -> bool:
 
 
 class _FunctionalLosses(TorchFunctionMode):
-    """Attaches divisors to the results of ``F.cross_entropy`` and ``F.nll_loss``."""
+    """Attach divisors to the results of ``F.cross_entropy`` and ``F.nll_loss``."""
 
     def __init__(self, found: list[bool]) -> None:
         super().__init__()
@@ -258,14 +258,14 @@ _found: ContextVar[list[bool] | None] = ContextVar("_found", default=None)
 def functional_losses(found: list[bool] | None = None) -> Iterator[None]:
     """Attach divisors to the results of ``F.cross_entropy`` and ``F.nll_loss`` as well, without a graph.
 
-    This costs a microsecond for each call of torch, so an evaluation does it for its first batch, and for the others
-    if that one made such a call.
+    This costs a microsecond for each torch call, so an evaluation does it for its first batch, and for the others only
+    if the first made such a call.
 
     Parameters
     ----------
     found : list of bool, optional
-        Gets an entry for each such call. Default: that of the thread from which this one has its context variables, if
-        it is in this context; else nothing is done.
+        Receives an entry for each such call. By default, the list of the thread whose context variables this thread
+        has inherited, if that thread is in this context; else nothing is done.
     """
     found = _found.get() if found is None else found
     if found is None:

@@ -1,4 +1,4 @@
-"""Random number generators of Python, numpy and torch: seeded together, kept, and put back."""
+"""Seed, capture and restore the random number generators of Python, numpy and torch."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = [
     "snapshot",
 ]
 
-# What the generators were seeded with last. Only a hint: if a generator is still there, `packed` stores the seed alone.
+# The last seed of the generators. It is only a hint: if a generator still has this state, `packed` stores the seed.
 _last_seed: int | None = None
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed in [0, 2**63) that depends on every part, and stays the same over processes and versions.
+    """Return a seed in [0, 2**63) that depends on every part, and is the same in all processes and versions.
 
     Examples
     --------
@@ -42,7 +42,7 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python, numpy and torch (all devices). CUDA is not initialised by it."""
+    """Seed Python, numpy and torch (all devices), without initialising CUDA."""
     global _last_seed
     _last_seed = seed
     random.seed(seed)
@@ -51,19 +51,19 @@ def seed_all(seed: int) -> None:
 
 
 def peek_seed() -> int:
-    """A seed that depends on torch's RNG state and doesn't change it, so it is as reproducible as that state."""
+    """Return a seed that depends on torch's RNG state, without changing that state."""
     state = torch.get_rng_state()
     digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def capture(*, devices: bool = True) -> dict[str, Any]:
-    """State of all generators as plain types and tensors, so that a checkpoint can hold it.
+    """Return the state of all generators as plain types and tensors, for checkpoints.
 
-    CUDA generators are included where CUDA is in use already, and that of MPS on a machine that has it, unless
-    ``devices=False``; asking starts nothing.
+    CUDA generators are included if CUDA is already in use, and that of MPS if the machine has it, unless
+    ``devices=False``. No device is initialised.
     """
-    # The legacy global generator is what np.random.rand() and most augmentation code draws from.
+    # np.random.rand() and most augmentation code use the legacy global generator.
     state = _plain(random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state())
     if devices and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
@@ -74,7 +74,7 @@ def capture(*, devices: bool = True) -> dict[str, Any]:
 
 
 def snapshot() -> tuple[Any, ...]:
-    """Return the state of all generators as they give it, without conversion; of GPUs the current one's only.
+    """Return the state of all generators without conversion; of GPUs only the current one's.
 
     A GPU's generator has its seed and offset on the host: nothing waits for the device.
     """
@@ -83,7 +83,7 @@ def snapshot() -> tuple[Any, ...]:
 
 
 def as_captured(states: tuple[Any, ...]) -> dict[str, Any]:
-    """A :func:`snapshot` in the form of :func:`capture`."""
+    """Return a :func:`snapshot` in the form of :func:`capture`."""
     *of_cpu, device = states
     captured = _plain(*of_cpu)
     if device is not None:
@@ -106,15 +106,15 @@ def _plain(python: tuple[Any, ...], of_numpy: Any, of_torch: torch.Tensor) -> di
 
 
 def _as_seeded(seed: int) -> dict[str, Any]:
-    """The state that :func:`capture` returns right after :func:`seed_all`, without GPUs."""
+    """Return the state that :func:`capture` returns right after :func:`seed_all`, without GPUs."""
     numpy_state = np.random.RandomState(seed % 2**32).get_state(legacy=False)
     return _plain(random.Random(seed).getstate(), numpy_state, torch.Generator().manual_seed(seed).get_state())
 
 
 def packed() -> dict[str, Any]:
-    """The state that :func:`capture` returns, shorter; :func:`restore` reads it.
+    """Return the state of :func:`capture` in a shorter form, which :func:`restore` reads.
 
-    For a generator unused since :func:`seed_all` the seed is enough. Any other takes about 5 KB.
+    For a generator that was not used since :func:`seed_all`, the seed is enough. Any other takes about 5 KB.
     """
     state, seed = capture(), _last_seed
     seeded = {} if seed is None else _as_seeded(seed)
@@ -132,10 +132,10 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Put back what :func:`capture` or :func:`packed` returned.
+    """Restore the state that :func:`capture` or :func:`packed` returned.
 
-    The GPU that is current now gets the state of that which was current then, be it another one. States of GPUs that
-    are not there are ignored.
+    The current GPU gets the state of the GPU that was current then, even if it is another one. States of missing GPUs
+    are ignored.
     """
     global _last_seed
     if "seed" in state:
@@ -169,7 +169,7 @@ def restore(state: dict[str, Any]) -> None:
 
 @contextmanager
 def isolated(seed: int | None = None) -> Iterator[None]:
-    """Random draws inside leave the generators outside unchanged; with ``seed``, they are the same each time."""
+    """Isolate random draws in a block from the generators outside; with ``seed``, they are the same each time."""
     global _last_seed
     before, seed_before = capture(), _last_seed
     first_seed = torch.initial_seed()
@@ -180,6 +180,6 @@ def isolated(seed: int | None = None) -> Iterator[None]:
     finally:
         restore(before)
         if "cuda" not in before and (seed is not None or torch.cuda.is_initialized()):
-            # CUDA was not in use yet, and would have begun with the seed of the CPU's generator.
+            # CUDA was not in use before, and would have started with the seed of the CPU's generator.
             torch.cuda.manual_seed_all(first_seed)
         _last_seed = seed_before

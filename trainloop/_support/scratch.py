@@ -1,11 +1,12 @@
 """Temporary folders that are removed even if all processes that use them were killed.
 
-The first kind is for the sockets and files that ranks and their loaders' workers make by multiprocessing's own means.
+The first kind is for sockets and files that multiprocessing creates for ranks and their loader workers.
 
-Python makes such a folder, ``pymp-*``, for each process, and a killed process can't remove its own. So a launch makes
-one for all of its processes, and removes it when they have ended. It is locked for as long as any of them lives; where
-all were killed, the launching process too, the next launch finds it unlocked. A file in it names the launch, as the
-names of its semaphores do. Only what an unlocked folder of this user names is removed.
+Python creates such a folder, ``pymp-*``, for each process, and a killed process can't remove its own. So a launch
+creates one for all of its processes, and removes it when they have ended. It is locked while any of them is alive. If
+all were killed, including the launching process, the next launch finds it unlocked. A file in it names the launch, and
+so do the names of its semaphores. Only folders of this user that are unlocked, and semaphores of their launches, are
+removed.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ _FOLDER_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOF
 
 
 class Scratch(NamedTuple):
-    """The folder, and the lock that every process of the launch holds by inheriting it."""
+    """The folder, and its lock, which every process of the launch inherits."""
 
     path: str
     lock_fd: int
-    """-1 on Windows, where folders have no locks: a folder whose processes were all killed stays."""
+    """Descriptor of the lock; -1 on Windows, which has none for folders: there, folders of killed processes remain."""
 
 
 @contextlib.contextmanager
@@ -74,7 +75,7 @@ def temporary_folder(prefix: str = _TEMPORARY, *, memory_bytes: int = 0) -> Scra
 
 
 def _has_room(nbytes: int) -> bool:
-    """Return True if others, such as loaders' workers, still have half of the shared memory."""
+    """Return True if half of the shared memory remains for others, such as loader workers."""
     if not os.access(SHARED_MEMORY, os.W_OK):
         return False
     usage = shutil.disk_usage(SHARED_MEMORY)
@@ -93,11 +94,11 @@ def _make(prefix: str = PREFIX, parent: str | None = None) -> Scratch:
             return Scratch(path, -1)
         try:
             lock_fd = _lock(path)
-        except OSError:  # without locks on this file system, nobody can take the folder for a dead launch's
+        except OSError:  # without locks on this file system, the folder is never removed as a dead launch's
             lock_fd = _opened(path)
         if lock_fd is not None:
             return Scratch(path, lock_fd)
-        # Another launch, which looks for dead ones, was here before the lock.
+        # Another launch, which searched for dead ones, came before the lock.
 
 
 def _remove(scratch: Scratch, *, own: bool) -> None:
@@ -113,8 +114,8 @@ def _remove(scratch: Scratch, *, own: bool) -> None:
 def name_semaphores(token: str) -> None:
     """Name the semaphores of this process and its workers after their launch.
 
-    For a rank, which may be killed. After that only their names can tell which launch they belong to. Libraries rename
-    them: joblib's loky does so for the whole process when it is imported.
+    Called in a rank, which may be killed. After that only their names show which launch they belong to. Libraries
+    rename them: joblib's loky does so for the whole process when it is imported.
     """
     from multiprocessing import synchronize  # keeps `import trainloop` fast
 
@@ -123,7 +124,7 @@ def name_semaphores(token: str) -> None:
     make = synchronize.SemLock.__init__
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        # On the instance: there it wins over what a library puts into the class, before or after.
+        # On the instance, where it overrides what a library sets in the class, before or after.
         self._make_name = lambda: f"{prefix}-{next(synchronize.SemLock._rand)}"  # type: ignore[attr-defined]
         try:
             make(self, *args, **kwargs)
@@ -134,7 +135,7 @@ def name_semaphores(token: str) -> None:
 
 
 def _remove_semaphores(token: str, *, tracked: bool) -> None:
-    """Remove what killed ranks and workers left; the tracker that they shared would do it when this process ends."""
+    """Remove semaphores of killed ranks and workers; their shared tracker would do so only when this process ends."""
     for path in Path(SHARED_MEMORY).glob(f"sem.{glob.escape(_SEMAPHORES + token)}-*"):
         with contextlib.suppress(OSError):
             path.unlink()
@@ -173,7 +174,7 @@ def _lock(path: str) -> int | None:
 
 
 def remove_dead() -> None:
-    """Remove what is left of this user's launches that have no living process."""
+    """Remove folders and semaphores of this user's launches that have no living process."""
     if sys.platform == "win32":
         return
     for parent in {tempfile.gettempdir(), SHARED_MEMORY}:

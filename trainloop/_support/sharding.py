@@ -38,7 +38,7 @@ _MASK64 = 2**64 - 1
 
 
 def shard_size(total: int, rank: int, world_size: int) -> int:
-    """The number of items rank ``rank`` takes of ``total``: those at ``rank, rank + world_size, ...``.
+    """Return how many of ``total`` items rank ``rank`` gets: those at ``rank, rank + world_size, ...``.
 
     Examples
     --------
@@ -50,7 +50,7 @@ def shard_size(total: int, rank: int, world_size: int) -> int:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """An epoch's global batches, where the number of samples is known."""
+    """Global batches of an epoch with a known number of samples."""
 
     num_samples: int
     """Samples in the global order, over all ranks."""
@@ -62,7 +62,7 @@ class BatchPlan:
     """Ranks that share each global batch."""
 
     drop_last: bool = False
-    """Leave out the last global batch where it is short."""
+    """True to leave out the last global batch if it is short."""
 
     @property
     def global_batch_size(self) -> int:
@@ -76,7 +76,7 @@ class BatchPlan:
 
     @property
     def last_size(self) -> int:
-        """Samples of all ranks in the short global batch that ends the epoch; 0 where there is none."""
+        """Samples of all ranks in the short global batch that ends the epoch; 0 if there is none."""
         return 0 if self.drop_last else self.num_samples % self.global_batch_size
 
     @property
@@ -90,18 +90,18 @@ class BatchPlan:
         return self.num_full * self.global_batch_size + self.last_size
 
     def shares(self, batch_index: int) -> tuple[int, ...]:
-        """Samples of each rank in the global batch ``batch_index``."""
+        """Return the samples of each rank in the global batch ``batch_index``."""
         if batch_index < self.num_full:
             return (self.batch_size,) * self.world_size
         return tuple(shard_size(self.last_size, rank, self.world_size) for rank in range(self.world_size))
 
     def all_shares(self) -> Iterator[tuple[int, ...]]:
-        """:meth:`shares` of each batch of an epoch; the same tuple as long as it holds."""
+        """Yield :meth:`shares` of each batch of an epoch; the same tuple object while it does not change."""
         full = repeat(self.shares(0), self.num_full)
         return chain(full, [self.shares(self.num_full)] if self.last_size else [])
 
     def positions(self, rank: int, first_batch: int, num_batches: int) -> tuple[int, int, int]:
-        """Positions in the order, as a range, of rank ``rank``'s samples of some global batches.
+        """Return the positions, as a range, of rank ``rank``'s samples in some global batches.
 
         A full global batch is a multiple of ``world_size`` long, so that a rank's samples are one stride over the whole
         epoch, whatever the batch.
@@ -120,7 +120,7 @@ class Order(Protocol):
     def __len__(self) -> int: ...
 
     def at(self, positions: Ints) -> Ints:
-        """Indices of the samples at ``positions`` (int64, each in ``[0, len))``."""
+        """Return the indices of the samples at ``positions`` (int64, each in ``[0, len))``."""
         ...
 
 
@@ -134,12 +134,12 @@ class IdentityOrder:
         return self._length
 
     def at(self, positions: Ints) -> Ints:
-        """The positions themselves."""
+        """Return the positions themselves."""
         return positions
 
 
 class PermutedOrder:
-    """A shuffled order that is computed where it is read, and so costs no memory and no time to start.
+    """A shuffled order that is computed on access, and so needs no memory and no time to start.
 
     Parameters
     ----------
@@ -155,8 +155,8 @@ class PermutedOrder:
     -----
     Up to ``SORTED_UP_TO`` indices, positions are sorted by the SplitMix64 stream of the key, a uniform shuffle as far
     as the stream is random. Above, a Feistel network of 8 rounds permutes the numbers of the fewest bits that hold
-    ``num_indices``; whoever lands outside is sent through again until inside (cycle walking; less than 2 passes on
-    average). Networks over few bits are measurably not uniform, hence the threshold.
+    ``num_indices``; values outside the range are permuted again until they fall inside (cycle walking; less than 2
+    passes on average). Networks over few bits are measurably not uniform, hence the threshold.
 
     A block of 4,096 positions takes about a millisecond.
 
@@ -179,7 +179,7 @@ class PermutedOrder:
         return self._length
 
     def at(self, positions: Ints) -> Ints:
-        """Indices of the samples at ``positions``, each in ``[0, len)``, in any order."""
+        """Return the indices of the samples at ``positions``, each in ``[0, len)``, in any order."""
         if self._length <= self.num_indices:
             return self._cycle(0).at(positions)
         cycles, places = np.divmod(positions, self.num_indices)
@@ -216,7 +216,7 @@ class _Permutation:
     def at(self, positions: Ints) -> Ints:
         if self._length <= PermutedOrder.SORTED_UP_TO:
             return self._sorted[positions]
-        # Cycle walking keeps it a permutation: each number outside leads back inside, to one that nobody else takes.
+        # Cycle walking keeps it a permutation: each number outside leads back to a number inside that no other uses.
         words = self._encrypt(positions.astype(np.uint64))
         outside = np.flatnonzero(words >= self._length)
         while outside.size:
@@ -256,7 +256,7 @@ def _mix(word: int) -> int:
 
 
 def index_blocks(order: Order, plan: BatchPlan, rank: int, first_batch: int = 0, block: int = 4096) -> Iterator[Ints]:
-    """A rank's indices from the global batch ``first_batch`` on, in blocks of about ``block`` that end with a batch."""
+    """Yield a rank's indices from batch ``first_batch`` on, in blocks of about ``block`` that end with a batch."""
     batches = max(1, block // plan.batch_size)
     for batch_index in range(first_batch, plan.num_batches, batches):
         start, stop, step = plan.positions(rank, batch_index, batches)
@@ -268,10 +268,10 @@ def index_blocks(order: Order, plan: BatchPlan, rank: int, first_batch: int = 0,
 
 
 class StepWeights(NamedTuple):
-    """How one rank weighs its micro-batches, so that the mean over ranks is the mean over the step's samples."""
+    """Weights of one rank's micro-batches, with which the mean over ranks is the mean over the step's samples."""
 
     scales: list[float] | None
-    """Factor of each of this rank's losses; None: all alike, each loss is divided by their number."""
+    """Factor of each of this rank's losses; None if they are equal: each loss is divided by their number."""
 
     total: int
     """Samples of all ranks in the step."""
@@ -281,7 +281,7 @@ class StepWeights(NamedTuple):
 
 
 def weigh_step(sizes: Sequence[Sequence[int]], rank: int) -> StepWeights:
-    """Weights of rank ``rank``'s micro-batches in a step.
+    """Return the weights of rank ``rank``'s micro-batches in a step.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Signals as requests to stop, in the process that calls ``fit``, in ranks and in loaders' workers.
+"""Handle signals as requests to stop, in the process that calls ``fit``, in ranks and in loader workers.
 
 ::
 
@@ -8,9 +8,9 @@
       a loader's worker          WorkerInit(users_function)                 outlives what was sent to the whole group
     evaluate_*, predict_*    with signals(at_once=True): ...                 outside of fit nothing has to be saved
 
-Slurm, containers and terminals send a signal to a whole process group: to the caller, its ranks and their loaders'
-workers at once. Only ranks can say at which step all of them stop, so they decide, the caller waits for them, and
-workers go on loading until they have.
+Slurm, containers and terminals send a signal to a whole process group: to the caller, its ranks and their loader
+workers at the same time. Only ranks can decide at which step all of them stop, so the caller waits for them, and
+workers continue to load until then.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ __all__ = [
 
 # SIGHUP: the terminal was closed, or the connection lost.
 REASON_OF_SIGNAL = {"SIGINT": INTERRUPT, "SIGTERM": TERMINATE, "SIGHUP": TERMINATE, "SIGUSR1": CHECKPOINT}
-"""What each signal asks for."""
+"""Request of each signal."""
 
-_SAME_SIGNAL_S = 30.0  # between the first and the last process of a group to handle a signal that all of them got
+_SAME_SIGNAL_S = 30.0  # longest time until the last process of a group handles a signal that all of them received
 _LOOK_S = 0.1
 
 
 def status_of(reasons: int) -> int:
-    """The exit status of a process that a signal ends: 128 + the signal's number, as shells count."""
+    """Return the exit status of a process that a signal ends: 128 + the signal's number, as in shells."""
     return 143 if reasons & TERMINATE else 138
 
 
 class Heard:
-    """The signals that came during a context of :func:`signals`.
+    """The signals that arrived during a context of :func:`signals`.
 
     Parameters
     ----------
     at_once : bool
-        Whether a signal ends the work where it strikes.
+        True if a signal ends the work immediately.
     """
 
     def __init__(self, at_once: bool = False) -> None:
@@ -69,11 +69,11 @@ class Heard:
         """``INTERRUPT``, ``TERMINATE`` and ``CHECKPOINT`` of :mod:`trainloop._support.stopping`, OR-ed."""
 
     def note(self, reasons: int) -> None:
-        """Add signals that another process received, a rank say; reasons to stop that are no signals are ignored."""
+        """Add signals that another process received, such as a rank; other reasons to stop are ignored."""
         self.reasons |= reasons & (INTERRUPT | TERMINATE | CHECKPOINT)
 
     def end(self) -> None:
-        """End as a signal asks for: ``KeyboardInterrupt``, or ``SystemExit`` with 143 or 138. Without one, go on."""
+        """End as a signal requests: ``KeyboardInterrupt``, or ``SystemExit`` with 143 or 138. Without one, continue."""
         if self.reasons & INTERRUPT:
             raise KeyboardInterrupt
         if self.reasons:
@@ -109,7 +109,7 @@ class _Handlers:
             signal.signal(number, self.on_interrupt if name == "SIGINT" else self.on_request)
 
     def restore(self) -> None:
-        # Blocked: a signal that comes now waits for the handler that was there before, and is not lost between two.
+        # Blocked: a signal that arrives now waits for the previous handler, and is not lost between the two.
         with signals_blocked(self._users):
             for number, handler in self._users.items():
                 signal.signal(number, handler)
@@ -124,7 +124,7 @@ class _Handlers:
 
     @contextlib.contextmanager
     def also(self, stop: StopAgreement | None) -> Iterator[None]:
-        """Pass on to ``stop`` too the signals that came already, and those that come during the context."""
+        """Also pass to ``stop`` the signals that have arrived, and those that arrive during the context."""
         if stop is None or stop in self.stops:
             yield
             return
@@ -181,7 +181,7 @@ _outermost: _Handlers | None = None
 
 
 def _handlers_here() -> _Handlers | None:
-    """This process's handlers, or none outside the main thread, where Python allows none."""
+    """Return this process's handlers; None outside of the main thread, where Python allows no handlers."""
     here = _outermost is not None and _outermost.pid == os.getpid()
     return _outermost if here and threading.current_thread() is threading.main_thread() else None
 
@@ -190,33 +190,32 @@ def _handlers_here() -> _Handlers | None:
 def signals(
     stop: StopAgreement | None = None, *, say: Callable[[str], None] | None = None, at_once: bool = False
 ) -> Iterator[Heard]:
-    """Turn Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 into requests for as long as the context lasts.
+    """Turn Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 into requests during the context.
 
-    The first Ctrl-C asks for a stop at the next boundary and says so in one line; the second raises
-    ``KeyboardInterrupt`` where it strikes. The others ask for a stop, and then the handler that the user had
-    installed runs; what that handler raises (``sys.exit()``, say) is raised at the end of the context, so that it can't
-    prevent the last checkpoint. Handlers are as before afterwards. In a thread other than the main one nothing is done,
-    since Python allows no handlers there.
+    The first Ctrl-C requests a stop at the next boundary and prints a line; the second raises ``KeyboardInterrupt``
+    immediately. The other signals request a stop, and then the user's own handler runs; an exception that it raises
+    (e.g. by ``sys.exit()``) is raised at the end of the context, so that it can't prevent the last checkpoint. Then the
+    handlers are restored. In a thread other than the main one nothing is done, since Python allows no handlers there.
 
-    A context inside another adds its ``stop`` to the outer one's, and tells it what was heard before it was there.
+    A context inside another adds its ``stop`` to the outer one's, and passes it the signals that have arrived before.
 
     Parameters
     ----------
     stop : StopAgreement, optional
         The agreement that receives the requests.
     say : callable, optional
-        Prints the line; standard error by default.
+        Function that prints the line; to standard error by default.
     at_once : bool
-        For work that leaves nothing to save: each signal raises ``KeyboardInterrupt``, or ``SystemExit`` after the
-        user's handler, where it strikes. The outermost context decides.
+        True for work without anything to save: each signal raises immediately, ``KeyboardInterrupt`` or, after the
+        user's handler, ``SystemExit``. The outermost context decides.
 
     Returns
     -------
     Heard
-        The signals that came, in the outermost context. Whoever opened it calls :meth:`Heard.end` afterwards.
+        The signals that arrived in the outermost context. Its owner calls :meth:`Heard.end` afterwards.
     """
     global _outermost, _mark
-    # A rank has had its handlers from its start on.
+    # A rank has its handlers since its start.
     if threading.current_thread() is not threading.main_thread() or (stop is not None and _handled_for(stop)):
         yield Heard(at_once)
         return
@@ -240,7 +239,7 @@ def signals(
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """A second Ctrl-C waits for the end of this context: what runs in it must not be left half done, and ends soon."""
+    """Delay a second Ctrl-C until the end of this context, for short work that must be completed."""
     handlers = _handlers_here()
     if handlers is None:
         yield
@@ -255,12 +254,12 @@ def uninterrupted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def rank_signals(stop: StopAgreement, *, ended: Callable[[], bool], end: type[BaseException]) -> Iterator[None]:
-    """Signals of a rank that another process started and watches.
+    """Handle the signals of a rank that another process started and watches.
 
-    They become requests; Ctrl-C stays quiet, since the launching process speaks for all. SIGTERM raises ``end``
-    once ``ended()`` says that the run is lost, unless an exception is on its way already: its ``finally`` blocks are
-    not interrupted (whoever sent the signal kills this process if they take too long). After the context, when only
-    the process's own end is left to do, they do nothing.
+    They become requests; Ctrl-C prints nothing, since the launching process does. SIGTERM raises ``end`` once
+    ``ended()`` returns True (the run has failed), unless an exception is already propagating: its ``finally`` blocks
+    are not interrupted (the sender of the signal kills this process if they take too long). After the context, when
+    the process only has to end, signals do nothing.
     """
     global _mark
     pid = os.getpid()
@@ -278,16 +277,16 @@ def rank_signals(stop: StopAgreement, *, ended: Callable[[], bool], end: type[Ba
             stop.request(REASON_OF_SIGNAL[signal.Signals(number).name])
 
     on_signal.__dict__["stop"] = stop
-    # nohup ignores SIGHUP for the process that started this one, too. SIGTERM is how that process ends its ranks.
+    # nohup makes the launching process ignore SIGHUP, too. That process ends its ranks by SIGTERM.
     ignored = [n for n in _numbers() if signal.getsignal(n) is signal.SIG_IGN and n != signal.SIGTERM]
     for number in set(_numbers()).difference(ignored):
         signal.signal(number, on_signal)
-    # They were blocked while this process was started: until here a Ctrl-C would have been a traceback in an import.
+    # They were blocked since the start of this process: a Ctrl-C would have caused a traceback in an import.
     unblock_signals(_numbers())
     try:
         yield
     finally:
-        # The work is done or has failed: a signal to the group must not make another end of it, nor a traceback.
+        # The work is done or has failed: a signal to the group must not change its outcome or cause a traceback.
         for number in set(_numbers()).difference(ignored):
             signal.signal(number, _nothing)
         mark.set_over()
@@ -313,16 +312,16 @@ def _handled_for(stop: StopAgreement) -> bool:
 
 
 class _Mark:
-    """A byte that a process shares with its loaders' workers, to tell them what a signal means.
+    """A byte that a process shares with its loader workers, which shows them the meaning of a signal.
 
-    Forked workers have it by inheritance; to spawned ones it is sent with their :class:`WorkerInit`.
+    Forked workers inherit it; spawned ones receive it with their :class:`WorkerInit`.
     """
 
     _NOTHING, _HEARD, _OVER = range(3)
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self._fd = -1  # anonymous memory: forked workers have it, spawned ones don't learn of signals
+        self._fd = -1  # anonymous memory: forked workers inherit it, spawned ones get no notice of signals
         if sys.platform == "linux" and hasattr(os, "memfd_create"):
             with contextlib.suppress(OSError):  # forbidden by a sandbox's filter
                 self._fd = os.memfd_create("trainloop-signals", os.MFD_CLOEXEC)
@@ -333,7 +332,7 @@ class _Mark:
         self._byte[0] = self._HEARD
 
     def set_over(self) -> None:
-        """The process needs its workers no longer; it may have sent the signal itself. No more workers are started."""
+        """Mark that the process needs its workers no longer and starts no more; it may have sent the signal itself."""
         self._byte[0] = self._OVER
         if self._fd >= 0:
             os.close(self._fd)
@@ -341,7 +340,7 @@ class _Mark:
 
     @property
     def heard(self) -> bool | None:
-        """In a worker: whether the process it serves got a signal too, and still needs it; ``None``: not yet."""
+        """Return, in a worker, True if its process also received a signal and still needs it; ``None``: not yet."""
         return None if self._byte[0] == self._NOTHING else self._byte[0] == self._HEARD
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -353,7 +352,7 @@ def _open_mark(path: str) -> _Mark | None:
     try:
         with open(path, "r+b", buffering=0) as file:
             mark._byte, mark._fd = mmap.mmap(file.fileno(), 1), -1
-    except (OSError, ValueError):  # no /proc, or the process has gone: the worker can't tell
+    except (OSError, ValueError):  # no /proc, or the process has ended: unknown to the worker
         return None
     return mark
 
@@ -365,17 +364,17 @@ _mark: _Mark | None = None
 class WorkerInit:
     """A ``worker_init_fn`` that lets a worker outlive signals to the whole group, then calls the user's own.
 
-    The process that it serves comes to a step boundary and then ends its workers. A SIGTERM that this process did not
-    get, and the second one, are meant for the worker.
+    Its process continues to a step boundary and then ends its workers. A SIGTERM that this process did not receive,
+    and a second one, are meant for the worker itself.
 
-    It has to be that late: torch's worker installs a handler before, by which it would end at once.
+    It can't be installed earlier: torch's worker first installs its own handler, which would end it immediately.
 
     Parameters
     ----------
     users : callable, optional
-        The user's own.
+        The user's own ``worker_init_fn``.
     temporary : str, optional
-        Folder for the worker's sockets, which it can't remove where it is killed.
+        Folder for the worker's sockets, which it can't remove if it is killed.
     """
 
     def __init__(self, users: Callable[[int], None] | None, temporary: str | None = None) -> None:
@@ -397,7 +396,7 @@ class WorkerInit:
 
 
 def started(loader: Any) -> Iterator[Any]:
-    """``iter(loader)`` with signals blocked in its workers until they can outlive one.
+    """Return ``iter(loader)``, with signals blocked in its workers until they can outlive one.
 
     Until :class:`WorkerInit` is called, which on a busy machine may be seconds later, a SIGTERM would end them by
     torch's own handler.
@@ -409,12 +408,12 @@ def started(loader: Any) -> Iterator[Any]:
 
 
 def _in_worker(number: int, frame: FrameType | None) -> None:
-    """Go on where the process that this worker serves got the signal too.
+    """Continue if the process that this worker serves received the signal, too.
 
-    That process says so between two of its Python instructions, hence after a long backward pass only. So the worker
-    looks again and again, and loads meanwhile.
+    That process can mark this only between two Python instructions, so possibly after a long backward pass. The worker
+    checks repeatedly, and loads meanwhile.
     """
-    if number != signal.SIGTERM or sys.platform == "win32":  # where it would have ended this process
+    if number != signal.SIGTERM or sys.platform == "win32":  # the signal would have ended this process
         return
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the second one is meant for the worker
     deadline = time.monotonic() + _SAME_SIGNAL_S
@@ -432,6 +431,6 @@ def _in_worker(number: int, frame: FrameType | None) -> None:
 
 
 def _print_line(text: str) -> None:
-    # A handler may strike in the middle of a write to sys.stderr, which then refuses another ("reentrant call").
+    # A handler may run in the middle of a write to sys.stderr, which then rejects another write ("reentrant call").
     with contextlib.suppress(RuntimeError, ValueError, OSError):
         print(f"\n{text}", file=sys.stderr, flush=True)

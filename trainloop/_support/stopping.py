@@ -1,7 +1,7 @@
-"""Stopping at one step: all ranks end at the same step boundary, whoever asked for it and why.
+"""Stop all ranks at the same step boundary, whatever requested it.
 
 A *boundary* is the place between two optimizer steps. Every rank calls :meth:`StopAgreement.reached` at each one;
-anybody (a callback, a signal handler, the launching process) calls :meth:`StopAgreement.request` at any time.
+a callback, a signal handler or the launching process may call :meth:`StopAgreement.request` at any time.
 
 ::
 
@@ -11,11 +11,11 @@ anybody (a callback, a signal handler, the launching process) calls :meth:`StopA
             if stop.reached():          # the same answer on every rank at the same boundary
                 break
 
-How ranks agree. At boundary ``s`` each rank votes: has it seen a request? Its vote never changes afterwards. Where
-all voted yes, all stop at ``s``; so a request made by every rank in the same step (``EarlyStopping``) costs no step
-more than in one process. Where some voted no, nobody stops at ``s``; those have seen the request at the next boundary
-(or a few later, if they were ahead), and all stop there. Only ranks that voted yes wait for others' votes, so a run
-without a request never waits.
+How ranks agree: at boundary ``s`` each rank votes whether it has seen a request, and never changes its vote. If all
+voted yes, all stop at ``s``; so a request by every rank in the same step (``EarlyStopping``) costs no more steps than
+in one process. If some voted no, no rank stops at ``s``; they will have seen the request at the next boundary (or a few
+later, if they were ahead), and all stop there. Only ranks that voted yes wait for other votes, so a run without a
+request never waits.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ __all__ = [
 ]
 
 EARLY_STOP = 1
-"""A callback or the user asked for the end of training."""
+"""A callback or the user requested the end of training."""
 INTERRUPT = 2
 """Ctrl-C (SIGINT)."""
 TERMINATE = 4
 """SIGTERM: the scheduler or the user ends the job."""
 CHECKPOINT = 8
-"""SIGUSR1: the job's time is nearly over (Slurm's ``--signal=USR1@120``); the same as TERMINATE for the loop."""
+"""SIGUSR1: the job's time is almost up (Slurm's ``--signal=USR1@120``); the same as TERMINATE for the loop."""
 
 _REASONS = (EARLY_STOP, INTERRUPT, TERMINATE, CHECKPOINT)
-_BITS = 8  # of a vote's word that hold the reasons seen; the rest holds the boundary's number
+_BITS = 8  # bits of a vote that hold the reasons seen; the others hold the boundary's number
 
 
 class StopAgreement(Protocol):
@@ -57,11 +57,11 @@ class StopAgreement(Protocol):
         """Ask all ranks to stop, for ``reason`` (one of the constants). Any rank, any thread, any number of times."""
 
     def reached(self) -> int:
-        """Reasons for which all ranks stop here, OR-ed; 0 to go on. Collective: every rank, at every boundary."""
+        """Return the reasons to stop here, OR-ed; 0 to continue. Collective: every rank calls it at every boundary."""
 
 
 class LocalStop:
-    """The agreement of one process with itself: a request holds at the next boundary."""
+    """The agreement for a single process: a request takes effect at the next boundary."""
 
     def __init__(self) -> None:
         self._reasons = 0
@@ -71,27 +71,28 @@ class LocalStop:
         self._reasons |= reason
 
     def reached(self) -> int:
-        """The reasons asked for so far, OR-ed."""
+        """Return the reasons requested so far, OR-ed."""
         return self._reasons
 
 
 class SharedStop:
-    """Ranks of one node agree through a few words of shared memory.
+    """The agreement for ranks of one node, through a few int64 slots of shared memory.
 
-    The words, 64 bits each: one whose bytes are the reasons requested, one the abort flag, then one a rank for its
-    latest vote. Each word or byte has one value it can be changed to, or one writer, and is written at once; no locks.
+    The slots: one whose bytes are the requested reasons, one for the abort flag, then one per rank for its latest vote.
+    Each slot or byte can change to one value only, or has one writer, and is written atomically; so there are no locks.
     A boundary without a request costs one read and one write.
 
     Parameters
     ----------
     words : memoryview
-        ``SharedStop.num_words(world_size)`` zeroed words of format ``'q'``, mapped by all ranks (and by the parent).
+        ``SharedStop.num_words(world_size)`` zeroed int64 slots (format ``'q'``), mapped by all ranks and the parent.
     rank, world_size : int
-        This rank among those that share the words; the launching process takes ``rank=-1`` and only requests.
+        This rank, and the number of ranks that share the slots; the launching process has ``rank=-1`` and only
+        requests.
     timeout_s : float
-        How long a rank that votes to stop waits for the others to come to the boundary.
+        Seconds that a rank that votes to stop waits for the others to reach the boundary.
     pids : sequence of int, optional
-        Process of each rank, where no launching process watches them: a rank that waits for a dead one gives up.
+        Process of each rank, if no launching process watches them: a rank then stops waiting for a dead one.
     """
 
     _REQUESTED, _ABORTED, _VOTES = 0, 1, 2
@@ -115,7 +116,7 @@ class SharedStop:
 
     @classmethod
     def num_words(cls, world_size: int) -> int:
-        """Words that ``world_size`` ranks need."""
+        """Return the number of int64 slots that ``world_size`` ranks need."""
         return cls._VOTES + world_size
 
     def request(self, reason: int) -> None:
@@ -126,39 +127,39 @@ class SharedStop:
 
     @property
     def requested(self) -> int:
-        """Reasons that somebody asked for, whether or not the ranks have come to a boundary since."""
+        """Reasons requested, whether or not the ranks have reached a boundary since."""
         flags = self._reason_bytes
         return sum(reason for index, reason in enumerate(_REASONS) if flags[index])
 
     def abort(self) -> None:
-        """Tell the ranks that the run is lost: whoever waits for a vote gives up. The launching process calls it."""
+        """Mark the run as failed, so that ranks stop waiting for votes. The launching process calls it."""
         self._words[self._ABORTED] = 1
 
     @property
     def aborted(self) -> bool:
-        """True if the launching process has given the run up."""
+        """True if the launching process has marked the run as failed."""
         return bool(self._words[self._ABORTED])
 
     def boundary_of(self, rank: int) -> int:
-        """The number of boundaries a rank has reached: a sign of life that costs the rank nothing."""
+        """Return the number of boundaries that a rank has reached: a sign of life that costs the rank nothing."""
         return self._words[self._VOTES + rank] >> _BITS
 
     def release(self) -> None:
-        """Let go of the shared memory; nothing else may be called afterwards."""
+        """Release the shared memory; nothing else may be called afterwards."""
         self._reason_bytes.release()
         self._words.release()
 
     def reached(self) -> int:
-        """Reasons for which all ranks stop at this boundary, OR-ed; 0 to go on.
+        """Return the reasons for which all ranks stop at this boundary, OR-ed; 0 to continue.
 
         Raises
         ------
         TimeoutError
-            If a request is there and some rank does not come to this boundary within ``timeout_s``.
+            If there is a request and a rank does not reach this boundary within ``timeout_s``.
         """
         self._boundary += 1
         words = self._words
-        # The whole word at once: the usual case is one read.
+        # All bytes at once: the usual case is one read.
         if not words[self._REQUESTED]:
             words[self._slot] = self._boundary << _BITS
             return 0
@@ -183,7 +184,7 @@ class SharedStop:
                     )
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 1e-3)
-            # A rank beyond this boundary has left it with the decision to go on.
+            # A rank beyond this boundary has decided there to continue.
             reasons = vote & (1 << _BITS) - 1 if vote >> _BITS == boundary else 0
             if not reasons:
                 return 0
@@ -192,18 +193,18 @@ class SharedStop:
 
 
 class GroupStop:
-    """Ranks that share no memory (several nodes) agree through a small all-reduce at each boundary.
+    """The agreement for ranks without shared memory (several nodes), by a small all-reduce at each boundary.
 
-    The all-reduce of boundary ``s`` runs behind step ``s + 1``: a rank that has seen no request reads its outcome at
-    the next boundary, one that has seen a request waits for it at once. The rule is that of :class:`SharedStop`.
-    It goes through a Gloo group of its own, so it never mixes with the loop's exchanges or waits for a GPU.
+    The all-reduce of boundary ``s`` runs during step ``s + 1``: a rank that has seen no request reads its outcome at
+    the next boundary; one that has seen a request waits for it immediately. The rule is that of :class:`SharedStop`.
+    It uses a separate Gloo group, so it never mixes with the loop's exchanges or waits for a GPU.
 
     Parameters
     ----------
     group : torch.distributed.ProcessGroup
         A Gloo group of all ranks that nothing else uses.
     world_size : int
-        Ranks in it.
+        Number of ranks in it.
     also : SharedStop, optional
         Requests of this node, by signals or its launching process, which count as this rank's own.
     """
@@ -213,14 +214,14 @@ class GroupStop:
         self._also = also
         self._world_size = world_size
         self._reasons = 0
-        self._pending: tuple[Any, Any] | None = None  # (work, counts) of the boundary before
+        self._pending: tuple[Any, Any] | None = None  # (work, counts) of the previous boundary
 
     def request(self, reason: int) -> None:
         """Ask all ranks to stop at the next boundary that all of them reach with the request in sight."""
         self._reasons |= reason
 
     def reached(self) -> int:
-        """Reasons for which all ranks stop at this boundary, OR-ed; 0 to go on."""
+        """Return the reasons for which all ranks stop at this boundary, OR-ed; 0 to continue."""
         import torch
         import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Warnings that point to the user's line: the innermost one that is neither in this package nor in torch."""
+"""Issue warnings at the user's line: the innermost one outside of this package and torch."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ class Place(NamedTuple):
     file: str
     line: int
     module: str
-    """Name of its module, which filters of warnings may ask for."""
+    """Name of its module, which warning filters may match."""
 
 
-_caller: Place | None = None  # in a process of this package: where the user called it
-_shown: dict[Any, Any] = {}  # what has been warned there, as in a module's __warningregistry__
+_caller: Place | None = None  # in a process of this package: the line at which the user called it
+_shown: dict[Any, Any] = {}  # warnings already shown there, as in a module's __warningregistry__
 
 
 def stand_for(caller: Place) -> None:
-    """In a process that this package has started, let warnings point to the caller's line."""
+    """Make warnings point to the caller's line, in a process that this package has started."""
     global _caller
     _caller = caller
 
 
 def user_place() -> Place:
-    """Return the user's line: that of the caller's process, if there is none on this process's stack."""
+    """Return the user's line; if there is none on this process's stack, that of the caller's process."""
     return _found()[0]
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn as ``warnings.warn`` does, at the user's line, however many calls, decorators and blocks are between."""
+    """Warn like ``warnings.warn``, but at the user's line, however many calls and decorators are in between."""
     place, registry = _found()
     warnings.warn_explicit(message, category, place.file, place.line, module=place.module, registry=registry)
 
