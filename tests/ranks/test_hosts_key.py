@@ -32,7 +32,7 @@ def test_hosts_without_the_key_are_refused_and_entries_of_others_are_not_taken_f
     outcomes: list[Any] = []
     waiting = threading.Thread(target=lambda: outcomes.append(meet(port, 0, key=KEY)))
     waiting.start()
-    with pytest.raises(ConfigurationError, match=r"node 1 has none. Set it to the same secret on all hosts"):
+    with pytest.raises(ConfigurationError, match=r"node 1 has none: set it to the same secret on all hosts"):
         meet(port, 1)
     with pytest.raises(
         ConfigurationError, match=r"did not prove that it has this run's key. Set TRAINLOOP_KEY to the same secret"

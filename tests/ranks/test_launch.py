@@ -405,7 +405,7 @@ def test_where_the_tasks_of_a_slurm_job_meet() -> None:
 
 
 def test_joining_where_nobody_started_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigurationError, match=r"join\(\) outside of torchrun and Slurm"):
+    with pytest.raises(ConfigurationError, match=r"join\(\) was called outside of torchrun and Slurm"):
         join(one_fact)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)

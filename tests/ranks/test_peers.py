@@ -52,7 +52,7 @@ def test_another_user_who_connects_is_named(host: str) -> None:
         with no_strangers():
             undo.enter_context(connected(listener(), os.geteuid()))  # a rank
             undo.enter_context(connected(server, 65534))  # one's own server, from before, takes whom it likes
-        text = r"user nobody \(uid 65534\) connected to this run's process group .*No data was exchanged"
+        text = r"user nobody \(uid 65534\) connected to this run's process group .*Nothing was exchanged"
         with pytest.raises(ConnectionError, match=text), no_strangers():
             undo.enter_context(connected(listener(), 65534))
         then = rf"{text}. It then failed: Gloo's own error. Start"
