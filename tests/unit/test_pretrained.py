@@ -55,7 +55,9 @@ def test_files_are_read_as_pillow_resizes_them(paths: list[str], tmp_path: Path)
     assert PictureFiles([tmp_path / "grey.png"], SIZE)[0].shape == (3, SIZE, SIZE)
     (tmp_path / "no.png").write_text("no picture")
     for wrong in (tmp_path / "no.png", tmp_path / "nowhere.png"):
-        with pytest.raises(ConfigurationError, match=f"the picture '{wrong}' can't be read .*paths are taken from"):
+        with pytest.raises(
+            ConfigurationError, match=f"the picture '{wrong}' can't be read .*Relative paths start from"
+        ):
             PictureFiles([str(wrong)], SIZE)[0]
 
 

@@ -46,8 +46,8 @@ def test_what_a_column_is() -> None:
         "picture": ["pictures"],
     }
     assert columns.dropped == {
-        "names": "it is different in each row, as an identifier is",
-        "row_id": "it is different in each row, as an identifier is",
+        "names": "it is different in each row, like an identifier",
+        "row_id": "it is different in each row, like an identifier",
         "same": "all its values are the same",
         "missing": "all its values are missing",
     }
@@ -105,13 +105,13 @@ def test_labels_of_rows_may_repeat_and_names_of_columns_be_numbers() -> None:
         (lambda f: f.head(0), r"train_data has no rows"),
         (lambda f: f.set_axis([*f.columns[:-2], "number", "class"], axis=1), r"more than one column 'number'"),
         (lambda f: f[["class", "constant", "key"]], r"no column is left.*'constant': all its values are the same"),
-        (lambda f: f.assign(lists=[[i] for i in range(len(f))]), r"column 'lists' holds values that are no scalars"),
+        (lambda f: f.assign(lists=[[i] for i in range(len(f))]), r"column 'lists' has values that aren't scalars"),
         (lambda f: f.to_numpy(), r"train_data is a ndarray: must be a pandas DataFrame"),
         (lambda f: "nowhere.csv", r"train_data='nowhere.csv' can't be read"),
         (lambda f: f[f["class"] == "yes"].head(1), r"has only one value"),
         (lambda f: f.assign(**{"class": f["key"]}), r"label 'class' is different in each of the 120 rows .*'k00000', "),
         (lambda f: f.assign(**{"class": pd.to_timedelta(f.index, unit="h")}), r"durations the seconds\) for a regress"),
-        (lambda f: f.assign(**{"class": [np.inf, *range(119)]}), r"values that are no finite numbers"),
+        (lambda f: f.assign(**{"class": [np.inf, *range(119)]}), r"values that are not finite numbers"),
     ],
 )
 def test_data_that_can_t_be_learnt_from(data: Callable[[pd.DataFrame], Any], what: str) -> None:
@@ -169,11 +169,11 @@ def test_classes_come_back_as_they_were() -> None:
         target = Target.learn("y", values, "multiclass")
         chances = np.eye(len(classes))[target.encode(values)]
         assert target.decode(chances).tolist() == values.tolist()
-    with pytest.raises(ConfigurationError, match="label 'y' holds 'd', which was no class in training"):
+    with pytest.raises(ConfigurationError, match="label 'y' holds 'd', which was not a class in training"):
         Target.learn("y", pd.Series(["a", "b"] * 2), None).encode(pd.Series(["a", "d"]))
-    with pytest.raises(ConfigurationError, match="no finite numbers"):
+    with pytest.raises(ConfigurationError, match="not finite numbers"):
         Target.learn("y", pd.Series(["a", "b", "c"]), "regression")
-    with pytest.raises(ConfigurationError, match="has 3 classes, and problem_type='binary' has two"):
+    with pytest.raises(ConfigurationError, match="has 3 classes, but problem_type='binary' needs two"):
         Target.learn("y", pd.Series(["a", "b", "c"]), "binary")
     with pytest.raises(ConfigurationError, match="problem_type='ranking': must be one of binary"):
         TabularPredictor("y", problem_type="ranking")  # type: ignore[arg-type]
@@ -194,7 +194,7 @@ def test_scores_are_those_of_scikit_learn_and_greater_is_better() -> None:
     assert find_metric("rmse", "regression")(y, found) == -sk.root_mean_squared_error(y, found)
     assert find_metric("r2", "regression")(y, found) == sk.r2_score(y, found)
     assert find_metric(lambda truth, found: float(len(truth)), "regression")(y, found) == 50
-    with pytest.raises(ConfigurationError, match=r"eval_metric='r2': a binary problem has accuracy, .*roc_auc"):
+    with pytest.raises(ConfigurationError, match=r"eval_metric='r2': a binary problem can use accuracy, .*roc_auc"):
         find_metric("r2", "binary")
 
 
@@ -247,19 +247,22 @@ TUNED = {"num_trials": 2}
 @pytest.mark.parametrize(
     "given, what",
     [
-        ({"hyperparameters": {"XGB": {}}}, r"the model 'XGB': there are LR, RF, XT, GBM, NN_TORCH"),
+        ({"hyperparameters": {"XGB": {}}}, r"unknown model 'XGB'. Use LR, RF, XT, GBM, NN_TORCH"),
         ({"hyperparameters": {}}, "must map models to settings"),
-        ({"hyperparameters": "huge"}, "hyperparameters 'huge' is not known: there are default, light"),
+        ({"hyperparameters": "huge"}, "hyperparameters 'huge' is not known. Choose one of default, light"),
         ({"hyperparameters": {"GBM": 3}}, r"hyperparameters\['GBM'\] has 3: must be a dict"),
-        ({"hyperparameters": {3: {}}}, "the model 3: there are LR"),
-        ({"hyperparameters": {"GBM": {"num_leaves": [8, 16]}}}, "has a search space .*num_leaves.*no search is asked"),
+        ({"hyperparameters": {3: {}}}, "unknown model 3. Use LR"),
+        (
+            {"hyperparameters": {"GBM": {"num_leaves": [8, 16]}}},
+            "has a search space .*num_leaves.*no search was requested",
+        ),
         ({"hyperparameters": {"GBM": {"ag_args_fit": {"cpus": 1}}}}, "takes num_cpus, num_gpus and memory_limit"),
         ({"hyperparameters": {"AG_IMAGE_NN": {}}}, "no model is left .*ImagePredictor: the table has no columns"),
-        ({"hyperparameters": {"AG_TEXT_NN": ["huge"]}}, "text preset 'huge' is not known: there are default"),
+        ({"hyperparameters": {"AG_TEXT_NN": ["huge"]}}, "text preset 'huge' is not known. Choose one of default"),
         ({"hyperparameter_tune_kwargs": {"trials": 2}}, "takes searcher, .* and num_trials"),
         ({"hyperparameter_tune_kwargs": {"num_trials": 0}}, "num_trials=0: must be an int of 1 or more"),
         ({"hyperparameter_tune_kwargs": {"scheduler": "slurm"}}, r"scheduler \('local', 'ray'\)"),
-        ({"presets": "huge"}, "preset 'huge' is not known: there are medium_quality"),
+        ({"presets": "huge"}, "preset 'huge' is not known. Choose one of medium_quality"),
         # Where nothing is searched, too.
         ({"hyperparameters": {"LR": {}}, "hyperparameter_tune_kwargs": "best"}, "searcher='best': must be 'random'"),
         ({"hyperparameters": {"LR": {}}, "hyperparameter_tune_kwargs": {"num_trials": -1}}, "num_trials=-1: must be"),
@@ -275,7 +278,7 @@ TUNED = {"num_trials": 2}
         ({"presets": {"folds": 2}}, "presets=.*'folds'.*takes hyperparameters and num_bag_folds"),
         ({"hyperparameter_tune_kwargs": 3}, "hyperparameter_tune_kwargs=3: takes searcher"),
         ({"ag_args_ensemble": {"folds": 1}}, "ag_args_ensemble=.*takes ag_args_fit and fold_fitting_strategy"),
-        ({"eval_metric": "r2"}, "a binary problem has accuracy"),
+        ({"eval_metric": "r2"}, "a binary problem can use accuracy"),
         ({"tuning_data": "same", "num_bag_folds": 2}, "tuning_data with num_bag_folds"),
         ({"num_cpus": 10_000}, "num_cpus=10000: this process may use"),
         ({"num_cpus": 0}, "num_cpus=0: must be an int of 1 or more"),
@@ -323,7 +326,7 @@ def test_presets_are_plain_settings_to_be_changed() -> None:
         "best_quality",
         "multilingual",
     ]
-    with pytest.raises(ValueError, match="'multi' is not known: there are default, light, toy, multimodal"):
+    with pytest.raises(ValueError, match="'multi' is not known. Choose one of default, light, toy, multimodal"):
         get_hyperparameter_config("multi")
 
 
@@ -466,7 +469,9 @@ def test_a_folder_that_can_t_be_written_to_is_said_before_the_training(
 ) -> None:
     (tmp_path / "file").write_text("no folder")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ConfigurationError, match=re.escape(f"path={str(path)!r} can't be saved to: ")):
+        with pytest.raises(
+            ConfigurationError, match=re.escape(f"path={str(path)!r} can't be used to save the predictor: ")
+        ):
             TabularPredictor("class", path=path).fit(mixed(), verbosity=0)
     assert not asked_of_tune
 

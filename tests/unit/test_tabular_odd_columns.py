@@ -106,7 +106,7 @@ def test_identifiers_are_dropped_and_what_only_looks_like_one_is_not() -> None:
     columns = Columns.learn(frame)
     assert list(columns.dropped) == ["customer_id", "key", "constant"]
     assert list(columns.kinds) == ["price_index", "customers", "happened", "remark"]
-    assert "dropped   'customer_id': it is different in each row, as an identifier is" in str(columns)
+    assert "dropped   'customer_id': it is different in each row, like an identifier" in str(columns)
 
 
 def test_names_that_are_numbers_and_names_that_are_equal_then() -> None:

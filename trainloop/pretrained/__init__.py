@@ -1,7 +1,7 @@
-"""Pretrained networks for texts and pictures as ``TTModel``: those of transformers and timm.
+"""Pretrained networks of transformers and timm, for texts and pictures, as ``TTModel``.
 
-They predict classes or numbers of your own: the last layer is new where the model's does not suit. Weights come from a
-folder, or from the Hugging Face hub. The libraries are in the extra ``multimodal``.
+They predict your own classes or numbers: the last layer is replaced if the model's does not fit. Weights are read from
+a folder or from the Hugging Face hub. The libraries are in the extra ``multimodal``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The folder of a pretrained model, on this machine or fetched from the hub. To look for one takes no torch."""
+"""Find the folder of a pretrained model on this machine, or download it from the hub; without importing torch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def find_text_model(model: str, *, wanted_by: str = "find_text_model") -> str:
     Parameters
     ----------
     model : str
-        A folder, or a name on the Hugging Face hub. Of a name, the folder is looked for in ``$TRAINLOOP_MODEL_DIR`` (by
-        default ``~/.cache/trainloop/models``), where ``--`` may stand for ``/``, and then on the hub.
+        A folder, or a name on the Hugging Face hub. A name is looked up in ``$TRAINLOOP_MODEL_DIR`` (by default
+        ``~/.cache/trainloop/models``), with ``--`` or ``/`` as separator, and then on the hub.
     wanted_by : str
         How the error begins.
 
@@ -38,7 +38,7 @@ def find_text_model(model: str, *, wanted_by: str = "find_text_model") -> str:
     Raises
     ------
     ConfigurationError
-        If it is neither here nor can be fetched. The message names the folder to fill.
+        If it is not on this machine and can't be downloaded. The message names the folder for its files.
     """
     return _local(model) or _fetched(model, model, wanted_by)
 
@@ -57,7 +57,7 @@ def find_picture_model(model: str, *, wanted_by: str = "find_picture_model") -> 
     Raises
     ------
     ConfigurationError
-        If it is neither here nor can be fetched, or there is no such model.
+        If it is not on this machine and can't be downloaded, or if there is no such model.
     """
     if (folder := _local(model)) is not None:
         return folder

@@ -62,12 +62,12 @@ class TextModel(TTBasicModel):
         return cls(_of_transformers("AutoModelForSequenceClassification", folder, num_outputs), tokenizer)
 
     def tokens(self, texts: Sequence[str], max_length: int = 128) -> tuple[Tensor, Tensor]:
-        """Token numbers and attention mask, each of shape (texts, length of the longest). Longer texts are cut."""
+        """Return token IDs and attention mask, each of shape (texts, longest text). Texts are cut at ``max_length``."""
         found = self.tokenizer(list(texts), padding=True, truncation=True, max_length=max_length, return_tensors="pt")
         return found["input_ids"], found["attention_mask"]
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The logits, of shape (texts, num_outputs)."""
+        """Return the logits, of shape (texts, num_outputs)."""
         logits: Tensor = self.module(input_ids=input_ids, attention_mask=attention_mask).logits
         return logits
 
@@ -137,7 +137,7 @@ class PictureModel(TTBasicModel):
         return cls(module, **{name: value for name, value in settings.items() if value is not None})
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """The logits, of shape (n, num_outputs), of pictures of shape (n, 3, size, size) or (n, several, 3, ...)."""
+        """Return logits (n, num_outputs) of pictures (n, 3, size, size) or (n, several, 3, size, size)."""
         several = pictures.unsqueeze(1) if pictures.dim() == 4 else pictures
         found = self.module((several.flatten(0, 1).float() / 255 - self.mean) / self.std)
         logits: Tensor = getattr(found, "logits", found)
@@ -183,14 +183,14 @@ class PictureFiles(Dataset[Tensor]):
                 picture = np.array(file.convert("RGB").resize((self.size, self.size)))
         except OSError as error:
             raise ConfigurationError(
-                f"the picture {path!r} can't be read ({error}); paths are taken from {os.getcwd()!r}. "
-                "Mend the path, or leave it empty for a black picture."
+                f"the picture {path!r} can't be read ({error}). Relative paths start from {os.getcwd()!r}. "
+                "Fix the path, or leave it empty for a black picture."
             ) from error
         return torch.from_numpy(picture).permute(2, 0, 1)
 
 
 def _known(folder: Path) -> dict[str, Any]:
-    """What a model's folder says of it."""
+    """Return the configuration in a model's folder."""
     known: dict[str, Any] = {}
     for file in (folder / name for name in ("preprocessor_config.json", "config.json")):
         known = {**(json.loads(file.read_text()) if file.exists() else {}), **known}

@@ -81,14 +81,14 @@ def parse_options(
     backends = ("local", "ray")
     search = known_words("hyperparameter_tune_kwargs", search, searcher="random", scheduler=backends, num_trials=10)
     searcher = "random" if search["searcher"] == "auto" else search["searcher"]
-    make_searcher(searcher, {}, seed=0, mode="max")  # refuses what is none, also where nothing is searched
+    make_searcher(searcher, {}, seed=0, mode="max")  # rejects an invalid searcher, also if nothing is searched
     of_bag = _quota("ag_args_ensemble['ag_args_fit']", ensemble["ag_args_fit"])
     shares = [_quota("fit", run), _quota("ag_args_fit", ag_args_fit), of_bag]
     gpus_asked = any(share.num_gpus not in ("auto", 0) for share in shares)
     if gpus_asked and not available().num_gpus:
         warn(
             f"num_gpus={run['num_gpus']!r}: no GPU is visible here, so all models train on the CPU. Check "
-            "CUDA_VISIBLE_DEVICES and the driver, or ask for num_gpus=0 to silence this."
+            "CUDA_VISIBLE_DEVICES and the driver, or set num_gpus=0 to silence this."
         )
         shares = [replace(share, num_gpus=0) for share in shares]
     total, share, bag = machine_total(shares[0]), *shares[1:]
@@ -219,8 +219,8 @@ def _model_of(key: Any) -> _Model:
         return MODELS[key]
     if isinstance(key, str) or not callable(key):
         raise ConfigurationError(
-            f"hyperparameters has the model {key!r}: there are {', '.join(MODELS)}, an estimator's class, and a "
-            "function or class that makes a TTModel."
+            f"hyperparameters has an unknown model {key!r}. Use {', '.join(MODELS)}, an estimator's class, or a "
+            "function or class that returns a TTModel."
         )
     name = getattr(key, "__name__", type(key).__name__)
     network = any(base.__name__ == "TTModel" for base in getattr(key, "__mro__", ()))
@@ -238,8 +238,8 @@ def _spec(
     space = {name: value for name, value in settings.items() if _is_space(value)}
     if space and not searches:
         raise ConfigurationError(
-            f"hyperparameters[{key!r}] has a search space ({', '.join(space)}), and no search is asked for. Give "
-            "hyperparameter_tune_kwargs={'num_trials': 10}, or one value; a list that is a value is written as a tuple."
+            f"hyperparameters[{key!r}] has a search space ({', '.join(space)}), but no search was requested. Give "
+            "hyperparameter_tune_kwargs={'num_trials': 10}, or one value. Write a value that is a list as a tuple."
         )
     if searches and not space and own.get("hyperparameter_tune_kwargs", True) is not None:
         space = {name: value for name, value in model.space.items() if name not in settings}

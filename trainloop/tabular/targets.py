@@ -30,7 +30,7 @@ METRICS: dict[str, dict[str, str]] = {
 """AutoGluon's metric names and scikit-learn's scorers, for each problem type. The first is the default."""
 _ALSO = {"rmse": "root_mean_squared_error", "mse": "mean_squared_error", "mae": "mean_absolute_error"}
 _ALSO |= {"acc": "accuracy", "nll": "log_loss", "roc_auc_ovo": "roc_auc"}
-_MANY_ROWS = 1000  # above, numbers are classes only where each comes up often
+_MANY_ROWS = 1000  # with more rows, numbers are classes only if each occurs often
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class Target:
         problem = problem or _infer(values, len(classes))
         if problem == "regression":
             if not np.isfinite(pd.to_numeric(values.astype(object), errors="coerce").astype(float)).all():
-                wrong = "holds values that are no finite numbers. Drop these rows, or use problem_type='multiclass'"
+                wrong = "holds values that are not finite numbers. Drop these rows, or use problem_type='multiclass'"
             classes = classes if wrong else []
         elif problem == "binary" and len(classes) > 2:
-            wrong = f"has {len(classes)} classes, and problem_type='binary' has two. Use 'multiclass', or leave it out"
+            wrong = f"has {len(classes)} classes, but problem_type='binary' needs two. Use 'multiclass', or omit it"
         elif 1 < len(classes) == len(values):
             wrong = (
                 f"is different in each of the {len(values)} rows ({classes[0]!r}, {classes[1]!r} ...), so no class can "
@@ -79,8 +79,8 @@ class Target:
         places = {value: place for place, value in enumerate(self.classes)}
         if unknown := [value for value in pd.Index(values.unique()).tolist() if value not in places]:
             raise ConfigurationError(
-                f"label {self.label!r} holds {unknown[0]!r}, which was no class in training ({self.classes!r:.200}). "
-                "Leave these rows out."
+                f"label {self.label!r} holds {unknown[0]!r}, which was not a class in training "
+                f"({self.classes!r:.200}). Remove these rows."
             )
         return np.array([places[value] for value in values], dtype=np.int64)
 
@@ -110,8 +110,8 @@ def find_metric(metric: str | Callable[[Any, Any], float] | None, problem: Probl
     name = next(iter(known)) if metric is None else _ALSO.get(metric, metric)
     if name not in known:
         raise ConfigurationError(
-            f"eval_metric={metric!r}: a {problem} problem has {', '.join(known)}; or give a function "
-            "metric(y_true, y_pred) of which greater is better."
+            f"eval_metric={metric!r}: a {problem} problem can use {', '.join(known)}, or a function "
+            "metric(y_true, y_pred) for which greater is better."
         )
     return scorer(known[name], name)
 
@@ -170,7 +170,7 @@ class Task:
             return cls(*found, table, y, None if folds > 1 else held_out_rows(y, target))
         if folds > 1:
             raise ConfigurationError(
-                "tuning_data with num_bag_folds: a bag validates on its own folds. Leave one of the two out."
+                "tuning_data with num_bag_folds: a bag validates on its own folds. Remove one of the two."
             )
         more = labelled_rows(tuning_data, label, "tuning_data")
         both = pd.concat([table, columns.clean(more, "tuning_data")], ignore_index=True)

@@ -1,4 +1,4 @@
-"""Training of all models by ``tune``. Models with equal quotas share one plan and train side by side."""
+"""Train all models with ``tune``. Models with equal quotas share one plan and train at the same time."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def train(
         for trial in found.trials:
             spec, settings = _of(trial.params)
             name = group.name_of(spec, trial.number)
-            lost[name] = next(iter(trial.errors.values()), "its score is no number")
+            lost[name] = next(iter(trial.errors.values()), "its score is not a number")
             if trial.state == "done" and trial.score is not None and np.isfinite(trial.score):
                 del lost[name]
                 rows.append(np.asarray(found.predictions_of(trial)))
@@ -100,7 +100,7 @@ def train(
                 notes |= {note: None for facts in trial.facts.values() for note in facts["notes"]}
     if not trained:
         reasons = "\n".join(f"{name}: {why}" for name, why in lost.items())
-        raise ConfigurationError(f"no model could be trained. Mend what is wrong, or give more time:\n{reasons}")
+        raise ConfigurationError(f"no model could be trained. Fix the causes below, or give more time:\n{reasons}")
     for note in notes:
         warn(note)
     with applied(options.own):
