@@ -326,7 +326,7 @@ def test_presets_are_plain_settings_to_be_changed() -> None:
         "best_quality",
         "multilingual",
     ]
-    with pytest.raises(ValueError, match="'multi' is not known. Choose one of default, light, toy, multimodal"):
+    with pytest.raises(ValueError, match=r"'multi' is not known\. Choose one of default, light, toy, multimodal"):
         get_hyperparameter_config("multi")
 
 
