@@ -7,8 +7,8 @@
     from aitoolbox.torchtrain.train_loop import TrainLoop
 
 ``aitoolbox`` and its modules then are the ones of this package: AIToolbox's argument order, keyword names, defaults,
-history keys, epoch numbers and files, on the loop of :mod:`trainloop`. Remaining differences are listed in the guide *From
-AIToolbox*.
+history keys, epoch numbers and files, on the loop of :mod:`trainloop`. Remaining differences are listed in the guide
+*From AIToolbox*.
 """
 
 from __future__ import annotations
