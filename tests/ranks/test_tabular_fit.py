@@ -72,7 +72,9 @@ def test_the_documented_gbm_and_all_that_follows_a_fit(tmp_path: Path, capsys: p
     assert list(important.columns) == ["importance", "stddev", "n"]
     assert (important["n"] == 5).all()
     assert predictor.class_labels == sorted(test_data["class"].unique())
-    with pytest.raises(ConfigurationError, match="model='RF': there are LightGBM, LightGBM_2, WeightedEnsemble_L2"):
+    with pytest.raises(
+        ConfigurationError, match="model='RF' does not exist. Choose one of LightGBM, LightGBM_2, WeightedEnsemble_L2"
+    ):
         predictor.predict(test_data, model="RF")
     # on disk and back
     loaded = TabularPredictor.load(tmp_path / "saved")
@@ -318,7 +320,7 @@ def test_the_time_limit_is_kept() -> None:
     predictor = TabularPredictor("class").fit(data, time_limit=50, hyperparameters=hyperparameters, verbosity=0)
     assert time.monotonic() - began < 55
     assert list(predictor.lost) == ["Endless"]
-    assert "time was over" in predictor.lost["Endless"]
+    assert "time was up" in predictor.lost["Endless"]
     assert predictor.evaluate(data)["accuracy"] > 0.8
     with pytest.raises(ConfigurationError, match=r"no model could be trained.*(?s:.*)Endless: .*time was over"):
         TabularPredictor("class").fit(data, time_limit=3, hyperparameters={Endless: {}}, verbosity=0)
