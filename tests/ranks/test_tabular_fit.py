@@ -322,5 +322,5 @@ def test_the_time_limit_is_kept() -> None:
     assert list(predictor.lost) == ["Endless"]
     assert "time was up" in predictor.lost["Endless"]
     assert predictor.evaluate(data)["accuracy"] > 0.8
-    with pytest.raises(ConfigurationError, match=r"no model could be trained.*(?s:.*)Endless: .*time was over"):
+    with pytest.raises(ConfigurationError, match=r"no model could be trained.*(?s:.*)Endless: .*time was up"):
         TabularPredictor("class").fit(data, time_limit=3, hyperparameters={Endless: {}}, verbosity=0)
