@@ -3,7 +3,7 @@
     python examples/fsdp_training.py --epochs 10
 
 The model is as for one device; ``gpu_mode='fsdp'`` is what is different. Its blocks are units: whole only while they
-run. Each rank writes its part of a checkpoint, and any number of ranks, or one process, goes on from it.
+run. Each rank writes its part of a checkpoint, and any number of ranks, or one process, can resume from it.
 """
 
 import torch

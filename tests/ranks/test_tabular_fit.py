@@ -320,7 +320,7 @@ def test_the_time_limit_is_kept() -> None:
     predictor = TabularPredictor("class").fit(data, time_limit=50, hyperparameters=hyperparameters, verbosity=0)
     assert time.monotonic() - began < 55
     assert list(predictor.lost) == ["Endless"]
-    assert "time was over" in predictor.lost["Endless"]
+    assert "time was up" in predictor.lost["Endless"]
     assert predictor.evaluate(data)["accuracy"] > 0.8
-    with pytest.raises(ConfigurationError, match=r"no model could be trained.*(?s:.*)Endless: .*time was over"):
+    with pytest.raises(ConfigurationError, match=r"no model could be trained.*(?s:.*)Endless: .*time was up"):
         TabularPredictor("class").fit(data, time_limit=3, hyperparameters={Endless: {}}, verbosity=0)

@@ -62,7 +62,7 @@ def test_a_search_finds_the_best_and_its_bag_predicts(tmp_path: Path, capsys: py
     # a beaten trial keeps its scores, not its models
     assert len(list((tmp_path / "search").glob("trial-*/fold-*/result.pkl"))) == 4
     assert len(list((tmp_path / "search" / "trial-0000").glob("fold-*/model.pkl"))) == 0
-    assert "trials 2 done, 0 running, 0 failed of 9" in capsys.readouterr().err
+    assert "2 of 9 trials done, 0 running, 0 failed" in capsys.readouterr().err
 
 
 def test_without_a_storage_the_files_last_as_long_as_the_result() -> None:
@@ -485,5 +485,5 @@ def test_the_rows_are_learnt_from_the_loop_where_nobody_tells(tmp_path: Path) ->
 def test_a_loop_that_cannot_be_made_is_told_before_the_search() -> None:
     from trainloop.errors import ConfigurationError
 
-    with pytest.raises(ConfigurationError, match=r"make_loop\(params, None\) was called .*(?s:.*)no data here"):
+    with pytest.raises(ConfigurationError, match=r"make_loop\(params, None\), and both failed.*(?s:.*)no data here"):
         search(make_broken, {"a": [1]}, data=None)

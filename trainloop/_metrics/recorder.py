@@ -120,7 +120,7 @@ class Recorder:
     exchange : Exchange, optional
         How ranks exchange what they logged. Default: by ``gather``.
     on_step : bool
-        Whether step values are kept (training does, evaluation doesn't).
+        True to keep step values (in training, not in evaluation).
     prefix : str
         Put before names that don't start with it, as ``val_``.
     reserved : tuple of str
@@ -357,7 +357,7 @@ class Recorder:
         self.compact()
         steps, epoch, attachments = self._exchange(self._new_steps(), self._totals(), attachment)
         if late:
-            # Means over the epoch are made anew from all parts: a mean of means would be another value.
+            # Means over the epoch are computed again from all parts: a mean of means would be another value.
             epoch = {name: _joined(name, self._finished.get(name, []), entries) for name, entries in epoch.items()}
             self._finished.update(epoch)
         else:

@@ -144,7 +144,7 @@ def drop_unwritten_pages(spans: Iterable[tuple[int, int]]) -> int:
 
 
 class MovedPages:
-    """Memory of this process whose contents lie in a file, at the addresses where they were before.
+    """Replace memory pages of this process by a file mapping at the same addresses.
 
     An array that is sent to the ranks would exist twice: here, and in the file that they map. So its whole pages
     are written to the file, and the file is mapped over them: the same address, the same values, one copy. The mapping

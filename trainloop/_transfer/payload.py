@@ -29,7 +29,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Parcel:
-    """What a rank needs to open the payload; small and picklable."""
+    """Handle with which a rank opens the payload; small and picklable."""
 
     fd: int
     """Descriptor of the payload's file, the same number in every rank."""

@@ -330,7 +330,7 @@ def _load_script(data: bytes) -> Any:
 
 @contextlib.contextmanager
 def _script_may_be_old() -> Iterator[None]:
-    """Torch deprecates TorchScript: who made the module has been told, and sending it is not his doing."""
+    """Suppress torch's TorchScript deprecation: the user was warned at creation; sending must not warn again."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r".*(torch\.jit|TorchScript)")
         yield

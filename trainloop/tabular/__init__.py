@@ -1,8 +1,8 @@
-"""Tables, texts and pictures under one quota: a predictor as AutoGluon's ``TabularPredictor`` is used.
+"""Train on tables, texts and pictures under one quota: a predictor like AutoGluon's ``TabularPredictor``.
 
-:class:`TabularPredictor` trains several models by :func:`trainloop.tuning.tune`, each in a process of its own, under a
-plan that it prints, and weighs them into an ensemble. It needs the extra ``tabular``; texts and pictures need
-``multimodal``.
+:class:`TabularPredictor` trains several models with :func:`trainloop.tuning.tune`, each in a separate process, under a
+plan that it prints, and combines them into a weighted ensemble. It needs the extra ``tabular``; texts and pictures
+need ``multimodal``.
 """
 
 from __future__ import annotations

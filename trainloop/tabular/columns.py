@@ -1,4 +1,4 @@
-"""The columns of a table: their kinds, learnt in training, and the cleaning that training and prediction share."""
+"""Columns of a table: learn their kinds in training, and clean them for training and prediction."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _PICTURE = r"(?i).\.(png|jpe?g|bmp|gif|webp|tiff?)$"
 _DATE = r"\d{4}-\d{1,2}-\d{1,2}|\d{1,2}[/.]\d{1,2}[/.]\d{2,4}\b"
 _ROW_NUMBER = r"(?i)(^|[_ .])(id|uuid|guid|index|row_?(number|nr|id))$|^unnamed: 0$"
 _PARTS = ("year", "month", "day", "day_of_week", "seconds")
-_SAMPLE = 20_000  # rows that are looked at to tell what a column is
-_LARGEST = 1e38  # forests calculate in single precision, and squares must not overflow
-_FEW = 20  # rows below which no column is taken for an identifier
+_SAMPLE = 20_000  # rows that are read to find a column's kind
+_LARGEST = 1e38  # forests compute in single precision, and squares must not overflow
+_FEW = 20  # with fewer rows, no column is treated as an identifier
 
 
 def read_table(data: object, what: str = "train_data") -> pd.DataFrame:
@@ -61,16 +61,16 @@ def read_table(data: object, what: str = "train_data") -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns that are used, each with its kind, and those that are left out."""
+    """The columns that are used, each with its kind, and those that are dropped."""
 
     kinds: Mapping[str, Kind]
     """Kind of each column that is used, in the table's order."""
     dropped: Mapping[str, str]
-    """The reason, for each column that is left out."""
+    """Reason for each column that is dropped."""
 
     @classmethod
     def learn(cls, frame: pd.DataFrame) -> Columns:
-        """Find the kinds of a table's columns. An error if none is usable, or one holds lists, arrays or mappings."""
+        """Find the kinds of a table's columns; raise if none is usable, or one holds lists, arrays or mappings."""
         kinds: dict[str, Kind] = {}
         dropped: dict[str, str] = {}
         for name, series in frame.items():
@@ -93,18 +93,18 @@ class Columns:
         return cls(kinds, dropped)
 
     def only(self, kinds: Iterable[Kind]) -> Columns:
-        """The columns of these kinds."""
+        """Return the columns of these kinds."""
         return Columns({name: kind for name, kind in self.kinds.items() if kind in kinds}, {})
 
     def of(self, kind: Kind) -> list[str]:
-        """Their names in the cleaned table, where a date has become several numbers and a boolean one."""
+        """Return their names in the cleaned table, in which a date is several numbers and a boolean is one."""
         if kind != "number":
             return list(self.only([kind]).kinds)
         numbers = self.only(["number", "boolean", "date"]).kinds.items()
         return [part for name, of in numbers for part in (_parts_of(name) if of == "date" else [name])]
 
     def clean(self, frame: pd.DataFrame, what: str = "data") -> pd.DataFrame:
-        """The used columns, as floats or as text. Missing values are NaN, or ``''`` in text."""
+        """Return the used columns, as floats or text. Missing values are NaN, or ``''`` in text."""
         if missing := [name for name in self.kinds if name not in frame.columns]:
             raise ConfigurationError(
                 f"{what} lacks the column{'s' * (len(missing) > 1)} {_listed(missing)} of the training "
@@ -129,7 +129,7 @@ class Columns:
 
 
 def _listed(names: Iterable[object], most: int = 12) -> str:
-    """Names for an error message, shortened if there are many."""
+    """Return names for an error message, shortened if there are many."""
     texts = [repr(str(name)) for name in names]
     return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
@@ -189,13 +189,13 @@ def _as_dates(series: pd.Series) -> pd.Series:
     series = series.reset_index(drop=True)  # labels may repeat
     if isinstance(series.dtype, pd.PeriodDtype):
         series = series.dt.to_timestamp()
-    if isinstance(series.dtype, pd.ArrowDtype):  # of nanoseconds, which pandas can't divide there
+    if isinstance(series.dtype, pd.ArrowDtype):  # in nanoseconds, which pandas can't divide here
         series = series.astype(object)
-    with warnings.catch_warnings():  # pandas warns where it parses one by one
+    with warnings.catch_warnings():  # pandas warns if it parses values one by one
         warnings.simplefilter("ignore")
         dates: pd.Series = pd.to_datetime(series, errors="coerce", utc=True)
         lost = dates.isna() & series.notna()
-        if lost.any() and series.dtype.kind not in "mM":  # another notation than that of the first row
+        if lost.any() and series.dtype.kind not in "mM":  # in another notation than the first row
             dates[lost] = pd.to_datetime(series[lost], errors="coerce", utc=True, format="mixed")
     return dates
 
@@ -206,14 +206,14 @@ def _parts_of(name: object) -> list[str]:
 
 def _dates(series: pd.Series) -> dict[str, Rows]:
     dates = _as_dates(series)
-    # Nanoseconds end in 2262, and 9999-12-31 stands for 'never' in many tables.
+    # Nanoseconds end in 2262, and 9999-12-31 means 'never' in many tables.
     since = (dates.dt.as_unit("us") - pd.Timestamp(0, tz="UTC").as_unit("us")).dt.total_seconds()
     values = [*(getattr(dates.dt, part) for part in _PARTS[:-1]), since]
     return {name: np.asarray(value, dtype=float) for name, value in zip(_parts_of(series.name), values)}
 
 
 def _texts(series: pd.Series) -> Rows:
-    """Values as strings. 3 and 3.0 are the same category, because pandas turns ints with gaps into floats."""
+    """Return values as strings. 3 and 3.0 are the same category, since pandas turns ints with gaps into floats."""
     codes, values = pd.factorize(series)
     names = [str(int(v)) if isinstance(v, (float, np.floating)) and v % 1 == 0 else str(v) for v in values]
     return np.array([*names, ""], dtype=object)[codes]  # code -1: missing

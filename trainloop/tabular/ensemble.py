@@ -26,9 +26,9 @@ class Trained:
 
     settings: Mapping[str, Any]
     predictor: BaggedPredictor
-    """Read from disk when first used, because forests are large and networks need torch."""
+    """The model; read from disk when first used, since forests are large and networks need torch."""
     row: Mapping[str, Any]
-    """Its row of the leaderboard."""
+    """Its row in the leaderboard."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Ensemble:
     models: Mapping[str, Trained]
     weights: Mapping[str, float]
     score: float
-    """The ensemble's score on rows that no model trained on."""
+    """Score of the ensemble on rows that no model trained on."""
 
     @classmethod
     def of(cls, task: Task, models: Mapping[str, Trained], rows: list[Rows], time_limit_s: float | None) -> Ensemble:
-        """Choose the weights by the models' predictions, ``rows``, for rows that they did not train on."""
+        """Choose the weights by the models' predictions (``rows``) for rows that they did not train on."""
         truth = task.y if task.held_out is None else task.y[task.held_out[1]]
         second = find_metric("log_loss" if task.target.classes else "rmse", task.target.problem)
         weights = ensemble_weights(rows, truth, task.metric, second, time_limit_s=time_limit_s)
@@ -58,7 +58,7 @@ class Ensemble:
         return [*self.models, _NAME]
 
     def predict(self, frame: pd.DataFrame, name: str | None = None) -> Rows:
-        """Probabilities of the classes or numbers, from one model or, by default, from the ensemble."""
+        """Return probabilities of the classes, or numbers, from one model or by default from the ensemble."""
         name = _NAME if name is None else name
         if name not in self.names:
             raise ConfigurationError(f"model={name!r}: the models are {', '.join(self.names)}.")
@@ -72,7 +72,7 @@ class Ensemble:
         return found
 
     def board(self, frame: pd.DataFrame | None) -> pd.DataFrame:
-        """See ``TabularPredictor.leaderboard``."""
+        """Return the table of ``TabularPredictor.leaderboard``."""
         board = pd.DataFrame.from_dict({name: each.row for name, each in self.models.items()}, "index")
         parts = board.loc[[*self.weights]]
         sums = {"score_val": self.score, **parts[["fit_time", "cpu_seconds"]].sum()}

@@ -19,7 +19,7 @@ from trainloop.tuning import seconds_left
 
 __all__ = ["Adapter", "Estimator", "Given", "GradientBoosting", "extra_trees", "forest", "linear", "matrix"]
 
-_GROWN = ("n_estimators", "warm_start")  # what estimators that grow tree by tree have
+_GROWN = ("n_estimators", "warm_start")  # parameters of estimators that grow tree by tree
 _OWN_LOSS = {"objective", "objective_type", "app", "application", "loss", "metric", "metrics", "metric_types"}
 
 
@@ -31,7 +31,7 @@ class Given:
     target: Target
     params: Mapping[str, Any]
     gpu: bool
-    """True if a GPU was asked for and granted."""
+    """True if a GPU was requested and granted."""
 
 
 class Adapter:
@@ -48,12 +48,12 @@ class Adapter:
         raise NotImplementedError
 
     def predict(self, table: pd.DataFrame) -> Rows:
-        """Probabilities of shape (rows, classes), or numbers of shape (rows,)."""
+        """Return probabilities of shape (rows, classes), or numbers of shape (rows,)."""
         raise NotImplementedError
 
 
 def matrix(columns: Columns, *, onehot: bool, scale: bool = False, gaps: bool = False, words: int = 300) -> Any:
-    """A scikit-learn transformer from a cleaned table to a matrix of numbers, then categories, then words of texts.
+    """Return a scikit-learn transformer from a cleaned table to a matrix: numbers, then categories, then words.
 
     Categories are one-hot columns, or else codes with -1 for unknown ones. ``scale`` standardises numbers. With
     ``gaps``, missing and unknown values stay NaN; otherwise they are filled. Each text column gives the TF-IDF of its
@@ -91,7 +91,7 @@ class Estimator(Adapter):
     def fit(self, table: pd.DataFrame, y: Rows, validation: tuple[pd.DataFrame, Rows]) -> None:
         x = self._matrix.fit_transform(table)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="(?s).*converge")  # near the optimum is as good
+            warnings.filterwarnings("ignore", message="(?s).*converge")  # close to the optimum is good enough
             if seconds_left() is not None and all(hasattr(self._estimator, name) for name in _GROWN):
                 self._grow(x, y)
             else:
@@ -118,7 +118,7 @@ class Estimator(Adapter):
 
 
 def linear(given: Given) -> Estimator:
-    """Logistic regression, or ridge regression."""
+    """Return a logistic regression, or a ridge regression."""
     from sklearn.linear_model import LogisticRegression, Ridge
 
     regression = given.target.problem == "regression"
@@ -131,12 +131,12 @@ def forest(given: Given, kind: str = "RandomForest") -> Estimator:
     from sklearn import ensemble
 
     make = getattr(ensemble, kind + ("Regressor" if given.target.problem == "regression" else "Classifier"))
-    # All the CPUs of its process are the model's share; where it predicts it may be another number.
+    # The model uses all CPUs of its process; their number may differ when it predicts.
     return Estimator(given, partial(make, n_estimators=300, random_state=0, n_jobs=-1), onehot=False)
 
 
 def extra_trees(given: Given) -> Estimator:
-    """Extremely randomised trees."""
+    """Return extremely randomised trees."""
     return forest(given, "ExtraTrees")
 
 
@@ -144,7 +144,7 @@ class GradientBoosting(Adapter):
     """LightGBM with early stopping. It trains on a GPU if one is granted and the build supports it."""
 
     _shift = 0.0
-    """Added to what is predicted."""
+    """Offset that is added to predictions."""
 
     def fit(self, table: pd.DataFrame, y: Rows, validation: tuple[pd.DataFrame, Rows]) -> None:
         import lightgbm
@@ -156,7 +156,7 @@ class GradientBoosting(Adapter):
         if self.is_regression and not self.given.params.keys() & _OWN_LOSS:
             # LightGBM has labels in single precision: times in seconds since 1970 would be two minutes apart.
             self._shift = float(y.mean())
-        # All classes, also those that this fold lacks.
+        # All classes, including those that this fold lacks.
         of_classes = {"objective": "binary"} if outputs == 2 else {"objective": "multiclass", "num_class": outputs}
         params: dict[str, Any] = {"learning_rate": 0.05, "verbosity": -1, "seed": 0}
         params |= {**({} if self.is_regression else of_classes), **self.given.params}

@@ -1,4 +1,4 @@
-"""Training of a ``TTModel`` on a table: on numbers and categories, on texts, on pictures, or the user's own."""
+"""Train a ``TTModel`` on a table: on numbers and categories, texts or pictures; or the user's own model."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class NeuralAdapter(Adapter):
         self.params: dict[str, Any] = {**self.defaults, **given.params}
 
     def build(self, table: pd.DataFrame) -> TTModel:
-        """The untrained network for a training table. Its batches are ``(*inputs, target)``."""
+        """Return the untrained network for a training table. Its batches are ``(*inputs, target)``."""
         raise NotImplementedError
 
     def inputs(self, table: pd.DataFrame) -> Sequence[Tensor | Dataset[Any]]:
-        """Tensors or datasets with one item for each row of the table."""
+        """Return tensors or datasets with one item for each row of the table."""
         raise NotImplementedError
 
     def fit(self, table: pd.DataFrame, y: Rows, validation: tuple[pd.DataFrame, Rows]) -> None:
@@ -133,7 +133,7 @@ class Network(NeuralAdapter):
 
     def inputs(self, table: pd.DataFrame) -> Sequence[Tensor]:
         x = np.asarray(self._matrix.transform(table))
-        # Far off the training rows nothing was learnt.
+        # The network has learnt nothing far away from the training rows.
         numbers = np.delete(x, self._coded, axis=1).clip(-10, 10)
         return torch.tensor(numbers, dtype=torch.float32), torch.tensor(x[:, self._coded] + 1, dtype=torch.int64)
 

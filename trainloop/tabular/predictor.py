@@ -42,10 +42,10 @@ class TabularPredictor:
     problem_type : {'binary', 'multiclass', 'regression'}, optional
         By default inferred from the label column and printed.
     eval_metric : str or callable, optional
-        Metric that models are compared by. The default is accuracy, or root mean squared error for a regression. A
-        function takes ``(y_true, y_pred)`` and returns a score, where greater is better.
+        Metric by which models are compared. The default is accuracy, or root mean squared error for a regression. A
+        function takes ``(y_true, y_pred)`` and returns a score, greater is better.
     path : path, optional
-        Folder that ``fit`` saves the predictor to. It is made if there is none.
+        Folder in which ``fit`` saves the predictor. It is created if it does not exist.
 
     Examples
     --------
@@ -65,7 +65,7 @@ class TabularPredictor:
         self.label = str(label)
         self.path = None if path is None else os.path.abspath(path)
         self.lost: dict[str, str] = {}
-        """For each model that could not be trained, the reason."""
+        """Reason for each model that could not be trained."""
         self._asked = problem_type, eval_metric
         self._ensemble: Ensemble | None = None
 
@@ -130,7 +130,7 @@ class TabularPredictor:
         Raises
         ------
         ConfigurationError
-            If data or settings can't work (raised before any process starts), or if no model could be trained.
+            If data or settings are invalid (raised before any process starts), or if no model could be trained.
         ResourceError
             If more resources are requested than the machine has.
         """
@@ -147,7 +147,7 @@ class TabularPredictor:
             presets=presets,
         )
         if self.path is not None:
-            _make_folder(self.path)  # what is wrong with it shows before the training
+            _make_folder(self.path)  # fails before the training if the folder can't be used
         say: Callable[[str], None] = print if verbosity >= 2 else lambda text: None
         with applied(options.own):
             task = Task.read(train_data, tuning_data, self.label, *self._asked, options.division["num_bag_folds"])
@@ -166,7 +166,7 @@ class TabularPredictor:
     # -- prediction --------------------------------------------------------------------------------------------------
 
     def predict(self, data: Data, model: str | None = None) -> pd.Series:
-        """Predict classes or numbers, by the ensemble or the named model. The result has the index of ``data``."""
+        """Predict classes or numbers with the ensemble or the named model. The result has the index of ``data``."""
         frame, found = read_table(data, "data"), self._trained
         return pd.Series(found.target.decode(found.predict(frame, model)), index=frame.index, name=self.label)
 
@@ -184,7 +184,7 @@ class TabularPredictor:
         return pd.DataFrame(found.predict(frame, model), index=frame.index, columns=list(found.target.classes))
 
     def evaluate(self, data: Data, model: str | None = None) -> dict[str, float]:
-        """Scores on labelled data, the ``eval_metric`` first. Greater is better, so errors are negative."""
+        """Return scores on labelled data, the ``eval_metric`` first. Greater is better, so errors are negative."""
         frame, found = labelled_rows(data, self.label), self._trained
         rows, truth = found.predict(frame, model), found.target.encode(frame[self.label])
         problem = found.target.problem
@@ -192,7 +192,7 @@ class TabularPredictor:
         return {name: metric(truth, rows) for name, metric in metrics.items()}
 
     def leaderboard(self, data: Data | None = None) -> pd.DataFrame:
-        """All models, the best first, with their scores and the resources that each really used.
+        """Return a table of all models, the best first, with their scores and the resources that each used.
 
         ``score_val`` is the score on rows that the model did not train on, ``score_test`` the score on ``data``.
         ``fit_time`` is the sum of seconds over the parts of a bag, ``cpu_seconds`` the CPU time that the system counted
@@ -201,7 +201,7 @@ class TabularPredictor:
         return self._trained.board(None if data is None else labelled_rows(data, self.label))
 
     def feature_importance(self, data: Data, num_shuffle_sets: int = 5, subsample_size: int = 5000) -> pd.DataFrame:
-        """Permutation importance: the decrease of the score when a column is shuffled, the largest first.
+        """Return the permutation importance: the decrease of the score when a column is shuffled, largest first.
 
         ``importance`` is the mean over ``n`` shuffles and ``stddev`` their standard deviation (NaN for one shuffle).
         """
@@ -278,8 +278,8 @@ class TabularPredictor:
     def load(cls, path: str | os.PathLike[str], *, trusted: bool = False) -> TabularPredictor:
         """Load a predictor that :meth:`save` wrote.
 
-        The file holds pickled objects, and unpickling can run any code. So the file and its folder must belong to you
-        or to root, and not be writable by others.
+        The file contains pickled objects, and unpickling can execute arbitrary code. So you or root must own the file
+        and its folder, and others must not be able to write to them.
 
         Parameters
         ----------
@@ -291,7 +291,7 @@ class TabularPredictor:
         Raises
         ------
         CheckpointError
-            If there is none, it is damaged, or another version wrote it; the message says which.
+            If it does not exist, is damaged, or was written by another version; the message says which.
         ConfigurationError
             If other users could have written the file.
         """
@@ -307,7 +307,7 @@ class TabularPredictor:
 
 
 def _make_folder(path: str) -> None:
-    """Make the folder to save to. An error if that can't be, or nothing can be written there."""
+    """Create the folder to save to; raise if it can't be created or written to."""
     why = why_not_writable(path)
     try:
         if not why:

@@ -47,7 +47,7 @@ _TEXT_PRESETS: dict[str, dict[str, Any]] = {
 
 
 def get_hyperparameter_config(config_name: str) -> dict[str, Any]:
-    """A copy of the named hyperparameters, to be changed and passed to ``fit``.
+    """Return a copy of the named hyperparameters, to change and pass to ``fit``.
 
     Parameters
     ----------
@@ -62,12 +62,12 @@ def get_hyperparameter_config(config_name: str) -> dict[str, Any]:
 
 
 def list_text_presets() -> list[str]:
-    """Names of the presets for ``hyperparameters['AG_TEXT_NN'] = ['<preset>']``."""
+    """Return the names of the presets for ``hyperparameters['AG_TEXT_NN'] = ['<preset>']``."""
     return list(_TEXT_PRESETS)
 
 
 def list_image_models() -> list[str]:
-    """Names of timm's pretrained models, for ``hyperparameters['AG_IMAGE_NN'] = {'model': '<model>'}``.
+    """Return the names of timm's pretrained models, for ``hyperparameters['AG_IMAGE_NN'] = {'model': '<model>'}``.
 
     Raises
     ------
@@ -81,14 +81,14 @@ def list_image_models() -> list[str]:
 
 
 def named(what: str, name: object, known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """A copy of the named settings. Case is ignored; an unknown name is an error that lists the known ones."""
+    """Return a copy of the named settings, ignoring case; raise for an unknown name, with a list of the known ones."""
     if not isinstance(name, str) or name.strip().lower() not in known:
         raise ConfigurationError(f"{what} {name!r} is not known. Choose one of {', '.join(known)}.")
     return copy.deepcopy(known[name.strip().lower()])
 
 
 def known_words(where: str, given: Mapping[str, Any] | None, **defaults: Any) -> dict[str, Any]:
-    """The given settings with defaults filled in. A tuple lists the allowed values, the default first."""
+    """Return the given settings with defaults filled in. A tuple lists the allowed values, the default first."""
     choices = {name: value for name, value in defaults.items() if isinstance(value, tuple)}
     found = {name: value[0] if name in choices else value for name, value in defaults.items()}
     fits = given is None or (isinstance(given, Mapping) and given.keys() <= defaults.keys())
@@ -110,7 +110,7 @@ def check_installed(module: str, extra: str, wanted_by: str) -> None:
 
 
 def text_settings(params: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a text network, with ``model`` resolved to a folder."""
+    """Return the settings of a text network, with ``model`` resolved to a folder."""
     preset = params.pop("presets", "default")
     settings = {**named("text preset", preset, _TEXT_PRESETS), **params}
     check_installed("transformers", "multimodal", "AG_TEXT_NN")
@@ -118,7 +118,7 @@ def text_settings(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def picture_settings(params: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a picture network, with ``model`` resolved to a folder unless it is a function."""
+    """Return the settings of a picture network, with ``model`` resolved to a folder unless it is a function."""
     check_installed("PIL", "multimodal", "AG_IMAGE_NN")
     model = params.get("model", "mobilenetv3_large_100")
     return {

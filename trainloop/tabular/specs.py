@@ -81,7 +81,7 @@ def parse_options(
     backends = ("local", "ray")
     search = known_words("hyperparameter_tune_kwargs", search, searcher="random", scheduler=backends, num_trials=10)
     searcher = "random" if search["searcher"] == "auto" else search["searcher"]
-    make_searcher(searcher, {}, seed=0, mode="max")  # refuses what is none, also where nothing is searched
+    make_searcher(searcher, {}, seed=0, mode="max")  # rejects an invalid searcher, also if nothing is searched
     of_bag = _quota("ag_args_ensemble['ag_args_fit']", ensemble["ag_args_fit"])
     shares = [_quota("fit", run), _quota("ag_args_fit", ag_args_fit), of_bag]
     gpus_asked = any(share.num_gpus not in ("auto", 0) for share in shares)

@@ -30,7 +30,7 @@ METRICS: dict[str, dict[str, str]] = {
 """AutoGluon's metric names and scikit-learn's scorers, for each problem type. The first is the default."""
 _ALSO = {"rmse": "root_mean_squared_error", "mse": "mean_squared_error", "mae": "mean_absolute_error"}
 _ALSO |= {"acc": "accuracy", "nll": "log_loss", "roc_auc_ovo": "roc_auc"}
-_MANY_ROWS = 1000  # above, numbers are classes only where each comes up often
+_MANY_ROWS = 1000  # with more rows, numbers are classes only if each occurs often
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Task:
             return cls(*found, table, y, None if folds > 1 else held_out_rows(y, target))
         if folds > 1:
             raise ConfigurationError(
-                "tuning_data with num_bag_folds: a bag validates on its own folds. Leave one of the two out."
+                "tuning_data with num_bag_folds: a bag validates on its own folds. Remove one of the two."
             )
         more = labelled_rows(tuning_data, label, "tuning_data")
         both = pd.concat([table, columns.clean(more, "tuning_data")], ignore_index=True)

@@ -1,4 +1,4 @@
-"""Training of all models by ``tune``. Models with equal quotas share one plan and train side by side."""
+"""Train all models with ``tune``. Models with equal quotas share one plan and train at the same time."""
 
 from __future__ import annotations
 

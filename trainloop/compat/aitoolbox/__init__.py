@@ -1,4 +1,4 @@
-"""Scripts written for AIToolbox 1.8 run here after one line, which stands before their own imports.
+"""Run scripts written for AIToolbox 1.8 after adding one line before their own imports.
 
 ::
 
@@ -7,8 +7,8 @@
     from aitoolbox.torchtrain.train_loop import TrainLoop
 
 ``aitoolbox`` and its modules then are the ones of this package: AIToolbox's argument order, keyword names, defaults,
-history keys, epoch numbers and files, on the loop of :mod:`trainloop`. What still differs stands in the guide *From
-AIToolbox*.
+history keys, epoch numbers and files, on the loop of :mod:`trainloop`. Remaining differences are listed in the guide
+*From AIToolbox*.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ class ModelTrainEndSave(_Saves):
 
 
 class ModelLoadContinueTraining(AbstractExperimentCallback):
-    """Loads model, optimizer and schedulers of an earlier experiment, and goes on with the epoch after its own."""
+    """Load model, optimizer and schedulers of an earlier experiment, and resume with the epoch after it."""
 
     train_loop_obj: Any  # the loop of this package, which has more
 

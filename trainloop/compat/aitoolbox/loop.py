@@ -303,7 +303,7 @@ class TrainLoop(core.TrainLoop):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        state["prediction_store"] = ModelPredictionStore(auto_purge=True)  # each rank predicts anew; it can be large
+        state["prediction_store"] = ModelPredictionStore(auto_purge=True)  # each rank predicts again; it can be large
         return state
 
 

@@ -12,7 +12,7 @@ __all__ = ["Message", "MessageHandling", "MessageService"]
 
 
 class MessageHandling(Enum):
-    """How long a message stays."""
+    """Time for which a message is kept."""
 
     KEEP_FOREVER = "keep_forever"
     UNTIL_END_OF_EPOCH = "until_end_of_epoch"

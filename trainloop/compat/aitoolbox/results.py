@@ -153,7 +153,7 @@ class AbstractResultPackage(ABC):
         return shutil.make_archive(zip_path, "zip", source_dir_path)
 
     def warn_if_results_dict_not_defined(self) -> None:
-        """Refuse to go on without results."""
+        """Raise if there are no results."""
         if self.results_dict is None:
             raise ConfigurationError("the result package has no results yet: call prepare_result_package() first.")
 

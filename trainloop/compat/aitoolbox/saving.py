@@ -128,7 +128,7 @@ class PyTorchLocalModelSaver(AbstractLocalModelSaver):
 
     @staticmethod
     def check_model_dict_contents(model: Mapping[str, Any]) -> None:
-        """Refuse a state without what is needed to go on from it."""
+        """Raise if a state lacks data that is needed to resume from it."""
         for name in ("model_state_dict", "optimizer_state_dict", "epoch", "hyperparams"):
             if name not in model:
                 raise ConfigurationError(f"the model's dict has no {name!r}, but {', '.join(map(str, model))}.")
