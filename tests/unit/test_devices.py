@@ -210,7 +210,7 @@ def test_an_accelerator_and_its_devices(
 REFUSED = [
     ("gpu", "auto", 0, False, "no GPU is visible here, only cpu"),
     ("gpu", 1, 0, False, "never|no GPU"),
-    ("cuda", "auto", 0, False, r"this machine has none. It has: cpu. Use accelerator='cpu'"),
+    ("cuda", "auto", 0, False, r"this machine has no such device. It has: cpu. Use accelerator='cpu'"),
     ("cuda", "auto", 0, True, r"It has: mps, cpu. Use accelerator='mps'"),
     ("mps", "auto", 2, False, r"It has: 2 CUDA devices, cpu. Use accelerator='cuda'"),
     ("mps", 2, 0, True, "only 1 is available"),

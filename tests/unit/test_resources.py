@@ -25,7 +25,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainloop import resources
-from trainloop.errors import ResourceError
+from trainloop.devices import choose_devices
+from trainloop.errors import DeviceError, ResourceError
 from trainloop.resources import ResourceQuota, Resources, available, enforce, gpu_or_cpu
 from trainloop.resources.quota import as_number, exact, format_bytes, parse_memory
 
@@ -827,6 +828,13 @@ def fail(error: BaseException) -> object:
     raise error
 
 
+def own_refusal(accelerator: str) -> DeviceError:
+    """The error of this package for an accelerator that is not there."""
+    with pytest.raises(DeviceError) as caught:
+        choose_devices(accelerator, "auto", cuda=0)
+    return caught.value
+
+
 def test_what_trains_on_the_gpu_stays_there() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -841,6 +849,8 @@ def test_what_trains_on_the_gpu_stays_there() -> None:
         ),
         LightGBMError("CUDA Tree Learner was not enabled in this build."),
         LightGBMError("No OpenCL device found"),
+        own_refusal("gpu"),
+        own_refusal("cuda"),
         RuntimeError("CUDA error 100: no CUDA-capable device is detected"),
         RuntimeError("No CUDA GPUs are available"),
         RuntimeError("Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU"),

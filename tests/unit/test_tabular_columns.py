@@ -197,7 +197,7 @@ def test_scores_are_those_of_scikit_learn_and_greater_is_better() -> None:
     assert find_metric("rmse", "regression")(y, found) == -sk.root_mean_squared_error(y, found)
     assert find_metric("r2", "regression")(y, found) == sk.r2_score(y, found)
     assert find_metric(lambda truth, found: float(len(truth)), "regression")(y, found) == 50
-    with pytest.raises(ConfigurationError, match=r"eval_metric='r2': a binary problem can use accuracy, .*roc_auc"):
+    with pytest.raises(ConfigurationError, match=r"eval_metric='r2': a binary problem has accuracy, .*roc_auc"):
         find_metric("r2", "binary")
 
 
@@ -281,7 +281,7 @@ TUNED = {"num_trials": 2}
         ({"presets": {"folds": 2}}, "presets=.*'folds'.*takes hyperparameters and num_bag_folds"),
         ({"hyperparameter_tune_kwargs": 3}, "hyperparameter_tune_kwargs=3: takes searcher"),
         ({"ag_args_ensemble": {"folds": 1}}, "ag_args_ensemble=.*takes ag_args_fit and fold_fitting_strategy"),
-        ({"eval_metric": "r2"}, "a binary problem can use accuracy"),
+        ({"eval_metric": "r2"}, "a binary problem has accuracy"),
         ({"tuning_data": "same", "num_bag_folds": 2}, "tuning_data with num_bag_folds"),
         ({"num_cpus": 10_000}, "num_cpus=10000: this process may use"),
         ({"num_cpus": 0}, "num_cpus=0: must be an int of 1 or more"),
@@ -475,7 +475,7 @@ def test_a_folder_that_can_t_be_written_to_is_said_before_the_training(
     (tmp_path / "file").write_text("no folder")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(
-            ConfigurationError, match=re.escape(f"path={str(path)!r} can't be used to save the predictor: ")
+            ConfigurationError, match=re.escape(f"path={str(path)!r} can't be saved to: ")
         ):
             TabularPredictor("class", path=path).fit(mixed(), verbosity=0)
     assert not asked_of_tune

@@ -219,7 +219,7 @@ def choose_devices(
         kind = "mps"
     if not (cuda if kind == "cuda" else mps):
         raise DeviceError(
-            f"accelerator={shown(accelerator)}: this machine has none. It has: {', '.join(here)}. "
+            f"accelerator={shown(accelerator)}: this machine has no such device. It has: {', '.join(here)}. "
             f"Use accelerator='{'cuda' if cuda else 'mps' if mps else 'cpu'}', or 'auto' for the best available."
         )
     indices = parse_devices(devices, cuda if kind == "cuda" else 1)
