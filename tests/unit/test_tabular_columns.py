@@ -474,9 +474,7 @@ def test_a_folder_that_can_t_be_written_to_is_said_before_the_training(
 ) -> None:
     (tmp_path / "file").write_text("no folder")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(
-            ConfigurationError, match=re.escape(f"path={str(path)!r} can't be saved to: ")
-        ):
+        with pytest.raises(ConfigurationError, match=re.escape(f"path={str(path)!r} can't be saved to: ")):
             TabularPredictor("class", path=path).fit(mixed(), verbosity=0)
     assert not asked_of_tune
 
