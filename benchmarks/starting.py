@@ -204,9 +204,8 @@ def main() -> None:
             for name, (script, method) in contenders.items():
                 try:
                     times[name].append(run(script, str(ranks), TRAINLOOP_START_METHOD=method)[:2])
-                except (
-                    subprocess.CalledProcessError
-                ) as error:  # a hand-written loop's ranks abort at their end, at times
+                # At times the ranks of a hand-written loop abort as they end.
+                except subprocess.CalledProcessError as error:
                     print(f"  {name} failed once: {error}")
         times = {name: found for name, found in times.items() if found}
         wall, cpu = (statistics.median(t[i] for t in times["by hand"]) for i in (0, 1))
