@@ -7,8 +7,8 @@ outlive a SIGKILL. A lease therefore ends with its owner, and nothing has to be 
 * Waiting runs are in a queue of numbered tickets, which are locked files, too. Only the first in the queue for a device
   may lease it, so a large request among many small ones is served.
 * All decisions of a user are made under one short lock on the user's folder. No process waits for a device while
-it holds this lock.
-  * Each user has a private folder, whose owner and mode are checked: nobody else can put links there. Runs of different
+  it holds this lock.
+* Each user has a private folder, whose owner and mode are checked: nobody else can put links there. Runs of different
   users see each other's leases, since they can see which files are locked. A run first locks a device, then looks for
   locks of other users: two runs that want it at the same moment may both release it, but never both keep it.
 
