@@ -205,7 +205,7 @@ KEYS = {
     "two keys": (
         ("k" * 32, "l" * 32),
         True,
-        "ConnectionError: rank 0 of 2 received a response that was not signed with this run's",
+        "ConnectionError: rank 0 of 2 got a response that was not signed with this run's",
     ),
 }
 

@@ -72,7 +72,7 @@ class Yields(Net):
 
 class Unloadable(Augmented):
     def __getitem__(self, index: int) -> Any:
-        if self.x[index][0] == 0:
+        if self.tensors[0][index][0] == 0:
             raise Broken("row")
         return super().__getitem__(index)
 
