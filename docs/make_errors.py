@@ -161,7 +161,7 @@ MISTAKES = [
         """,
     ),
     Mistake(
-        "A loss that is no number",
+        "A loss that is not a number",
         """
         from trainloop.callbacks import TerminateOnNaN
 
@@ -170,7 +170,7 @@ MISTAKES = [
         """,
     ),
     Mistake(
-        "Nothing to go on from",
+        "No checkpoint to resume from",
         "TrainLoop(model, loader, **common).fit(num_epochs=1, resume_from='checkpoints/none')",
     ),
 ]
