@@ -24,6 +24,12 @@ import docutils.core
 ROOT = Path(__file__).resolve().parents[1]
 HOOKS = "from setuptools import build_meta as b; b.build_{}({!r})"
 PLACE = "import trainloop; print(trainloop.__version__, trainloop.__file__)"
+# Not scripts of their own, or in need of more than the extra ``examples``.
+NOT_RUN = {
+    *("readme.py", "digits.py", "two_hosts.py"),
+    *("huggingface_style.py", "tabular_multimodal.py", "tabular_predictor.py", "tuning_bagging.py"),
+}
+WITHOUT_EPOCHS = {"debug_failed_step.py", "resume_after_kill.py"}
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> str:
@@ -96,7 +102,7 @@ def check_description(metadata: email.message.Message) -> None:
 
 
 def try_wheel(wheel: Path, folder: Path, version: str) -> None:
-    """Install a wheel where nothing else is; run the README's script and an example, without the sources."""
+    """Install a wheel where nothing else is; run the README's script and the examples, without the sources."""
     python = environment(folder / "empty", f"{wheel}[examples]")
     scripts = folder / "scripts"
     shutil.copytree(ROOT / "examples", scripts)
@@ -109,7 +115,9 @@ def try_wheel(wheel: Path, folder: Path, version: str) -> None:
     said = run(python, "readme.py", cwd=scripts)
     if "test accuracy: 9" not in said:
         raise SystemExit(f"The README's script printed:\n{said}")
-    run(python, "single_training.py", cwd=scripts)
+    for name in sorted({path.name for path in scripts.glob("*.py")} - NOT_RUN):
+        print(f"examples/{name}", flush=True)
+        run(python, name, *(() if name in WITHOUT_EPOCHS else ("--epochs", "2")), cwd=scripts, OMP_NUM_THREADS="1")
 
 
 def main() -> None:
