@@ -99,7 +99,7 @@ class AbstractCallback:
 
         def __new__(cls, *args: Any, **kwargs: Any) -> AbstractCallback:
             """Raise an error for other libraries' names of arguments, which gives the names used here."""
-            parameters = inspect.signature(cls.__init__).parameters
+            parameters = inspect.signature(cls.__init__).parameters if kwargs else {}
             if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
                 refuse(cls.__name__, kwargs, list(parameters)[1:])
             return super().__new__(cls)
