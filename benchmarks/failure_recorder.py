@@ -12,23 +12,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from benchmarks import others, work
+from benchmarks import work
+from benchmarks.step import loop_of
 from benchmarks.timing import machine, restructured
-from trainloop import TrainLoop
 from trainloop.callbacks import FailureRecorder
 
 
 def cpu_seconds(model: Any, loader: DataLoader[Any], folder: str, recorders: int) -> float:
     """CPU seconds of this process for one epoch of a copy of the model."""
     model = copy.deepcopy(model)
-    loop = TrainLoop(
-        model,
-        loader,
-        optimizer=others.sgd(model),
-        criterion=others.CRITERION,
-        accelerator="cpu",
-        progress_bar=False,
-    )
+    loop = loop_of(model, loader, progress_bar=False)
     begun = time.process_time()
     loop.fit(num_epochs=1, callbacks=[FailureRecorder(folder) for _ in range(recorders)])
     return time.process_time() - begun

@@ -32,11 +32,16 @@ def with_trainloop(
     options.setdefault("progress_bar", False)
     with tempfile.TemporaryDirectory() as folder:
         callbacks = [TensorBoard(folder, log_every_n_steps=1)] if tensorboard else []
-        loop = TrainLoop(
-            model, loader, optimizer=others.sgd(model), criterion=others.CRITERION, accelerator="cpu", **options
-        )
+        loop = loop_of(model, loader, **options)
         with others.shown(on_terminal=options["progress_bar"]):
             loop.fit(num_epochs=epochs, callbacks=callbacks)
+
+
+def loop_of(model: Any, loader: DataLoader[Any], **options: Any) -> TrainLoop[Any]:
+    """A loop on the CPU, with the optimizer and criterion of the other libraries' trainings."""
+    return TrainLoop(
+        model, loader, optimizer=others.sgd(model), criterion=others.CRITERION, accelerator="cpu", **options
+    )
 
 
 class SecondsAfter(AbstractCallback):
@@ -57,15 +62,7 @@ class SecondsAfter(AbstractCallback):
 def as_one_graph(model: Any, loader: DataLoader[Any], epochs: int) -> float:
     """``compile='step'``, without the time that it takes to compile."""
     clock = SecondsAfter(len(loader) // 10)
-    loop = TrainLoop(
-        model,
-        loader,
-        optimizer=others.sgd(model),
-        criterion=others.CRITERION,
-        accelerator="cpu",
-        progress_bar=False,
-        compile="step",
-    )
+    loop = loop_of(model, loader, progress_bar=False, compile="step")
     loop.fit(num_epochs=epochs, callbacks=[clock])
     return clock.seconds * len(loader) / (len(loader) - clock.first)
 

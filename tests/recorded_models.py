@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -39,8 +40,8 @@ class Noisy(TTModel):
         return self(batch_data[0]), batch_data[1], {}
 
 
-class CarriesHidden(TTModel):
-    """To be a base beside a :class:`Noisy`."""
+class CarriesHidden(Noisy):
+    """To be a base beside another :class:`Noisy`."""
 
     carried_state = {"hidden": 1}
 
@@ -52,8 +53,22 @@ class CarriesHidden(TTModel):
         if self.hidden is None:
             self.hidden = torch.zeros(1, 6)
         self.hidden = (0.5 * self.hidden + x.mean(0, keepdim=True)).detach()
-        result: Tensor = super().forward(x + self.hidden)  # type: ignore[safe-super]
-        return result
+        return super().forward(x + self.hidden)
+
+
+class HasCritic(Noisy):
+    """Alternating: the second loss is checked, after the first one's optimizer has stepped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Linear(6, 1)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Iterator[Any]:
+        x, y = batch_data
+        noise = torch.randn(x.shape)
+        yield "critic", (self.critic(x) - self.critic(noise)).mean()
+        loss = criterion(self(x), y) + self.critic(noise + torch.rand(1)).mean() * self.layers[0].weight.sum()
+        yield "net", self.checked(x, loss)
 
 
 class Augmented(TensorDataset):

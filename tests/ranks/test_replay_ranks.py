@@ -6,7 +6,6 @@ import math
 import os
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
-from recorded_models import Augmented, Broken, CarriesHidden, Noisy
+from recorded_models import Augmented, Broken, CarriesHidden, HasCritic, Noisy
 from trainloop import AbstractCallback, MultiOptimizer, TrainLoop
 from trainloop.callbacks import FailureRecorder, TerminateOnNaN
 from trainloop.checkpoint import load
@@ -58,16 +57,8 @@ class Carries(CarriesHidden, Net):
     pass
 
 
-class Yields(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.critic = nn.Linear(6, 1)
-
-    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Iterator[Any]:
-        x, y = batch_data
-        noise = torch.randn(x.shape)
-        yield "critic", (self.critic(x) - self.critic(noise)).mean()
-        yield "net", self.checked(x, criterion(self(x), y) + self.critic(noise).mean() * self.layers[0].weight.sum())
+class Yields(HasCritic, Net):
+    pass
 
 
 class Unloadable(Augmented):

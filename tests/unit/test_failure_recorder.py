@@ -21,7 +21,7 @@ from torch import Tensor, nn, optim
 from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from recorded_models import Augmented, Broken, CarriesHidden, Noisy
+from recorded_models import Augmented, Broken, CarriesHidden, HasCritic, Noisy
 from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TrainLoop, TTModel
 from trainloop._support.rng import seed_all
 from trainloop.callbacks import FailureRecorder, ModelCheckpoint, TerminateOnNaN
@@ -69,20 +69,8 @@ class Two(Net):
         return loss
 
 
-class Yields(Net):
-    """Alternating: the second loss fails, after the first one's optimizer has stepped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.critic = nn.Linear(6, 1)
-
-    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Iterator[Any]:
-        x, y = batch_data
-        noise = torch.randn(x.shape)
-        yield "critic", (self.critic(x) - self.critic(noise)).mean()
-        loss = criterion(self(x), y) + self.critic(noise + torch.rand(1)).mean() * self.layers[0].weight.sum()
-        self.checked(x, loss)
-        yield "net", loss
+class Yields(HasCritic, Net):
+    pass
 
 
 def of_net(model: Any) -> optim.Optimizer:

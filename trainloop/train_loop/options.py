@@ -6,16 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 from trainloop.errors import ConfigurationError
 
 __all__ = ["AmpOptions", "FitJob", "Options", "RestartOptions"]
 
-_MPS_SCALER = (2, 8)  # the first torch whose GradScaler works on mps
-
-
-def _torch_version() -> tuple[int, ...]:
-    return tuple(int(number) for number in torch.__version__.split(".")[:2])
+_MPS_SCALER = TorchVersion("2.8")  # the first torch whose GradScaler works on mps
 
 
 @dataclass(frozen=True)
@@ -40,17 +37,17 @@ class AmpOptions:
         if self.dtype is None:
             return self
         if device.type == "mps":
-            return self._on_mps(torch.backends.mps.is_macos_or_newer(14, 0), _torch_version())
+            return self._on_mps(torch.backends.mps.is_macos_or_newer(14, 0))
         if self.chosen:
             return self
         has_bf16 = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 8
         return AmpOptions(torch.bfloat16 if has_bf16 else torch.float16, self.scaler)
 
-    def _on_mps(self, has_bf16: bool, version: tuple[int, ...]) -> AmpOptions:
+    def _on_mps(self, has_bf16: bool) -> AmpOptions:
         dtype = self.dtype if self.chosen or has_bf16 else torch.float16
         if dtype == torch.bfloat16 and not has_bf16:
             raise ConfigurationError("use_amp='bf16' on mps needs macOS 14 or newer. Use use_amp=False or True.")
-        if dtype == torch.float16 and version < _MPS_SCALER:
+        if dtype == torch.float16 and torch.__version__ < _MPS_SCALER:
             raise ConfigurationError(
                 f"use_amp with fp16 on mps: the GradScaler of this torch ({torch.__version__}) computes in float64, "
                 "which mps does not have. Install torch 2.8 or newer, or use use_amp=False."

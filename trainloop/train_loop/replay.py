@@ -119,8 +119,8 @@ def replay(
 
     Notes
     -----
-    On the CPU of the same machine and versions the bits are those of the rank, but for replicas in ``dp``, for what
-    came from other ranks, and after ``compile``. See :class:`.FailureRecorder` for what a record does not hold.
+    On the CPU of the same machine and versions the bits are those of the rank, except with replicas in ``dp``, with
+    values from other ranks, and after ``compile``. See :class:`.FailureRecorder` for what a record does not hold.
 
     Examples
     --------
