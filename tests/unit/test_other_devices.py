@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader, Dataset
 
 from conftest import make_data
 from trainloop import TrainLoop, TTBasicModel
 from trainloop._launch.failures import Failure, hint
 from trainloop.errors import ConfigurationError
+from trainloop.train_loop.options import AmpOptions
 
 
 class Net(TTBasicModel):
@@ -120,3 +122,26 @@ class Cycle(Dataset[Any]):
 def test_an_error_with_a_cycle_of_contexts_ends_a_run() -> None:
     with pytest.raises(RuntimeError, match="first"):
         fit(Net(), data=Cycle())
+
+
+@pytest.mark.parametrize(
+    "version, macos_14, use, expected",
+    [
+        ("2.7.1", True, AmpOptions(torch.float16), r"use_amp with fp16 on mps: .*\(2\.7\.1\) computes in float64"),
+        ("2.8.0", True, AmpOptions(torch.float16), torch.float16),
+        ("2.8.0", False, AmpOptions(torch.bfloat16), "use_amp='bf16' on mps needs macOS 14 or newer"),
+        ("2.8.0", False, AmpOptions(torch.bfloat16, chosen=False), torch.float16),
+        ("2.7.1", True, AmpOptions(torch.bfloat16, chosen=False), torch.bfloat16),
+    ],
+)
+def test_precisions_that_an_apple_gpu_has(
+    version: str, macos_14: bool, use: AmpOptions, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch's sources say: autocast refuses bf16 before macOS 14, and GradScaler used float64 before 2.8."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda *_: macos_14)
+    if isinstance(expected, torch.dtype):
+        assert use.on(torch.device("mps")).dtype == expected
+        return
+    with pytest.raises(ConfigurationError, match=expected):
+        use.on(torch.device("mps"))
