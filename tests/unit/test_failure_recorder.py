@@ -25,6 +25,7 @@ from recorded_models import Augmented, Broken, CarriesHidden, HasCritic, Noisy
 from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TrainLoop, TTModel
 from trainloop._support.rng import seed_all
 from trainloop.callbacks import FailureRecorder, ModelCheckpoint, TerminateOnNaN
+from trainloop.callbacks.failure_recorder import not_finite
 from trainloop.checkpoint import load
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.train_loop.whole_step import WholeStepTraining
@@ -380,10 +381,29 @@ def test_a_loss_that_is_not_finite_is_found(tmp_path: Path, capsys: pytest.Captu
 def test_weights_that_were_not_finite_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorder, kind = FailureRecorder(tmp_path, check_every_n_steps=3), Kind(Root)
     kind.made().fit(num_epochs=1, callbacks=[recorder])
-    assert "before it the weights 'scale' (of 1) were not finite" in capsys.readouterr().out
+    assert "before it 1 parameters were not finite (such as 'scale')" in capsys.readouterr().out
     assert str(recorder.recorded).endswith("step=00000009-rank=0.pt")
     replay = kind.made(seed=7).replay(str(recorder.recorded), detect="nan")
     assert replay.not_finite_before == ["model.scale"]
+
+
+def test_values_that_are_not_finite_are_found_in_any_container() -> None:
+    nan, inf = math.nan, math.inf
+    found = not_finite(
+        {
+            "large": torch.full((3,), 1e300, dtype=torch.float64),
+            "nested": [torch.ones(2).bfloat16(), {"x": torch.tensor([1, nan]).half()}],
+            "complex": torch.tensor([1 + 1j, complex(nan, 0)]),
+            "finite complex": torch.ones(2, dtype=torch.complex64),
+            "integers, text, nothing": (torch.arange(3), "nan", None, torch.empty(0)),
+            "sparse": torch.eye(3).mul(inf).nan_to_num(nan=0.0, posinf=inf).to_sparse(),
+            "eight bits": torch.ones(3).to(torch.float8_e5m2),
+            "infinite eight bits": torch.tensor([inf]).to(torch.float8_e5m2),
+            "scalar": torch.tensor(-inf),
+        }
+    )
+    assert found == ["nested", "complex", "sparse", "infinite eight bits", "scalar"]
+    assert not not_finite({"": 1.0})
 
 
 def test_gradients_that_amp_found_infinite_are_no_failure(tmp_path: Path) -> None:
@@ -576,7 +596,7 @@ def test_a_batch_that_is_written_to_is_said(tmp_path: Path) -> None:
     loop = kind.made()
     loop.model.raises = False
     failed(loop, recorder, callbacks=[Raises("on_after_gradient_update")])
-    with pytest.warns(UserWarning, match="get_loss wrote into a tensor of the batch"):
+    with pytest.warns(UserWarning, match="get_loss changed a tensor of the batch in place"):
         replay = loop.replay(str(recorder.recorded))
     assert replay.loss_difference
 
@@ -597,7 +617,7 @@ class Grows(Net):
 def test_buffers_that_are_not_put_back_are_named(tmp_path: Path) -> None:
     kind, recorder = Kind(Grows), FailureRecorder(tmp_path)
     failed(kind.made(), recorder)
-    with pytest.warns(UserWarning, match=r"left them: model\.seen"), pytest.raises(Broken):
+    with pytest.warns(UserWarning, match=r"after the failing forward: model\.seen"), pytest.raises(Broken):
         kind.made().replay(str(recorder.recorded))
 
 

@@ -1,8 +1,8 @@
 """Record a step that fails, so that ``tl.replay(path)`` can repeat it in one process.
 
-Before a failure only references and random states are kept, by two calls from the training
-(:class:`~trainloop.train_loop.training.Watch`). The record is a checkpoint file, readable without code. A batch of
-other types than plain data is in it as pickled bytes.
+Until a step fails, the recorder keeps only references and random states, in two calls from the training
+(:class:`~trainloop.train_loop.training.Watch`). The record is a checkpoint file, which can be read without running
+code. A batch that is not plain data is stored in it as pickled bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import platform
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import count
 from time import perf_counter
@@ -29,68 +29,75 @@ from trainloop._launch.rank_process import started_by_launch
 from trainloop._launch.settings import numeric_settings
 from trainloop._support import rng
 from trainloop._support.carried import places_of
-from trainloop._support.nested import map_parts
+from trainloop._support.nested import map_parts, parts_of
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.callbacks.norms import norms_of
 from trainloop.checkpoint import CheckpointInfo
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.parallel.shards import is_sharded
 
-__all__ = ["FailureRecorder", "named_losses", "recorded_modules"]
+__all__ = ["FailureRecorder", "named_losses", "not_finite", "recorded_modules"]
 
-# In training BatchNorm and its like write these and don't read them; in evaluation they don't change.
+# BatchNorm and similar layers write these in training without reading them, and do not change them in evaluation.
 _WRITTEN_ONLY = ("running_mean", "running_var", "num_batches_tracked")
-_MOST_BUFFER_BYTES = 1 << 20  # of those that are copied in each step
-_LOOK_SHARE = 1 / 200  # of the time, for looking at gradients
+_MOST_BUFFER_BYTES = 1 << 20  # size of all buffers that are copied in each step
+_LOOK_SHARE = 1 / 200  # part of the training time that checks of gradients may take
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 class FailureRecorder(AbstractCallback):
-    """Record a step that fails, so that :meth:`.TrainLoop.replay` repeats it in one process, under a debugger.
+    """Record a step that fails, so that :meth:`.TrainLoop.replay` can repeat it in one process, under a debugger.
 
-    If ``get_loss``, backward, clipping, an optimizer's step or a hook of the step raises, or if the loss or a gradient
-    is not finite, the rank writes one file: the step's batches up to the one that failed, weights and buffers,
-    gradients, the random states before each forward, precision, the traceback and versions. The error's message
-    names the file, and so does ``WorkerFailedError.recorded``. Of an exception in a dataset or a collate function the
-    batch's indices are recorded.
+    The rank writes one file if ``get_loss``, backward, clipping, an optimizer's step or a hook of the step raises, or
+    if the loss or a gradient is not finite. The file contains the step's batches up to the one that failed, weights,
+    buffers, gradients, the random states before each forward, precision, the traceback and versions. The error's
+    message and ``WorkerFailedError.recorded`` name it. If a dataset or a collate function raises, the file contains
+    the batch's indices.
 
-    Of values that are not finite the first of a ``fit`` are recorded, and training continues; add
-    :class:`TerminateOnNaN` to end it. Gradients that AMP's scaler found infinite are not an error.
+    The first value of a ``fit`` that is not finite is recorded, and training continues; add :class:`TerminateOnNaN` to
+    end it. Gradients that AMP's scaler found infinite are not an error.
 
     Parameters
     ----------
     dirpath : str or path
-        Folder or URL, made by the first record. Each rank writes its own file.
+        Folder or URL; the first record creates it. Each rank writes its own file.
     check_every_n_steps : int, optional
-        Steps between two looks for values that are not finite, which wait for a GPU. Default: on the CPU the loss of
-        each batch, and gradients (on other devices the loss, too) as often as takes half a percent of the time. If a
-        gradient was not finite in a step that was not looked at, the record has weights that are not finite.
+        Steps between two checks for values that are not finite; a check waits for the GPU. By default, the loss is
+        checked in each batch on the CPU, and gradients (on other devices the loss, too) as often as takes 0.5 % of the
+        training time. If a gradient was not finite in a step without a check, the next record reports weights that are
+        not finite.
 
     Attributes
     ----------
     recorded : str or None
-        The last record that this process has written.
+        Path of the last record that this process wrote.
 
     Raises
     ------
     ConfigurationError
-        For arguments that can't work; at ``fit`` also if the folder can't be written, or for a second recorder.
+        For invalid arguments. In ``fit``, if the folder cannot be written, or for a second recorder.
 
     Notes
     -----
-    * A rank that is killed, by a signal or for want of memory, leaves no record. Failures in evaluation and prediction
-      are not recorded, nor loaders without indices (streams, any iterable, persistent workers without a seed).
-    * ``fsdp``: only if the rank's parameters are whole at that moment. Else the error says which are not.
-    * Weights are those of the failure. If an optimizer has stepped, or was stepping, they are not those that the
-      forward saw, and the replay says so. Of a ``get_loss`` that yields its losses, those that have stepped are
-      repeated without their steps.
-    * Buffers that forwards change (spectral norm's, say) are copied before each step, up to 1 MiB in all; from the
-      second step on only those that have changed. Larger ones are named in the record and are as the failing forward
-      left them; so is any other state of the model but ``carried_state``.
-    * In ``ddp`` the gradients of a step's last batch are averages as soon as backward is done. A replay compares
-      gradients where they are the rank's own: in ``single`` and ``dp``, in earlier micro-batches of a step, and for a
-      ``get_loss`` that yields its losses.
-    * Values that a ``get_loss`` gets from other ranks, as in ``sync_batchnorm``, are not recorded.
+    Not recorded:
+
+    * A rank that is killed, by a signal or because the host is out of memory.
+    * Failures in evaluation and prediction, and of loaders without indices (streams, plain iterables, persistent
+      workers without a seed).
+    * ``fsdp``: a step in which the rank's parameters are sharded at the moment of the failure. The error names them.
+    * Values that ``get_loss`` receives from other ranks, as in ``sync_batchnorm``.
+
+    What a replay can't restore or compare:
+
+    * The record has the weights at the time of the failure. If an optimizer had already changed them, they are not
+      those of the forward, and the replay reports this. If ``get_loss`` yields its losses, the replay repeats those
+      before the failing one without their optimizer steps.
+    * Buffers that a forward changes (of spectral norm, for example) are copied before each step, up to 1 MiB in all.
+      Larger ones are named in the record and have the values after the failing forward. The same is true of other
+      state of the model, except ``carried_state``.
+    * ``ddp`` averages gradients during the last backward of a step, so the rank's own gradients of that batch no longer
+      exist. A replay compares gradients in ``single`` and ``dp``, in earlier micro-batches of a step, and if
+      ``get_loss`` yields its losses; it always compares the loss.
 
     Examples
     --------
@@ -99,7 +106,7 @@ class FailureRecorder(AbstractCallback):
     """
 
     def __init__(self, dirpath: str | os.PathLike[str], check_every_n_steps: int | None = None) -> None:
-        # The first of on_exception: other callbacks may put other weights in place there.
+        # Its on_exception is called first: other callbacks may replace the weights there.
         super().__init__("FailureRecorder", execution_order=-sys.maxsize)
         every = check_every_n_steps
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
@@ -107,19 +114,19 @@ class FailureRecorder(AbstractCallback):
         self.check_every_n_steps = check_every_n_steps
         self.recorded: str | None = None
         self._folder = checkpoint.folder(dirpath)
-        self._fit = ""  # names a call of fit, in all of its starts
+        self._fit = ""  # identifies a call of fit, across its restarts
         self._found = False
         self._forget()
 
     def _forget(self) -> None:
-        self._step: Any = None  # the step that the following is about
+        self._step: Any = None  # the step that the next attributes describe
         self._states: list[Any] = []  # random states before each forward
         self._ended = 0  # backward passes
         self._losses: dict[str, Tensor] = {}
         self._batches: list[Any] = []
         self._versions: list[tuple[Tensor, int]] = []
         self._place: dict[str, Any] = {}
-        self._buffers: list[tuple[str, nn.Module, str]] = []  # those that may have to be put back
+        self._buffers: list[tuple[str, nn.Module, str]] = []  # those that a replay may have to restore
         self._seen: dict[str, tuple[Any, int]] = {}
         self._restless: set[str] | None = None  # those that forwards change; None before the second step
         self._copies: dict[str, Tensor] = {}
@@ -151,7 +158,7 @@ class FailureRecorder(AbstractCallback):
     # -- before a failure: references and random states --------------------------------------------------------------
 
     def forward_begins(self, first: bool) -> None:
-        """Called by the training right before each forward, with its batch in place."""
+        """Keep the random states; the training calls this right before each forward, after the batch is loaded."""
         if first:
             self._begin()
         self._states.append(rng.snapshot())
@@ -182,14 +189,14 @@ class FailureRecorder(AbstractCallback):
             self._copy_buffers()
 
     def _shell(self, value: Any) -> Any:
-        """New containers around the same values."""
+        """Return new containers with the same values."""
         if isinstance(value, Tensor):
             if not value.is_inference():
                 self._versions.append((value, value._version))
             return value
         try:
             return map_parts(self._shell, value)
-        except Exception:  # of a container that can't be made from its parts
+        except Exception:  # a container that can't be built from its parts
             return value
 
     def _copy_buffers(self) -> None:
@@ -205,7 +212,7 @@ class FailureRecorder(AbstractCallback):
         self._copies = {p: b.detach().clone() for p, b in chosen.items()} if small else {}
 
     def backward_ended(self, loss: Any) -> None:
-        """Called by the training right after each backward."""
+        """Check values, if a check is due; the training calls this right after each backward."""
         self._ended += 1
         self._losses = named_losses(loss)
         if self._found:
@@ -221,14 +228,14 @@ class FailureRecorder(AbstractCallback):
         if (looks or (on_cpu and (due or every is None))) and not _are_finite(self._losses):
             what = "the loss is not finite"
         if looks and not run.place.scaler.is_enabled():
-            names = _not_finite({name: run.gradients.so_far(p) for name, p in loop.model.named_parameters()})
+            names = not_finite({name: run.gradients.so_far(p) for name, p in loop.model.named_parameters()})
             if names:
                 more = f" and of {len(names) - 1} more" if len(names) > 1 else ""
                 gradient = f"the gradient of {names[0]!r}{more} is not finite"
                 what = f"{what}; {gradient}" if what else gradient
         if looks:
             self._looks += 1
-            if self._looks > 1:  # the first look takes long, as any first call
+            if self._looks > 1:  # the first check is slow, as any first call
                 now = perf_counter()
                 self._next_look = now + (now - begun) / _LOOK_SHARE
         if what:
@@ -238,9 +245,11 @@ class FailureRecorder(AbstractCallback):
     # -- a failure ---------------------------------------------------------------------------------------------------
 
     def _record_values(self, what: str) -> None:
-        weights = _not_finite(dict(self.train_loop_obj.model.named_parameters()))
+        weights = not_finite(dict(self.train_loop_obj.model.named_parameters()))
         if weights:
-            what += f"; before it the weights {weights[0]!r} (of {len(weights)}) were not finite: an earlier step"
+            what += (
+                f"; before it {len(weights)} parameters were not finite (such as {weights[0]!r}), from an earlier step"
+            )
         where = f"{what} in step {self._place['step']} (epoch {self._place['epoch'] + 1})"
         try:
             refused = self._refused()
@@ -254,8 +263,8 @@ class FailureRecorder(AbstractCallback):
         print(f"Rank {self.train_loop_obj.rank}: {where}. {line}", flush=True)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Record what has failed; whatever goes wrong here becomes a note of the error."""
-        if not isinstance(exception, Exception):  # signals, and ranks that are ended
+        """Record the failure. A failure of the recorder itself becomes a note of the error."""
+        if not isinstance(exception, Exception):  # signals, and ranks that are stopped
             return
         try:
             note = self._record_exception(exception)
@@ -300,20 +309,20 @@ class FailureRecorder(AbstractCallback):
         return about_record(path)
 
     def _refused(self) -> str:
-        """Why there is no record; empty if there can be one."""
+        """Return the reason why there can be no record; empty if there can be one."""
         sharded = [name for name, p in self.train_loop_obj.model.named_parameters() if is_sharded(p)]
         if not sharded:
             return ""
         return (
-            f"FailureRecorder wrote nothing: {len(sharded)} parameters are sharded at this moment, such as "
-            f"{sharded[0]!r}, and a record needs them whole. To get one, resume from a checkpoint in gpu_mode='ddp'."
+            f"FailureRecorder wrote nothing: {len(sharded)} parameters were sharded at that moment, such as "
+            f"{sharded[0]!r}, and a record needs whole ones. To get one, resume from a checkpoint in gpu_mode='ddp'."
         )
 
     def _not_written(self, error: Exception) -> str:
         return f"FailureRecorder could not write to {self._folder.location}: {described(error)}"
 
     def _write(self, kind: str, reason: str, error: dict[str, str], stage: str, indices: Any = None) -> str:
-        """Write the record, unless this fit has written this failure before; returns its path."""
+        """Write the record, unless this fit has written this failure before, and return its path."""
         loop, step = self.train_loop_obj, self._place["step"]
         stem = f"failure-step={step:08d}-rank={loop.rank}"
         for version in count(1):
@@ -346,7 +355,7 @@ class FailureRecorder(AbstractCallback):
         run: Any = loop.running
         step, several = self._step, run.losses_stepped > 0
         alternating = stage != "backward" and several
-        # In a step's last backward DDP has averaged gradients already, unless they are averaged afterwards.
+        # DDP has averaged gradients during a step's last backward, unless they are averaged afterwards.
         own = loop.world_size == 1 or run.gradients.apart or self._ended < len(step.batches)
         compares = (stage == "backward" and own and self._ended == len(self._states)) or (
             stage in ("hooks", "step") and loop.world_size == 1 and not alternating
@@ -405,19 +414,29 @@ def _are_finite(losses: Mapping[str, Tensor]) -> bool:
     return all(math.isfinite(value.item()) for value in losses.values())
 
 
-def _not_finite(tensors: Mapping[str, Tensor | None]) -> list[str]:
-    """Names of those with a value that is not finite. Waits for the device once."""
-    parts = {name: t.detach()._values() if t.is_sparse else t.detach() for name, t in tensors.items() if t is not None}
-    parts = {name: t for name, t in parts.items() if t.numel() and t.is_floating_point() and not is_sharded(t)}
-    if not parts:
+def not_finite(values: Mapping[str, Any]) -> list[str]:
+    """Return the names of the values that contain NaN or infinity, nested ones too. Waits for the device once."""
+    tensors = [(name, tensor) for name, value in values.items() for tensor in _floating_point(value)]
+    if not tensors:
         return []
-    norms = norms_of(list(parts.values()), math.inf)
-    finite = torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms]).isfinite().tolist()
-    return [name for name, ok in zip(parts, finite, strict=True) if not ok]
+    flags = [norm.isfinite() for norm in norms_of([tensor for _, tensor in tensors], math.inf)]
+    finite = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
+    return list(dict.fromkeys(name for (name, _), ok in zip(tensors, finite, strict=True) if not ok))
+
+
+def _floating_point(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a nested value that can contain NaN, except parts of sharded ones."""
+    if isinstance(value, Tensor):
+        tensor = value.detach().coalesce().values() if value.is_sparse else value.detach()
+        if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()) and not is_sharded(tensor):
+            yield tensor.float() if tensor.itemsize == 1 else tensor  # float8 has no norm
+    else:
+        for part in parts_of(value) or ():
+            yield from _floating_point(part)
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True if a checkpoint gives it back as it was, of the same types."""
+    """Return True if a checkpoint restores the value with the same types."""
     kind = type(value)
     if kind is Tensor:
         return not (value.requires_grad or value.is_meta or value.is_quantized)
@@ -450,7 +469,7 @@ _STAGES = {
 
 
 def _way_of(exception: BaseException) -> tuple[list[str], str]:
-    """Modules on the way from the loop to the place of the exception, and how far the step had come."""
+    """Return the modules between the loop and the exception's origin, and the stage of the step that failed."""
     modules, stage = [], "backward"
     for frame, _ in traceback.walk_tb(exception.__traceback__):
         module = str(frame.f_globals.get("__name__", ""))
@@ -461,7 +480,7 @@ def _way_of(exception: BaseException) -> tuple[list[str], str]:
 
 
 def _indices_in(exception: BaseException) -> list[Any] | None:
-    """The indices that this process was loading."""
+    """Return the indices of the samples that this process was loading."""
     for frame, _ in traceback.walk_tb(exception.__traceback__):
         module, function = frame.f_globals.get("__name__"), frame.f_code.co_name
         if (module, function) == ("trainloop.data.sources", "load"):

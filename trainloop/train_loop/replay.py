@@ -1,4 +1,4 @@
-"""Repeat a step that a ``FailureRecorder`` has recorded, in this process, by the loop's own code of a step."""
+"""Repeat a step that a ``FailureRecorder`` has recorded, in this process, with the code that trains a step."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from trainloop import checkpoint
 from trainloop._launch.settings import numeric_settings, write_settings
 from trainloop._support import rng
 from trainloop._support.carried import places_of
-from trainloop._support.nested import parts_of
 from trainloop._support.stopping import LocalStop
 from trainloop._support.user_line import warn
-from trainloop.callbacks.failure_recorder import named_losses, recorded_modules
+from trainloop.callbacks.failure_recorder import named_losses, not_finite, recorded_modules
 from trainloop.data import StepBatches
 from trainloop.data.batches import move_to
 from trainloop.distributed import Rank
@@ -49,7 +48,7 @@ class Replay:
     error: str
     """The recorded failure, in one line."""
     loss: dict[str, float] = field(default_factory=dict)
-    """Of the batch that failed, by the names of a ``MultiLoss``; a single loss has the name ``'loss'``."""
+    """Loss of the batch that failed, by the names of a ``MultiLoss``; a single loss has the name ``'loss'``."""
     gradient_norms: dict[str, float] = field(default_factory=dict)
     """Norm of each parameter's gradient, added up over the step's batches so far."""
     loss_difference: float | None = None
@@ -59,15 +58,15 @@ class Replay:
     module: str | None = None
     """With ``detect='nan'``: the first module whose output has a value that is not finite."""
     function: str | None = None
-    """With ``detect='nan'``: the first backward function that made such a gradient of finite ones."""
+    """With ``detect='nan'``: the first backward function that returned such a gradient for finite ones."""
     line: str | None = None
-    """The line of the forward pass that this backward function belongs to."""
+    """Line of the forward pass to which this backward function belongs."""
     not_finite_before: list[str] = field(default_factory=list)
-    """With ``detect='nan'``: weights, buffers and the batch, if they had such values before the forward."""
+    """With ``detect='nan'``: names of the weights and buffers with such values before the forward, and the batch."""
     notes: list[str] = field(default_factory=list)
     """Reasons why numbers may differ from those of the rank."""
     batch: Any = None
-    """Of a loader that failed, the batch that it gives now."""
+    """The batch that was loaded again, if the loader had failed."""
 
     def __str__(self) -> str:
         lines = [f"recorded: {self.error}", "the replay did not fail"]
@@ -91,10 +90,10 @@ def replay(
 ) -> Replay:
     """Repeat a recorded step up to the forward and backward that failed, in ``single``.
 
-    The model has the recorded weights, buffers and modes meanwhile, and the random states before each forward are put
-    in place, with the recorded precision. An error is raised by the same line as in the rank, with ``get_loss`` and
-    all that it calls on the stack, for ``breakpoint()`` and ``python -m pdb``. Afterwards the loop's own weights,
-    optimizers and random states are as before. Of a loader that failed, the batch is loaded again.
+    During the replay the model has the recorded weights, buffers and modes, and each forward begins with the recorded
+    random states and precision. The line that failed on the rank raises the same error, with ``get_loss`` and all that
+    it calls on the stack, for ``breakpoint()`` and ``python -m pdb``. Afterwards the loop's own weights, optimizers and
+    random states are restored. If a loader failed, the batch is loaded again.
 
     Parameters
     ----------
@@ -106,21 +105,22 @@ def replay(
     Returns
     -------
     Replay
-        If it does not fail.
+        If the step does not fail.
 
     Raises
     ------
     Exception
-        What the step raises.
+        The error of the step.
     CheckpointError
-        If the file is no record, or of another model; or if its batch is pickled, without ``trusted=True``.
+        If the file is not a record, is of another model, or contains a pickled batch and ``trusted`` is False.
     ConfigurationError
-        For arguments that can't work, or in a running loop.
+        For invalid arguments, or in a running loop.
 
     Notes
     -----
-    On the CPU of the same machine and versions the bits are those of the rank, except with replicas in ``dp``, with
-    values from other ranks, and after ``compile``. See :class:`.FailureRecorder` for what a record does not hold.
+    On a CPU of the same kind, with the same versions, results are bit-identical to the rank's, except with several
+    replicas in ``dp``, with values from other ranks, and with ``compile``. :class:`.FailureRecorder` lists what a
+    record does not contain.
 
     Examples
     --------
@@ -139,7 +139,7 @@ def replay(
         raise ConfigurationError("replay repeats a training step, but optimizer is None. Pass one to the loop.")
     own = dict(_tensors(loop))
     if any(nn.parameter.is_lazy(tensor) for tensor in own.values()):
-        raise ConfigurationError("replay: the model has lazy parameters, of no shape yet. Run it on a batch before.")
+        raise ConfigurationError("replay: the model has lazy parameters without a shape. Run it on a batch first.")
     wrong = described_differences(own, {**record["parameters"], **record["buffers"]}, "record")
     if wrong:
         raise CheckpointError(f"the record is of another model: {wrong}. Pass the model it was made with.")
@@ -162,8 +162,8 @@ def _unpacked(packed: dict[str, Any], path: Any, trusted: bool) -> Any:
         return packed["plain"]
     if not trusted:
         raise CheckpointError(
-            f"{os.fspath(path)} has a batch, or a state that is carried, of other types than tensors, numbers, strings "
-            "and containers of these: it is pickled, and reading it can run any code. If you trust whoever made the "
+            f"{os.fspath(path)} has a pickled batch or carried state, since it contains more than tensors, numbers, "
+            "strings and containers of these. Reading a pickle can run any code. If you trust the person who made the "
             "file, pass trusted=True."
         )
     return torch.load(io.BytesIO(packed["pickle"]), map_location="cpu", weights_only=False)
@@ -200,7 +200,7 @@ def _tensors(loop: TrainLoop[Any]) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def _as_recorded(loop: TrainLoop[Any], record: dict[str, Any], device: torch.device) -> Iterator[None]:
-    """The loop as it was on the rank, in ``single`` on this device; at the end everything as before."""
+    """Put the loop into the rank's state, in ``single`` on this device; restore everything at the end."""
     place = record["place"]
     with ExitStack() as undo:
         undo.enter_context(rng.isolated())
@@ -208,7 +208,7 @@ def _as_recorded(loop: TrainLoop[Any], record: dict[str, Any], device: torch.dev
         undo.callback(write_settings, numeric_settings())
         undo.callback(_restore, vars(loop), dict(vars(loop)))
         for optimizer in optimizers_of(loop.optimizer):
-            undo.callback(move_state, optimizer)  # to where the parameters are again
+            undo.callback(move_state, optimizer)  # back to the parameters' device
         for module in {m for part in recorded_modules(loop).values() for m in part.modules()}:
             undo.callback(_restore, module._buffers, dict(module._buffers))
             undo.callback(setattr, module, "training", module.training)
@@ -216,7 +216,7 @@ def _as_recorded(loop: TrainLoop[Any], record: dict[str, Any], device: torch.dev
             undo.callback(setattr, module, name, getattr(module, name))
         for _, tensor in _tensors(loop):
             undo.callback(_put_back, tensor, tensor.data, tensor.grad, tensor.requires_grad)
-        # Other memory in the place of the loop's own, which is not written to.
+        # New memory for each tensor: the loop's own is not written to.
         values = {**record["parameters"], **record["buffers"]}
         for name, tensor in _tensors(loop):
             tensor.grad, tensor.data = None, values[name].to(tensor.device)
@@ -250,11 +250,11 @@ def _put_back(tensor: Tensor, data: Tensor, grad: Tensor | None, requires_grad: 
 
 
 class _Reached(BaseException):
-    """The backward that the record is about is done."""
+    """Raised after the backward that the record describes."""
 
 
 class _Repeats:
-    """Puts the random states before each forward in place, and ends the step after the backward that failed."""
+    """Restores the random states before each forward, and ends the step after the backward that failed."""
 
     def __init__(self, states: list[dict[str, Any]]) -> None:
         self._states = states
@@ -283,7 +283,7 @@ def _repeated(run: Training, record: dict[str, Any], step: StepBatches, detect: 
     run.watch = watch = _Repeats(record["random"])
     result = Replay(_error_of(record), notes=_notes(record))
     forward_backward: Callable[..., Any] = run.forward_backward
-    if isinstance(run, ClosureTraining):  # which waits for the optimizer to ask
+    if isinstance(run, ClosureTraining):  # its own one waits until the optimizer calls the closure
         forward_backward = super(ClosureTraining, run).forward_backward
     show_and_clip, complete = gradients.show_and_clip, gradients.complete
     # A get_loss that yields its losses: the weights are those after the recorded steps.
@@ -291,7 +291,7 @@ def _repeated(run: Training, record: dict[str, Any], step: StepBatches, detect: 
     with ExitStack() as undo:
         undo.enter_context(run.listening(run.recorder))
         if detect is not None:
-            result.not_finite_before = _not_finite([*_tensors(loop), ("the batch", step.batches)])
+            result.not_finite_before = not_finite({**dict(_tensors(loop)), "the batch": step.batches})
             undo.enter_context(_looking(run, result))
         with suppress(_Reached):
             forward_backward(step)
@@ -318,16 +318,16 @@ def _notes(record: dict[str, Any]) -> list[str]:
     if record["stepped"]:
         notes.append("an optimizer had stepped, or was stepping: the weights are those after it")
     if record["batch_changed"]:
-        notes.append("get_loss wrote into a tensor of the batch: the record has it as it was afterwards")
+        notes.append("get_loss changed a tensor of the batch in place: the record has its values after that")
     if record["not_put_back"]:
-        notes.append(f"buffers are as the failing forward left them: {', '.join(record['not_put_back'])}")
+        notes.append(f"buffers have the values after the failing forward: {', '.join(record['not_put_back'])}")
     if notes:
         warn(f"the replay's numbers may differ: {'; '.join(notes)}.")
     return notes
 
 
 def _largest_difference(own: dict[str, Tensor], recorded: dict[str, Tensor]) -> float:
-    """0.0 only for the same bits or NaN in the same places; infinity where one has no such tensor, or NaN."""
+    """Return 0.0 only for equal values and NaN in the same places; infinity if a tensor is missing, or NaN in one."""
     if own.keys() != recorded.keys():
         return math.inf
     largest = 0.0
@@ -339,34 +339,21 @@ def _largest_difference(own: dict[str, Tensor], recorded: dict[str, Tensor]) -> 
     return largest
 
 
-# -- looking for values that are not finite ----------------------------------------------------------------------------
-
-
-def _not_finite(named: list[Any]) -> list[str]:
-    return [name for name, value in named if not _is_finite(value)]
-
-
-def _is_finite(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        if not (value.is_floating_point() or value.is_complex()):
-            return True
-        value = value.detach()
-        return bool((value.coalesce().values() if value.is_sparse else value).isfinite().all())
-    return all(_is_finite(part) for part in parts_of(value) or ())
+# -- finding values that are not finite ----------------------------------------------------------------------------
 
 
 @contextmanager
 def _looking(run: Training, result: Replay) -> Iterator[None]:
-    """Fill in where the first value that is not finite comes from, in forward and in backward."""
+    """Find the origin of the first value that is not finite, in forward and in backward."""
     scale = run.place.scaler.scale
 
     def after_forward(module: nn.Module, _: Any, output: Any) -> None:
-        if result.module is None and not _is_finite(output):
+        if result.module is None and not_finite({"": output}):
             name = next((n for n, part in run.loop.model.named_modules() if part is module), "")
             result.module = f"{name or 'the model'} ({type(module).__name__})"
 
     def before_backward(loss: Any) -> Any:
-        if result.module is None and not _is_finite(loss):
+        if result.module is None and not_finite({"": loss}):
             result.module = "get_loss, outside of all modules"
         nodes, seen = [loss.grad_fn], set()
         while nodes:
@@ -379,14 +366,14 @@ def _looking(run: Training, result: Replay) -> Iterator[None]:
         return scale(loss)
 
     def after_backward(node: Any, made: Any, given: Any) -> None:
-        if result.function is None and _is_finite(given) and not _is_finite(made):
+        if result.function is None and not not_finite({"": given}) and not_finite({"": made}):
             result.function, result.line = node.name(), _line_of(node.metadata.get("traceback_", []))
 
     with ExitStack() as undo:
         for module in run.loop.model.modules():
             undo.callback(module.register_forward_hook(after_forward).remove)
         vars(run.place.scaler)["scale"] = before_backward
-        # For the lines of the forward pass, which autograd keeps then.
+        # Makes autograd keep the lines of the forward pass.
         undo.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
         try:
             yield
@@ -397,7 +384,7 @@ def _looking(run: Training, result: Replay) -> Iterator[None]:
 
 
 def _line_of(lines: list[str]) -> str | None:
-    """The innermost line outside of torch and of this package."""
+    """Return the innermost line outside of torch and this package."""
     own = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
     places = [line.strip() for line in lines if not any(folder in line for folder in own)]
     return " ".join(places[-1].split()) if places else None
