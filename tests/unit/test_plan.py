@@ -427,7 +427,7 @@ def test_sixteen_requests_that_were_cut_from_whole_devices_fit_them_in_any_order
     assert all(load == 1 for load in loads.values())
 
 
-# Shares of 12 whole devices: of the searches for their lowest assignment, some ended without an answer.
+# Shares of 12 whole devices, which first fit fills as well.
 HARD = """
     0.2106318 0.1935807 0.2367101 0.115346 0.2056168 0.3811434 0.1253761 0.4132397 0.1925777 0.6058174 0.4994984
     0.1975927 0.454363 0.4744232 0.7041123 0.5667001 0.3069207 0.2698094 0.4884653 0.335005 0.0371113 0.2647943

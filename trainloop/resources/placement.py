@@ -1,8 +1,7 @@
-"""Assign models to devices: exact bin packing, pure."""
+"""Assign models to devices: exact bin packing of a few requests, first fit of many."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -11,8 +10,7 @@ from trainloop.resources.quota import as_text, checked_count, exact
 
 __all__ = ["place"]
 
-_SEARCHED = 16  # largest number of requests for which the search is not bounded
-_SEARCH_STEPS = 200_000
+_SEARCHED = 16  # largest number of unequal fractions for which all assignments are tried
 
 
 def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
@@ -39,7 +37,7 @@ def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
     Notes
     -----
     Bin packing. If an assignment exists, it is found for up to 16 requests, and for any number of equal requests.
-    Beyond that the search ends after a bounded number of steps, and devices are numbered in the order of the input.
+    More are placed by first fit, the largest first, which can use more devices than necessary.
 
     Examples
     --------
@@ -56,16 +54,14 @@ def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
     sizes = [int(request * full) for request in requests]
     owned = sum(size for size in sizes if size >= full) // full
     parts = [size for size in sizes if 0 < size < full]
-    least = owned + -(-sum(parts) // full)
-    # Finding the lowest needs a search for each request; with many, some would end without an answer.
-    finds_lowest = len(parts) <= _SEARCHED or len(set(parts)) == 1
-    for num_devices in range(least, num_gpus + 1):
-        empty = [0] * (num_devices - owned)
-        if finds_lowest:
-            if _packs(empty, parts, full):
+    if len(parts) > _SEARCHED or len(set(parts)) <= 1:
+        placed = _first_fit(sizes, full, largest_first=len(set(parts)) > 1)
+        if max((device for devices in placed for device in devices), default=-1) < num_gpus:
+            return placed
+    else:
+        for num_devices in range(owned + -(-sum(parts) // full), num_gpus + 1):
+            if _fits([full] * (num_devices - owned), parts):
                 return _lowest(sizes, num_devices, full)
-        elif (rooms := _packing(empty, parts, full)) is not None:
-            return _as_packed(sizes, rooms, full)
     raise ResourceError(
         f"{len(requests)} requests of {', '.join(as_text(request) for request in requests[:20])} GPUs do not fit "
         f"on {num_gpus} device{'s' * (num_gpus != 1)}: a fraction is never split over devices. "
@@ -73,114 +69,65 @@ def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
     )
 
 
+def _first_fit(sizes: list[int], full: int, *, largest_first: bool) -> list[list[int]]:
+    """Return, in the order of the input, the first device with room for each request."""
+    room: list[int] = []
+    placed: list[list[int]] = [[] for _ in sizes]
+    for position in sorted(range(len(sizes)), key=lambda position: -sizes[position] if largest_first else 0):
+        size = sizes[position]
+        for part in [full] * (size // full) if size >= full else [size] * (size > 0):
+            device = next((device for device, left in enumerate(room) if left >= part), len(room))
+            if device == len(room):
+                room.append(full)
+            room[device] -= part
+            placed[position].append(device)
+    return placed
+
+
 def _lowest(sizes: list[int], num_devices: int, full: int) -> list[list[int]]:
     """Return the assignment with the lowest indices, in the order of the input; one must exist."""
-    loads = [0] * num_devices
+    room = [full] * num_devices
     placed: list[list[int]] = []
     for position, size in enumerate(sizes):
-        if size == 0:
-            placed.append([])
-            continue
-        if size >= full:
-            devices = [device for device, load in enumerate(loads) if load == 0][: size // full]
-            for device in devices:
-                loads[device] = full
-            placed.append(devices)
-            continue
         later = sizes[position + 1 :]
         owned = sum(other for other in later if other >= full) // full
         parts = [other for other in later if 0 < other < full]
-        for device in range(num_devices):
-            if loads[device] + size > full:
-                continue
-            loads[device] += size
-            empty = loads.count(0)
-            open_loads = [load for load in loads if load] + [0] * (empty - owned)
-            if empty >= owned and _packs(open_loads, parts, full):
-                placed.append([device])
-                break
-            loads[device] -= size
+        if size >= full:
+            placed.append([device for device, left in enumerate(room) if left == full][: size // full])
+            for device in placed[-1]:
+                room[device] = 0
+        elif size == 0:
+            placed.append([])
         else:
-            raise AssertionError("an assignment exists")
+            for device in (device for device, left in enumerate(room) if left >= size):
+                room[device] -= size
+                empty = room.count(full)
+                used = [left for left in room if left < full]
+                if empty >= owned and _fits(used + [full] * (empty - owned), parts):
+                    placed.append([device])
+                    break
+                room[device] += size
     return placed
 
 
-def _as_packed(sizes: list[int], rooms: list[int], full: int) -> list[list[int]]:
-    """Return the assignment of :func:`_packing`; devices are numbered by the first request on each."""
-    left: list[int] = []  # on each device that holds parts
-    device_of: dict[int, int] = {}
-    largest_first = sorted((i for i, size in enumerate(sizes) if 0 < size < full), key=lambda i: -sizes[i])
-    for i, room in zip(largest_first, rooms, strict=True):
-        if room == full:
-            left.append(full)
-        device_of[i] = left.index(room)
-        left[device_of[i]] -= sizes[i]
-    numbers = itertools.count()
-    number_of: dict[int, int] = {}
-    placed = []
-    for i, size in enumerate(sizes):
-        if i in device_of:
-            if device_of[i] not in number_of:
-                number_of[device_of[i]] = next(numbers)
-            placed.append([number_of[device_of[i]]])
-        else:
-            placed.append(list(itertools.islice(numbers, size // full)))
-    return placed
-
-
-def _packs(loads: Sequence[int], parts: Sequence[int], full: int) -> bool:
-    """Return True if ``parts`` fit into the space that ``loads`` leave."""
-    if len(set(parts)) == 1:  # Trials and folds request equal shares, and may be many.
-        return sum((full - load) // parts[0] for load in loads) >= len(parts)
-    return _packing(loads, parts, full) is not None
-
-
-def _packing(loads: Sequence[int], parts: Sequence[int], full: int) -> list[int] | None:
-    """Return, for each of ``parts``, largest first, the space on its device; None if no packing is found."""
+def _fits(room: Sequence[int], parts: Sequence[int]) -> bool:
+    """Return True if the parts can be distributed over devices with this room: a search, the largest part first."""
     parts = sorted(parts, reverse=True)
-    room = sorted(full - load for load in loads)
-    taken = _best_fit(list(room), parts)
-    if taken is not None:
-        return taken
-    taken = []
-    left = [0]
-    for part in reversed(parts):
-        left.append(left[-1] + part)
-    left.reverse()  # left[i]: the sum of parts[i:]
     failed: set[tuple[int, tuple[int, ...]]] = set()
-    steps = math.inf if len(parts) <= _SEARCHED else _SEARCH_STEPS
 
     def search(i: int, room: tuple[int, ...]) -> bool:
-        nonlocal steps
         if i == len(parts):
             return True
-        steps -= 1
-        # Space smaller than the smallest part is wasted.
-        if steps < 0 or sum(r for r in room if r >= parts[-1]) < left[i] or (i, room) in failed:
+        # Room that is too small for the smallest part is wasted.
+        if sum(left for left in room if left >= parts[-1]) < sum(parts[i:]) or (i, room) in failed:
             return False
-        tried = -1
-        for j, r in enumerate(room):
-            if r >= parts[i] and r != tried:  # Devices with equal space are one case.
-                tried = r
-                taken.append(r)
-                if search(i + 1, tuple(sorted((*room[:j], r - parts[i], *room[j + 1 :])))):
-                    return True
-                taken.pop()
-                if r == parts[i]:  # Nothing fills a gap better than an exact fit.
-                    break
+        for left in sorted({left for left in room if left >= parts[i]}):  # the tightest first; equal ones are one case
+            j = room.index(left)
+            if search(i + 1, tuple(sorted((*room[:j], left - parts[i], *room[j + 1 :])))):
+                return True
+            if left == parts[i]:  # an exact fit is at least as good as any other
+                break
         failed.add((i, room))
         return False
 
-    return taken if search(0, tuple(room)) else None
-
-
-def _best_fit(room: list[int], parts: Sequence[int]) -> list[int] | None:
-    """Pack by best fit, largest first; this finds most packings at once."""
-    taken = []
-    for part in parts:
-        tightest = min((r for r in room if r >= part), default=None)
-        if tightest is None:
-            return None
-        taken.append(tightest)
-        room[room.index(tightest)] -= part
-    return taken
+    return search(0, tuple(sorted(room)))
