@@ -43,6 +43,7 @@ default_role = "py:obj"
 
 html_theme = "furo"
 html_title = f"trainloop {release}"
+html_favicon = "_static/icon.svg"
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]
 html_show_sphinx = False
