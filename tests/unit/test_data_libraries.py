@@ -84,6 +84,38 @@ def test_what_streams_say() -> None:
     assert (is_split(Streaming(1)), is_split(Streaming(2))) == (False, True)
 
 
+class Pipeline(IterableDataset[Any]):
+    """As webdataset's: a list of stages."""
+
+    __module__ = "webdataset.pipeline"
+
+    def __init__(self, *stages: Any) -> None:
+        self.pipeline = list(stages)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+def single_node_only() -> None:
+    """Stands for webdataset's stage of this name, which refuses several ranks."""
+
+
+def split_by_node() -> None:
+    """Stands for webdataset's stage of this name, which gives each rank its own shards."""
+
+
+def test_what_the_stages_of_a_pipeline_say() -> None:
+    says_no, says_yes = SimpleNamespace(is_distributed=False), SimpleNamespace(is_distributed=True)
+    assert is_split(Pipeline()) is None
+    assert is_split(Pipeline(OneByOne())) is None
+    assert is_split(Pipeline(OneByOne(), says_no)) is False
+    assert is_split(Pipeline(says_no, says_yes)) is True
+    assert is_split(Pipeline(Pipeline(says_no))) is False
+    assert is_split(Pipeline(OneByOne(), single_node_only)) is False
+    assert is_split(Pipeline(single_node_only, split_by_node)) is True
+    assert is_split(Pipeline(DataLoader(Pipeline(split_by_node)))) is True  # WebLoader
+
+
 class Environment:
     """The data of an agent: it never ends, and has no length."""
 
