@@ -1,1 +1,1 @@
-"""The cost of a step beside the loop written by hand: ``make bench`` runs all and writes ``benchmarks/RESULTS.rst``."""
+"""The cost of a step, compared with a hand-written PyTorch loop: ``make bench`` runs all and writes ``RESULTS.rst``."""

@@ -44,7 +44,7 @@ def main() -> None:
     lines = [
         f"{title}\n{'=' * len(title)}\n",
         f"Written by ``make bench`` in {minutes:.0f} minutes: medians of {rounds} rounds,\n"
-        "one thread a process. Ratios are to the loop written by hand.\n",
+        "one thread a process. Ratios are to the hand-written PyTorch loop.\n",
         where,
         "",
     ]

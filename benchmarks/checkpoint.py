@@ -1,7 +1,7 @@
 """The cost of a checkpoint of a 200 MB model for the loop, written at once or in a thread: python -m
 benchmarks.checkpoint
 
-Checkpoints come at longer intervals than one takes to be written; one that comes earlier waits for the one before.
+The interval between checkpoints is longer than the time to write one; an earlier one would wait for the one before.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Memory of in-memory data with two ranks, in units of the dataset: python benchmarks/data_memory.py [--mib 256]
 
-Printed is the proportional memory (PSS: a page that k processes share counts 1/k in each) of all processes together at
-step 50, above that of the same run with a tiny dataset, as a multiple of the dataset. 1.0 is the dataset held once;
-less means that no process has read some of its pages yet, which then count for nobody.
-The hand-written loop beside it starts its ranks by ``torch.multiprocessing.spawn``, with a ``DistributedSampler``.
+Prints the proportional memory (PSS: a page that k processes share counts 1/k in each) of all processes at step 50, minus
+that of the same run with a tiny dataset, as a multiple of the dataset's size. 1.0 means that the dataset is in memory
+once; less, that no process has read some of its pages yet.
+The hand-written loop starts its ranks with ``torch.multiprocessing.spawn``, and uses a ``DistributedSampler``.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.measure is not None:
         how, kind, mib = args.measure
-        print(json.dumps({"trainloop": with_trainloop, "by hand": by_hand}[how](kind, float(mib))))
+        print(json.dumps({"trainloop": with_trainloop, "PyTorch": by_hand}[how](kind, float(mib))))
         return
 
     def pss(how: str, kind: str, mib: float) -> int:
@@ -160,11 +160,11 @@ def main() -> None:
         return int(json.loads(out.splitlines()[-1]))
 
     print(f"{args.mib:g} MiB, {RANKS} ranks: summed PSS at step {STEP}, above a tiny run, in datasets")
-    print(f"{'':10}{'trainloop':>12}{'by hand':>12}")
+    print(f"{'':10}{'trainloop':>12}{'PyTorch':>12}")
     for kind in ("tensors", "numpy"):
         above = [
             (pss(how, kind, args.mib) - pss(how, kind, TINY_MIB)) / ((args.mib - TINY_MIB) * 2**20)
-            for how in ("trainloop", "by hand")
+            for how in ("trainloop", "PyTorch")
         ]
         print(f"{kind:10}{above[0]:12.2f}{above[1]:12.2f}")
 

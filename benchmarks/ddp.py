@@ -87,7 +87,7 @@ def by_hand(model: nn.Module, batches: int, epochs: int = 2, ranks: int = RANKS)
                 # Seldom (torch 2.13), a rank's last thread outlives the interpreter after all work, and aborts it.
                 if error.signal_name != "SIGABRT":
                     raise
-                print("a rank of the loop by hand aborted at its end: once more", flush=True)
+                print("a rank of the hand-written loop aborted at its end: once more", flush=True)
                 continue
             with open(os.path.join(folder, "seconds")) as file:
                 return float(file.read()), time.perf_counter() - begin
@@ -127,7 +127,7 @@ def tables(rounds: int = 7) -> list[Table]:
         {BY_HAND: partial(started_by_hand, work.MLP()), "trainloop": partial(started_by_trainloop, work.MLP())},
         Table(
             "Start-up, two ranks",
-            "From the call to its return, one step in between; ``by hand`` is a bare ``mp.spawn`` with the same work.",
+            "From the call to its return, one step in between; ``PyTorch`` is a bare ``mp.spawn`` with the same work.",
             unit="ms",
             in_process=False,
             aims={"trainloop": 1.1},

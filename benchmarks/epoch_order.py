@@ -2,10 +2,10 @@
 
     python benchmarks/epoch_order.py [--sizes 1000000 100000000 10000000000]
 
-Each figure is measured in a process of its own: seconds, and the rise of the peak resident set, from just before the
-order is asked for until 32 indices of rank 1 of 2 are there. torch's ``DistributedSampler`` builds the order as a
-Python list, of some 45 bytes an index at its peak; it is left out if less than twice that is free, and to enter an
-epoch in its middle it has to build the whole order.
+Each figure is measured in a separate process: seconds, and the growth of the peak resident set, from the request for
+the order to the first 32 indices of rank 1 of 2. torch's ``DistributedSampler`` builds the order as a Python list, with
+about 45 bytes an index at its peak, and for the middle of an epoch it builds the whole order, too. It is left out if
+less than twice this memory is free.
 """
 
 from __future__ import annotations

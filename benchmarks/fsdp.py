@@ -1,18 +1,17 @@
 """Memory, steps and checkpoints of a model that is sharded: python -m benchmarks.fsdp {memory,step,pairs,save} RANKS
 
 memory
-    PSS of a rank when gradients are there and AdamW has its state, less that of the same run with a tiny model, in
-    ``fsdp`` and in ``ddp``, by trainloop and by a loop by hand. The kernel counts it: what several processes map is
-    divided among them.
+    Proportional memory (PSS) of a rank that has gradients and AdamW's state, minus that of the same run with a tiny
+    model, in ``fsdp`` and ``ddp``, with trainloop and with a hand-written loop.
 step
-    Median time of a step, in turns with the same loop by hand (torch's ``fully_shard``), and by the FSDP of Accelerate
-    and Lightning where these are installed and can do it on the CPU; else their error. The turns' order changes.
+    Median time of a step, alternating with a hand-written loop (torch's ``fully_shard``), and with the FSDP of Accelerate
+    and Lightning if they are installed and support the CPU; else their error. The order of the turns changes.
 pairs
-    The same beside the loop by hand alone, step by step in the same ranks: what differs from run to run, more than a
-    tenth, is the same for both.
+    The same, compared with the hand-written loop alone, step by step in the same ranks: the difference between runs,
+    more than a tenth, is the same for both.
 save
-    Seconds and bytes of one checkpoint, beside ``torch.distributed.checkpoint`` by hand: what each rank writes, and the
-    most that a rank's memory grows meanwhile.
+    Seconds and bytes of one checkpoint, compared with ``torch.distributed.checkpoint`` alone: the bytes that each rank
+    writes, and the largest growth of a rank's memory.
 
 Each takes some minutes at most.
 """
@@ -122,7 +121,7 @@ class Watch(AbstractCallback):
 
 
 class Beside(AbstractCallback):
-    """After each step of the loop one by hand, of a model of its own on the same ranks; the times of both."""
+    """Time a step of the loop and one of a hand-written loop with its own model on the same ranks, in turns."""
 
     def __init__(self) -> None:
         super().__init__("beside")
@@ -205,7 +204,7 @@ def growth() -> Any:
         thread.join()
 
 
-# -- by hand, and by others --------------------------------------------------------------------------------------------
+# -- PyTorch alone, and others -----------------------------------------------------------------------------------------
 
 
 def steps(
@@ -345,7 +344,7 @@ def memory(ranks: int, rounds: int) -> None:
         found: tuple[list[int], int] = in_group(partial(held_by_hand, mode, width), ranks)
         return found
 
-    for name, measured in {"trainloop": ours, "by hand": by_hand}.items():
+    for name, measured in {"trainloop": ours, "PyTorch": by_hand}.items():
         held = {}
         for mode in ("ddp", "fsdp"):
             (base, _), (found, free) = measured(mode, 1), measured(mode, WIDTH)
@@ -358,7 +357,7 @@ def memory(ranks: int, rounds: int) -> None:
 
 def step(ranks: int, rounds: int) -> None:
     kinds: dict[str, Callable[[], list[float]]] = {
-        "by hand": lambda: in_group(step_by_hand, ranks),
+        "PyTorch": lambda: in_group(step_by_hand, ranks),
         "trainloop": lambda: with_trainloop("fsdp", ranks, steps=TIMED).times,
         "Accelerate": lambda: in_group(step_by_accelerate, ranks),
         "Fabric, ModelParallelStrategy": lambda: in_group(step_by_lightning, ranks),
@@ -373,7 +372,7 @@ def step(ranks: int, rounds: int) -> None:
                 print(f"{name}: {str(error).strip().splitlines()[-1]}", flush=True)
                 del kinds[name]
     for name in kinds:
-        ratios = [own / hand for own, hand in zip(found[name], found["by hand"], strict=True)]
+        ratios = [own / hand for own, hand in zip(found[name], found["PyTorch"], strict=True)]
         print(f"step, {ranks} ranks, {name}: {statistics.median(found[name]):.1f} ms,", end=" ")
         print(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})", flush=True)
 
@@ -385,7 +384,7 @@ def pairs(ranks: int, rounds: int) -> None:
         both = list(zip(beside.ours[3:], beside.by_hand[4:], strict=True))
         ours, by_hand = (1e3 * statistics.median(times) for times in zip(*both, strict=True))
         ratios = statistics.quantiles([one / other for one, other in both])
-        print(f"pairs, {ranks} ranks: trainloop {ours:.1f} ms, by hand {by_hand:.1f} ms; of single pairs", end=" ")
+        print(f"pairs, {ranks} ranks: trainloop {ours:.1f} ms, PyTorch {by_hand:.1f} ms; of single pairs", end=" ")
         print(f"{ratios[1]:.3f} (quartiles {ratios[0]:.3f} to {ratios[2]:.3f})", flush=True)
 
 
@@ -399,7 +398,7 @@ def save(ranks: int, rounds: int) -> None:
         print(f"save, {ranks} ranks, trainloop: {seconds:.2f} s, a rank grows by {grown / 2**20:.0f} MiB,", end=" ")
         print(f"each writes {min(parts):.0f} to {max(parts):.0f} of {sum(parts):.0f} MiB", flush=True)
         seconds, grown = in_group(saved_by_hand, ranks)
-        print(f"save, {ranks} ranks, by hand: {seconds:.2f} s, a rank grows by {grown / 2**20:.0f} MiB", flush=True)
+        print(f"save, {ranks} ranks, PyTorch: {seconds:.2f} s, a rank grows by {grown / 2**20:.0f} MiB", flush=True)
 
 
 def main() -> None:

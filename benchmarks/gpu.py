@@ -1,8 +1,9 @@
-"""What there is to measure the day there is a GPU: python3 -m benchmarks.gpu [--tiny], in at most eight minutes.
+"""All measurements on a GPU: python3 -m benchmarks.gpu [--tiny], in at most eight minutes.
 
-Runs ``tests/gpu``, then trains the same models by hand and by the loop in one process, and writes ``GPU.rst`` and
-``gpu.json`` after each part. Needs torch (2.6 on), numpy, tensorboard and pytest, and no network; what else trainloop
-imports may lie in ``.deps`` (``pip install --target .deps cloudpickle psutil filelock tqdm`` where there is one).
+Runs ``tests/gpu``, then trains the same models with a hand-written loop and with trainloop in one process. Writes
+``GPU.rst`` and ``gpu.json`` after each part. Needs torch (2.6 or newer), numpy, tensorboard and pytest, and no network.
+The folder ``.deps`` may contain the other packages that trainloop imports (made on a machine with a network by
+``pip install --target .deps cloudpickle psutil filelock tqdm``).
 """
 
 from __future__ import annotations

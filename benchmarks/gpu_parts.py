@@ -1,7 +1,7 @@
-"""What ``benchmarks.gpu`` measures: python3 -m benchmarks.gpu_parts --to FD [--tiny] PART..., one after the other.
+"""The measurements of ``benchmarks.gpu``: python3 -m benchmarks.gpu_parts --to FD [--tiny] PART..., one after the other.
 
-A process of its own, which may be ended at any time: what it begins and what it has found goes to a file descriptor, a
-line of JSON each.
+A separate process, which may be ended at any time: it writes each part that it begins, and each result, as a line of
+JSON to a file descriptor.
 """
 
 import argparse
@@ -190,11 +190,11 @@ class Bench:
         """Both loops in turn, over the same batches; medians."""
         options.setdefault("optimizer_of", partial(torch.optim.AdamW, lr=1e-4, fused=CUDA or None))
         warm_up = max(1, len(batches) // 5)
-        model, seconds = make_model(), {"by hand": [], "trainloop": []}  # type: dict[str, list[float]]
+        model, seconds = make_model(), {"PyTorch": [], "trainloop": []}  # type: dict[str, list[float]]
         for _ in range(self.rounds):
-            for name, train in (("by hand", by_hand), ("trainloop", with_trainloop)):
+            for name, train in (("PyTorch", by_hand), ("trainloop", with_trainloop)):
                 seconds[name].append(train(copy.deepcopy(model), batches, warm_up=warm_up, dtype=dtype, **options))
-        hand, own = (statistics.median(seconds[name]) for name in ("by hand", "trainloop"))
+        hand, own = (statistics.median(seconds[name]) for name in ("PyTorch", "trainloop"))
         return {"by_hand_us": hand * 1e6, "trainloop_us": own * 1e6, "ratio": own / hand}
 
     def tests(self) -> dict[str, Any]:

@@ -18,8 +18,8 @@ SHOWN = {
     "Transformer": "a transformer",
     "DDP, two ranks": "ddp, two CPU ranks",
 }
-OURS, BASE = "trainloop", "by hand"
-TITLE = "Time of a step, as a ratio to the loop written by hand; shorter is faster"
+OURS, BASE = "trainloop", "PyTorch"
+TITLE = "Time of a step, as a ratio to the hand-written PyTorch loop; shorter is faster"
 MOST = 2.5  # longer bars are broken
 
 LEFT, WIDTH, ROW, GAP, LABEL = 250, 420, 20, 16, 36
@@ -77,7 +77,7 @@ def drawn(text: str) -> str:
             f'<text x="8" y="18" class="note">{TITLE}</text>',
             *body,
             f'<line x1="{one:.1f}" y1="26" x2="{one:.1f}" y2="{y - 4}" stroke="#222" stroke-dasharray="3 3"/>',
-            f'<text x="{one:.1f}" y="{y + 10}" text-anchor="middle">by hand: 1</text>',
+            f'<text x="{one:.1f}" y="{y + 10}" text-anchor="middle">PyTorch: 1</text>',
             f'<text x="8" y="{y + 10}" class="note">{escape(machine)}</text>',
             "</svg>",
             "",

@@ -1,10 +1,9 @@
-"""The same kills survived by others: python -m benchmarks.restarts_beside [--lightning PYTHON] [--torchft PYTHON]
+"""Restarts of other libraries after the same kills: python -m benchmarks.restarts_beside [--lightning PYTHON] [--torchft PYTHON]
 
-Two ranks train 100 steps; rank 1 is killed by SIGKILL after steps 33 and 71. Told is, of each kill, how many steps are
-done again, and the seconds from it to the first step after it. ``torchrun`` starts ranks again and knows nothing of
-training: there the script goes on from a checkpoint on disk. Checkpoints are written after every 20th step.
-Under torchft each rank is a replica under a torchrun of its own; the one that is left waits for the other, and gives it
-its weights.
+Two ranks train 100 steps; rank 1 is killed by SIGKILL after steps 33 and 71. For each kill the output has the number of
+steps that are repeated, and the seconds to the first step after it. ``torchrun`` only starts ranks again: its script
+resumes from a checkpoint on disk. Checkpoints are written after every 20th step.
+With torchft each rank is a replica with its own torchrun; the surviving one waits for the other, and sends its weights.
 """
 
 from __future__ import annotations
@@ -196,7 +195,7 @@ def torchft_run(folder: Path) -> None:
 REPLICA = "torchft, a replica"
 CONTENDERS = {
     "trainloop, max_restarts": (trainloop_run, []),
-    "torchrun, resume by hand": (by_hand, TORCHRUN),
+    "torchrun, own resume": (by_hand, TORCHRUN),
     "torchrun, Lightning": (lightning, TORCHRUN),
     "torchft": (torchft_run, []),
 }

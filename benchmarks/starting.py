@@ -1,6 +1,6 @@
 """The cost of starting ranks: whole scripts, second calls, ranks that stay up, memory: python -m benchmarks.starting
 
-Beside a loop by hand with ``mp.spawn`` and, where they are installed, Lightning (``ddp_spawn``) and Accelerate
+Beside a hand-written loop with ``mp.spawn`` and, where they are installed, Lightning (``ddp_spawn``) and Accelerate
 (``debug_launcher``, which forks the script: for those that have used no threads and no GPU). Each script trains
 one step on 2 or 8 ranks. CPU seconds are of all its processes, from the first import to the end, and mean the same on a
 busy machine; seconds are the median of interleaved rounds.
@@ -192,7 +192,7 @@ def main() -> None:
     given = parser.parse_args()
     for ranks in given.ranks:
         contenders = {
-            "by hand": (BY_HAND, "spawn"),
+            "PyTorch": (BY_HAND, "spawn"),
             "trainloop, spawn": (TRAINLOOP, "spawn"),
             "trainloop, forkserver": (TRAINLOOP, "forkserver"),
         }
@@ -208,8 +208,8 @@ def main() -> None:
                 except subprocess.CalledProcessError as error:
                     print(f"  {name} failed once: {error}")
         times = {name: found for name, found in times.items() if found}
-        wall, cpu = (statistics.median(t[i] for t in times["by hand"]) for i in (0, 1))
-        print(f"{ranks} ranks, whole script, seconds and CPU seconds, with their ratios to the one by hand:")
+        wall, cpu = (statistics.median(t[i] for t in times["PyTorch"]) for i in (0, 1))
+        print(f"{ranks} ranks, whole script, seconds and CPU seconds, with their ratios to the hand-written one:")
         for name, found in times.items():
             own_wall, own_cpu = (statistics.median(t[i] for t in found) for i in (0, 1))
             print(f"  {name:24} {own_wall:7.2f} {own_cpu:7.2f}   {own_wall / wall:.2f} {own_cpu / cpu:.2f}", flush=True)

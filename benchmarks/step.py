@@ -68,7 +68,7 @@ def as_one_graph(model: Any, loader: DataLoader[Any], epochs: int) -> float:
 
 
 def with_ten_scalars(model: nn.Module, loader: DataLoader[Any], epochs: int) -> None:
-    """By hand, ten metrics a step with ``add_scalar``: what a user would write."""
+    """A hand-written loop with ten metrics a step with ``add_scalar``: what a user would write."""
     from torch.utils.tensorboard import SummaryWriter
 
     optimizer = others.sgd(model)
@@ -121,7 +121,7 @@ def tables(rounds: int = 9) -> list[Table]:
         in_memory["Lightning, bar"] = others.with_lightning(bar=True)
     logging: dict[str, Callable[..., float | None]] = {
         BY_HAND: by_hand,
-        "by hand, 10 add_scalar": with_ten_scalars,
+        "PyTorch, 10 add_scalar": with_ten_scalars,
         "trainloop, 10 metrics": with_trainloop,
         "trainloop, 10 metrics, TensorBoard": partial(with_trainloop, tensorboard=True),
     }
@@ -140,7 +140,7 @@ def tables(rounds: int = 9) -> list[Table]:
         ),
         compare(
             "MLP, ten metrics a step",
-            "The same; ``by hand`` logs nothing.",
+            "The same; ``PyTorch`` logs nothing.",
             work.Logging,
             logging,
             batches=2000,

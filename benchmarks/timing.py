@@ -15,12 +15,12 @@ from itertools import chain
 
 import torch
 
-BY_HAND = "by hand"
+BY_HAND = "PyTorch"
 
 
 @dataclass
 class Table:
-    """Medians of one comparison; ratios are to ``by hand``, mostly."""
+    """Medians of one comparison; ratios are to ``PyTorch``, mostly."""
 
     title: str
     note: str

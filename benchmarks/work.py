@@ -1,4 +1,4 @@
-"""Models and data that the benchmarks train, and the loop written by hand that all are compared with."""
+"""Models and data that the benchmarks train, and the hand-written PyTorch loop that all are compared with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training on GPUs: the numbers of a loop by hand, what waits, what is left, random numbers, and ranks that die."""
+"""Training on GPUs: the numbers of a hand-written loop, waits, leftovers, random numbers, and ranks that die."""
 
 from __future__ import annotations
 
