@@ -1,8 +1,8 @@
 """Memory of in-memory data with two ranks, in units of the dataset: python benchmarks/data_memory.py [--mib 256]
 
-Prints the proportional memory (PSS: a page that k processes share counts 1/k in each) of all processes at step 50, minus
-that of the same run with a tiny dataset, as a multiple of the dataset's size. 1.0 means that the dataset is in memory
-once; less, that no process has read some of its pages yet.
+Prints the proportional memory (PSS: k processes that share a page count 1/k of it each) of all processes at step 50,
+minus that of the same run with a tiny dataset, as a multiple of the dataset's size. 1.0 means that the dataset is in
+memory once; less, that no process has read some of its pages yet.
 The hand-written loop starts its ranks with ``torch.multiprocessing.spawn``, and uses a ``DistributedSampler``.
 """
 

@@ -4,8 +4,8 @@ memory
     Proportional memory (PSS) of a rank that has gradients and AdamW's state, minus that of the same run with a tiny
     model, in ``fsdp`` and ``ddp``, with trainloop and with a hand-written loop.
 step
-    Median time of a step, alternating with a hand-written loop (torch's ``fully_shard``), and with the FSDP of Accelerate
-    and Lightning if they are installed and support the CPU; else their error. The order of the turns changes.
+    Median time of a step, alternating with a hand-written loop (torch's ``fully_shard``), and with Accelerate's and
+    Lightning's FSDP if they are installed and support the CPU; else their error. The order of the turns changes.
 pairs
     The same, compared with the hand-written loop alone, step by step in the same ranks: the difference between runs,
     more than a tenth, is the same for both.

@@ -1,4 +1,4 @@
-"""The measurements of ``benchmarks.gpu``: python3 -m benchmarks.gpu_parts --to FD [--tiny] PART..., one after the other.
+"""The measurements of ``benchmarks.gpu``: python3 -m benchmarks.gpu_parts --to FD [--tiny] PART..., in this order.
 
 A separate process, which may be ended at any time: it writes each part that it begins, and each result, as a line of
 JSON to a file descriptor.

@@ -1,4 +1,4 @@
-"""Restarts of other libraries after the same kills: python -m benchmarks.restarts_beside [--lightning PYTHON] [--torchft PYTHON]
+"""Other libraries' restarts: python -m benchmarks.restarts_beside [--lightning PYTHON] [--torchft PYTHON]
 
 Two ranks train 100 steps; rank 1 is killed by SIGKILL after steps 33 and 71. For each kill the output has the number of
 steps that are repeated, and the seconds to the first step after it. ``torchrun`` only starts ranks again: its script
