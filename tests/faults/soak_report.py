@@ -1,4 +1,4 @@
-"""What the soak found, as a table and as a page for ``benchmarks/SOAK.rst``."""
+"""The results of the soak, as a table and as the page ``benchmarks/SOAK.rst``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def table(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Lines of a reStructuredText table: how many trials went right and wrong, by kind and number of ranks."""
+    """Return the lines of a reStructuredText table: numbers of right and wrong trials, by kind and ranks."""
     counts: Counter[tuple[str, str]] = Counter()
     for result in results:
         row = f"{result['kind']}, {result['ranks']} rank{'s' * (result['ranks'] > 1)}"
@@ -23,7 +23,7 @@ def table(results: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def page(results: Sequence[dict[str, Any]]) -> str:
-    """The last outcome of each trial, and those before it that were wrong."""
+    """Return the page: the last outcome of each trial, and wrong outcomes before it."""
     import torch
 
     last = {(result["seed"], result["number"]): result for result in results}
@@ -35,25 +35,26 @@ def page(results: Sequence[dict[str, Any]]) -> str:
         "The soak",
         "========",
         "",
-        ".. Written by tests/faults/soak.py --report; what a trial is stands in that file.",
+        ".. Written by tests/faults/soak.py --report.",
         "",
-        f"* {disturbed} disturbed trials so far; the acceptance asks for 300.",
+        "A trial is a short training with 1 to 4 CPU ranks that is disturbed at random (``make soak``).",
+        "",
+        f"* {disturbed} disturbed trials.",
         f"* Seed {seeds}; {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}; torch {torch.__version__}, Python "
         f"{platform.python_version()}, {os.cpu_count()} CPU cores.",
         f"* At commit {', '.join(f'{commit} ({count} trials)' for commit, count in commits.items())}.",
-        "* *control*: nobody disturbs it; *fault*: an exception, a hang or a death at one place of one rank;",
-        "  *signal*: to any process at any moment; *storm*: killed and started anew, again and again; *full disk*: of",
-        "  checkpoints.",
-        "* *right*: a documented end that names the right rank, the bits of the undisturbed run once resumed, and no",
-        "  process, shared memory or file left.",
+        "* *control*: not disturbed. *fault*: an exception, a hang or the death of one rank at one place. *signal*: to any",
+        "  process at any moment. *storm*: killed and started again several times. *full disk*: no space for checkpoints.",
+        "* *right*: the run ends as documented, its error names the right rank, the resumed run is bit-identical to the",
+        "  undisturbed one, and no process, shared memory or file is left.",
         "",
         *table(list(last.values())),
         "",
     ]
     if wrong := [result for result in last.values() if result["wrong"]]:
         lines += ["Wrong:", "", *map(_line, wrong), ""]
-    if mended := [r for r in results if r["wrong"] and r is not last[r["seed"], r["number"]]]:
-        lines += ["Wrong at first, and right when it was run again after a mend:", "", *map(_line, mended), ""]
+    if fixed := [r for r in results if r["wrong"] and r is not last[r["seed"], r["number"]]]:
+        lines += ["Wrong at first, and right after a fix:", "", *map(_line, fixed), ""]
     return "\n".join(lines)
 
 
