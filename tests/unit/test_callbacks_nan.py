@@ -14,6 +14,7 @@ from small_loop import STEPS_PER_EPOCH, Net, Scores, make_loop
 from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TTModel
 from trainloop.callbacks import TerminateOnNaN
 from trainloop.callbacks.nan import NonFinite
+from trainloop.callbacks.norms import norms_of
 from trainloop.errors import ConfigurationError
 
 
@@ -158,18 +159,31 @@ def test_sparse_gradients() -> None:
     assert "table.weight" in guard.found.parameters
 
 
-def test_large_gradients_are_finite() -> None:
-    """Their sum of squares is not."""
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1e25), (torch.float64, 1e200)])
+def test_large_gradients_are_finite(dtype: torch.dtype, factor: float) -> None:
+    """Their sum of squares is not, nor is a float64 in float32."""
 
     class Steep(Net):
         def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
-            return super().get_loss(batch_data, criterion, device) * 1e25
+            x, y = batch_data
+            return super().get_loss((x.to(dtype), y), criterion, device) * factor
 
     guard = TerminateOnNaN()
-    model = Steep()
-    loop = make_loop(model, optimizer=optim.SGD(model.parameters(), lr=1e-30))
+    model = Steep().to(dtype)
+    loop = make_loop(model, optimizer=optim.SGD(model.parameters(), lr=1e-5 / factor))
     loop.fit(num_epochs=1, callbacks=[guard])
     assert guard.found is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64])
+def test_the_largest_value_on_the_cpu_is_torch_s_norm(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    cases = [torch.randn(4, 6).to(dtype), -torch.ones(3).to(dtype), torch.randn(4, 6).to(dtype)[:, ::2], torch.zeros(2)]
+    cases += [torch.tensor([1.0, nan]).to(dtype) for nan in (math.nan, math.inf, -math.inf)]
+    for found, tensor in zip(norms_of(cases, math.inf), cases, strict=True):
+        expected = torch.linalg.vector_norm(tensor, math.inf)
+        assert torch.equal(found, expected) or (found.isnan() and expected.isnan())
+        assert found.dtype == expected.dtype
 
 
 def test_arguments_that_cannot_work() -> None:

@@ -161,7 +161,8 @@ class TerminateOnNaN(AbstractCallback):
             return
         device = values[0].device
         # The only wait for the device, once per `check_every_n_steps`.
-        finite = torch.stack([value.to(device, torch.float32) for value in values]).isfinite().tolist()
+        exact = torch.float32 if device.type == "mps" else torch.float64  # 1e300 is finite
+        finite = torch.stack([value.to(device, exact) for value in values]).isfinite().tolist()
         bad = [source for source, ok in zip(sources, finite, strict=True) if not ok]
         if not bad:
             return
