@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainloop._support.nested import map_parts
+from trainloop.distributed import all_gather
 from trainloop.errors import ConfigurationError
 
 __all__ = ["ModelWrap", "TTBasicModel", "TTModel"]
@@ -193,7 +194,6 @@ class TTModel(nn.Module, ABC):
         first axis, whose length may differ. In one process the new axis has length 1. Gradients flow back to every
         rank's tensors: a loss over all ranks' rows trains as in one process; see :func:`~.distributed.all_gather`.
         """
-        from trainloop.distributed import all_gather
 
         return all_gather(value, concat=concat)
 

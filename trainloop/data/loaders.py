@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from trainloop._launch.rank_process import started_by_launch
+from trainloop._launch.settings import SettingsInit
 from trainloop._support.rng import derive_seed
 from trainloop._support.scratch import scratch_folder
 from trainloop._support.signals import WorkerInit
@@ -128,12 +130,8 @@ def _with_settings(loader: DataLoader[Any]) -> Any:
     """The loader's ``worker_init_fn``; in a rank, workers that are not forked first apply the rank's settings."""
     context = loader.multiprocessing_context or multiprocessing
     # Forked workers inherit the settings with everything else.
-    if context.get_start_method() != "fork":
-        from trainloop._launch.rank_process import started_by_launch
-        from trainloop._launch.settings import SettingsInit
-
-        if started_by_launch():
-            return SettingsInit(loader.worker_init_fn)
+    if context.get_start_method() != "fork" and started_by_launch():
+        return SettingsInit(loader.worker_init_fn)
     return loader.worker_init_fn
 
 

@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset, Sampler
 
 from trainloop._support import rng
 from trainloop._support.rng import derive_seed
+from trainloop.data.batches import count_samples
 from trainloop.data.libraries import is_split, same_on_all_ranks
 from trainloop.data.positions import Place, anew_if_empty, is_stateful, unpacked
 from trainloop.data.randomness import Aside, SeedOnArrival, seed_cpu
@@ -229,8 +230,6 @@ class PartCollate:
         return part
 
     def _part(self, samples: list[Any], group_index: int) -> StreamPart:
-        from trainloop.data.batches import count_samples
-
         if self.world_size == 1:
             batch = self._collate(samples)
         else:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
+from trainloop._launch.rank_process import started_by_launch
 from trainloop._support.rng import derive_seed
 from trainloop.data.columns import SplitBatches
 
@@ -95,7 +96,6 @@ def _spawned_by_inheritance() -> bool:
     """
     if multiprocessing.parent_process() is None:
         return False
-    from trainloop._launch.rank_process import started_by_launch
 
     # Our ranks use the caller's start method.
     return not started_by_launch() and multiprocessing.get_start_method() != multiprocessing.get_all_start_methods()[0]

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from trainloop import distributed
+from trainloop._launch.rank_process import started_by_launch
 from trainloop.data.loaders import NO_LOADER, Shared, check_shared
 from trainloop.errors import ConfigurationError
 
@@ -44,7 +45,6 @@ def refusals_told(*, tell: bool) -> Iterator[None]:
 
     Ranks that ``fit`` has started need no report: the process that started them sees the error and ends the others.
     """
-    from trainloop._launch.rank_process import started_by_launch  # keeps `import trainloop` fast
 
     try:
         yield

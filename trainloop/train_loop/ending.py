@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
     from trainloop.train_loop.view import LoopView
 
-__all__ = ["End", "described", "end_that_holds", "has_work_at_end", "nothing_left", "who_asks"]
+__all__ = ["End", "described_ends", "end_that_holds", "has_work_at_end", "nothing_left", "who_asks"]
 
 
 class End(NamedTuple):
@@ -41,7 +41,7 @@ def who_asks(loop: LoopView) -> End | None:
     return None
 
 
-def described(ends: Sequence[End], epoch: int) -> str:
+def described_ends(ends: Sequence[End], epoch: int) -> str:
     """Describe in one line why training ended after an epoch, counted from 1."""
     names = " and ".join(dict.fromkeys(end.name for end in ends)) or "early_stop, which no callback set"
     reasons = "; ".join(dict.fromkeys(end.reason for end in ends if end.reason))
@@ -72,7 +72,9 @@ def nothing_left(loop: TrainLoop[Any], state: dict[str, Any]) -> str:
         return ""
     ends = end_that_holds(loop, state)
     if ends:
-        return f"{described(ends, place['epoch']).rstrip('.')}. To continue, ask for more epochs or change callbacks."
+        return (
+            f"{described_ends(ends, place['epoch']).rstrip('.')}. To continue, ask for more epochs or change callbacks."
+        )
     begun, what = (place["start_epoch"], "epoch") if loop.num_epochs else (place["start_iteration"], "iteration")
     done = (place["epoch"] if loop.num_epochs else place["total_iteration_idx"]) - begun
     asked = loop.num_epochs or loop.num_iterations

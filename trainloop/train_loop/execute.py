@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from trainloop import _launch as launch
 from trainloop import distributed
+from trainloop._launch import place_here
+from trainloop._launch.failures import explain_shared_memory
 from trainloop._support import rng
 from trainloop._support.signals import signals, uninterrupted
 from trainloop._support.stopping import LocalStop, StopAgreement
@@ -27,12 +30,16 @@ from trainloop.resources.enforce import applied, cap_workers, child_environment
 from trainloop.train_loop.alternating import AlternatingTraining
 from trainloop.train_loop.closure import ClosureTraining
 from trainloop.train_loop.evaluating import evaluating
+from trainloop.train_loop.handover import Arrival, Departure
 from trainloop.train_loop.losses import explain_batch_of_one, explain_no_criterion, run_through
 from trainloop.train_loop.options import FitJob
 from trainloop.train_loop.placement import check_values, explain_device, placed
+from trainloop.train_loop.restart_checkpoints import RestartCheckpoints
+from trainloop.train_loop.restarts import Supervisor
 from trainloop.train_loop.run import Run
 from trainloop.train_loop.site import as_launched
 from trainloop.train_loop.training import Training
+from trainloop.train_loop.whole_step import WholeStepTraining
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
@@ -75,10 +82,6 @@ def execute(loop: TrainLoop[Any], work: Callable[..., Any], *args: Any, job: Fit
 
 
 def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, ...], job: FitJob | None) -> Any:
-    # Keeps `import trainloop` fast: most programs never start a rank.
-    from trainloop import _launch as launch
-    from trainloop.train_loop.handover import Departure
-
     _initialize_lazy_parameters(loop)
     # Without a seed ranks still need a common one. It is derived without drawing, so that ranks don't change what the
     # caller's generators draw next.
@@ -133,7 +136,6 @@ def _supervisor(loop: TrainLoop[Any], job: FitJob | None, ranks: int) -> Iterato
     if job is None or job.restarts is None:
         yield None
         return
-    from trainloop.train_loop.restarts import Supervisor
 
     with Supervisor(loop, job.restarts, ranks, job.resume) as supervisor:
         yield supervisor
@@ -193,8 +195,6 @@ def _as_rank(
     caller : CallersRandomness, optional
         Random states for the one process of ``single`` and ``dp``.
     """
-    from trainloop._launch import place_here
-    from trainloop.train_loop.handover import Arrival
 
     # The loop was sent by a process that is not a rank, so its rank attributes are not this process's.
     loop.process = process = place_here()
@@ -212,8 +212,6 @@ def _as_rank(
         caller.put_into(loop)
     with applied_here, running(loop, stop, job, joined=joined) as run:
         if folder is not None:
-            from trainloop.train_loop.restart_checkpoints import RestartCheckpoints
-
             assert isinstance(run, Training)
             assert job is not None
             assert job.restarts is not None
@@ -262,10 +260,6 @@ def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None, *, jo
             raise
         except RuntimeError as error:
             explain_device(error, loop.model, loop.criterion, devices[0])
-            from trainloop._launch.failures import (
-                explain_shared_memory,  # imported here to keep `import trainloop` fast
-            )
-
             explain_shared_memory(error)
             raise
         finally:
@@ -286,8 +280,6 @@ def _kind_of_training(loop: TrainLoop[Any]) -> type[Training]:
     if peculiar:
         warn(f"compile='step': steps are not compiled: {peculiar}.")
         return kind
-    from trainloop.train_loop.whole_step import WholeStepTraining  # most programs never need the compiler
-
     return WholeStepTraining
 
 

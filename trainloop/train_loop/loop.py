@@ -32,6 +32,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, cast
 
+from trainloop._launch import keeping
 from trainloop._support.carried import check_carried
 from trainloop._support.signals import signals
 from trainloop.callbacks.base import AbstractCallback, HookTable
@@ -567,7 +568,6 @@ class TrainLoop(LoopView, Generic[ModelT]):
         ...         tl.fit(num_epochs=1)
         ...         print(tl.evaluate_loss_on_validation_set())
         """
-        from trainloop._launch import keeping
 
         with keeping() if has_ranks(self.gpu_mode) else nullcontext():
             yield

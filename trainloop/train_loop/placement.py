@@ -14,7 +14,7 @@ from torch import nn
 
 from trainloop._support.nested import parts_of, paths_of
 from trainloop.errors import ConfigurationError
-from trainloop.parallel import TTDataParallel, TTDistributedDataParallel
+from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, sync_batchnorm
 from trainloop.parallel.ddp import WeighingDataParallel, comm_hooks_of
 from trainloop.train_loop.options import AmpOptions
 from trainloop.train_loop.recompute import recomputing
@@ -83,7 +83,6 @@ class Placement:
         """
         if counts is None or not self.syncs_batchnorm:
             return _NOTHING
-        from trainloop.parallel import sync_batchnorm
 
         return sync_batchnorm.participating(self.model, [rank for rank, n in enumerate(counts) if n > i])
 
@@ -162,8 +161,6 @@ def placed(
         # The GPU is known only here, and has a context to query its capabilities.
         amp = amp.on(device)
         if sync_batchnorm_over_ranks:
-            from trainloop.parallel import sync_batchnorm
-
             sync_batchnorm.convert(model)
             undo.callback(sync_batchnorm.revert, model)
         if checkpoint_modules is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from trainloop._launch import joined
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
 from trainloop.train_loop.arguments import check_bool, check_loader, short
@@ -41,7 +42,6 @@ def predict(
             f"stream=True on {nodes} nodes: the rows are in files of the host that predicted them, which other hosts "
             "can't read. Predict on one node, or save the rows that you need in on_after_batch_prediction."
         )
-    from trainloop._launch import joined  # keeps `import trainloop` fast
 
     if loop.running is not None or (has_ranks(loop.gpu_mode) and joined() is not None):
         return run_now(Run.predict_stream, *work, rows_to)

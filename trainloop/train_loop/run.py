@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from trainloop import distributed
+from trainloop._launch.rank_process import started_by_launch
 from trainloop._metrics import Recorder, StepValues, exchange_of, named_losses, rows_of
 from trainloop._support import rng
 from trainloop._support.reduction import ClassLosses, sum_rule
@@ -250,7 +251,6 @@ class Run:
 
     def _receivers(self, rows_to: str | None) -> Sequence[int]:
         """Return the ranks that get all rows of predictions."""
-        from trainloop._launch.rank_process import started_by_launch  # keeps `import trainloop` fast
 
         ranks = range(self.loop.world_size)
         if rows_to == "main":

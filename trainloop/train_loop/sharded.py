@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from trainloop import distributed
+from trainloop._launch import place_here
+from trainloop._launch.rank_process import result_file
+from trainloop._transfer.pages import drop_unwritten_pages, trim
 from trainloop.errors import ConfigurationError
 from trainloop.optim import parameters_of
 from trainloop.parallel import TTFullyShardedDataParallel
@@ -128,7 +131,6 @@ def sharded(
         file from which the launching process reads the result. Collective, at the end. If an exception ends the run,
         and with ``'none'``, the model has its initial values.
     """
-    from trainloop._transfer.pages import drop_unwritten_pages  # keeps `import trainloop` fast
 
     originals = dict(model.named_parameters())
     kept = {name: p.data for name, p in originals.items()}  # moving a unit to its GPU moves its parameters too
@@ -181,7 +183,6 @@ def sharded(
 
 
 def _is_first_of_host() -> bool:
-    from trainloop._launch import place_here  # keeps `import trainloop` fast
 
     return place_here().local_rank == 0
 
@@ -253,7 +254,6 @@ def _give_back(
 
 def _in_file(shards: Sequence[Any], file: ResultFile, *, frees: bool = False) -> list[Tensor]:
     """Write sharded tensors into the file of this host's result; return them whole, as views of it. Collective."""
-    from trainloop._transfer.pages import trim  # keeps `import trainloop` fast
 
     room = file.room_for((shard.shape, shard.dtype) for shard in shards)
     all_here, kept = _all_here(), 0
@@ -276,14 +276,12 @@ def _in_file(shards: Sequence[Any], file: ResultFile, *, frees: bool = False) ->
 
 
 def _result_file() -> ResultFile | None:
-    from trainloop._launch.rank_process import result_file  # keeps `import trainloop` fast
 
     return result_file()
 
 
 def _all_here() -> bool:
     """Return True if all ranks are on this host."""
-    from trainloop._launch import place_here  # keeps `import trainloop` fast
 
     here = place_here()
     return here.local_world_size == here.world_size

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.torch_version import TorchVersion
 
+from trainloop._launch import joined
+from trainloop._launch.rank_process import started_by_launch
 from trainloop._support.user_line import warn
 from trainloop.devices import find_usable_cuda_devices, has_ranks, resolve, resolve_mode, whole_number
 from trainloop.distributed import Rank
@@ -103,7 +105,6 @@ def as_launched(site: Site, asked: Any, here: Rank) -> Site:
 
 def about_one_rank(site: Site, asked: Any) -> str:
     """Return an addition to the run's first line if ``devices='auto'`` has chosen one rank on the CPU."""
-    from trainloop._launch.rank_process import started_by_launch  # keeps `import trainloop` fast
 
     alone = has_ranks(site.mode) and len(site.devices) == site.num_nodes == 1 and site.devices[0].type == "cpu"
     # Only the launcher can change its number of ranks.
@@ -185,7 +186,6 @@ def check_gpu(num_gpus: int | None) -> None:
 
 def check_rendezvous_point(num_nodes: int, node_rank: Any, init_method: Any) -> int:
     """Return this node's rank; raise an error for several nodes without an address that all of them know."""
-    from trainloop._launch import joined
 
     rank = whole_number(node_rank)
     if rank is None or not 0 <= rank < num_nodes:

@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trainloop import distributed
+from trainloop import checkpoint, distributed
+from trainloop._launch import join, joined
 from trainloop._support import rng
 from trainloop._support.carried import carried_state_of, load_carried_state
 from trainloop._support.scratch import remove_dead
 from trainloop._support.user_line import warn
+from trainloop.checkpoint import plain
+from trainloop.checkpoint.left_out import bits_of, changed
+from trainloop.checkpoint.sharded import StoredTensor, fitted, load_model, whole_of
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import optimizers_of
@@ -56,7 +60,6 @@ def checkpoint_state(run: Training, *, keep_shards: bool = False) -> dict[str, A
 
 def states_of_ranks(run: Training) -> list[dict[str, Any]] | None:
     """Return the per-rank states, for :func:`whole_state`, on rank 0; ``None`` on the other ranks. Collective."""
-    from trainloop.checkpoint import plain  # imported here to keep `import trainloop` fast
 
     loop = run.loop
     run.publish(run.recorder.exchange_steps())
@@ -147,7 +150,6 @@ def resume_point(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str, Any]
     """
     if resume_from is None:
         return None, ""
-    from trainloop._launch import joined
 
     here = joined() if has_ranks(loop.gpu_mode) else None
     if here is None or here.world_size == 1:
@@ -157,7 +159,6 @@ def resume_point(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str, Any]
 
 def _among_ranks(loop: TrainLoop[Any], function: Callable[[Any], Any]) -> Any:
     """Call a function in the process group of a launcher's ranks."""
-    from trainloop._launch import join
 
     return join(function, init_method=loop.site.init_method, timeout_s=loop.timeout)
 
@@ -222,8 +223,6 @@ def checkpoint_to_resume(loop: TrainLoop[Any], resume_from: Any) -> dict[str, An
             )
         state = keepers[0].last_state(whole=whole)
     else:
-        from trainloop import checkpoint  # keeps `import trainloop` fast
-
         state = checkpoint.load(resume_from, whole=whole)
     if state is not None:
         check_checkpoint(loop, state)
@@ -288,7 +287,6 @@ def _check_left_out(own: dict[str, Any], left_out: dict[str, Any]) -> None:
     """Raise an error if tensors that the checkpoint leaves out differ from those of the run that wrote it."""
     if not left_out:
         return
-    from trainloop.checkpoint.left_out import bits_of, changed  # imported here to keep `import trainloop` fast
 
     now = bits_of(own, [name for name in left_out if name in own])
     wrong = [name for name, (shape, _) in left_out.items() if name not in now or now[name][0] != shape]
@@ -339,10 +337,8 @@ def load_checkpoint_state(run: Training, state: dict[str, Any], *, quiet: bool =
 
 def take_up_finished(loop: TrainLoop[Any], state: dict[str, Any], why: str) -> None:
     """Load a training that has ended, in the calling process, without running. ``why`` is from :func:`resume_point`."""
-    from trainloop._launch import joined
 
     _load_parts(loop, state)
-    from trainloop.checkpoint.sharded import load_model
 
     # A callback may have replaced the weights by those from which training would continue.
     load_model(loop.model, state)
@@ -362,7 +358,6 @@ def take_up_finished(loop: TrainLoop[Any], state: dict[str, Any], why: str) -> N
 
 def _load_parts(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
     """Load the parts of the loop itself, running or not."""
-    from trainloop.checkpoint.sharded import load_model, whole_of  # keeps `import trainloop` fast
 
     load_model(loop.model, state)
     if isinstance(loop.criterion, nn.Module) and state["criterion"]:
@@ -381,7 +376,6 @@ def _load_parts(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
 
 def _fit_state(optimizer: torch.optim.Optimizer) -> None:
     """Replace whole or not yet read state of the optimizer by this rank's part."""
-    from trainloop.checkpoint.sharded import StoredTensor, fitted
 
     for p, own in optimizer.state.items():
         for key, value in own.items() if isinstance(own, dict) else ():

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from trainloop import distributed
+from trainloop._launch.failures import described
 from trainloop._metrics import Recorder
 from trainloop._support.reduction import divisor_of
 from trainloop._support.signals import status_of
@@ -36,7 +37,7 @@ from trainloop.optim import drop_gradients
 from trainloop.train_loop import state as run_state
 from trainloop.train_loop.alike import asked_of, compare_ranks, refusals_told
 from trainloop.train_loop.arguments import check_loader
-from trainloop.train_loop.ending import End, described, has_work_at_end
+from trainloop.train_loop.ending import End, described_ends, has_work_at_end
 from trainloop.train_loop.gradients import Gradients
 from trainloop.train_loop.losses import explain_backward, per_sample, split_loss, weights_of_parts
 from trainloop.train_loop.options import FitJob
@@ -256,7 +257,7 @@ class Training(Run):
         everyone = [loop.ends] if self.gather is None else self.gather(loop.ends)
         loop.ends = list(dict.fromkeys(End(*end) for theirs in everyone for end in theirs))
         if loop.is_global_zero and (self.progress.enabled or any(end.reason for end in loop.ends)):
-            print(described(loop.ends, loop.epoch), flush=True)
+            print(described_ends(loop.ends, loop.epoch), flush=True)
 
     def _share_attributes(self) -> None:
         """Give all ranks what only callbacks of rank 0 know after training: a folder, the name of a run."""
@@ -277,8 +278,6 @@ class Training(Run):
                 try:
                     hook(exception)
                 except Exception as error:  # must not hide the first error
-                    from trainloop._launch.failures import described  # keeps `import trainloop` fast
-
                     name = getattr(hook, "__qualname__", "on_exception")
                     _warn(f"{name} failed while handling {described(exception)}: {described(error)}")
 

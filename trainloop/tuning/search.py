@@ -22,6 +22,7 @@ from trainloop.errors import ConfigurationError
 from trainloop.resources import Plan, ResourceQuota, plan
 from trainloop.tuning.folds import Fold, class_targets, digest, make_folds, own_folds
 from trainloop.tuning.local import FoldExit, LocalBackend
+from trainloop.tuning.on_ray import RayBackend
 from trainloop.tuning.progress import Running, View
 from trainloop.tuning.result import TuneResult, best_of
 from trainloop.tuning.slots import Slots, lease_total, machine_total
@@ -170,8 +171,6 @@ def tune(
     proposals = make_searcher(searcher, space, seed=0 if seed is None else seed, mode=mode)  # finds errors early
     with ExitStack() as undo:
         if backend == "ray":
-            from trainloop.tuning.on_ray import RayBackend
-
             ray_backend = undo.enter_context(RayBackend.connected(total))
             total = ray_backend.total
         else:

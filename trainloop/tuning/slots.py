@@ -8,6 +8,7 @@ import sys
 from contextlib import ExitStack
 
 from trainloop._support.platform import affinity
+from trainloop.devices import child_mask, visible_devices
 from trainloop.errors import ResourceError
 from trainloop.resources import Plan, ResourceQuota, available, enforce, gpus, lease
 from trainloop.resources.quota import exact
@@ -72,8 +73,6 @@ class Slots:
         return self._cpus[start : start + each]
 
     def environment(self, bag: int, model: int) -> dict[str, str]:
-        from trainloop.devices import child_mask, visible_devices
-
         variables = enforce.child_environment(self._plan.per_model)
         if self._devices is not None:
             own = self._plan.placement[bag * self._plan.folds_in_parallel + model]

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainloop import __version__
 from trainloop._support.platform import grp, pwd, user_id, user_name
+from trainloop._transfer.unpicklable import explain
 from trainloop.errors import CheckpointError, ConfigurationError, UnpicklableError
 
 if TYPE_CHECKING:
@@ -64,8 +65,6 @@ def dumps(value: object, root: str = "") -> bytes:
     try:
         return bytes(cloudpickle.dumps(value))
     except Exception as error:
-        from trainloop._transfer.unpicklable import explain
-
         raise UnpicklableError(explain({root: value}, error)) from error
 
 
