@@ -100,7 +100,8 @@ class GradientStats(GradientCallbackBase):
     """Log the gradients' norms to the history, TensorBoard and other loggers.
 
     It logs ``grad_norm``, the total 2-norm, ``grad_max``, the largest absolute value, and with ``per_parameter``
-    each parameter's norm as ``grad_norm/<name>``; with several optimizers ``grad_norm/optimizer0`` and so on.
+    each parameter's norm as ``grad_norm/<name>``; with several optimizers ``grad_norm/optimizer0`` and so on. The
+    values are those from before clipping.
 
     Parameters
     ----------
