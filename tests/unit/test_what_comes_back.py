@@ -121,7 +121,7 @@ def train(loop: TrainLoop, steps: int = 3) -> None:
 def through_a_rank(loop: TrainLoop, work: Callable[[TrainLoop], Any]) -> None:
     departure = Departure(loop)
     with pack(loop) as payload:
-        there = payload.parcel.open()
+        there = payload.handle.open()
         arrival = Arrival(there, departure.paths)
         work(there)
         data = arrival.end_state(None)

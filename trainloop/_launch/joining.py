@@ -215,8 +215,8 @@ def _fresh_store(init_method: str, me: Rank, timeout: timedelta) -> dist.Store:
     """Return a store for one process group, without the addresses of earlier groups.
 
     torchrun's store outlives process groups: in the next group a rank would read an old address and wait there. So each
-    group, numbered alike on all ranks, has its own part of the store. The store also outlives processes, if ``torchrun
-    --max-restarts`` starts them again.
+    group has its own prefix in the store, with the same number on all ranks. The store also outlives processes, if
+    ``torchrun --max-restarts`` starts them again.
     """
     if init_method not in _stores:
         _stores[init_method] = next(dist.rendezvous(init_method, me.rank, me.world_size, timeout=timeout))[0]
@@ -224,22 +224,22 @@ def _fresh_store(init_method: str, me: Rank, timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(f"trainloop-{start}-{next(_group_number)}", _stores[init_method])
 
 
-def _common_words(me: Rank) -> memoryview | None:
+def _common_slots(me: Rank) -> memoryview | None:
     """Map the int64 slots that all ranks of this machine share, in a file of rank 0; ``None`` if it can't be opened."""
     fd = anonymous_file("stop") if me.rank == 0 else -1
     try:
         if me.rank == 0:
-            os.ftruncate(fd, 8 * SharedStop.num_words(me.world_size))
+            os.ftruncate(fd, 8 * SharedStop.num_slots(me.world_size))
         pid, number, inode = exchange_ints([os.getpid(), fd, os.fstat(fd).st_ino if me.rank == 0 else 0])[0]
-        words = None
-        # A process in another container may have the same number; the file's own number tells them apart.
+        slots = None
+        # A process in another container may have the same PID; the inode distinguishes the files.
         with contextlib.suppress(OSError), open(f"/proc/{pid}/fd/{number}", "r+b", buffering=0) as file:
             found = os.fstat(file.fileno())
-            # Whoever named the path, the file has to be this user's.
+            # The file must belong to this user, whatever path was received.
             if found.st_ino == inode and found.st_uid == user_id():
-                words = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+                slots = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
         barrier()  # rank 0 keeps the file open until all have mapped it
-        return words
+        return slots
     finally:
         if me.rank == 0:
             close_file(fd)
@@ -252,11 +252,11 @@ def _agreement(me: Rank, timeout_s: float) -> Iterator[StopAgreement]:
         yield LocalStop()
         return
     if me.local_world_size == me.world_size:
-        words = _common_words(me)
+        slots = _common_slots(me)
         pids = [pid for (pid,) in exchange_ints([os.getpid()])]
-        if all(found for (found,) in exchange_ints([int(words is not None)])):
-            assert words is not None
-            shared = SharedStop(words, me.rank, me.world_size, timeout_s, pids)
+        if all(found for (found,) in exchange_ints([int(slots is not None)])):
+            assert slots is not None
+            shared = SharedStop(slots, me.rank, me.world_size, timeout_s, pids)
             yield shared
             shared.release()
             return

@@ -38,7 +38,7 @@ class Unblocking:
         threading.Thread(target=self._run, name="trainloop-unblocking", daemon=True).start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop checking."""
         self._over.set()
 
     def _run(self) -> None:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from trainloop._transfer.payload import Parcel, Payload, pack
+from trainloop._transfer.payload import Payload, PayloadHandle, pack
 from trainloop._transfer.pickling import (
     PackedState,
     dump_state,
@@ -18,7 +18,7 @@ from trainloop._transfer.pickling import (
 
 __all__ = [
     "PackedState",
-    "Parcel",
+    "PayloadHandle",
     "Payload",
     "dump_state",
     "load_device",

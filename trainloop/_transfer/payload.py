@@ -20,7 +20,7 @@ from trainloop._transfer.pickling import IN_STREAM, Pickler, load_device, noting
 from trainloop._transfer.unpicklable import explain
 from trainloop.errors import UnpicklableError
 
-__all__ = ["Parcel", "Payload", "pack"]
+__all__ = ["PayloadHandle", "Payload", "pack"]
 
 _MOVED = 64 << 10  # bytes; from here on, memory is shared in place
 _MOST_MOVED = 8192  # each is a mapping or two, of which a process may have 65530
@@ -28,7 +28,7 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Parcel:
+class PayloadHandle:
     """Handle with which a rank opens the payload; small and picklable."""
 
     fd: int
@@ -108,7 +108,7 @@ class Payload:
 
     Parameters
     ----------
-    parcel : Parcel
+    handle : PayloadHandle
         The description that ranks receive.
     inherited : list of int
         Descriptors that the ranks must inherit, the payload's own among them.
@@ -118,8 +118,8 @@ class Payload:
         The owners of that memory.
     """
 
-    def __init__(self, parcel: Parcel, inherited: list[int], pages: MovedPages, alive: list[Any]) -> None:
-        self.parcel = parcel
+    def __init__(self, handle: PayloadHandle, inherited: list[int], pages: MovedPages, alive: list[Any]) -> None:
+        self.handle = handle
         self.inherited = inherited
         self.shared_in_place = pages.nbytes
         """Bytes of the sender's own arrays that the ranks map, without a copy."""
@@ -132,7 +132,7 @@ class Payload:
             self._pages.restore()
         finally:
             self._alive.clear()
-            close_file(self.parcel.fd)
+            close_file(self.handle.fd)
 
     def __enter__(self) -> Payload:
         return self
@@ -223,8 +223,8 @@ def _lay_out(
     except BaseException:
         pages.restore()
         raise
-    parcel = Parcel(fd, max(size, 1), stream_size, (place, count))
-    return Payload(parcel, [fd, *inherited], pages, [*raw, *buffers])
+    handle = PayloadHandle(fd, max(size, 1), stream_size, (place, count))
+    return Payload(handle, [fd, *inherited], pages, [*raw, *buffers])
 
 
 def _regions(begin: Any, end: Any) -> tuple[Any, Any, Any]:

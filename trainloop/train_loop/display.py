@@ -35,7 +35,7 @@ class Progress:
         """Columns of the table, as in the header that was printed last."""
         self._epoch_began = 0.0
 
-    def say(self, text: str) -> None:
+    def write(self, text: str) -> None:
         """Print lines without breaking the bar."""
         if self.enabled:
             if self._bar is not None:

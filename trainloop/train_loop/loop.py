@@ -318,7 +318,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         KeyboardInterrupt, SystemExit
             After Ctrl-C, SIGTERM or SIGHUP (143) or SIGUSR1 (138); the model has the weights of the last finished step.
         """
-        with signals() as heard:  # from the first line to the last
+        with signals() as received:  # from the first line to the last
             refuse_unknown(unknown, "fit", {"TrainLoop": TrainLoop.__init__, "fit": TrainLoop.fit})
             if self.running is not None:
                 raise ConfigurationError(
@@ -375,8 +375,8 @@ class TrainLoop(LoopView, Generic[ModelT]):
                 return self.model
             with noting_values(self, gather=gather):
                 self.fsdp_model_args = job.fsdp_model_args or {}
-                heard.note(execute(self, Training.train, job=job))
-        heard.end()
+                received.note(execute(self, Training.train, job=job))
+        received.end()
         return self.model
 
     def register_callback(self, callback: AbstractCallback) -> None:
@@ -471,9 +471,9 @@ class TrainLoop(LoopView, Generic[ModelT]):
         if self.running is not None:
             return work(self.running, *args)
         check_has_values(self, "evaluate_*" if work is Run.evaluate else "predict_*")
-        with signals(at_once=True) as heard:  # nothing is there yet that would be worth saving
+        with signals(at_once=True) as received:  # nothing is there yet that would be worth saving
             result = execute(self, work, *args)
-        heard.end()
+        received.end()
         return result
 
     # -- checkpoints -------------------------------------------------------------------------------------------------

@@ -197,7 +197,7 @@ class Training(Run):
         if self.place.scaler.is_enabled() and loop.scaler_state:
             self.place.scaler.load_state_dict(loop.scaler_state)
         if restart is None:
-            self.progress.say(f"{loop!r}{about_one_rank(loop.site, loop.options.devices)}")
+            self.progress.write(f"{loop!r}{about_one_rank(loop.site, loop.options.devices)}")
         for hook in self.hooks.on_train_begin:
             hook()
         savers = [getattr(callback, "save_due", None) for callback in loop.callbacks]
@@ -208,7 +208,7 @@ class Training(Run):
             restarts.begin()
         if resume is not None and restart is None:
             line = f"resumed at epoch {loop.epoch + 1}, step {loop.global_step}"
-            self.progress.say(line)
+            self.progress.write(line)
             if loop.is_global_zero:
                 logger.info(line)  # progress_bar=False hides the printed line
 
@@ -309,7 +309,7 @@ class Training(Run):
         first = self._kept_in_eval is None
         self._kept_in_eval = begin_training(loop.model, self._kept_in_eval or ())
         if first and self._kept_in_eval:
-            self.progress.say(about_eval_mode(loop.model, self._kept_in_eval))
+            self.progress.write(about_eval_mode(loop.model, self._kept_in_eval))
         self.feed.set_epoch(loop.epoch)
         total_epochs = self.start_epoch + loop.num_epochs if loop.num_epochs else 0
         self.progress.begin_epoch(loop.epoch, total_epochs, self.feed.num_batches, self.epoch_batches)
