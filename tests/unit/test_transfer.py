@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainloop import _transfer as transfer
 from trainloop._transfer import pack, pages
-from trainloop._transfer.pages import MovedPages, anonymous_file, drop_unwritten_pages
+from trainloop._transfer.pages import MovedPages, anonymous_file, evict_clean_pages
 
 MIB = 1 << 20
 
@@ -334,12 +334,12 @@ def test_what_was_only_read_of_a_file_leaves_this_process_and_what_was_written_s
         expected, address = data.copy(), data.__array_interface__["data"][0]
         written = -(-310_000 // mmap.PAGESIZE) - 300_000 // mmap.PAGESIZE
         # What lies beside a span, on its first and last page, may be in use by others.
-        assert drop_unwritten_pages([(address + 1, MIB - 2)]) == MIB - (written + 2) * mmap.PAGESIZE
-        assert drop_unwritten_pages([(address + 1, MIB - 2)]) == 0
+        assert evict_clean_pages([(address + 1, MIB - 2)]) == MIB - (written + 2) * mmap.PAGESIZE
+        assert evict_clean_pages([(address + 1, MIB - 2)]) == 0
         assert (data == expected).all()
-        assert drop_unwritten_pages([(address, MIB)]) == MIB - written * mmap.PAGESIZE  # read again just now
+        assert evict_clean_pages([(address, MIB)]) == MIB - written * mmap.PAGESIZE  # read again just now
         own = np.ones(MIB, np.uint8)
-        assert drop_unwritten_pages([(own.__array_interface__["data"][0], MIB)]) == 0
+        assert evict_clean_pages([(own.__array_interface__["data"][0], MIB)]) == 0
         assert (own == 1).all()
         del data
         mapped.close()

@@ -1,7 +1,7 @@
 """Objects on their way between processes: models, datasets and callbacks to the ranks, state back.
 
-``pack`` sends any object, defined anywhere, to all ranks of a node through memory they share; ``pack_state`` and
-``unpack_state`` bring state back into the objects that both sides know, by way of a ``ResultFile``.
+``pack`` sends any object, defined anywhere, to all ranks of a node through shared memory; ``pack_state`` and
+``unpack_state`` return state into the objects that both sides know, through a ``ResultFile``.
 """
 
 from __future__ import annotations

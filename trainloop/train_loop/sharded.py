@@ -128,7 +128,7 @@ def sharded(
         file from which the launching process reads the result. Collective, at the end. If an exception ends the run,
         and with ``'none'``, the model has its initial values.
     """
-    from trainloop._transfer.pages import drop_unwritten_pages  # keeps `import trainloop` fast
+    from trainloop._transfer.pages import evict_clean_pages  # keeps `import trainloop` fast
 
     originals = dict(model.named_parameters())
     kept = {name: p.data for name, p in originals.items()}  # moving a unit to its GPU moves its parameters too
@@ -151,7 +151,7 @@ def sharded(
         move_state(optimizer)
     read = [*kept.values(), *(value for came in own_state for own in came.values() for value in own.values())]
     here = [t for t in read if isinstance(t, Tensor) and (t.device.type, t.layout) == ("cpu", torch.strided)]
-    drop_unwritten_pages((t.data_ptr(), t.nbytes) for t in here)  # shards are copies; the caller's file keeps all
+    evict_clean_pages((t.data_ptr(), t.nbytes) for t in here)  # shards are copies; the caller's file keeps all
     try:
         yield wrapper
         if gives_back != "none":
