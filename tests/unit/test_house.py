@@ -174,7 +174,7 @@ LATE = {
     "trainloop.data.loaders trainloop._launch.rank_process": RANKS,
     "trainloop.data.loaders trainloop._launch.settings": RANKS,
     "trainloop.data.streams trainloop.data.batches": CHEAP,
-    "trainloop.data.twins trainloop._launch.rank_process": RANKS,
+    "trainloop.data.loader_copies trainloop._launch.rank_process": RANKS,
     "trainloop.model trainloop.distributed": CHEAP,
     "trainloop.train_loop.alike trainloop._launch.rank_process": RANKS,
     "trainloop.train_loop.execute trainloop._launch": RANKS,
@@ -248,7 +248,7 @@ FOREIGN: dict[str, str] = {
     "data/loaders.py": "_config",
     "data/stops.py": "_IterableDatasetFetcher _MapDatasetFetcher",
     "data/streams.py": "_worker_info",
-    "data/twins.py": "_iterator _shutdown_workers",
+    "data/loader_copies.py": "_iterator _shutdown_workers",
     "_launch/rank_process.py": "_config _run_exitfuncs _shutdown",
     "_launch/settings.py": ("_C _GLOBAL_DEVICE_CONTEXT _get_nnpack_enabled _validate_args"),
     "optim.py": (

@@ -26,8 +26,8 @@ from trainloop._support.reduction import ClassLosses, sum_rule
 from trainloop._support.stopping import StopAgreement
 from trainloop.callbacks.base import HookTable, overrides
 from trainloop.data import eval_feed
+from trainloop.data.loader_copies import with_workers
 from trainloop.data.loaders import Shared, check_shared, workers_outlive_signals
-from trainloop.data.twins import with_workers
 from trainloop.devices import has_ranks
 from trainloop.model import TTModel
 from trainloop.resources.enforce import cap_workers
