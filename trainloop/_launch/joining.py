@@ -22,7 +22,7 @@ from trainloop._support.signals import signals
 from trainloop._support.stopping import GroupStop, LocalStop, SharedStop, StopAgreement
 from trainloop._transfer.pages import anonymous_file, close_file
 from trainloop.distributed import Rank, barrier, exchange_ints
-from trainloop.distributed.peers import no_strangers
+from trainloop.distributed.peers import only_trusted_peers
 from trainloop.distributed.ranks import leave_group, release_last_work
 from trainloop.errors import ConfigurationError
 
@@ -197,7 +197,7 @@ def _process_group(me: Rank, backend: str, init_method: str | None, timeout_s: f
         init_method = "env://" if "RANK" in os.environ and "MASTER_ADDR" in os.environ else rendezvous_point(os.environ)
     timeout = timedelta(seconds=timeout_s)
     store = _fresh_store(init_method, me, timeout)
-    with no_strangers():
+    with only_trusted_peers():
         dist.init_process_group(backend, store=store, rank=me.rank, world_size=me.world_size, timeout=timeout)
     try:
         yield
@@ -260,7 +260,7 @@ def _agreement(me: Rank, timeout_s: float) -> Iterator[StopAgreement]:
             yield shared
             shared.release()
             return
-    with no_strangers():
+    with only_trusted_peers():
         # A separate group: its exchanges must not mix with those of the user's code in the default group.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     stop = GroupStop(group, me.world_size)

@@ -38,7 +38,7 @@ from trainloop._transfer import PayloadHandle
 from trainloop._transfer.result import ResultFile
 from trainloop.distributed import Rank
 from trainloop.distributed.key import set_run_key
-from trainloop.distributed.peers import DisturbedStartError, no_strangers
+from trainloop.distributed.peers import DisturbedStartError, only_trusted_peers
 from trainloop.distributed.ranks import leave_group
 
 __all__ = ["STACK_SIGNAL", "RankSpec", "State", "result_file", "run_rank", "started_as", "started_by_launch"]
@@ -264,12 +264,12 @@ def _result_of(
     if not spec.outlives_work:
         undo.callback(leave_group)
     if not dist.is_initialized():
-        with no_strangers(DisturbedStartError):
+        with only_trusted_peers(DisturbedStartError):
             _make_group(spec, me, device)
         _groups.append(dist.group.WORLD)
     if me.num_nodes == 1:
         return function(stop)
-    with no_strangers():
+    with only_trusted_peers():
         agreement = GroupStop(
             dist.new_group(backend="gloo", timeout=timedelta(seconds=spec.timeout_s)), me.world_size, also=stop
         )

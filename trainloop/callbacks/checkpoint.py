@@ -22,7 +22,7 @@ from trainloop.checkpoint.sharded_writing import FolderWriting, check_offered
 from trainloop.devices import whole_number
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import optimizers_of
-from trainloop.parallel.shards import local_part, map_tensors
+from trainloop.parallel.shards import local_shard, map_tensors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -350,7 +350,7 @@ class ModelCheckpoint(AbstractCallback):
         if loop.is_global_zero or self._is_sharded():
             model = {n: value for n, value in loop.model.state_dict().items() if n not in self._left_out}
             states = [model, loop.optimizer.state_dict()]
-            self._host_copy.prepare(map_tensors(states, local_part) if self._is_sharded() else states)
+            self._host_copy.prepare(map_tensors(states, local_shard) if self._is_sharded() else states)
 
     # -- writing -------------------------------------------------------------------------------------------------------
 

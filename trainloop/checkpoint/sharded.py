@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from trainloop.checkpoint.storage import sync_directory, temporary_name
 from trainloop.errors import CheckpointError
-from trainloop.parallel.shards import Box, box_of, is_sharded, map_items, shard_like, spread_like, with_items
+from trainloop.parallel.shards import ShardSlice, is_sharded, map_items, shard_like, slice_of, spread_like, with_items
 
 __all__ = [
     "MARK",
@@ -118,7 +118,7 @@ def whole_of(value: Any) -> Any:
 
 def part_of(stored: StoredTensor, like: Any) -> Any:
     """Read this rank's part of a stored tensor, as a tensor sharded like ``like``. No exchange."""
-    offsets, sizes = box_of(like)
+    offsets, sizes = slice_of(like)
     mine = torch.empty(sizes, dtype=stored.dtype)
     if mine.numel():
         wanted = (offsets, sizes)
@@ -130,7 +130,7 @@ def part_of(stored: StoredTensor, like: Any) -> Any:
     return spread_like(mine.to(like.to_local().device), like, stored.shape)
 
 
-def parts_of(stored: StoredTensor, wanted: Box | None = None) -> Iterator[tuple[Box, Tensor]]:
+def parts_of(stored: StoredTensor, wanted: ShardSlice | None = None) -> Iterator[tuple[ShardSlice, Tensor]]:
     """The parts of a tensor, one after the other, with their places in it; only those that overlap what is wanted."""
     for name, at, length, offsets, sizes in stored.parts:
         if wanted is not None and _overlap(wanted, (offsets, sizes)) is None:
@@ -141,7 +141,7 @@ def parts_of(stored: StoredTensor, wanted: Box | None = None) -> Iterator[tuple[
         yield (offsets, sizes), torch.load(data, map_location="cpu", weights_only=True)
 
 
-def _overlap(one: Box, other: Box) -> Box | None:
+def _overlap(one: ShardSlice, other: ShardSlice) -> ShardSlice | None:
     begins, lengths = [], []
     for begin, length, begin2, length2 in zip(*one, *other, strict=True):
         first, last = max(begin, begin2), min(begin + length, begin2 + length2)

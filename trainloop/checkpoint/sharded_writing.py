@@ -25,7 +25,7 @@ from trainloop import distributed
 from trainloop.checkpoint.file import save
 from trainloop.checkpoint.sharded import MARK, STATE, new_folder, publish, size_and_checksum
 from trainloop.errors import ConfigurationError
-from trainloop.parallel.shards import Box, box_of, is_first_replica, is_sharded, local_part, map_items
+from trainloop.parallel.shards import ShardSlice, is_first_replica, is_sharded, local_shard, map_items, slice_of
 
 __all__ = ["FolderWriting", "check_offered"]
 
@@ -224,14 +224,14 @@ class _OwnPart:
 
     shape: torch.Size
     dtype: torch.dtype
-    box: Box
+    box: ShardSlice
     tensor: Tensor | None
     """``None`` where it has nothing, or a replica of what another rank writes."""
 
 
 def _own_part(shard: Any) -> _OwnPart:
-    part = local_part(shard) if is_first_replica(shard) else None
-    return _OwnPart(shard.shape, shard.dtype, box_of(shard), part if part is not None and part.numel() else None)
+    part = local_shard(shard) if is_first_replica(shard) else None
+    return _OwnPart(shard.shape, shard.dtype, slice_of(shard), part if part is not None and part.numel() else None)
 
 
 def _write_own(folder: str, shards: dict[str, _OwnPart], rank: int) -> dict[str, Any]:

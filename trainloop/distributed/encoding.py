@@ -23,7 +23,7 @@ __all__ = ["Malformed", "NotPlain", "decode", "dumps", "encode", "loads"]
 
 
 class NotPlain(TypeError):
-    """The object can't be read without executing code; the text names a class or function that it needs."""
+    """The object can't be read without executing code; the error's text names a class or function that it needs."""
 
 
 class Malformed(ValueError):

@@ -21,7 +21,7 @@ from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss, optimizers_of, parameters_of
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 from trainloop.parallel.ddp import WeighingDataParallel
-from trainloop.parallel.shards import clip_gradients, is_sharded, local_part
+from trainloop.parallel.shards import clip_gradients, is_sharded, local_shard
 from trainloop.train_loop.losses import split_loss, weights_of_parts
 from trainloop.train_loop.trained import TrainedParameters
 
@@ -340,7 +340,7 @@ class Gradients:
         factor: Tensor | float = 1 / (weight.clamp(min=_TINY) if isinstance(weight, Tensor) else max(weight, _TINY))
         for parameter in parameters:
             if parameter.grad is not None:
-                own = local_part(parameter.grad)  # on the CPU under CPUOffloadPolicy
+                own = local_shard(parameter.grad)  # on the CPU under CPUOffloadPolicy
                 own.mul_(factor.to(own.device, own.dtype) if isinstance(factor, Tensor) else factor)
         return factor
 

@@ -16,14 +16,14 @@ from trainloop.optim import parameters_of
 from trainloop.parallel import TTFullyShardedDataParallel
 from trainloop.parallel.shards import (
     free,
+    full_tensor,
     gathered,
     is_sharded,
-    local_part,
+    local_shard,
     map_tensors,
-    put_part,
     shard_like,
     stays_whole,
-    whole,
+    write_shard,
 )
 from trainloop.train_loop.placement import Placement, move_state
 
@@ -51,7 +51,7 @@ class _Scaler(torch.amp.GradScaler):
                 continue
             if p.grad.dtype == torch.float16 and not allow_fp16:
                 raise ValueError("Attempting to unscale FP16 gradients.")  # torch's words
-            part = local_part(p.grad)
+            part = local_shard(p.grad)
             if part.numel():
                 kinds.setdefault((part.device, part.dtype), []).append(part)
         for (device, _), parts in kinds.items():
@@ -239,7 +239,7 @@ def _give_back(
                     own[key] = value.to(kept[name].device)
     in_file = None if file is None else _in_file(shards, file, frees=True)
     for i, (state, key, home, device) in enumerate(owners):
-        full = whole(shards[i]) if in_file is None else in_file[i]
+        full = full_tensor(shards[i]) if in_file is None else in_file[i]
         fits = home is not None and home.shape == full.shape and home.dtype == full.dtype
         if home is not None and fits and receives:
             if in_file is None:
@@ -258,13 +258,13 @@ def _in_file(shards: Sequence[Any], file: ResultFile, *, frees: bool = False) ->
     room = file.room_for((shard.shape, shard.dtype) for shard in shards)
     all_here, kept = _all_here(), 0
     for shard, target in zip(shards, room, strict=True):
-        if not (all_here and put_part(shard, target)):
-            full = whole(shard)
+        if not (all_here and write_shard(shard, target)):
+            full = full_tensor(shard)
             if _is_first_of_host():
                 target.copy_(full)
             del full
         if frees:
-            kept += local_part(shard).nbytes
+            kept += local_shard(shard).nbytes
             free(shard)
             if kept > _TRIMMED_AFTER:
                 trim()
