@@ -176,7 +176,7 @@ LATE = {
     "trainloop.data.streams trainloop.data.batches": CHEAP,
     "trainloop.data.loader_copies trainloop._launch.rank_process": RANKS,
     "trainloop.model trainloop.distributed": CHEAP,
-    "trainloop.train_loop.alike trainloop._launch.rank_process": RANKS,
+    "trainloop.train_loop.consistency trainloop._launch.rank_process": RANKS,
     "trainloop.train_loop.execute trainloop._launch": RANKS,
     "trainloop.train_loop.execute trainloop._launch.failures": CHEAP,
     "trainloop.train_loop.execute trainloop.train_loop.handover": RANKS,

@@ -147,9 +147,9 @@ class PermutedOrder:
         Size of the dataset; indices are in ``[0, num_indices)``.
     key : int
         Any integer: the same key gives the same permutation on every machine and version.
-    Length of the order. Shorter than ``num_indices``: that many samples without repetition. Longer: several
+    length : int, optional
+        Length of the order. Shorter than ``num_indices``: that many samples without repetition. Longer: several
         permutations in sequence, each with another key, like ``RandomSampler(num_samples=...)``.
-        permutation after another, each of its own key, as ``RandomSampler(num_samples=...)`` has it.
 
     Notes
     -----

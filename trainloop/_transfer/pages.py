@@ -148,12 +148,12 @@ class MovedPages:
 
     An array that is sent to the ranks would exist twice: here, and in the file that they map. So its whole pages
     are written to the file, and the file is mapped over them: the same address, the same values, one copy. The mapping
-    private: only this process and its forked children see what it writes afterwards, as before.
+    is private: only this process and its forked children see what it writes afterwards, as before.
     :meth:`restore` puts ordinary memory back.
 
-    Only private anonymous memory is moved (the heap, and what ``malloc`` maps for large arrays) that is not
-    locked, and only while no other Python thread runs: a write during the move would be lost. Any other
-    memory remains where it is and takes a second copy.
+    Only private anonymous memory is moved (the heap, and what ``malloc`` maps for large arrays) that is not locked,
+    and only while no other Python thread runs: a write during the move would be lost. Any other memory remains where
+    it is and takes a second copy.
 
     Parameters
     ----------

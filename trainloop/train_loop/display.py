@@ -29,7 +29,7 @@ class Progress:
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
         self.next_look = math.inf
-        """Value of ``time.perf_counter()`` at which the loop calls :meth:`look` next."""
+        """Value of ``time.perf_counter()`` at which the loop next calls :meth:`look`."""
         self._bar: Any = None
         self.columns: list[str] = []
         """Columns of the table, as in the header that was printed last."""

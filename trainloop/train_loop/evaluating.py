@@ -42,7 +42,7 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch to evaluation mode without gradients; at the end each module, frozen or not, has its old mode again."""
+    """Switch to evaluation mode without gradients; at the end restore the mode of each module, frozen or not."""
     training = [module for module in model.modules() if module.training]
     try:
         model.eval()  # a Ctrl-C may interrupt it
