@@ -334,7 +334,7 @@ class Hosts:
                 written = True
             elif first is not None and "hosts" in first:
                 if first["hosts"].get(str(self._me)) != self._entry["id"]:
-                    raise ConfigurationError(self._taken())
+                    raise ConfigurationError(self._index_in_use())
                 self._others[0] = first
                 return True
             elif first is not None and first["left"]:
@@ -360,7 +360,7 @@ class Hosts:
         if first != self._entry["facts"]:
             raise ConfigurationError(f"{self._contradiction(self._me, 0, first)}.")
         if self._me not in range(1, self._num_nodes):
-            raise ConfigurationError(self._taken())
+            raise ConfigurationError(self._index_in_use())
 
     def _contradiction(self, here: int, there: int, theirs: dict[str, Any]) -> str:
         own = self._entry["facts"]
@@ -371,7 +371,7 @@ class Hosts:
             f"num_nodes={theirs.get('num_nodes')} and {theirs.get('ranks')} ranks: they must be the same on all nodes"
         )
 
-    def _taken(self) -> str:
+    def _index_in_use(self) -> str:
         return f"node_rank={self._me} is used by another host: give each host its own, from 0 to num_nodes - 1."
 
     # -- during the run --------------------------------------------------------------------------------------------

@@ -203,18 +203,18 @@ def _work(spec: RankSpec, me: Rank, slots: memoryview, received: Mapping[int, in
     stop = SharedStop(slots, me.local_rank, spec.local_world_size, spec.timeout_s)
     state = SharedStop.num_slots(spec.local_world_size) + me.local_rank
 
-    def lost() -> bool:
-        return stop.aborted or parent_is_gone()
+    def run_failed() -> bool:
+        return stop.aborted or parent_has_ended()
 
     with (
-        rank_signals(stop, ended=lost, end=RankTerminated),
+        rank_signals(stop, ended=run_failed, end=RankTerminated),
         contextlib.ExitStack() as undo,
     ):
         try:
             undo.enter_context(rank_streams(me))
             slots[state] = State.RUNNING
             if "nccl" in spec.backend:
-                unblocking = Unblocking(lost)
+                unblocking = Unblocking(run_failed)
                 unblocking.start()
                 undo.callback(unblocking.stop)
             # Opens the payload too, so that an error in the user's imports is recorded like any other.
@@ -376,7 +376,7 @@ def _allow_many_descriptors() -> None:
 _parent: list[int] = []  # descriptors that become readable at its end
 
 
-def parent_is_gone() -> bool:
+def parent_has_ended() -> bool:
     """Return True if the process that started this one has ended."""
     return bool(_parent and connection.wait(_parent, 0))
 
@@ -395,7 +395,7 @@ def end_with_parent(caller_fd: int | None) -> None:
     _parent.append(parent.sentinel)
     if caller_fd is not None:
         _parent.append(caller_fd)
-    if parent_is_gone():
+    if parent_has_ended():
         os._exit(1)
     threading.Thread(target=_outlive_parent_briefly, name="trainloop-parent-watch", daemon=True).start()
 

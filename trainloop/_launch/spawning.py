@@ -400,11 +400,11 @@ class Ranks:
         tracebacks = {r: failure.traceback for r, failure in self._failures.items()}
         if ask and STACK_SIGNAL is not None:
             # One that is still starting has no handler yet: the signal would kill it.
-            asked = [r for r in ranks if self._processes[r].is_alive() and self._state(r) != State.STARTING]
-            for r in asked:
+            requested = [r for r in ranks if self._processes[r].is_alive() and self._state(r) != State.STARTING]
+            for r in requested:
                 self._signal(r, STACK_SIGNAL)
             deadline = time.monotonic() + _DUMP_S
-            while time.monotonic() < deadline and not all(os.fstat(fds[r]).st_size for r in asked):
+            while time.monotonic() < deadline and not all(os.fstat(fds[r]).st_size for r in requested):
                 time.sleep(0.02)
             time.sleep(0.1)  # a dump is written line by line
         stacks = {}

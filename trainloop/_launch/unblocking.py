@@ -25,12 +25,12 @@ class Unblocking:
 
     Parameters
     ----------
-    lost : callable
+    run_failed : callable
         Returns True if the run has failed: the handler of SIGTERM then raises.
     """
 
-    def __init__(self, lost: Callable[[], bool]) -> None:
-        self._lost = lost
+    def __init__(self, run_failed: Callable[[], bool]) -> None:
+        self._run_failed = run_failed
         self._over = threading.Event()
 
     def start(self) -> None:
@@ -42,7 +42,7 @@ class Unblocking:
         self._over.set()
 
     def _run(self) -> None:
-        while not self._lost():
+        while not self._run_failed():
             if self._over.wait(_LOOK_S):
                 return
         if self._over.wait(_OWN_ERROR_S):

@@ -243,7 +243,7 @@ class Recorder:
     def _part(self, part: str) -> _Series:
         key = f"{self._prefix}loss_{part}" if part else f"{self._prefix}loss"
         if key in self._series and self._series[key].options.part is None:
-            raise ConfigurationError(_is_the_loops_own(key))
+            raise ConfigurationError(_is_loop_loss(key))
         options = Options(self._on_step, True, "mean", True, part)
         series = self._series.setdefault(key, _Series(key, options))
         return self._parts.setdefault(part, series)
@@ -259,7 +259,7 @@ class Recorder:
             options = self._options(asked)
             series = self._series.get(key)
             if (series is not None and series.options.part is not None) or key in self._reserved:
-                raise ConfigurationError(_is_the_loops_own(name))
+                raise ConfigurationError(_is_loop_loss(name))
             if series is None or series.options != options:  # otherwise the epoch continues from a checkpoint
                 series = self._series[key] = _Series(key, options)
             series.asked = asked
@@ -427,7 +427,7 @@ def named_losses(losses: Mapping[str, float], prefix: str = "") -> dict[str, flo
     return {f"{prefix}loss_{part}" if part else f"{prefix}loss": value for part, value in losses.items()}
 
 
-def _is_the_loops_own(name: str) -> str:
+def _is_loop_loss(name: str) -> str:
     return f"log({name!r}, ...): the loop records {name!r} itself. Choose another name."
 
 

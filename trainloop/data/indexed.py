@@ -141,9 +141,9 @@ class Indexed(Source):
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[Any, Any]]:
         self._shard.set_epoch(epoch)
         items = self._read(epoch, first_batch) if self._rows is None else self._index(self._rows, first_batch)
-        return items if self.sizes_known else self._own(items)
+        return items if self.sizes_known else self._with_own_sizes(items)
 
-    def _own(self, items: Iterator[tuple[RankSizes, Any]]) -> Iterator[tuple[int, Any]]:
+    def _with_own_sizes(self, items: Iterator[tuple[RankSizes, Any]]) -> Iterator[tuple[int, Any]]:
         """Yield the items with only this rank's size, counted if unknown."""
         rank, batch_size = self._rank, self.loader.batch_size
         for sizes, batch in items:
@@ -190,7 +190,7 @@ class Indexed(Source):
                     batch = next(batches, _END)
             if batch is _END:
                 break
-            loaders.check_asked(asked.log, self.loader, self._name)
+            loaders.check_requested(asked.log, self.loader, self._name)
             asked.indices.popleft()
             yield asked.log.popleft(), batch
             batch_index += 1

@@ -1,4 +1,4 @@
-"""How streams and samplers of other libraries handle ranks. This module imports none of these libraries."""
+"""Support for streams and samplers of other libraries, and their handling of ranks; imports none of these libraries."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ def is_split(dataset: Any) -> bool | None:
     Recognised are the user's attribute ``is_distributed``, Hugging Face's ``split_dataset_by_node``, a litdata
     dataset made inside a rank, and webdataset pipelines with ``split_by_node`` or resampled shards.
     """
-    said = getattr(dataset, "is_distributed", None)
-    if said is not None and not callable(said):  # every torch.Tensor, which may be a dataset, has a method of this name
-        return bool(said)
+    declared = getattr(dataset, "is_distributed", None)
+    if declared is not None and not callable(
+        declared
+    ):  # every torch.Tensor, which may be a dataset, has a method of this name
+        return bool(declared)
     # Set by Hugging Face's split_dataset_by_node, which has no public trace.
     if getattr(dataset, "_distributed", None) is not None:
         return True

@@ -137,7 +137,7 @@ def _with_settings(loader: DataLoader[Any]) -> Any:
     return loader.worker_init_fn
 
 
-def check_asked(log: Sized, loader: Any, name: str) -> None:
+def check_requested(log: Sized, loader: Any, name: str) -> None:
     """Raise an error if a loader yields a batch without having asked for indices.
 
     Raises

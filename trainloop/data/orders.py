@@ -91,14 +91,14 @@ def generators_of(loader: Any) -> dict[str, torch.Generator]:
     return found
 
 
-def is_there_at_once(sampler: Any) -> bool:
+def is_available_upfront(sampler: Any) -> bool:
     """Return True if a sampler's full order exists, or torch's sampler draws it before yielding the first index."""
     if type(sampler) is RandomSampler:
         return not sampler.replacement
     return type(sampler) in (WeightedRandomSampler, SubsetRandomSampler, list, tuple, range, np.ndarray)
 
 
-def drawn_at_once(sampler: Any) -> tuple[Any, Any]:
+def draw_upfront(sampler: Any) -> tuple[Any, Any]:
     """Draw such a sampler's full order, as its ``__iter__`` does; return it and the elements that it orders.
 
     A sampler's iterator makes a Python list of it: 36 bytes per index, on every rank.

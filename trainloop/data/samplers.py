@@ -29,8 +29,8 @@ from trainloop._support.rng import derive_seed
 from trainloop._support.sharding import BatchPlan, Order, index_blocks, shard_size
 from trainloop.data.orders import (
     digest_of,
-    drawn_at_once,
-    is_there_at_once,
+    draw_upfront,
+    is_available_upfront,
     length_of,
     listed,
     order_by_position,
@@ -145,7 +145,7 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
     @property
     def rule(self) -> str:
         """By position, drawn as a whole, or iterated."""
-        drawn = "at once" if self.plan is not None and is_there_at_once(self.base) else "one by one"
+        drawn = "at once" if self.plan is not None and is_available_upfront(self.base) else "one by one"
         return drawn if self.plan is None or self.order is None else "by position"
 
     def __len__(self) -> int:
@@ -161,7 +161,7 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
         """Yield this rank's indices of each global batch from ``first_batch`` on (maybe none); each rank's samples."""
         order, plan = self.order, self.plan
         if order is None or plan is None:
-            if plan is not None and is_there_at_once(self.base):
+            if plan is not None and is_available_upfront(self.base):
                 yield from self._sliced_batches(plan, first_batch)
             else:
                 yield from self._iterated_batches(first_batch)
@@ -180,7 +180,7 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
     def _sliced_batches(self, plan: BatchPlan, first_batch: int) -> Iterator[tuple[list[Any], RankSizes]]:
         """Yield batches of an order that exists, or is drawn, as a whole: a rank lists only its own part."""
         with IsolatedRandomState(derive_seed(self.seed, "sampler", self.epoch)):
-            order, elements = drawn_at_once(self.base)
+            order, elements = draw_upfront(self.base)
         # Ranks may have other weights, or other numbers.
         self.digest = digest_of(listed(order[: plan.global_batch_size], elements))
         start, stop, step = plan.positions(self.rank, first_batch, plan.num_batches - first_batch)

@@ -23,7 +23,7 @@ from trainloop.data.steps import ExchangeInts, StepBatches, steps_of_exchanged, 
 from trainloop.data.tensors import TensorRows
 from trainloop.errors import ConfigurationError
 
-_LIVE = object()  # stands for the source's current position
+_LIVE = object()  # represents the source's current position
 
 
 def train_feed(

@@ -86,9 +86,9 @@ class WholeBatches(BatchShardSampler):
         indices: npt.NDArray[np.int64] | None
         if self._order is not None:
             rows = sum(sizes)
-            whole = rows == len(self._order) == self._num_samples
-            cut_alike = all(size == self.base.batch_size for size in sizes[:-1])
-            indices = self._order.at(np.arange(rows)) if whole and cut_alike else None
+            complete = rows == len(self._order) == self._num_samples
+            same_sizes = all(size == self.base.batch_size for size in sizes[:-1])
+            indices = self._order.at(np.arange(rows)) if complete and same_sizes else None
         else:
             indices = self._visited_indices(sizes)
         if indices is None or len(indices) != sum(sizes):

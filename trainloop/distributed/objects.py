@@ -68,11 +68,11 @@ def _gather_bytes(call: str, form: int, body: bytes | bytearray) -> list[tuple[M
         dist.all_gather(list(bodies), mine, group=group)
     gathered = []
     for rank, message in enumerate(messages):
-        came = message.body
-        if came is None:
-            came = bodies[rank].numpy().data[: message.size]
-            session.check_body(message, blocks[rank], came)
-        gathered.append((message, came))
+        content = message.body
+        if content is None:
+            content = bodies[rank].numpy().data[: message.size]
+            session.check_body(message, blocks[rank], content)
+        gathered.append((message, content))
     session.next()
     return gathered
 

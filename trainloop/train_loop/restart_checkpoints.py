@@ -77,7 +77,7 @@ class RestartCheckpoints:
         if self._resumes:
             self._report()
         # At an epoch's end ranks have agreed on whether it is the last; in its middle they have not, and continue.
-        if step >= self._next and not reasons and (run.epoch_steps or not run.loop.asked_to_end):
+        if step >= self._next and not reasons and (run.epoch_steps or not run.loop.end_requested):
             self._save(step)
         return reasons
 

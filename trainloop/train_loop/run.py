@@ -311,8 +311,8 @@ class Run:
     def flush_logs(self) -> None:
         """Read the logs and pass them to ``on_log``. Collective; waits for the device."""
         # All ranks decide the same: hooks of one make all exchange. Without hooks, an occasional exchange is enough.
-        heard = any(overrides(callback, "on_log") for callback in self.loop.callbacks)
-        if heard or self.epoch_steps % MOST_STEPS_BETWEEN_EXCHANGES == 0:
+        has_hooks = any(overrides(callback, "on_log") for callback in self.loop.callbacks)
+        if has_hooks or self.epoch_steps % MOST_STEPS_BETWEEN_EXCHANGES == 0:
             self.publish(self.recorder.exchange_steps())
         else:
             self.recorder.compact()

@@ -349,7 +349,7 @@ def take_up_finished(loop: TrainLoop[Any], state: dict[str, Any], why: str) -> N
     load_carried_state(loop.model, [saved.get("carried", {}) for saved in state["ranks"]], 0, len(state["ranks"]))
     loop.scaler_state = state["scaler"]
     loop.ends = end_that_holds(loop, state)
-    loop.asked_to_end = bool(loop.ends)
+    loop.end_requested = bool(loop.ends)
     here = joined()
     if here is not None and has_ranks(loop.gpu_mode):
         loop.process = here

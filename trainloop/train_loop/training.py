@@ -114,7 +114,7 @@ class Training(Run):
         """The step's batches, from their arrival until its last hook has run."""
         self.clock = StepClock()
         self._job = job
-        self._nan_told = False
+        self._nan_warned = False
         self._warned_of_averages = False
         self._kept_in_eval: list[torch.nn.Module] | None = None
 
@@ -145,7 +145,7 @@ class Training(Run):
                             self.flush_logs()
                         if perf_counter() >= progress.next_look:
                             progress.look(self.epoch_batches, self._bar_values, clock.read)
-                        if loop.asked_to_end:
+                        if loop.end_requested:
                             stop.request(EARLY_STOP)
                         ended_by = stop.reached()
                         # Read a complete epoch to its end, since samplers may draw numbers for the next one there.
@@ -361,9 +361,9 @@ class Training(Run):
     def _warn_nan(self, losses: dict[str, float]) -> None:
         """Warn, once per fit, about a training loss that is NaN, unless a callback handles it."""
         names = ", ".join(name for name, value in losses.items() if value != value)
-        if not names or self._nan_told or not self.loop.is_global_zero:
+        if not names or self._nan_warned or not self.loop.is_global_zero:
             return
-        self._nan_told = True
+        self._nan_warned = True
         if all(callback.callback_name != "TerminateOnNaN" for callback in self.loop.callbacks):
             _warn(
                 f"NaN in epoch {self.loop.epoch + 1} of the training: {names}. With fit(callbacks=[TerminateOnNaN()]) "
@@ -377,10 +377,10 @@ class Training(Run):
     def _agree_at_epoch_end(self) -> int:
         """Stop after this epoch if a callback of any rank requests it, or a signal arrived."""
         if self.gather is not None:
-            mine = [int(self.loop.asked_to_end)]
-            self.loop.asked_to_end = any(theirs for (theirs,) in distributed.exchange_ints(mine))
+            mine = [int(self.loop.end_requested)]
+            self.loop.end_requested = any(theirs for (theirs,) in distributed.exchange_ints(mine))
         # Signals too, since evaluation may have taken long.
-        return self.stop.reached() | (EARLY_STOP if self.loop.asked_to_end else 0)
+        return self.stop.reached() | (EARLY_STOP if self.loop.end_requested else 0)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 

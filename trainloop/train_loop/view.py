@@ -55,7 +55,7 @@ class LoopView:
         """Number of optimizer steps, over all calls of ``fit``."""
         self.total_iteration_idx: int = -1
         """Number of the current or last batch, counted from 0 over all epochs; -1 before the first."""
-        self.asked_to_end: bool = False
+        self.end_requested: bool = False
         self.ends: list[End] = []
         """Callbacks that requested the end of training."""
         self.num_epochs = self.num_iterations = 0
@@ -118,11 +118,11 @@ class LoopView:
     @property
     def early_stop(self) -> bool:
         """True if training will end after this step; any callback may set it, on any rank."""
-        return self.asked_to_end
+        return self.end_requested
 
     @early_stop.setter
     def early_stop(self, stop: bool) -> None:
-        self.asked_to_end = bool(stop)
+        self.end_requested = bool(stop)
         if not stop:
             self.ends = []
         elif (end := requesting_callback(self)) is not None:
@@ -131,7 +131,7 @@ class LoopView:
     def end_training(self, callback: AbstractCallback, reason: str = "") -> None:
         """End training at a callback's request; see :meth:`.AbstractCallback.end_training`."""
         self._note_end(End(type(callback).__name__, callback.callback_name, reason))
-        self.asked_to_end = True
+        self.end_requested = True
 
     def _note_end(self, end: End) -> None:
         if all((end.kind, end.name) != (known.kind, known.name) for known in self.ends):

@@ -82,7 +82,7 @@ def write(path: Path, value: object, root: str = "") -> None:
 
 
 def read(path: Path, *, trusted: bool = False) -> Any:
-    """Read a pickle that :func:`write` wrote, only if nobody else can have written it, or if ``trusted``."""
+    """Read a pickle that :func:`write` wrote, only if no other user can have written it, or if ``trusted``."""
     return loads(read_own(path, trusted=trusted))
 
 
@@ -108,7 +108,7 @@ def read_own(path: Path, *, trusted: bool = False) -> bytes:
 
 
 def check_own_folder(folder: Path, *, trusted: bool = False) -> None:
-    """Check that nobody else can put files into a folder of pickles; raise the errors of :func:`read_own`."""
+    """Check that no other user can put files into a folder of pickles; raise the errors of :func:`read_own`."""
     if not trusted:
         _check_owner(folder, os.stat(folder))
 

@@ -379,7 +379,7 @@ class _Bookkeeping(AbstractCallback):
     def on_epoch_end(self) -> None:
         loop = self.train_loop_obj
         self.epochs_run += 1
-        loop.asked_to_end = loop.asked_to_end or self.wants_stop
+        loop.end_requested = loop.end_requested or self.wants_stop
         several = self.losses[-1] if self.losses and isinstance(self.losses[-1], Mapping) else None
         names = ["loss"] if several is None else [f"loss_{name}" for name in sorted(several)]
         for name in names:
@@ -414,8 +414,8 @@ class _EndOfBatch(AbstractCallback):
 
     def on_batch_end(self) -> None:
         loop = self.train_loop_obj
-        if loop.asked_to_end:  # AIToolbox stops at the end of the epoch, the core after the step
-            self.book.wants_stop, loop.asked_to_end = True, False
+        if loop.end_requested:  # AIToolbox stops at the end of the epoch, the core after the step
+            self.book.wants_stop, loop.end_requested = True, False
 
 
 def _as_loss(value: float | Mapping[str, float]) -> Tensor | MultiLoss:

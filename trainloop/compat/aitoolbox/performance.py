@@ -121,7 +121,7 @@ class ModelPerformancePrintReport(CoreModelPerformancePrintReport):
             if history.get(name):
                 print(f"{name}: {history[name][-1]}")
             else:
-                self._say_missing(name, history.keys())
+                self._report_missing(name, history.keys())
 
 
 class TrainHistoryFormatter(CoreTrainHistoryFormatter):
