@@ -19,9 +19,7 @@ def is_split(dataset: Any) -> bool | None:
     dataset made inside a rank, and webdataset pipelines with ``split_by_node`` or resampled shards.
     """
     declared = getattr(dataset, "is_distributed", None)
-    if declared is not None and not callable(
-        declared
-    ):  # every torch.Tensor, which may be a dataset, has a method of this name
+    if declared is not None and not callable(declared):  # every torch.Tensor has a method of this name
         return bool(declared)
     # Set by Hugging Face's split_dataset_by_node, which has no public trace.
     if getattr(dataset, "_distributed", None) is not None:

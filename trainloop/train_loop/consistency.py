@@ -83,8 +83,7 @@ def requested_settings(run: Training, *, gather: bool, resume: dict[str, Any] | 
     for name in _LOADERS[1:]:
         loader = getattr(loop, name) if loop.end_auto_eval else None
         shared.append(NO_LOADER if loader is None else run.shared_of(loader, name))
-    position = [place["epoch"], place["global_step"]]
-    return [*map(_as_int64, arguments), *position, *turns, *(n for one in shared for n in one)]
+    return [*map(_int64, arguments), place["epoch"], place["global_step"], *turns, *(n for one in shared for n in one)]
 
 
 def check_same_on_all_ranks(mine: list[int]) -> bool:
@@ -120,7 +119,7 @@ def check_same_on_all_ranks(mine: list[int]) -> bool:
     return all(theirs[_TURNS:_SHARED] == mine[_TURNS:_SHARED] for theirs in everyone)
 
 
-def _as_int64(value: float | None) -> int:
+def _int64(value: float | None) -> int:
     """Return the 64 bits of a number as an int64."""
     number: int = struct.unpack("q", struct.pack("d", float("nan") if value is None else value))[0]
     return number
