@@ -249,7 +249,7 @@ def _result_of(
         torch.set_num_threads(spec.num_threads)
     _allow_many_descriptors()
     if "nccl" in spec.backend:
-        # After a time-out its watchdog writes what it knows of the collective, for four times this long: else a minute.
+        # After a time-out, NCCL's watchdog dumps its state and waits four times this value for it: by default a minute.
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     device = torch.device(spec.devices[me.local_rank])
     if device.type == "cuda":

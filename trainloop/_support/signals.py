@@ -2,11 +2,11 @@
 
 ::
 
-    fit                      with signals() as received: ...; received.end()      from the first line to the last
-      the ranks are there        with signals(stop):                        ranks receive earlier signals, too
+    fit                      with signals() as received: ...; received.end()    from the first line to the last
+      the ranks are there        with signals(stop):                          ranks receive earlier signals, too
     a rank                   with rank_signals(stop, ...):
-      a loader's worker          WorkerInit(users_function)                 outlives signals to the whole group
-    evaluate_*, predict_*    with signals(at_once=True): ...                 outside of fit no state must be saved
+      a loader's worker          WorkerInit(users_function)                   outlives signals to the whole group
+    evaluate_*, predict_*    with signals(at_once=True): ...                   outside of fit no state must be saved
 
 Slurm, containers and terminals send a signal to a whole process group: to the caller, its ranks and their loader
 workers at the same time. Only ranks can decide at which step all of them stop, so the caller waits for them, and

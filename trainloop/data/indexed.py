@@ -180,7 +180,7 @@ class Indexed(Source):
         seed = shard.seed
         with nullcontext() if seed is None else IsolatedRandomState(derive_seed(seed, "loader", epoch, rank)):
             batches = guard_stop_iteration(started(self.loader), self._name)
-        # Indices that carry seeds seed the workers.
+        # Workers are seeded by the indices that they receive.
         isolated = None if seed is None or self.loader.num_workers > 0 else IsolatedRandomState()
         while True:
             if isolated is None:

@@ -223,7 +223,7 @@ class TrainFeed:
             )
 
     def _items_of_new_workers(self, first_batch: int) -> Iterator[tuple[Any, Any]]:
-        """Yield the items of new workers, without a draw from the order's generator if earlier workers made none."""
+        """Yield the items of new workers; their base seed is not drawn from the generator that determines the order."""
         self._replaces_workers = False
         with isolated_base_seed(self.loader):
             items = self._items(first_batch)
@@ -240,7 +240,7 @@ class TrainFeed:
         yield from items
 
     def _ahead(self, items: Iterator[tuple[Any, Any]], device: torch.device) -> Iterator[tuple[Any, Any]]:
-        """Yield the items, copied to a GPU during the previous step; the position follows the yielded item."""
+        """Yield the items, each copied to a GPU during the previous step; track the position of the yielded item."""
         if self._source.position is None:
             yield from on_device(items, device)
             return
